@@ -33,15 +33,25 @@ def draw_boxes(
     side: int = IMAGE_SIDE,
     thin: int = 0,
 ) -> Image.Image:
-    """The sample's image with boxes, later ones on top of earlier ones.
+    """The sample's image with boxes; arguments as of draw_boxes_on, boxes in pixels of the sample."""
+    stored = Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS)
+    return draw_boxes_on(stored.convert("RGB"), boxes, side, thin)
 
-    boxes: (box [4], xyxy in pixels of the sample; RGB colour; name or ""). side: pixels of the longer side of the
+
+def draw_boxes_on(
+    image: Image.Image,
+    boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]],
+    side: int = IMAGE_SIDE,
+    thin: int = 0,
+) -> Image.Image:
+    """An RGB image with boxes, later ones on top of earlier ones.
+
+    boxes: (box [4], xyxy in pixels of the image; RGB colour; name or ""). side: pixels of the longer side of the
     result. thin: the first `thin` boxes get thin lines.
     """
-    factor = side / max(sample.width, sample.height)
-    width, height = (max(1, round(side * factor)) for side in (sample.width, sample.height))
-    stored = Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS)
-    image = stored.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    factor = side / max(image.size)
+    width, height = (max(1, round(side * factor)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.LANCZOS)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(NAME_SIZE)
     scaled = [[round(float(number) * factor) for number in box] for box, _, _ in boxes]
     for index, ((x1, y1, x2, y2), (_, colour, _)) in enumerate(zip(scaled, boxes, strict=True)):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +84,14 @@ def commit_samples(
         assert commit_shard(
             catalog, f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, {"random_init": random_init}
         )
+
+
+def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
+    """Another region shard, of samples that a root does not hold yet; False where it is there already."""
+    samples = [tiny_sample(i, regions=1 + i % 3) for i in numbers]
+    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
+    catalog = Catalog(open_store(str(root)), "captions")
+    return commit_shard(catalog, f"regions/{DETECTOR}", shard, samples, rows, {"random_init": False})
 
 
 def tiny_root(folder: Path, samples: int = 24, held_out: int = 8, random_init: bool = False) -> Path:

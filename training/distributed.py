@@ -47,6 +47,13 @@ class World:
         return self.rank == 0
 
 
+def device_name(device: torch.device) -> str:
+    """What computes, for people: the model of a GPU, or CPU with its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type.upper()} (threads: {torch.get_num_threads()})"
+
+
 class FaultOfNode(ValueError):
     """What is wrong on a node, or on all: raised on every rank, so that none waits, and told by the first one."""
 

@@ -292,10 +292,17 @@ def progress_line(beat: Mapping[str, Any]) -> str:
 
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of one kind ("training" or "validation"), in order; none before the run wrote any."""
-    path = f"runs/{run}/metrics.jsonl"
-    if not store.exists(path):
-        return []
-    return [record for _, record in _parsed(store.get(path), store.where(path)) if record.get("kind") == kind]
+    return [line for line in _read_lines(store, run, "metrics.jsonl") if line.get("kind") == kind]
+
+
+def read_skipped(store: ObjectStore, run: str) -> list[dict[str, Any]]:
+    """The lines of skipped.jsonl, in order: the steps that were left out."""
+    return _read_lines(store, run, "skipped.jsonl")
+
+
+def _read_lines(store: ObjectStore, run: str, name: str) -> list[dict[str, Any]]:
+    path = f"runs/{run}/{name}"
+    return [record for _, record in _parsed(store.get(path), store.where(path))] if store.exists(path) else []
 
 
 def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:

@@ -80,13 +80,9 @@ def load_task_model(
             f"{where} was trained for another task than recipe {recipe.name}: its settings are {named}, the recipe's "
             f"{type(recipe.task).__name__}; name the recipe that it was trained with"
         )
-    kind = settings_named(named)
-    if kind is None:
-        raise ValueError(f"{where} was trained for an unknown task, with {named}; name its recipe, MODULE:FUNCTION")
-    settings = recipe.task if zero_shot else from_json(kind, checkpoint.task_settings, f"{where}/config.json")
-    if recipe is None:
-        values = config.get("recipe", {"name": Path(where).name}) | {"task": settings}
-        recipe = replace(from_json(Recipe, values, f"{where}/config.json"), model=checkpoint.model_config)
+    trained = recipe_of(checkpoint)
+    settings = recipe.task if zero_shot else trained.task
+    recipe = recipe or trained
     wanted = override(recipe, list(overrides)).model
     differing = differing_fields(architecture(wanted), architecture(checkpoint.model_config))
     if differing:
@@ -104,6 +100,19 @@ def load_task_model(
     else:
         load_model(model, checkpoint.model, where)
     return model.eval(), recipe
+
+
+def recipe_of(checkpoint: Checkpoint) -> Recipe:
+    """The recipe that a checkpoint of a task was trained with; ValueError where the task is unknown."""
+    config, where = checkpoint.config, checkpoint.where
+    kind = settings_named(config["task"])
+    if kind is None:
+        raise ValueError(
+            f"{where} was trained for an unknown task, with {config['task']}; name its recipe, MODULE:FUNCTION"
+        )
+    settings = from_json(kind, checkpoint.task_settings, f"{where}/config.json")
+    values = config.get("recipe", {"name": Path(where).name}) | {"task": settings}
+    return replace(from_json(Recipe, values, f"{where}/config.json"), model=checkpoint.model_config)
 
 
 def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:

@@ -40,7 +40,7 @@ from vlbert.data.batch import collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.evaluate import load_task_model
-from vlbert.prediction import Prediction
+from vlbert.prediction import Prediction, class_name
 from vlbert.ranking import Ranker, Ranking, ranking_recipe, read_captions
 from vlbert.recipes import RECIPES
 from vlbert.tasks.vcr import VCRSettings
@@ -196,14 +196,11 @@ def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | N
     if "masked_regions" not in row:
         return row
 
-    def class_name(number: int) -> str:
-        return "nothing" if number == 0 else classes[number - 1] if classes else f"class {number}"
-
     masked = [
         region
         | {
-            "detected_name": class_name(region["detected"]),
-            "guesses": [guess | {"answer": class_name(guess["class"])} for guess in region["guesses"]],
+            "detected_name": class_name(region["detected"], classes),
+            "guesses": [guess | {"answer": class_name(guess["class"], classes)} for guess in region["guesses"]],
         }
         for region in row["masked_regions"]
     ]

@@ -1,6 +1,7 @@
 """A prediction about one image, in words and drawn."""
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,3 +94,8 @@ class Prediction:
             others = [number for number in others if number and number not in {box["region"] for box in row["boxes"]}]
             thin = [(boxes[number - 1], colour_of(number), str(number)) for number in reversed(others)]
         return write_below(draw_boxes(self.sample, [*thin, *drawn], SIDE, len(thin)), self.lines())
+
+
+def class_name(number: int, classes: Sequence[str] | None) -> str:
+    """The detector's class, 0 being the background, by its name where the detector has names."""
+    return "nothing" if number == 0 else classes[number - 1] if classes else f"class {number}"

@@ -148,11 +148,17 @@ def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
 
 
 def open_data(
-    recipe: Recipe, store: ObjectStore, resumed: Checkpoint | None, start: Checkpoint | None, world: World
+    recipe: Recipe,
+    store: ObjectStore,
+    resumed: Checkpoint | None,
+    start: Checkpoint | None,
+    world: World,
+    otherwise: str = ", or start another run: run=NAME",
 ) -> OpenedData:
     """The data of a new run or, as they were, of a resumed one. start: whose vocabulary it takes, if any.
 
-    ValueError where a resumed run has not the examples or the corpus that it was trained on.
+    ValueError where a resumed run has not the examples or the corpus that it was trained on: it says to put these back,
+    and `otherwise`.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
@@ -164,11 +170,10 @@ def open_data(
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
         raise ValueError(
-            f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one, or start "
-            "another run: run=NAME"
+            f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one{otherwise}"
         )
     return OpenedData(
-        datasets=[_training_dataset(config, task, resumed, *one) for one in opened],
+        datasets=[_training_dataset(config, task, resumed, *one, otherwise) for one in opened],
         held_out={pinned["dataset"]: (one, task.examples(one, recipe.task.validate_on)) for one, pinned in held_out},
         corpus=corpus,
         task=task,
@@ -214,7 +219,7 @@ def _check_same(what: str, values: list[tuple[str, object]]) -> None:
 
 
 def _training_dataset(
-    config: DataConfig, task: Task, resumed: Checkpoint | None, samples: ShardSamples, pinned: dict
+    config: DataConfig, task: Task, resumed: Checkpoint | None, samples: ShardSamples, pinned: dict, otherwise: str
 ) -> TrainingDataset:
     name, examples = pinned["dataset"], task.examples(samples, None)
     if resumed:
@@ -225,7 +230,7 @@ def _training_dataset(
     if len(examples) != spans[-1].examples:
         raise ValueError(
             f"{resumed.where} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
-            "the files of the task have changed; put them back, or start another run: run=NAME"
+            f"the files of the task have changed; put them back{otherwise}"
         )
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}
     return TrainingDataset(samples, examples, spans, weight or float(len(examples)), recorded)

@@ -211,7 +211,11 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         num_classes=data.num_classes,
         pinned=data.pinned,
         detector=detector_of(store, data.datasets[0].pinned["dataset"], stage) if world.first else None,
-        metadata={"detector": stage.removeprefix("regions/"), "snapshot": " + ".join(snapshots)},
+        metadata={
+            "detector": stage.removeprefix("regions/"),
+            "snapshot": " + ".join(snapshots),
+            "device": distributed.device_name(world.device),
+        },
         loop_state=start.loop_state,
     )
 

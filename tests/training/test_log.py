@@ -146,7 +146,7 @@ def test_the_page_of_formats_names_every_field_of_the_heartbeat(tmp_path):
     page = (PROJECT / "docs" / "formats.md").read_text()
     (table,) = re.findall(r"\| field of `heartbeat.json` .*?\n(.*?)\n\n", page, re.DOTALL)
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert named == read_heartbeat(store, "run").keys() | {"detector", "snapshot"}
+    assert named == read_heartbeat(store, "run").keys() | {"detector", "snapshot", "device"}
 
 
 def test_the_share_of_time_that_saves_held_up_is_logged(tmp_path):

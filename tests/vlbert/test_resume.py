@@ -14,14 +14,12 @@ import pytest
 import torch
 from loaded import rows_in_order
 from safetensors.torch import load_file
-from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny import DETECTOR, TINY_MODEL, commit_more, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from benchmarks.killed_training import check
 from storage.catalog import Catalog
 from storage.catalog.__main__ import main
-from storage.catalog.commit import commit_shard
 from storage.inventory import Inventory
-from storage.manifests import Row
 from storage.object_store import open_store
 from storage.reading import ShardSamples
 from storage.runs import Best, checkpoints, open_folder, sealed_json
@@ -45,13 +43,6 @@ from vlbert.train import train
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
 STAGE = f"regions/{DETECTOR}"
-
-
-def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
-    """Another region shard, of samples that a root does not hold yet; False where it is there already."""
-    samples = [tiny_sample(i, regions=1 + i % 3) for i in numbers]
-    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
-    return commit_shard(Catalog(open_store(str(root)), "captions"), STAGE, shard, samples, rows, {"random_init": False})
 
 
 # --- which sample is which --------------------------------------------------------------------------------------------

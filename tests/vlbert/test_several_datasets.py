@@ -180,7 +180,7 @@ def test_no_dataset_has_two_snapshots_more_in_one_step():
             for number, boundary in boundaries:
                 data.enter(number, None, data.datasets[number].examples, "another", boundary)
                 entered.append((step, number))
-        assert len(data._slots(step)) == 3
+        assert len(data.slots(step)) == 3
     assert len(entered) == len({*entered}) > 60
 
 

@@ -36,6 +36,13 @@ def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -
     return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), question])
 
 
+def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple[int, int, int, np.ndarray]]:
+    """By dataset that is in this step: its number, its samples from `start` to `stop`, and their places."""
+    numbers, draws = interleaved(step * batch, batch, weights)
+    places = {number: np.flatnonzero(numbers == number) for number in range(len(weights))}
+    return [(n, int(draws[at[0]]), int(draws[at[-1]]) + 1, at) for n, at in places.items() if len(at)]
+
+
 def check_shares(config: DataConfig, world_size: int) -> None:
     """ValueError where the batch cannot be dealt out evenly over processes and parts."""
     parts = world_size * config.gradient_accumulation
@@ -173,22 +180,23 @@ class TrainingData(Dataset):
         self._sources = kept | both
 
     def __getitem__(self, step: int) -> list[Batch]:
-        everyone = self._slots(step)
+        return [collate(*part) for part in self.examples(step)]
+
+    def examples(self, step: int) -> list[tuple[list[Example], list[Unreadable]]]:
+        """What each part of data[step] is collated from: its examples in order, those of text alone last, and what
+        cannot be read."""
+        everyone = self.slots(step)
         shares = self._shares(list(enumerate(everyone)))
         pairs = [[slot for _, slot in share] for share in shares]
         behind = [everyone[share[-1][0] + 1 :] + everyone[: share[0][0]] for share in shares]  # of the whole step
         count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
         texts = self._shares(take(step * count, count, self.config.seed, TEXT, lines))
-        return [self._batch(step, *part) for part in zip(pairs, behind, texts, strict=True)]
+        return [self._examples(step, *part) for part in zip(pairs, behind, texts, strict=True)]
 
     def _parts_of(self, step: int) -> list[tuple[int, int, int, np.ndarray]]:
-        """By dataset that is in this step: its number, its samples from `start` to `stop`, and their places."""
-        count = self.config.batch
-        numbers, draws = interleaved(step * count, count, self._weights)
-        places = {number: np.flatnonzero(numbers == number) for number in range(len(self.datasets))}
-        return [(n, int(draws[at[0]]), int(draws[at[-1]]) + 1, at) for n, at in places.items() if len(at)]
+        return parts_of_step(step, self.config.batch, self._weights)
 
-    def _slots(self, step: int) -> list[Slot]:
+    def slots(self, step: int) -> list[Slot]:
         """What all ranks take in this step, in order."""
         found: dict[int, Slot] = {}
         for number, start, stop, places in self._parts_of(step):
@@ -223,7 +231,9 @@ class TrainingData(Dataset):
             found += _parted(self._read(step, [slot]))[0]
         return found
 
-    def _batch(self, step: int, pairs: list[Slot], behind: list[Slot], texts: list[tuple[int, int]]) -> Batch:
+    def _examples(
+        self, step: int, pairs: list[Slot], behind: list[Slot], texts: list[tuple[int, int]]
+    ) -> tuple[list[Example], list[Unreadable]]:
         examples, unreadable = _parted(self._read(step, pairs))
         if examples and self.task.neighbours:
             examples = self.task.together(examples, self._following(step, behind, self.task.neighbours))
@@ -232,7 +242,7 @@ class TrainingData(Dataset):
             source = self._sources[*snapshot]
             others = spread(len(source.examples), source.config.seed, epoch, number)
             examples.append(placeholder(source.first_readable((epoch, other) for other in others)))
-        return collate([*examples, *self._texts(texts)], unreadable)
+        return [*examples, *self._texts(texts)], unreadable
 
     def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
         if slots:

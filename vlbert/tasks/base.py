@@ -1,7 +1,7 @@
 """The base classes of the tasks and of their settings."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +37,20 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+@dataclass(frozen=True)
+class LabelInWords:
+    """A label of an example, for people.
+
+    words  what the right prediction is
+    text   number of the text in Example.texts that has the label; None: the image
+    index  of the token or region that has it; None: the whole text or image
+    """
+
+    words: str
+    text: int | None = None
+    index: int | None = None
 
 
 def make_examples(
@@ -157,6 +171,25 @@ class Task(ABC):
     def with_other_image(self, example: Example, other: Example) -> Example:
         """The example with the image of another one."""
         return replace(example, image=other.image)
+
+    def labels_in_words(self, example: Example, class_name: Callable[[int], str]) -> list[LabelInWords]:
+        """The labels of an example, as `example` and `together` left them. By default the names of its label masks, at
+        the tokens and regions that they mark.
+
+        class_name: the name of a class of regions by its number, 0 being the background.
+        """
+        parts = [*enumerate(example.texts), *([] if example.image is None else [(None, example.image)])]
+        return [
+            LabelInWords(name, number, index)
+            for number, part in parts
+            for name, mask in part.label_masks.items()
+            for index in np.flatnonzero(mask).tolist()
+        ]
+
+    def apart(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """The examples of a batch in the smallest groups of which `losses` computes the same, in the order of the
+        examples. By default each by itself."""
+        return [[example] for example in examples]
 
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
         """Part of the head -> the part of pre-training's head that it starts from."""
