@@ -27,9 +27,12 @@ FIELDS = {
     "collect": "storage.collection_plan:CollectSettings",
     "detect": "detectors.config:DetectionConfig",
     "evaluate": "vlbert.recipes:RECIPES",
+    "forget": "vlbert.forget:ForgetSettings",
     "plan": "vlbert.recipes:RECIPES",
+    "replay": "vlbert.replay:ReplaySettings",
     "train": "vlbert.recipes:RECIPES",
     "train-detector": "detectors.recipes:RECIPES",
+    "whence": "vlbert.whence:WhenceSettings",
 }
 # What else may be a command's first argument.
 FIRST = {

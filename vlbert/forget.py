@@ -1,4 +1,4 @@
-"""Forget: withdraw images by their URLs, and list every checkpoint that has seen them.
+"""Withdraw images by their URLs, and list every checkpoint that has seen them.
 
     python -m vlbert.forget ROOT URL ...                   or, one URL a line: urls=FILE
     python -m storage.catalog gc ROOT --delete             then: take their bytes out of the tars
@@ -7,7 +7,6 @@ From now on no snapshot and no collection under ROOT takes these URLs. URLs are 
 same command again changes nothing and prints the same list. docs/provenance.md says what is not reached.
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -23,6 +22,7 @@ from storage.catalog import Catalog
 from storage.forgotten import forget, is_among
 from storage.inventory import Inventory, aligned
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
+from storage.programs import make_parser
 from storage.redact import shown_url
 from storage.runs import STATE
 from storage.safe_json import printable
@@ -155,7 +155,7 @@ def report(store: ObjectStore, table: pa.Table, unknown: Sequence[str], count: i
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.forget", description=__doc__)
+    parser = make_parser("vlbert.forget", __doc__)
     parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
     add_fields(parser, ForgetSettings)
     parser.usage = "%(prog)s ROOT URL ... [field=value ...]"

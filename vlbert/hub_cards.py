@@ -8,7 +8,6 @@ read from what the programs recorded. What nothing recorded, such as a licence, 
 docs/library.md and docs/download.md.
 """
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -26,6 +25,7 @@ from storage.catalog import Catalog
 from storage.inventory import Inventory
 from storage.manifests import OK, Header
 from storage.object_store import ObjectStore, open_store
+from storage.programs import make_parser
 from storage.safe_json import parse_json
 from storage.settings import add_fields, flat, from_assignments, to_json
 from storage.snapshots import read_snapshot
@@ -519,9 +519,7 @@ def write_data_card(root: str, dataset: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m vlbert.hub_cards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("vlbert.hub_cards", __doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     model = kinds.add_parser("model", help="of a checkpoint, or of a model in any folder")
     model.add_argument("checkpoint", metavar="CHECKPOINT", help="ROOT/runs/RUN, /best or /step-*, or a folder")

@@ -7,7 +7,6 @@ state.json and vocab.txt are enough; losses need model.safetensors. STEP counts 
 the same on any number of devices, so a laptop can replay a run of eight GPUs. See docs/operating.md.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from storage.object_store import LocalStore, ObjectStore, open_store
+from storage.programs import make_parser
 from storage.progress import clock
 from storage.runs import STATE
 from storage.sample import Sample
@@ -263,7 +263,7 @@ def _progress() -> Callable[[int, int], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.replay", description=__doc__)
+    parser = make_parser("vlbert.replay", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="ROOT/runs/RUN, /best or /step-*, or a copied folder")
     parser.add_argument("step", metavar="STEP", type=int, help="number of the step, from 1")
     add_fields(parser, ReplaySettings)

@@ -1,4 +1,4 @@
-"""Whence: from a checkpoint to every image URL that it has seen, and at which steps.
+"""From a checkpoint to every image URL that it has seen, and at which steps.
 
     python -m vlbert.whence CHECKPOINT                     the runs that led to it, and on what they were trained
     python -m vlbert.whence CHECKPOINT URL                 each time that it saw this image: dataset, shard, epoch, step
@@ -9,7 +9,6 @@ CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the newest of the run) or ROO
 in metrics.jsonl. docs/provenance.md says what can be known of samples that were not readable.
 """
 
-import argparse
 import dataclasses
 import re
 import sys
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 from storage.forgotten import forgotten_urls
 from storage.inventory import aligned
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
+from storage.programs import make_parser
 from storage.redact import shown_url
 from storage.safe_json import parse_json, printable
 from storage.settings import add_fields, from_assignments
@@ -145,7 +145,7 @@ def is_field(argument: str, settings: type) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.whence", description=__doc__)
+    parser = make_parser("vlbert.whence", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     add_fields(parser, WhenceSettings)
     parser.usage = "%(prog)s CHECKPOINT [KEY|URL] [field=value ...]"
