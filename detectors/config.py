@@ -57,11 +57,16 @@ class ImportedFeatures:
     background: Literal["first", "last"] = "first"
     """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's. The same
     of attribute probabilities."""
+    num_classes: int | None = None
+    """For files that give the class of a region (objects_id) and no probabilities: the number of classes, without the
+    background. Each region then has the probability 1 in its class, as annotated boxes have; none: no class_probs, as
+    masked regions of pre-training need them."""
     select: bool = False
     """Apply the 10-100 rule of `selection`, which needs class probabilities; false: all boxes of a row."""
 
     def __post_init__(self):
         check_choices(self)
+        check(self, self.num_classes is None or self.num_classes >= 1, "num_classes", "at least 1")
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def _hashed(
         "match": settings.match,
         "columns": list(settings.columns),
         "background": settings.background,
+        "num_classes": settings.num_classes,
         "selection": dataclasses.asdict(selection) if settings.select else None,
         "keep_features": keep_features,
     }
@@ -118,7 +119,7 @@ class ImportedDetector:
                 break
         else:
             raise ValueError(f"{file.path} holds no row with boxes; fetch it again")
-        if self._settings.select and row.class_probs is None:
+        if self._settings.select and (row.class_probs is None or self._settings.num_classes):
             raise ValueError(
                 f"{where} has no class probabilities, which the 10-100 rule needs: leave out imported.select"
             )
@@ -230,6 +231,8 @@ class ImportedDetector:
         """Class probabilities, labels and scores of `count` boxes."""
         objects = _ids(fields, "objects_id", count)
         if "class_probs" in fields:
+            if self._settings.num_classes:
+                raise ValueError("has class probabilities: leave out imported.num_classes")
             probs = _fractions("class probabilities", _numbers(fields, "class_probs", np.float32), count)
             if count and not np.allclose(probs.sum(axis=1), 1, atol=_SUM):
                 raise ValueError(f"has class probabilities whose sum is {probs.sum(axis=1)[0]:.3g}, not 1")
@@ -241,11 +244,20 @@ class ImportedDetector:
                 )
             return probs, best + shift, scores
         if objects is None:
+            if self._settings.num_classes:
+                raise ValueError("has no objects_id: leave out imported.num_classes")
             return None, np.ones(count, np.int32), np.ones(count, np.float32)
         scores = np.ones((count, 1), np.float32)
         if "objects_conf" in fields:
             scores = _fractions("objects_conf", _numbers(fields, "objects_conf", np.float32), count, 1)
-        return None, objects + 1, scores[:, 0]
+        if not self._settings.num_classes:
+            return None, objects + 1, scores[:, 0]
+        labels = objects + int(self._settings.background == "first")
+        if count and objects.max() >= self._settings.num_classes:
+            raise ValueError(
+                f"has the objects_id {objects.max()}, and imported.num_classes is {self._settings.num_classes}"
+            )
+        return np.eye(1 + self._settings.num_classes, dtype=np.float32)[labels], labels, scores[:, 0]
 
     def _best(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """The most probable column beside that of the background (or of `no attribute`), from 0, its probability, and

@@ -42,6 +42,11 @@ BOTTOM_UP_MORE = "image_id,image_w,image_h,num_boxes,boxes,features,cls_prob"
 FORMATS: dict[str, tuple[str, Writer, list[str]]] = {
     "bottom-up attention": ("f.tsv", write_tsv, []),
     "LXMERT": ("f.tsv", functools.partial(write_tsv, columns=LXMERT), []),
+    "LXMERT, class by class": (
+        "f.tsv",
+        functools.partial(write_tsv, columns=LXMERT),
+        [f"imported.num_classes={CLASSES}"],
+    ),
     "TSV with a first line": ("f.tsv", functools.partial(write_tsv, columns=LXMERT, header=True), []),
     "TSV with probabilities": (
         "f.tsv",
@@ -108,13 +113,15 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path, capsys: p
         assert np.array_equal(regions.scores, scores if known or probs else np.ones(len(order)))
         if probs:
             expected = image.class_probs[order].astype(np.float16)
+            if form == "LXMERT, class by class":
+                expected = np.eye(1 + CLASSES, dtype=np.float16)[labels + 1]
             assert np.array_equal(regions.class_probs_background_first(), expected.astype(np.float32))
             assert np.array_equal(regions.labels_background_first(), labels + 1)
             assert regions.background == (CLASSES if form == "volta" else 0)
         else:
             assert regions.class_probs is None
             assert np.array_equal(regions.labels, labels + 1 if known else np.ones(len(order)))
-        if known or form.startswith("VL-BERT") or form == "volta":
+        if known or form.startswith(("VL-BERT", "LXMERT")) or form == "volta":
             attributes = image.attribute_probs[order, 1:]
             assert np.array_equal(regions.attributes, attributes.argmax(axis=1))
             assert np.array_equal(regions.attribute_scores, attributes.max(axis=1))
@@ -402,9 +409,19 @@ def broken_first(write: Writer, **changes: Any) -> Callable[[Path], Path]:
         (plain(b"1\t9\t9\t1\tAAAA\tAAAA\r\n"), [], "f: its first row, f line 1, has boxes of 3 bytes"),
         (plain(b"1\t9\t9\t0\t\t\r\n"), [], "f holds no row with boxes"),
         (
-            write_tsv_of := (lambda file: write_tsv(file, [features_of(1)])),
+            lambda file: write_tsv(file, [features_of(1)]),
             ["imported.select=true"],
             "f: .*leave out imported.select",
+        ),
+        (
+            lambda file: write_tsv(file, [features_of(1)], LXMERT),
+            ["imported.num_classes=1"],
+            "f: its first row, f line 1, has the objects_id [1-7], and imported.num_classes is 1",
+        ),
+        (
+            lambda file: write_tsv(file, [features_of(1)]),
+            ["imported.num_classes=8"],
+            "has no objects_id: leave out imported.num_classes",
         ),
         (cut(write_json), [], "f is torn or no zip file"),
         (cut(write_lmdb, "data.mdb"), [], "f is cut off: it is smaller than it says"),

@@ -93,3 +93,7 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path)
     lines = read_metrics(open_store(str(root)), "vqa", "training")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(math.isfinite(line["loss_answers"]) for line in lines)
+
+    nameless = dataclasses.replace(pretraining, run="nameless")
+    with pytest.raises(ValueError, match="carry no class_probs"):
+        train(dataclasses.replace(nameless, data=dataclasses.replace(nameless.data, datasets={"vqa": None})), ALONE)
