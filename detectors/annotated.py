@@ -7,12 +7,12 @@ path component is its `file_name`.
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
 from detectors import detector_id
 from detectors.coco import read_coco
+from detectors.feature_index import file_name_of
 from storage.sample import Regions, Sample
 
 # Part of the detector's id: raise it when the code below makes other regions of the same file than before.
@@ -63,7 +63,7 @@ class AnnotatedDetector:
         return [self._detect_one(sample) for sample in samples]
 
     def _detect_one(self, sample: Sample) -> Regions | str:
-        file_name = unquote(urlsplit(sample.url).path).rsplit("/", 1)[-1]
+        file_name = file_name_of(sample.url)
         image = self._images.get(("sample_key", sample.key)) or self._images.get(("file_name", file_name))
         if image is None:
             return f"no_annotation: no image has the sample_key {sample.key} or the file_name {file_name}"

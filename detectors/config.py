@@ -39,12 +39,43 @@ class NetworkOverrides:
 
 
 @dataclass(frozen=True)
+class ImportedFeatures:
+    """Files of boxes and features that another project has computed (docs/detector.md)."""
+
+    __pydantic_config__ = FORM
+
+    files: tuple[str, ...] = ()
+    """Each a TSV, an LMDB, an HDF5 file, or a zip or folder of JSON files. All of them are one detector: give the same
+    list for all datasets of a training."""
+    match: Literal["file_name", "number", "url", "key"] = "file_name"
+    """What a row's image id is compared with: `file_name`, that of the image's URL, without folder and extension;
+    `number`, the number at its end, as 391895 of COCO_val2014_000000391895.jpg; `url`, the URL; `key`, the sample's
+    key."""
+    columns: tuple[str, ...] = ()
+    """Names of a TSV's columns, in order; none: as its first line has them or, without such a line, those of
+    bottom-up attention (6) or LXMERT (10)."""
+    background: Literal["first", "last"] = "first"
+    """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's. The same
+    of attribute probabilities."""
+    num_classes: int | None = None
+    """For files that give the class of a region (objects_id) and no probabilities: the number of classes, without the
+    background. Each region then has the probability 1 in its class, as annotated boxes have; none: no class_probs, as
+    masked regions of pre-training need them."""
+    select: bool = False
+    """Apply the 10-100 rule of `selection`, which needs class probabilities; false: all boxes of a row."""
+
+    def __post_init__(self):
+        check_choices(self)
+        check(self, self.num_classes is None or self.num_classes >= 1, "num_classes", "at least 1")
+
+
+@dataclass(frozen=True)
 class DetectorChoice:
     """Which detector."""
 
-    backend: Literal["annotated", "faster_rcnn", "detectron2"] = "faster_rcnn"
-    """Where regions come from: `annotated`, an annotation file; `faster_rcnn`, our network; `detectron2`, the same
-    network in detectron2."""
+    backend: Literal["annotated", "imported", "faster_rcnn", "detectron2"] = "faster_rcnn"
+    """Where regions come from: `annotated`, an annotation file; `imported`, files of features; `faster_rcnn`, our
+    network; `detectron2`, the same network in detectron2."""
     weights: str | None = None
     """Safetensors file of the network."""
     preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None
@@ -59,6 +90,8 @@ class DetectorChoice:
     """File in COCO's detection format, for backend `annotated` and for boxes `given`."""
     crowd: Literal["skip", "keep"] = "skip"
     """What becomes of the `iscrowd` boxes of that file."""
+    imported: ImportedFeatures = ImportedFeatures()
+    """The files of backend `imported`."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +145,26 @@ class DetectionConfig(DetectorSettings, DetectorChoice):
     def __post_init__(self):
         super().__post_init__()
         annotated, given = self.backend == "annotated", self.boxes == "given"
-        what = "boxes given" if given and not annotated else f"backend {self.backend}"
+        imported = self.backend == "imported"
+        what = "boxes given" if given and not annotated and not imported else f"backend {self.backend}"
+        changed = changed_fields(self)
         if annotated:
-            foreign = [name for name in changed_fields(self) if name not in ("backend", "annotations", "crowd")]
+            foreign = [name for name in changed if name not in ("backend", "annotations", "crowd")]
+        elif imported:
+            ours = ("backend", "keep_features", "imported.", "selection." if self.imported.select else "imported.")
+            foreign = [name for name in changed if not name.startswith(ours)]
         elif given:  # all boxes are kept
-            foreign = [name for name in changed_fields(self) if name.startswith("selection.")]
+            foreign = [name for name in changed if name.startswith(("selection.", "imported."))]
         else:
-            foreign = [name for name in changed_fields(self) if name in ("annotations", "crowd")]
+            foreign = [name for name in changed if name in ("annotations", "crowd") or name.startswith("imported.")]
         if foreign:
-            raise ValueError(f"{', '.join(foreign)}: not for {what}; leave out")
+            more = "" if not imported or self.imported.select else ", or set imported.select for the selection"
+            more = more if any(name.startswith("selection.") for name in foreign) else ""
+            raise ValueError(f"{', '.join(foreign)}: not for {what}; leave out{more}")
+        if imported:
+            if not self.imported.files:
+                raise ValueError("imported.files is not set: backend imported needs files of features")
+            return
         if (annotated or given) and not self.annotations:
             raise ValueError(f"annotations is not set: {what} needs a file in COCO's detection format")
         if annotated:

@@ -2,6 +2,7 @@
 
     python -m detectors.run ROOT DATASET weights=FILE [field=value ...]
     python -m detectors.run ROOT DATASET backend=annotated annotations=FILE
+    python -m detectors.run ROOT DATASET backend=imported imported.files=FILE keep_features=true
 
 ROOT is a local folder or s3://bucket/prefix. Prints a line per shard, and one about the whole stage at the end; each is
 a JSON object with --json.
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 IMAGES = "images"
 # Status of an image for which the network's numbers overflow, and of one in which there is nothing.
 NOT_FINITE, NO_REGIONS = "not_finite", "no_regions"
-# Of one that cannot be read, and of one whose regions no reader would take: a fault of the detector.
-BAD_SAMPLE, BAD_REGIONS = "bad_sample", "bad_regions"
+# Of one that cannot be read, of one whose regions no reader would take, and of one whose row of an imported file is
+# unusable: faults of the detector, the last two.
+BAD_SAMPLE, BAD_REGIONS, BAD_FEATURES = "bad_sample", "bad_regions", "bad_features"
+_FAULTS = (NOT_FINITE, BAD_REGIONS, BAD_FEATURES)
 # Samples handed to a detector at a time: enough to find batches of equal size, and few decoded images in memory.
 _GROUP = 32
 # Exit status for "try again later", as sysexits.h has it.
@@ -81,11 +84,17 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         else:
             status, _, detail = found.partition(": ")
             rows.append(Row(row["row"], row["key"], status, detail, row["url"]))
-    processed = [row for row in rows if row.status in (OK, NO_REGIONS, NOT_FINITE, BAD_REGIONS)]
-    if len(processed) > 1 and all(row.status in (NOT_FINITE, BAD_REGIONS) for row in processed):
+    processed = [row for row in rows if row.status in (OK, NO_REGIONS, *_FAULTS)]
+    if len(processed) > 1 and all(row.status in _FAULTS for row in processed):
+        imported = detector.metadata["backend"] == "imported"
+        seen, question = (
+            ("that have a row", "is it the right file")
+            if imported
+            else ("that the network saw", "are these its weights")
+        )
         raise ValueError(
-            f"shard {shard}: {processed[0].detail}, and so in all of the {len(processed)} images that the network saw: "
-            "are these its weights? Nothing was committed"
+            f"shard {shard}: {processed[0].detail}, and so in all of the {len(processed)} images {seen}: "
+            f"{question}? Nothing was committed"
         )
     if not rows:
         rows = [Row(r["row"], r["key"], "no_image", r["status"], r["url"]) for r in manifest.table.to_pylist()]
@@ -216,6 +225,10 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
 
 def make_detector(config: DetectionConfig) -> Detector:
     """The detector of this config, its weights loaded."""
+    if config.backend == "imported":
+        from detectors.imported import ImportedDetector
+
+        return ImportedDetector(config.imported, config.selection, config.keep_features)
     annotated = None
     if config.annotations is not None:
         from detectors.annotated import AnnotatedDetector
@@ -226,6 +239,10 @@ def make_detector(config: DetectionConfig) -> Detector:
 
 def identify(config: DetectionConfig) -> str:
     """The id of that detector. Nothing is loaded for it: files are hashed, and of weights the header is read."""
+    if config.backend == "imported":
+        from detectors.imported import imported_id
+
+        return imported_id(config.imported, config.selection, config.keep_features)
     annotated = None
     if config.annotations is not None:
         from detectors.annotated import annotated_id

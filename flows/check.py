@@ -103,6 +103,9 @@ def _check_sources(dataset: Dataset) -> None:
         _check_file(f"{where}: detector.annotations", detector.annotations)
     if detector.weights:
         _check_file(f"{where}: detector.weights", detector.weights)
+    for file in detector.imported.files:
+        if not Path(file).exists():
+            raise ValueError(f"{where}: detector.imported.files: there is no {file}")
     try:
         if dataset.img2dataset is not None:
             shard_names(Path(dataset.img2dataset))

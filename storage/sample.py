@@ -80,7 +80,7 @@ class Regions:
     def num_classes(self) -> int:
         """C, the number of classes without the background; an error where no distribution was kept."""
         if self.class_probs is None:
-            raise ValueError(f"regions of detector {self.detector} carry no class_probs; detect again, keeping them")
+            raise ValueError(f"regions of detector {self.detector} carry no class_probs; use those of another detector")
         return self.class_probs.shape[1] - 1
 
     def class_probs_background_first(self) -> np.ndarray:

@@ -96,9 +96,9 @@ def coco_annotations(
     return file
 
 
-def commit_images(root: Path | str, shards: Sequence[Sequence[Sample | str]]) -> Catalog:
+def commit_images(root: Path | str, shards: Sequence[Sequence[Sample | str]], dataset: str = "captions") -> Catalog:
     """A catalog with these shards of images; a text is the status of a row that was not downloaded."""
-    catalog, numbers = Catalog(open_store(str(root)), "captions"), itertools.count()
+    catalog, numbers = Catalog(open_store(str(root)), dataset), itertools.count()
     for shard, items in enumerate(shards):
         rows = []
         for item, number in zip(items, numbers, strict=False):

@@ -30,6 +30,7 @@ from vlbert.provenance import record_of
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task, task_of
 from vlbert.tasks.base import Examples, Task, TaskModel
+from vlbert.tasks.pretraining import PretrainingSettings
 
 HeldOut = dict[str, tuple[ShardSamples, Examples]]  # by dataset
 
@@ -165,7 +166,9 @@ def open_data(
     held_out = _open_held_out(store, config, resumed, world)
     samples = [one for one, _ in opened]
     vocabulary = choose_vocabulary(recipe, start, samples, world)
-    num_classes = resumed.num_classes if resumed else _count_classes(opened)
+    num_classes = (
+        resumed.num_classes if resumed else _count_classes(opened, isinstance(recipe.task, PretrainingSettings))
+    )
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
@@ -201,9 +204,11 @@ def _open_datasets(
     return found
 
 
-def _count_classes(opened: list[tuple[ShardSamples, dict]]) -> int:
-    """Region classes of the datasets; ValueError where they differ."""
-    classes = [(pinned["dataset"], any_readable(samples).regions.num_classes) for samples, pinned in opened]
+def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
+    """Region classes of the datasets; 0 where they are not known and not `needed`. ValueError where they differ."""
+    found = [(pinned["dataset"], any_readable(samples).regions) for samples, pinned in opened]
+    known = needed or any(regions.class_probs is not None for _, regions in found)
+    classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in found]
     _check_same("number of classes", classes)
     return classes[0][1]
 

@@ -5,7 +5,6 @@ the pickle with stand-ins for the classes that it names; the tensors are then ma
 numpy's nor torch's own reader is used.
 """
 
-import re
 import struct
 import zipfile
 import zlib
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from storage.pickled_arrays import ARRAY_NAMES, NUMPY_CORES, PickledArray, count_of, tuple_of
 from storage.safe_json import printable, shown
 from storage.safe_pickle import Global, Hostile, StandIn, check_key, read_pickle
 
@@ -91,84 +90,19 @@ def named_tensors(file: Path, named: dict[Any, Any]) -> dict[str, Tensor]:
     tensors, made, left = {}, {}, _SHARING * file.stat().st_size
     try:
         for name, value in named.items():
-            if not isinstance(name, str) or not isinstance(value, _Tensor | _Array):
+            if not isinstance(name, str) or not isinstance(value, _Tensor | PickledArray):
                 what = value.name if isinstance(value, _Other) else type(value).__name__.strip("_").lower()
                 raise ValueError(f"{shown(name)} is no tensor but a {what}")
             left -= value.check()
             if left < 0:
                 raise ValueError("its tensors are larger than the file; they hold the same numbers again and again")
             if id(value) not in made:
-                made[id(value)] = value.tensor()
+                is_array = isinstance(value, PickledArray)
+                made[id(value)] = torch.from_numpy(value.array()) if is_array else value.tensor()
             tensors[name] = made[id(value)]
     except _TORN as error:
         raise ValueError(f"{file}: {printable(error)[:200]}") from error
     return tensors
-
-
-# --- arrays of numpy --------------------------------------------------------------------------------------------------
-
-
-class _Array(StandIn):
-    """Stands for a numpy array."""
-
-    __slots__ = ("state",)
-
-    def __init__(self, *state: Any):
-        self.state = state
-
-    def build(self, state: Any) -> None:
-        self.state = _of_length(state, 5)[1:]
-
-    def check(self) -> int:
-        """Its size in bytes; ValueError where it is no array of plain numbers."""
-        shape, dtype, _, raw = _of_length(self.state, 4)
-        if not isinstance(dtype, _Dtype) or not isinstance(raw, str | bytes | _Latin1):
-            raise ValueError("an array of objects")
-        return _count(shape) * dtype.plain().itemsize
-
-    def tensor(self) -> Tensor:
-        shape, dtype, columns_first, raw = self.state
-        text = raw.text if isinstance(raw, _Latin1) else raw
-        raw = text.encode("latin1") if isinstance(text, str) else text
-        if self.check() != len(raw):
-            raise ValueError(f"an array of {self.check()} bytes, of which {len(raw)} are there")
-        array = np.frombuffer(raw, dtype.plain()).reshape(shape, order="F" if columns_first else "C")
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))  # a copy, which torch may own
-
-
-class _Dtype(StandIn):
-    """Stands for a numpy dtype: a plain number."""
-
-    __slots__ = ("kind", "order")
-
-    def __init__(self, kind: Any, *_: Any):
-        if not isinstance(kind, str):
-            raise Hostile(f"a numpy.dtype of {type(kind).__name__}")
-        self.kind, self.order = kind, "<"
-        self.plain()
-
-    def build(self, state: Any) -> None:
-        # (version, byte order, sub-array, names, fields, ...): what has parts is no number.
-        if not isinstance(state, tuple) or len(state) < 5 or any(part is not None for part in state[2:5]):
-            raise Hostile("an array of records")
-        self.order = state[1]
-        self.plain()
-
-    def plain(self) -> np.dtype:
-        if not re.fullmatch(r"[fiu][1248]|b1", self.kind) or self.order not in ("<", ">", "|", "="):
-            raise Hostile(f"an array of {shown(self.kind)}")
-        return np.dtype(("" if self.order == "|" else self.order) + self.kind)
-
-
-class _Latin1:
-    """Bytes as Python 3 pickles them for Python 2; encoded only when needed, as a pickle may name them often."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: Any, encoding: Any):
-        if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-            raise Hostile(f"_codecs.encode to {shown(encoding)}")
-        self.text = text
 
 
 # --- tensors of torch -------------------------------------------------------------------------------------------------
@@ -222,7 +156,7 @@ class _Storages(dict[str, _Storage]):
             raise ValueError("a storage that is a part of another")
         if not isinstance(kind, Global) or kind.name not in _STORAGES or not isinstance(key, str):
             raise ValueError("a storage of an unknown type")
-        found = self.setdefault(key, _Storage(_STORAGES[kind.name], _count((count,)), key, self.read))
+        found = self.setdefault(key, _Storage(_STORAGES[kind.name], count_of((count,)), key, self.read))
         if (found.dtype, found.count) != (_STORAGES[kind.name], count):
             raise ValueError(f"a storage {shown(key)} of two types or sizes")
         return found
@@ -239,8 +173,8 @@ class _Tensor(StandIn):
 
     def check(self) -> int:
         """Its size in bytes; ValueError where it lies outside its storage."""
-        count = _count(self.shape)
-        _count(self.strides)
+        count = count_of(self.shape)
+        count_of(self.strides)
         if len(self.strides) != len(self.shape):
             raise ValueError(f"a tensor of shape {self.shape} with {len(self.strides)} strides")
         last = self.offset + sum((side - 1) * stride for side, stride in zip(self.shape, self.strides, strict=True))
@@ -249,7 +183,7 @@ class _Tensor(StandIn):
         return count * self.storage.dtype.itemsize
 
     def tensor(self) -> Tensor:
-        if not _count(self.shape):
+        if not count_of(self.shape):
             return torch.zeros(self.shape, dtype=self.storage.dtype)
         tensor = self.storage.tensor().as_strided(self.shape, self.strides, self.offset)
         return tensor if tensor.numel() == self.storage.count else tensor.clone()
@@ -314,25 +248,7 @@ def _read_old_torch(data: bytes) -> Any:
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _Tensor:
     if not isinstance(storage, _Storage) or type(offset) is not int:
         raise ValueError("a tensor without a storage")
-    return _Tensor(storage, offset, _of_length(shape), _of_length(strides))
-
-
-def _of_length(value: Any, length: int | None = None) -> tuple:
-    if not isinstance(value, tuple) or (len(value) != length if length else len(value) > 32):
-        raise ValueError(f"{shown(value)} is no tuple of {length or 'a few'}")
-    return value
-
-
-def _count(shape: Any) -> int:
-    """The number of elements of a shape."""
-    count = 1
-    for side in _of_length(shape):
-        if type(side) is not int or not 0 <= side < 2**48:
-            raise ValueError(f"{shown(side)} is no side of a tensor")
-        count *= side
-    if count >= 2**48:
-        raise ValueError(f"a tensor of {count} numbers")
-    return count
+    return _Tensor(storage, offset, tuple_of(shape), tuple_of(strides))
 
 
 # --- what a file may name ---------------------------------------------------------------------------------------------
@@ -357,37 +273,19 @@ def _parameter(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
-def _array_of_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    return _Array(shape, dtype, order == "F", raw)
-
-
-def _array(*_: Any) -> _Array:
-    return _Array()
-
-
-def _no_bytes(*_: Any) -> bytes:
-    return b""
-
-
 def _other(name: str) -> Callable[..., _Other]:
     return lambda *_: _Other(name)
 
 
-_CORES = ("numpy.core", "numpy._core")  # before its version 2, and since
 _NAMES: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): _ordered_dict,
-    ("_codecs", "encode"): _Latin1,
-    ("__builtin__", "bytes"): _no_bytes,  # how an array without numbers is pickled for Python 2
-    ("numpy", "ndarray"): _array,
-    ("numpy", "dtype"): _Dtype,
-    **{(f"{core}.multiarray", "_reconstruct"): _array for core in _CORES},
-    **{(f"{core}.numeric", "_frombuffer"): _array_of_buffer for core in _CORES},
+    **ARRAY_NAMES,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
 }
 # What training programs save beside the weights: counters, best metrics and settings.
-_BESIDE = [(f"{core}.multiarray", "scalar") for core in _CORES]
+_BESIDE = [(f"{core}.multiarray", "scalar") for core in NUMPY_CORES]
 _BESIDE += [("collections", "Counter"), ("__builtin__", "set"), ("builtins", "set")]
 _BESIDE += [("torch", "Size"), ("torch", "device"), *(("torch", str(dtype)[6:]) for dtype in _STORAGES.values())]
 _BESIDE += [tuple(name.split(".")) for name in _STORAGES]  # a type of storages is named and never called

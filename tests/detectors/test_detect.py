@@ -392,6 +392,7 @@ def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: py
 DEMO_NETWORK = ["preset=demo", "random_init=true"]
 GIVEN = [*DEMO_NETWORK, "boxes=given", "annotations=absent.json"]
 FILE = ["backend=annotated", "annotations=absent.json"]
+IMPORTED = ["backend=imported", "imported.files=absent.tsv"]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,7 @@ FILE = ["backend=annotated", "annotations=absent.json"]
     [
         (["backend=annotated"], "annotations is not set: backend annotated needs a file"),
         ([], "weights is None and random_init False: backend faster_rcnn needs weights .* not both"),
-        (["backend=yolo"], "backend=yolo: it must be one of annotated, faster_rcnn, detectron2"),
+        (["backend=yolo"], "backend=yolo: it must be one of annotated, imported, faster_rcnn, detectron2"),
         (["random_init=true"], "preset is not set"),
         (["preset=demo"], "needs weights"),
         ([*DEMO_NETWORK, "weights=x"], "not both"),
@@ -427,6 +428,17 @@ FILE = ["backend=annotated", "annotations=absent.json"]
         ([*FILE, "boxes=regressed", "keep_features=true"], "boxes, keep_features: not for backend annotated"),
         ([*FILE, "boxes=given"], "boxes: not for backend annotated"),
         ([*FILE, "device=cuda", "tf32=true"], "device, tf32: not for backend annotated"),
+        ([*FILE, "imported.files=x"], "imported.files: not for backend annotated"),
+        ([*DEMO_NETWORK, "imported.match=key"], "imported.match: not for backend faster_rcnn"),
+        (["backend=imported"], "imported.files is not set: backend imported needs files of features"),
+        (
+            ["backend=imported", "imported.match=row"],
+            "imported.match=row: it must be one of file_name, number, url, key",
+        ),
+        ([*IMPORTED, "weights=x", "crowd=keep"], "weights, crowd: not for backend imported; leave out$"),
+        ([*IMPORTED, "selection.minimum=3"], "selection.minimum: not for backend imported; .* set imported.select"),
+        ([*IMPORTED, "imported.num_classes=0"], "ImportedFeatures.num_classes is 0; it must be at least 1"),
+        (IMPORTED, "there is no file of features absent.tsv"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, fields: list[str], message: str):

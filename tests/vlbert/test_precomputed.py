@@ -6,18 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from imported_features import image_features, write_json, write_tsv
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
+from tiny_detector import commit_images
+from vqa_files import coco, write_vqa
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
-from detectors.run import detect_pending, stage_of, stage_size
+from detectors.run import detect_pending, main, stage_of, stage_size
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
 from training.distributed import World
 from training.log import read_metrics
-from vlbert.config import RegionConfig
+from vlbert.config import DataConfig, RegionConfig
+from vlbert.tasks.vqa import VQASettings
 from vlbert.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -51,3 +55,45 @@ def test_a_model_trains_on_features_that_the_detector_kept(root: Path, monkeypat
     lines = read_metrics(open_store(str(root)), recipe.run_name, "training")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line[name]) for line in lines for name in ("loss_words", "loss_regions"))
+
+
+def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path):
+    """VL-BERT's JSON for the captions, bottom-up attention's TSV for VQA's images."""
+    root, channels = tmp_path / "root", TINY_MODEL.regions.channels
+    captioned = [dataclasses.replace(tiny_sample(i), regions=None) for i in range(8)]
+    commit_images(root, [captioned])
+    files = [image_features(f"{i:06d}", i, channels=channels) for i in range(8)]
+    imported = ["backend=imported", "keep_features=true"]
+    main([str(root), "captions", *imported, f"imported.files={write_json(tmp_path / 'frcnn.zip', files)}"])
+    model = dataclasses.replace(
+        TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed", random_init=False)
+    )
+    pretraining = tiny_recipe(root, model=model, steps=2, save_every=2, vocabulary=None, vocabulary_size=120)
+    pretraining = dataclasses.replace(
+        pretraining, data=dataclasses.replace(pretraining.data, text_batch=0, held_out=None, batch=4), run="pretrain"
+    )
+    train(pretraining, ALONE)
+    (line, _) = read_metrics(open_store(str(root)), "pretrain", "training")
+    assert all(math.isfinite(line[name]) for name in ("loss_words", "loss_regions"))
+
+    images = coco([dataclasses.replace(tiny_sample(i), regions=None) for i in range(4)], "train2014")
+    commit_images(root, [images], dataset="vqa")
+    tsv = write_tsv(tmp_path / "trainval.tsv", [dataclasses.replace(files[i], name=str(i)) for i in range(4)])
+    main([str(root), "vqa", *imported, f"imported.files={tsv}", "imported.match=number"])
+    write_vqa(tmp_path / "vqa", "train2014", {10 * i: ["yes"] * 10 for i in range(4)})
+    (tmp_path / "vqa" / "answers_vqa.txt").write_text("yes\nno\n")
+    finetuning = dataclasses.replace(
+        pretraining,
+        run="vqa",
+        task=VQASettings(str(tmp_path / "vqa"), answers=2, question_length=20),
+        data=DataConfig(root=str(root), datasets={"vqa": None}, batch=4, workers=0, flip=0.0),
+        init_from=f"{root}/runs/pretrain/step-0000002",
+    )
+    train(finetuning, ALONE)
+    lines = read_metrics(open_store(str(root)), "vqa", "training")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(math.isfinite(line["loss_answers"]) for line in lines)
+
+    nameless = dataclasses.replace(pretraining, run="nameless")
+    with pytest.raises(ValueError, match="carry no class_probs"):
+        train(dataclasses.replace(nameless, data=dataclasses.replace(nameless.data, datasets={"vqa": None})), ALONE)

@@ -1,0 +1,370 @@
+"""Regions from files of boxes and features that other projects have computed (detectors/feature_files.py).
+
+Every image is looked up by `ImportedFeatures.match`. Boxes are moved from the size that the row names to the size of
+the stored image. Of a row without class probabilities, the labels are those of its objects_id; of one without either,
+every region is of the one class 1 with score 1.
+"""
+
+import base64
+import binascii
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from detectors import detector_id
+from detectors.config import ImportedFeatures
+from detectors.feature_files import FeatureFile, open_feature_file
+from detectors.feature_index import Place
+from detectors.select import SelectionSettings, select_regions
+from storage.safe_json import printable, shown
+from storage.sample import Regions, Sample
+
+# Part of the detector's id: raise it when this code or feature_files.py makes other regions of the same files.
+_RULES_VERSION = 1
+_MOST_BOXES = 1000
+_LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
+_SUM = 0.02  # by which class probabilities may miss 1: they may have been stored in float16
+
+
+def imported_id(settings: ImportedFeatures, selection: SelectionSettings, keep_features: bool) -> str:
+    """The id of the ImportedDetector of these arguments; only the indexes of the files are opened or made."""
+    hashes = [open_feature_file(Path(file), settings.columns).index.sha256 for file in settings.files]
+    return detector_id(_hashed(settings, selection, keep_features, hashes))
+
+
+def _hashed(
+    settings: ImportedFeatures, selection: SelectionSettings, keep_features: bool, hashes: Sequence[str]
+) -> dict:
+    return {
+        "backend": "imported",
+        "rules_version": _RULES_VERSION,
+        "files_sha256": list(hashes),
+        "match": settings.match,
+        "columns": list(settings.columns),
+        "background": settings.background,
+        "num_classes": settings.num_classes,
+        "selection": dataclasses.asdict(selection) if settings.select else None,
+        "keep_features": keep_features,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A row of a file, checked."""
+
+    size: tuple[int, int]
+    """Width and height of the image in which its boxes lie."""
+    boxes: np.ndarray
+    """float64 [N, 4], as the file has them."""
+    class_probs: np.ndarray | None
+    """float32 [N, 1 + C]."""
+    labels: np.ndarray
+    """int32 [N], columns of class_probs."""
+    scores: np.ndarray
+    """float32 [N]."""
+    attributes: np.ndarray | None
+    attribute_scores: np.ndarray | None
+    features: np.ndarray | None
+    """float32 [N, D]."""
+
+    @property
+    def widths(self) -> dict[str, int | None]:
+        """Of the arrays that must be equally wide in all rows."""
+        arrays = {"class probabilities": self.class_probs, "features": self.features}
+        return {name: None if array is None else array.shape[1] for name, array in arrays.items()}
+
+
+class ImportedDetector:
+    """Looks the regions of an image up in files of features.
+
+    ValueError names a file that is missing, of no known format, or whose first row is unusable. What is wrong with
+    another row, or missing, is the status of its image.
+    """
+
+    def __init__(self, settings: ImportedFeatures, selection: SelectionSettings, keep_features: bool):
+        self._settings, self._selection, self._keep_features = settings, selection, keep_features
+        self._files = [open_feature_file(Path(file), settings.columns) for file in settings.files]
+        self._widths, self._warned = None, False
+        for file in self._files:
+            self._check_first(file)
+        hashed = _hashed(settings, selection, keep_features, [file.index.sha256 for file in self._files])
+        self.id = detector_id(hashed)
+        self.metadata = hashed | {
+            "random_init": False,
+            "files": [{"name": file.path.name, "format": file.kind} for file in self._files],
+            "feature_channels": self._widths["features"],
+        }
+        if not keep_features:
+            print("the features of the files are not kept; keep_features=true keeps them", file=sys.stderr)
+
+    def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
+        found = [self._detect_one(sample) for sample in samples]
+        self._warn_of_none(samples, found)
+        return found
+
+    def _check_first(self, file: FeatureFile) -> None:
+        """Check the first row that has boxes, and take what all other rows must have as it has it."""
+        for place in file.index.rows():
+            where = f"{file.path}: its first row, {file.where(place)},"
+            try:
+                row = self._read(file, place)
+            except ValueError as error:
+                raise ValueError(f"{where} {printable(error)}") from error
+            if len(row.boxes):
+                break
+        else:
+            raise ValueError(f"{file.path} holds no row with boxes; fetch it again")
+        if self._settings.select and (row.class_probs is None or self._settings.num_classes):
+            raise ValueError(
+                f"{where} has no class probabilities, which the 10-100 rule needs: leave out imported.select"
+            )
+        if self._widths is None:
+            self._widths = row.widths
+        if row.widths != self._widths:
+            raise ValueError(f"{where} {self._other_width(row)}")
+
+    def _warn_of_none(self, samples: Sequence[Sample], found: Sequence[Regions | str]) -> None:
+        if self._warned or len(samples) < 2 or not all(_is(one, "no_features") for one in found):
+            return
+        self._warned = True
+        names = ", ".join(next(file.index.rows()).name for file in self._files)
+        print(
+            f"WARNING: none of {len(samples)} images has a row by imported.match={self._settings.match}: the first of "
+            f"them is {printable(samples[0].url)}, the files begin with {printable(names)}",
+            file=sys.stderr,
+        )
+
+    def _detect_one(self, sample: Sample) -> Regions | str:
+        match = self._settings.match
+        places = [(file, place) for file in self._files for place in file.find(match, sample.url, sample.key)]
+        if not places:
+            return f"no_features: no row has the {match} of {sample.key if match == 'key' else printable(sample.url)}"
+        if len(places) > 1:
+            names = " and ".join(file.where(place) for file, place in places[:2])
+            return f"ambiguous_features: {names} have the same {match}"
+        file, place = places[0]
+        try:
+            row = self._read(file, place)
+            if len(row.boxes) and row.widths != self._widths:
+                raise ValueError(self._other_width(row))
+        except ValueError as error:
+            return f"bad_features: {file.where(place)} {printable(error)}"
+        return self._regions(row, sample, file.where(place))
+
+    def _other_width(self, row: _Row) -> str:
+        name = next(name for name, width in row.widths.items() if width != self._widths[name])
+        own, first = row.widths[name] or "no", self._widths[name] or "no"
+        return f"has {own} {name} a region, the first row of the files {first}"
+
+    def _regions(self, row: _Row, sample: Sample, where: str) -> Regions | str:
+        width, height = row.size
+        if not _same_shape(row.size, (sample.width, sample.height)):
+            return (
+                f"size_mismatch: {where} is of an image of {width}x{height}, which is not that of "
+                f"{sample.width}x{sample.height} resized"
+            )
+        kept = np.arange(len(row.boxes))
+        if self._settings.select and len(kept):
+            foreground = np.delete(row.class_probs, self._background(row), axis=1)
+            kept = select_regions(row.boxes, foreground, self._selection).indices
+        kept = kept[np.argsort(-row.scores[kept], kind="stable")]
+        scale = np.array([sample.width / width, sample.height / height] * 2)
+        boxes = np.clip(row.boxes * scale, 0, [sample.width, sample.height] * 2).astype(np.float32)
+        kept = kept[(boxes[kept, 2:] > boxes[kept, :2]).all(axis=1)]
+        if not len(kept):
+            return f"no_regions: {where} has no box with an area"
+        features = None
+        if row.features is not None:
+            features = row.features[kept]
+            if not (np.abs(features) <= _LARGEST_FLOAT16).all():
+                return (
+                    f"not_finite: {where} has a feature of {np.abs(features).max():g}, and float16 holds "
+                    f"{_LARGEST_FLOAT16:.0f} at most"
+                )
+            features = features.astype(np.float16)
+        probs = row.class_probs
+        return Regions(
+            boxes=boxes[kept],
+            scores=row.scores[kept],
+            labels=row.labels[kept],
+            detector=self.id,
+            background=self._background(row),
+            class_probs=None if probs is None else probs[kept].astype(np.float16),
+            attributes=None if row.attributes is None else row.attributes[kept],
+            attribute_scores=None if row.attribute_scores is None else row.attribute_scores[kept],
+            features=features,
+        )
+
+    def _background(self, row: _Row) -> int:
+        """The column of the background; 0 where there are no columns."""
+        last = self._settings.background == "last" and row.class_probs is not None
+        return row.class_probs.shape[1] - 1 if last else 0
+
+    # --- a row --------------------------------------------------------------------------------------------------------
+
+    def _read(self, file: FeatureFile, place: Place) -> _Row:
+        """A row, checked: ValueError says what is wrong with it."""
+        fields = file.read(place)
+        size = _whole(fields, "image_w"), _whole(fields, "image_h")
+        count = _whole(fields, "num_boxes", least=0) if "num_boxes" in fields else None
+        boxes = _numbers(fields, "boxes", np.float32)
+        count = boxes.size // 4 if count is None else count
+        if count > _MOST_BOXES:
+            raise ValueError(f"has {count} boxes, more than {_MOST_BOXES}")
+        boxes = _shaped("boxes", boxes, count, 4).astype(np.float64)
+        _check_boxes(boxes, *size)
+        probs, labels, scores = self._classes(fields, count)
+        attributes, attribute_scores = self._attributes(fields, count)
+        features = None
+        if self._keep_features:
+            features = _shaped("features", _numbers(fields, "features", np.float32), count)
+            if not np.isfinite(features).all():
+                raise ValueError("has features that are not finite numbers")
+        return _Row(size, boxes, probs, labels, scores, attributes, attribute_scores, features)
+
+    def _classes(self, fields: dict[str, Any], count: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+        """Class probabilities, labels and scores of `count` boxes."""
+        objects = _ids(fields, "objects_id", count)
+        if "class_probs" in fields:
+            if self._settings.num_classes:
+                raise ValueError("has class probabilities: leave out imported.num_classes")
+            probs = _fractions("class probabilities", _numbers(fields, "class_probs", np.float32), count)
+            if count and not np.allclose(probs.sum(axis=1), 1, atol=_SUM):
+                raise ValueError(f"has class probabilities whose sum is {probs.sum(axis=1)[0]:.3g}, not 1")
+            best, scores, shift = self._best(probs)
+            if objects is not None and count and (best != objects).mean() > 0.5:
+                raise ValueError(
+                    "has an objects_id that is not its most probable class: is imported.background to be "
+                    f"{'first' if shift == 0 else 'last'}?"
+                )
+            return probs, best + shift, scores
+        if objects is None:
+            if self._settings.num_classes:
+                raise ValueError("has no objects_id: leave out imported.num_classes")
+            return None, np.ones(count, np.int32), np.ones(count, np.float32)
+        scores = np.ones((count, 1), np.float32)
+        if "objects_conf" in fields:
+            scores = _fractions("objects_conf", _numbers(fields, "objects_conf", np.float32), count, 1)
+        if not self._settings.num_classes:
+            return None, objects + 1, scores[:, 0]
+        labels = objects + int(self._settings.background == "first")
+        if count and objects.max() >= self._settings.num_classes:
+            raise ValueError(
+                f"has the objects_id {objects.max()}, and imported.num_classes is {self._settings.num_classes}"
+            )
+        return np.eye(1 + self._settings.num_classes, dtype=np.float32)[labels], labels, scores[:, 0]
+
+    def _best(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """The most probable column beside that of the background (or of `no attribute`), from 0, its probability, and
+        what to add for its place among all columns."""
+        first = self._settings.background == "first"
+        others = probs[:, 1:] if first else probs[:, :-1]
+        if not others.shape[1]:
+            raise ValueError("has probabilities of one class alone")
+        return others.argmax(axis=1).astype(np.int32), others.max(axis=1), int(first)
+
+    def _attributes(self, fields: dict[str, Any], count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if "attribute_probs" in fields:
+            probs = _numbers(fields, "attribute_probs", np.float32)
+            return self._best(_fractions("attribute probabilities", probs, count))[:2]
+        attributes = _ids(fields, "attrs_id", count)
+        if attributes is None or "attrs_conf" not in fields:
+            return None, None
+        return attributes, _fractions("attrs_conf", _numbers(fields, "attrs_conf", np.float32), count, 1)[:, 0]
+
+
+def _is(found: Regions | str, status: str) -> bool:
+    return isinstance(found, str) and found.startswith(f"{status}: ")
+
+
+def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
+    """Whether resizing an image of this size gives the stored one, whose sides were rounded."""
+    least = max((side - 1) / before for side, before in zip(stored, size, strict=True))
+    most = min((side + 1) / before for side, before in zip(stored, size, strict=True))
+    return least <= most
+
+
+def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
+    """ValueError names a box with its corners swapped, or one that lies outside the image by more than a pixel."""
+    if not len(boxes):
+        return
+    if max(width, height) > 2 and np.isfinite(boxes).all() and boxes.max() <= 1:
+        raise ValueError("has boxes in fractions of the image; they must be in pixels")
+    ordered = (boxes[:, 2:] >= boxes[:, :2]).all(axis=1)
+    inside = (boxes >= -1).all(axis=1) & (boxes <= [width + 1, height + 1] * 2).all(axis=1)
+    wrong = np.flatnonzero(~(ordered & inside))  # a NaN fails every comparison
+    if len(wrong):
+        box = ", ".join(f"{number:g}" for number in boxes[wrong[0]])
+        raise ValueError(f"has in its {width}x{height} image the box {wrong[0]}: {box}")
+
+
+def _whole(fields: dict[str, Any], name: str, least: int = 1) -> int:
+    """A whole number; a file may have it as text, or as an array of one."""
+    value = fields.get(name)
+    if value is None or (isinstance(value, str | bytes) and not value):
+        raise ValueError(f"has no {name}")
+    text = value.decode("latin1") if isinstance(value, bytes) else value
+    if isinstance(value, np.ndarray):
+        text = value.item() if value.size == 1 else "an array"
+    try:
+        number = float(text) if isinstance(text, str | int | float) and not isinstance(text, bool) else -1.0
+    except ValueError:
+        number = -1.0
+    if not number.is_integer() or not least <= number < 2**31:
+        raise ValueError(f"has the {name} {shown(value)}, not a whole number from {least} on")
+    return int(number)
+
+
+def _numbers(fields: dict[str, Any], name: str, kind: type) -> np.ndarray:
+    """An array, as the file has it or of the bytes that it has as base64."""
+    value = fields.get(name)
+    if value is None:
+        raise ValueError(f"has no {name}")
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in ("iu" if kind is np.int64 else "fiu"):
+            raise ValueError(f"has {name} of {value.dtype}, which are no {np.dtype(kind).name}")
+        return value.astype(kind)
+    if not isinstance(value, str | bytes):
+        raise ValueError(f"has {name} that are {shown(value)}, neither an array nor base64")
+    try:
+        raw = base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"has {name} that are not base64 ({error}): it is cut off, or of another format") from error
+    dtype = np.dtype(kind).newbyteorder("<")
+    if len(raw) % dtype.itemsize:
+        raise ValueError(f"has {name} of {len(raw)} bytes, no whole number of {np.dtype(kind).name}")
+    return np.frombuffer(raw, dtype)
+
+
+def _shaped(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
+    """[count, columns] of an array of any shape; ValueError where the numbers do not fit the boxes."""
+    width = columns or (array.size // count if count else 0)
+    if array.size != count * width or (count and not width):
+        wanted = f"{count * columns}" if columns else f"the same count for each of {count} boxes"
+        raise ValueError(f"has {array.size} numbers in {name}, not {wanted}: num_boxes is {count}")
+    if array.ndim > 1 and array.shape[0] != count:
+        raise ValueError(f"has {name} of shape {array.shape}, not a row for each of {count} boxes")
+    return array.reshape(count, width)
+
+
+def _fractions(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
+    """float32 [count, columns], from 0 to 1; what rounding has put above 1 is 1."""
+    array = _shaped(name, array, count, columns)
+    if not ((array >= 0) & (array <= 1.001)).all():
+        raise ValueError(f"has {name} that are not all from 0 to 1")
+    return np.minimum(np.abs(array), np.float32(1))
+
+
+def _ids(fields: dict[str, Any], name: str, count: int) -> np.ndarray | None:
+    """int32 [count] of ids from 0; None where the row has none. As base64 they are int64."""
+    if fields.get(name) is None:
+        return None
+    ids = _shaped(name, _numbers(fields, name, np.int64), count, 1)[:, 0]
+    if not ((ids >= 0) & (ids < 2**31 - 1)).all():
+        raise ValueError(f"has {name} that are no ids from 0 on")
+    return ids.astype(np.int32)
