@@ -114,7 +114,7 @@ def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
     assert earlier == {("pretrain", key): value for key, value in summary(watched.steps, 2).items()}
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_of_one_dataset_over_many_epochs(tmp_path, chunk):
     root = tiny_root(tmp_path, samples=7, held_out=1)
     watched = Watched(root, at=3)
@@ -302,7 +302,7 @@ def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(pretrai
         tombstone.unlink()
 
 
-@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize("collected", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_run_leaves_a_forgotten_sample_out_and_then_enters_a_snapshot_without_it(tmp_path, capsys, collected):
     root = tiny_root(tmp_path, samples=16, held_out=2)
     store, samples, watched = (
