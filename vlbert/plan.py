@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
-from storage.collection_plan import CollectSettings, rows_of
+from storage.collection_plan import CollectSettings, find_columns, rows_of
 from storage.collection_plan import plan as shards_of
-from storage.download import CaptionRow, Download, Downloader
+from storage.download import Download, Downloader
+from storage.lists import CaptionRow, ListFile
 from storage.settings import override
 from storage.spool import Spool
 from training.program import add_recipe_fields, find_recipe
@@ -53,24 +54,25 @@ if TYPE_CHECKING:
 def read_list(settings: CollectSettings, examples: int) -> CaptionList:
     """Every line is checked. ValueError names a file or a line that cannot be read."""
     try:
-        with open(settings.captions, "rb") as lines:
-            rows = sum(1 for _ in lines)
+        with ListFile(Path(settings.captions), find_columns(settings)) as list_file:
+            rows = sum(1 for _ in list_file.records())
     except OSError as error:
         raise ValueError(
-            f"--list {settings.captions} cannot be read: {error.strerror}; name a file of `caption TAB url` a line, or "
+            f"--list {settings.captions} cannot be read: {error.strerror}; name a caption list (docs/download.md), or "
             "give its length: --rows N"
         ) from error
     settings = _fine(settings, rows)
     parts = shards_of(settings, {})
     repeated = {row for part in parts for row, _ in part.duplicates}
     chosen = {*random.Random(SEED).sample(range(rows), min(examples, rows))} - repeated
-    found = [
-        row
-        for part in parts
-        if not chosen.isdisjoint(range(part.start, part.stop))
-        for row in rows_of(part, settings)
-        if row.row in chosen
-    ]
+    with ListFile(Path(settings.captions), parts[0].reading) as list_file:
+        found = [
+            row
+            for part in parts
+            if not chosen.isdisjoint(range(part.start, part.stop))
+            for row in rows_of(part, settings, list_file)
+            if row.row in chosen
+        ]
     return CaptionList(parts[-1].stop, len(repeated), found, parts)
 
 

@@ -29,10 +29,11 @@ from storage.catalog import Catalog
 from storage.claims import Claims
 from storage.collect import SHARDS_AT_ONCE, Group, NothingStored, OnCommit, check_network, collect, collect_group, main
 from storage.collection_plan import CollectSettings, Part, plan
-from storage.download import CaptionRow, Download, commit_images
+from storage.download import Download, commit_images
 from storage.fetch import DownloadSettings
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
+from storage.lists import CaptionRow
 from storage.object_store import open_store
 from storage.verify import verify
 
@@ -280,10 +281,10 @@ def image_that_is_html(folder: Path) -> list[str]:
     return [f"images={folder / 'images'}"]
 
 
-def listed(*lines: str) -> Callable[[Path], list[str]]:
+def listed(*lines: str, columns: str = "") -> Callable[[Path], list[str]]:
     def write(folder: Path) -> list[str]:
         (folder / "list.tsv").write_text("".join(f"{line}\n" for line in lines))
-        return [f"captions={folder / 'list.tsv'}", "rows_per_shard=2"]
+        return [f"captions={folder / 'list.tsv'}", "rows_per_shard=2", f"columns={columns}"]
 
     return write
 
@@ -295,8 +296,11 @@ def listed(*lines: str) -> Callable[[Path], list[str]]:
             listed(*(f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5))),
             "download.allowed_hosts",
         ),
-        (listed("a\tno", "b\taddress"), "line 1 has 'no' as its URL"),
-        (listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc"), "list.tsv:2: the URL is before the tab"),
+        (listed("a\tno", "b\taddress"), "list.tsv:1 has 'no' as its URL"),
+        (
+            listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc", columns="2,1"),
+            "list.tsv:2: the URL is in the column of the caption",
+        ),
         (listed(f"a\thttp://user:secret@{closed_port()}/?key=secret"), "bad_url"),
         (image_that_is_html, "not_image"),
     ],
@@ -708,7 +712,11 @@ LIST = {"captions": "a.tsv"}
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"captions": "a.tsv", "images": "folder"}, "captions .* images"),
+        ({"captions": "a.tsv", "webdataset": "folder"}, "captions .* webdataset"),
+        (LIST | {"columns": ("url",)}, r"columns is \('url',\)"),
+        (LIST | {"columns": ("url", "url")}, "columns is"),
+        ({"images": "folder", "columns": ("url", "caption")}, "columns is"),
+        ({"images": "folder", "captions": "a.tsv", "retry_statuses": ("dns",)}, "retry_statuses"),
         ({}, "captions .* images"),
         ({"images": "folder", "img2dataset": "folder"}, "captions .* images .* img2dataset"),
         (LIST | {"rows_per_shard": 0}, "rows_per_shard is 0"),

@@ -20,7 +20,7 @@ from storage.collect import collect
 from storage.collection_plan import CollectSettings
 from storage.download import STATUSES
 from storage.fetch import DownloadSettings
-from storage.img2dataset import StoredRow, status_of
+from storage.imports import StoredRow, status_of
 from storage.object_store import open_store
 from storage.sample import sample_key
 
