@@ -290,19 +290,19 @@ def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: C
     for shard, meta in done.items():
         rows, digest = meta["source"]["rows"], meta["source"]["list"].rpartition(" ")[2]
         part = expected.get(shard)
+        before = meta["source"].get("reading", PLAIN.as_meta if settings.captions else None)
+        if part and part.reading and before and before != part.reading.as_meta:
+            raise ValueError(
+                f"{settings.name}: {settings.origin} is read otherwise than when shard {shard} was collected: "
+                f"{_shown(part.reading.as_meta)}, then {_shown(before)}. Set columns as they were, or collect another "
+                "dataset"
+            )
         if part is None or [part.start, part.stop] != rows or part.source.rpartition(" ")[2] != digest:
             now = f"rows {part.start} to {part.stop} of {part.source}" if part else f"only {len(parts)} shards"
             raise ValueError(
                 f"{settings.name}: the list changed under committed shards: shard {shard} holds rows {rows[0]} to "
                 f"{rows[1]} of {meta['source']['list']}, now it would be {now}. Collect the new list as another "
                 "dataset, or set the old list and rows_per_shard again"
-            )
-        before = meta["source"].get("reading", PLAIN.as_meta if settings.captions else None)
-        if part.reading and before and before != part.reading.as_meta:
-            raise ValueError(
-                f"{settings.name}: {settings.origin} is read otherwise than when shard {shard} was collected: "
-                f"{_shown(part.reading.as_meta)}, then {_shown(before)}. Set columns as they were, or collect another "
-                "dataset"
             )
         if meta["config"] != wanted:
             differing = [

@@ -158,9 +158,9 @@ def _fault(folder: Path, name: str) -> str:
         return f"{table.name} has {rows} rows, {stats.name} counts {count}"
     if rows > MAX_ROWS:
         return f"{table.name} has {rows} rows; a shard has {MAX_ROWS} at most"
+    text = set(schema.names) - set(_image_columns(schema))
     for group in range(metadata.num_row_groups):
         columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
-        text = {name for name in schema.names if name not in _image_columns(schema)}
         size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] in text)
         if size > _MAX_PAGES:
             return f"{table.name} has {size} bytes of text in row group {group}; {_MAX_PAGES} are read at most"
@@ -211,7 +211,7 @@ def read_rows(folder: Path, shard: str, reading: Reading) -> list[StoredRow]:
             for batch in table.iter_batches(_BATCH, columns=names, use_threads=False):
                 none = pa.nulls(len(batch), pa.string())
                 columns = [batch[name] if name in names else none for name in wanted]
-                text += sum(_bytes_of(column) for column in columns)
+                text += sum(_bytes_of(column) for column in columns) + sum(batch[name].nbytes for name in kept)
                 if text > MAX_TEXT or len(rows) + len(batch) > MAX_ROWS:
                     raise ValueError(
                         f"{file} holds more than {MAX_ROWS} rows or {MAX_TEXT} bytes of text; "
@@ -261,19 +261,29 @@ def import_rows(
     """
     wanted = {row.key for number, row in enumerate(rows, first) if row.status == _SUCCESS and number not in duplicates}
     images = _decoded(_images(folder, rows[0].shard, wanted, settings.max_bytes), settings, spool)
+
+    def outcome(_number: int, row: StoredRow) -> Outcome:
+        if row.status != _SUCCESS:
+            return Refused(status_of(row), f"img2dataset: {row.status}: {row.error}")
+        if row.key not in images:
+            where = f"{folder.name}/{row.shard} has no image {row.key}"
+            return Refused("missing_file", f"{where}, though img2dataset says success")
+        return images[row.key]
+
+    return _downloads(rows, first, duplicates, outcome)
+
+
+def _downloads(
+    rows: Sequence[StoredRow],
+    first: int,
+    duplicates: Mapping[int, int],
+    outcome: Callable[[int, StoredRow], Outcome],
+) -> list[Download]:
     downloads = []
-    for number, stored in enumerate(rows, first):
-        row = CaptionRow(number, stored.caption, stored.url, stored.extra)
-        if number in duplicates:
-            outcome = Refused("duplicate", f"of row {duplicates[number]}")
-        elif stored.status != _SUCCESS:
-            outcome = Refused(status_of(stored), f"img2dataset: {stored.status}: {stored.error}")
-        elif stored.key not in images:
-            where = f"{folder.name}/{stored.shard} has no image {stored.key}"
-            outcome = Refused("missing_file", f"{where}, though img2dataset says success")
-        else:
-            outcome = images[stored.key]
-        downloads.append(Download.of(row, outcome))
+    for number, row in enumerate(rows, first):
+        repeated = number in duplicates
+        found = Refused("duplicate", f"of row {duplicates[number]}") if repeated else outcome(number, row)
+        downloads.append(Download.of(CaptionRow(number, row.caption, row.url, row.extra), found))
     return downloads
 
 
@@ -460,16 +470,12 @@ class TarSet:
                 if image is not None and number not in duplicates:
                     yield number, image
 
-        outcomes, downloads = _decoded(images(), settings, spool), []
-        for number, stored in enumerate(rows, first):
-            if number in duplicates:
-                outcome = Refused("duplicate", f"of row {duplicates[number]}")
-            elif stored.status != _SUCCESS:
-                outcome = Refused(stored.status, stored.error)
-            else:
-                outcome = outcomes[number]
-            downloads.append(Download.of(CaptionRow(number, stored.caption, stored.url, stored.extra), outcome))
-        return rows, downloads
+        outcomes = _decoded(images(), settings, spool)
+
+        def outcome(number: int, row: StoredRow) -> Outcome:
+            return outcomes[number] if row.status == _SUCCESS else Refused(row.status, row.error)
+
+        return rows, _downloads(rows, first, duplicates, outcome)
 
     @contextlib.contextmanager
     def _opened(self, tar: str) -> Iterator[BinaryIO]:

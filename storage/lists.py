@@ -5,6 +5,7 @@ names of its files in the place of the URLs.
 """
 
 import bisect
+import contextlib
 import csv
 import dataclasses
 import gzip
@@ -190,11 +191,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _of_text(file: Path, form: str, columns: Sequence[str], of_folder: bool) -> Reading:
-    with _opened(file) as stream:
-        records = itertools.islice(_errors(_text_records(stream, form, file), file), _SAMPLED)
-        rows = [_split(record.decode(errors="replace").removeprefix("\ufeff"), form) for record in records]
+    rows = []
+    # A row with a fault ends the sample: who reads it says which it is, without the header.
+    with _opened(file) as stream, contextlib.suppress(ValueError):
+        for record in itertools.islice(_errors(_text_records(stream, form, file), file), _SAMPLED):
+            rows.append(_split(record.decode(errors="replace").removeprefix("\ufeff"), form))
     if not rows:
-        return PLAIN
+        return dataclasses.replace(PLAIN, form=form)
     refers = _like_an_image if of_folder else _LIKE_A_URL.match
     head, shapes = rows[0], FOLDER_SHAPES if of_folder else SHAPES
     lower = {cell.strip().lower() for cell in head}
