@@ -207,7 +207,7 @@ def _parser(cards: "Mapping[str, Card]", arguments: Sequence[str] | None) -> arg
     parser.add_argument("recipe", metavar="RECIPE", help="a pre-training, or MODULE:FUNCTION")
     add_recipe_fields(parser, RECIPES, arguments)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--list", metavar="FILE", help="caption list, `caption TAB url` a line")
+    which.add_argument("--list", metavar="FILE", help="caption list (docs/download.md)")
     which.add_argument("--rows", type=int, metavar="N", help="length of a list, in its place")
     add = parser.add_argument
     add("--sample", nargs="?", type=int, const=1000, metavar="N", help="request N URLs of the list (1000)")

@@ -388,9 +388,8 @@ def samples_of(root: Path) -> list[Sample]:
         (with_both, "http://example.test/{}"),
     ],
 )
-def test_plain_tars_of_each_kind_are_imported_from_a_folder_and_from_a_bucket(
-    root: str, members: Callable[[str, int], Members], url: str, tmp_path: Path
-):
+def test_plain_tars_of_each_kind_are_imported(members: Callable[[str, int], Members], url: str, tmp_path: Path):
+    root = str(tmp_path / "tars")
     first, second = ([one for n in numbers for one in members(f"000{n}", n)] for numbers in (range(3), (3, 0)))
     put_tars(root, **{"train/a": tar_of(first), "train/b": tar_of(second, tarfile.GNU_FORMAT)})
     rows = of_tars(tmp_path / "imported", root)
@@ -408,6 +407,15 @@ def test_plain_tars_of_each_kind_are_imported_from_a_folder_and_from_a_bucket(
     catalog.store.delete("imported/images/00001.parquet")  # in the middle of a tar
     assert of_tars(tmp_path / "imported", root) == rows
     assert {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()} == before
+
+
+def test_tars_of_a_bucket_are_imported_as_those_of_a_folder(s3: str, tmp_path: Path):
+    tars = {name: tar_of([one for n in range(3) for one in with_both(f"{name}{n}", n)]) for name in ("a", "b")}
+    roots = [put_tars(root, **tars) for root in (str(tmp_path / "tars"), "s3://bucket/tars")]
+    here, there = (of_tars(tmp_path / str(number), root) for number, root in enumerate(roots))
+    assert there == here
+    assert [status for _, status, *_ in here] == ["ok"] * 3 + ["duplicate"] * 3
+    assert samples_of(tmp_path / "0") == samples_of(tmp_path / "1")
 
 
 def test_a_member_without_its_pair_is_a_row_with_a_status(tmp_path: Path):
