@@ -318,14 +318,14 @@ def _values(raw: bytes, file: Path, reading: Reading, row: int) -> list[Any]:
     """URL, caption and what is kept, of one record."""
     if reading.form in ("parquet", "json"):
         return json.loads(raw)
-    place = where(file, reading, row)
     try:
         line = raw.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: not UTF-8 ({error}); convert the list to UTF-8") from error
+        raise ValueError(f"{where(file, reading, row)}: not UTF-8 ({error}); convert the list to UTF-8") from error
     if row == 0 and not reading.header:
         line = line.removeprefix("\ufeff")
     if reading.form == "jsonl":
+        place = where(file, reading, row)
         found = parse_json(line, place)
         texts = [_text(found.get(name), name, place) for name in reading.columns[:2]]
         return texts + [scalar(found.get(name), name, place) for name in reading.columns[2:]]
@@ -337,7 +337,7 @@ def _values(raw: bytes, file: Path, reading: Reading, row: int) -> list[Any]:
         what = f"{len(cells)} columns, and {reading.width} are expected,"
         if reading.form == "tsv" and len(cells) == 1:
             what = f"no tab in {redacted(cells[0])[:80]!r}" if cells[0] else "an empty line"
-        raise ValueError(f"{place}: {what}; {rule}: write it so, or remove the line")
+        raise ValueError(f"{where(file, reading, row)}: {what}; {rule}: write it so, or remove the line")
     return [cells[number] for number in reading.places]
 
 

@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from storage.fetch import DownloadSettings
 from storage.lists import ListFile, find_reading, parse_rows, read_captions
 from storage.object_store import open_store
 from storage.sample import sample_key
+from storage.settings import from_assignments
 
 ROWS = [(f"http://example.test/{n}.jpg", f'caption {n}, "quoted": a café') for n in range(5)]
 URLS, CAPTIONS = ([row[n] for row in ROWS] for n in (0, 1))
@@ -261,10 +263,10 @@ def test_a_large_parquet_is_planned_in_little_memory(tmp_path: Path):
         for _ in range(rows // len(batch)):
             writer.write_table(batch, row_group_size=len(batch))
     code = (
-        "import itertools, resource; from pathlib import Path; from storage.lists import *\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        f"rows = sum(1 for _ in read_captions(Path({str(file)!r})))\n"
-        "print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "import re; from pathlib import Path; from storage.lists import read_captions\n"
+        "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        f"before = peak(); rows = sum(1 for _ in read_captions(Path({str(file)!r})))\n"
+        "print(rows, peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
     assert done.returncode == 0, done.stderr
@@ -280,3 +282,29 @@ def test_a_list_of_before_is_planned_as_before(tmp_path: Path):
     first, second = plan(CollectSettings("x", captions=str(file), rows_per_shard=3), {})
     assert first.source == f"list.tsv sha256:{hashlib.sha256(tsv(*SWAPPED[:3])[:-1]).hexdigest()}"
     assert (second.start, second.stop, second.offset) == (3, 5, len(tsv(*SWAPPED[:3])))
+
+
+PAGES = [PROJECT / "docs" / name for name in ("data.md", "download.md")]
+COMMANDS = [
+    found.replace("\\\n", " ").split()
+    for page in PAGES
+    for found in re.findall(r"^    python -m storage\.collect (\S+ \S+(?:.*\\\n)*.*)$", page.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_commands_of_the_pages_are_settings(command: list[str]):
+    assert from_assignments(CollectSettings, command[2:], name=command[1]).origin
+
+
+def test_the_code_of_the_page_writes_a_list_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert len(COMMANDS) == 15
+    images = [{"id": 9, "file_name": "COCO_train2014_000000000009.jpg"}]
+    annotations = [{"image_id": 9, "id": n, "caption": f"caption {n}"} for n in range(2)]
+    (tmp_path / "captions_train2014.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs/data.md", "exec"), {})
+    reading = find_reading(tmp_path / "captions.jsonl", of_folder=True)
+    rows = read_captions(tmp_path / "captions.jsonl", reading=reading)
+    assert [(row.url, row.caption) for row in rows] == [(images[0]["file_name"], f"caption {n}") for n in range(2)]
