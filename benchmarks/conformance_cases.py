@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from detectors.select import SelectionSettings, select_regions
-from storage.download import read_captions
+from storage.lists import read_captions
 from vlbert.data.boxes import geometry_embedding
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets import refcoco, retrieval, vcr, vqa
@@ -339,8 +339,7 @@ def caption_rows(file: Path, expected: Any) -> Found:
     """Rows of a caption list."""
     captions = needed(file, ".tsv")
     yield captions
-    rows = read_captions(captions)
-    ours = {row.row: (row.caption, row.url) for row in rows}
+    ours = {row.row: (row.caption, row.url) for row in read_captions(captions)}
     yield compare("row of a caption list", ours, {row["row"]: (row["caption"], row["url"]) for row in expected["rows"]})
 
 

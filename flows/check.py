@@ -10,8 +10,8 @@ from detectors.weights.files import read_config
 from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import check_overrides
-from storage.collection_plan import image_files
-from storage.img2dataset import shard_names
+from storage.collection_plan import find_columns, image_files
+from storage.imports import shard_names
 from storage.settings import as_text, differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
@@ -97,7 +97,7 @@ def _check_sources(dataset: Dataset) -> None:
         _check_file(f"{where}: captions", dataset.captions)
     if dataset.images is not None:
         _check_folder(f"{where}: images", dataset.images)
-        if not image_files(dataset.images):
+        if not dataset.captions and not image_files(dataset.images):
             raise ValueError(f"{where}: images: {dataset.images} holds no image file; folders below it are not read")
     if detector.annotations:
         _check_file(f"{where}: detector.annotations", detector.annotations)
@@ -109,6 +109,7 @@ def _check_sources(dataset: Dataset) -> None:
     try:
         if dataset.img2dataset is not None:
             shard_names(Path(dataset.img2dataset))
+        find_columns(dataset)
         if detector.weights and not detector.preset:
             read_config(Path(detector.weights))
     except ValueError as error:

@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -104,7 +105,7 @@ def collect_flow(root: str, dataset: CollectSettings, machines: int = 1) -> Coll
     """
     start_others(machines)
     progress = Live("collecting", dataset.name)
-    name_run(f"collect {dataset.name} from {dataset.origin.name}", f"dataset:{dataset.name}")
+    name_run(f"collect {dataset.name} from {Path(dataset.origin).name}", f"dataset:{dataset.name}")
     show_progress()
     open_storage(root)
     started, shards, committed = time.monotonic(), 0, set()

@@ -1,4 +1,4 @@
-"""Collect: turn a caption list, a folder of images or a folder of img2dataset into shards of the stage `images`.
+"""Collect: turn a caption list, or images that are there already, into shards of the stage `images`.
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
 downloaded again. A list may grow: its new rows make new shards. If rows of committed shards changed in the list, that
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections import Counter
@@ -30,12 +31,12 @@ from storage.collection_plan import (
     check_unchanged,
     identity,
     image_files,
+    image_of,
     plan,
     rows_of,
 )
 from storage.download import (
     STATUSES,
-    CaptionRow,
     Download,
     Downloader,
     Outcome,
@@ -45,7 +46,8 @@ from storage.download import (
     import_images,
 )
 from storage.forgotten import FORGOTTEN, forgotten_urls
-from storage.img2dataset import import_rows, read_rows
+from storage.imports import TarSet, import_rows, read_rows
+from storage.lists import CaptionRow, ListFile, where
 from storage.manifests import OK, Header
 from storage.normalise import NormalisedImage, Refused
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
@@ -64,7 +66,7 @@ _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
 _WAYS_OUT = {  # by the most frequent status, if no row of a list is ok
     "blocked_address": "If you trust this server, set download.allowed_hosts to its host:port",
-    "bad_url": "Each line is `caption TAB url`",
+    "bad_url": "Name the column of the URLs under columns",
     **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),
 }
 
@@ -129,9 +131,11 @@ def collect(
     check_committed(done, parts, settings)
     missing = [part for part in parts if part.shard not in done]
     if missing:
-        where = settings.origin
-        log(f"{settings.name}: {len(missing)} of {len(parts)} shards to collect, {parts[-1].stop} rows in {where}")
-        if settings.captions and not settings.download.contact and not settings.download.allowed_hosts:
+        origin = settings.origin
+        log(f"{settings.name}: {len(missing)} of {len(parts)} shards to collect, {parts[-1].stop} rows in {origin}")
+        if parts[0].reading:
+            log(f"{settings.name}: {origin} is read as {parts[0].reading}")
+        if settings.is_download and not settings.download.contact and not settings.download.allowed_hosts:
             log(
                 f"{settings.name}: warning: no contact is set, so the servers' owners cannot ask what this is; set "
                 "download.contact to a URL or a mail address"
@@ -200,9 +204,11 @@ def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part)
     """The message if no row is ok; `part` is a shard that was not committed."""
     status = counts.most_common(1)[0][0]
     way_out = f"{status}: {STATUSES[status]} (docs/download.md)"
-    if settings.captions and status in _WAYS_OUT:
-        url = shown_url(rows_of(part, settings)[0].url)
-        way_out += f". {_WAYS_OUT[status]}; line {part.start + 1} has {url!r} as its URL"
+    if settings.is_download and status in _WAYS_OUT:
+        with ListFile(Path(settings.captions), part.reading) as list_file:
+            url = shown_url(rows_of(part, settings, list_file)[0].url)
+        place = where(settings.captions, part.reading, part.start)
+        way_out += f". {_WAYS_OUT[status]}; {place} has {url!r} as its URL"
     return (
         f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
         f"{way_out}. Then run again"
@@ -225,10 +231,10 @@ def collect_group(
     catalog = Catalog(open_store(root), settings.name)
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
         collecting = _Group(catalog, settings, group, on_commit, log, claims)
-        if settings.captions:
+        if settings.is_download:
             asyncio.run(_download(collecting))
             return collecting.count()
-        files = image_files(settings.images) if settings.images else []
+        files = image_files(settings.images) if settings.images and not settings.captions else []
         for part in group.parts:
             if not claims.take([part.shard]):
                 continue
@@ -236,7 +242,7 @@ def collect_group(
                 collecting.update(part, committed)
             else:
                 with Spool() as spool:
-                    downloads = collecting.without_forgotten(_import(part, files, settings, spool))
+                    downloads = collecting.without_forgotten(_import(part, files, settings, spool, log))
                     if collecting.wants(part, downloads):
                         collecting.commit(part, downloads)
             claims.release(part.shard)
@@ -294,8 +300,9 @@ class _Group:
         return bool(self.group.has_images or gone or self.count().get(OK))
 
     def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None = None) -> None:
+        about = {"source": part.source, "reading": part.reading and part.reading.as_meta}
         settings = self.settings.download
-        if commit_images(self.catalog, part.shard, downloads, settings, source=part.source, replaces=replaces):
+        if commit_images(self.catalog, part.shard, downloads, settings, **about, replaces=replaces):
             self.on_commit(part.shard)
 
 
@@ -324,7 +331,7 @@ async def _download(group: _Group) -> None:
         if committed := await loop.run_in_executor(files, group.committed, part):
             group.update(part, committed)
             return
-        rows = await loop.run_in_executor(files, rows_of, part, settings)
+        rows = await loop.run_in_executor(files, rows_of, part, settings, list_file)
         partial = PartialShard(catalog.store, settings.name, part.shard, image_config(settings.download)[1])
         with Spool() as spool:
             replaces, known = await loop.run_in_executor(files, _known_rows, catalog, part, rows, spool)
@@ -373,6 +380,7 @@ async def _download(group: _Group) -> None:
     with (
         ThreadPoolExecutor(1, thread_name_prefix="files") as files,
         ThreadPoolExecutor(1, thread_name_prefix="saves") as saves,
+        ListFile(Path(settings.captions), group.group.parts[0].reading) as list_file,
     ):
         async with Downloader(settings.download) as downloader:
             await all_of(claimed(part) for part in group.group.parts)
@@ -416,15 +424,55 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
         )
 
 
-def _import(part: Part, files: Sequence[Path], settings: CollectSettings, spool: Spool) -> list[Download]:
-    """The rows of a part: of `files`, the image files of a folder, or as img2dataset stored them."""
+def _import(
+    part: Part, files: Sequence[Path], settings: CollectSettings, spool: Spool, log: Callable[[str], None]
+) -> list[Download]:
+    """The rows of a part: of `files`, the image files of a folder, of a folder's captions, or as others stored them."""
+    duplicates, count = dict(part.duplicates), part.stop - part.start
+    if settings.images and settings.captions:
+        return _import_captioned(part, settings, spool, log)
     if settings.images:
         files = files[part.start : part.stop]
         check_unchanged(part, [identity(file) for file in files], settings)
-        return import_images(files, part.start, settings.download, spool)
-    rows = read_rows(settings.origin, part.file)[part.offset : part.offset + part.stop - part.start]
+        names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
+        rows = [CaptionRow(number, "", name) for number, name in enumerate(names, part.start)]
+        return import_images(rows, files, settings.download, spool)
+    if settings.webdataset:
+        rows, downloads = TarSet(settings.webdataset).import_rows(
+            part.file, part.offset, count, part.reading, part.start, duplicates, settings.download, spool
+        )
+        check_unchanged(part, [row.line() for row in rows], settings)
+        return downloads
+    folder = Path(settings.img2dataset)
+    rows = read_rows(folder, part.file, part.reading)[part.offset : part.offset + count]
     check_unchanged(part, [row.line() for row in rows], settings)
-    return import_rows(settings.origin, rows, part.start, dict(part.duplicates), settings.download, spool)
+    return import_rows(folder, rows, part.start, duplicates, settings.download, spool)
+
+
+def _import_captioned(
+    part: Part, settings: CollectSettings, spool: Spool, log: Callable[[str], None]
+) -> list[Download]:
+    """The rows of the captions of a folder; the first image that is missing is logged."""
+    with ListFile(Path(settings.captions), part.reading) as list_file:
+        rows = rows_of(part, settings, list_file)
+    found, files, firsts = {}, {}, dict(part.duplicates)
+    for row in rows:
+        if row.row in firsts:
+            found[row.row] = Download(row, "duplicate", f"of row {firsts[row.row]}", None)
+            continue
+        try:
+            files[row.row] = image_of(row, settings)
+        except ValueError as error:
+            found[row.row] = Download(row, "missing_file", str(error), None)
+    images = import_images([row for row in rows if row.row in files], list(files.values()), settings.download, spool)
+    found |= {item.row.row: item for item in images}
+    missing = [row for row in rows if found[row.row].status == "missing_file"]
+    if missing:
+        first = missing[0]
+        more = f", and of {len(missing) - 1} more rows of shard {part.shard}" if missing[1:] else ""
+        place = where(settings.captions, part.reading, first.row)
+        log(f"{settings.name}: {place}: there is no image {first.url!r} in {settings.images}{more}: missing_file")
+    return [found[row.row] for row in rows]
 
 
 # --- as a program -----------------------------------------------------------------------------------------------------

@@ -10,16 +10,17 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from storage.download import STATUSES, CaptionRow, parse_captions
+from storage.download import STATUSES
 from storage.fetch import DownloadSettings
 from storage.forgotten import FORGOTTEN
-from storage.img2dataset import StoredRow, read_rows, shard_names
+from storage.imports import StoredRow, TarSet, img2dataset_reading, read_rows, shard_names
+from storage.lists import IMAGE_SUFFIXES, PLAIN, CaptionRow, ListFile, Reading, find_reading, parse_rows, where
 from storage.manifests import OK
 from storage.normalise import ImageSettings
 from storage.sample import sample_key
@@ -28,7 +29,6 @@ from storage.settings import FORM, check, check_choices
 _LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _FAILED = [status for status in STATUSES if status not in (OK, "duplicate", FORGOTTEN)]
 _CLASSES = ("http_4xx", "http_5xx")
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,17 @@ class CollectSettings:
     name: str
     """The dataset: the folder of the root that holds the shards."""
     captions: str | None = None
-    """A caption list to download, `caption TAB url` a line. Give this, `images` or `img2dataset`."""
+    """A caption list to download: TSV, CSV, JSON lines, Parquet, JSON, or .gz of one. With `images`, the captions of
+    that folder. Give this, `images`, `img2dataset` or `webdataset`."""
+    columns: tuple[str, ...] = ()
+    """Which columns of the list hold the URL, the caption and, if more are named, what is kept with each sample: names,
+    or places from 1 on. None: URL and caption are recognised."""
     images: str | None = None
     """A local folder of image files to import."""
     img2dataset: str | None = None
-    """A local folder that img2dataset wrote, in its format webdataset or files."""
+    """A local folder that img2dataset wrote, in its format webdataset, files or parquet."""
+    webdataset: str | None = None
+    """WebDataset tars of others to import: a local folder, or s3://bucket/prefix."""
     download: DownloadSettings = DownloadSettings()
     """How images are fetched, and which are stored in which form."""
     rows_per_shard: int = 1000
@@ -59,18 +65,25 @@ class CollectSettings:
     """Statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows in committed shards are requested again, for one run."""
 
     def __post_init__(self):
-        if sum(origin is not None for origin in (self.captions, self.images, self.img2dataset)) != 1:
+        origins = (self.captions or self.images, self.img2dataset, self.webdataset)
+        if sum(origin is not None for origin in origins) != 1:
             raise ValueError(
-                f"Dataset {self.name}: set captions (a list to download) or images (a local folder), or img2dataset (a "
-                "folder that it wrote)"
+                f"Dataset {self.name}: set captions (a list to download) or images (a local folder; captions are then "
+                "those of its files), or img2dataset (a folder that it wrote), or webdataset (tars)"
             )
         check_choices(self)
         for name in ("rows_per_shard", "shards_per_task"):
             check(self, getattr(self, name) >= 1, name, "at least 1")
         check(self, self.save_every > 0, "save_every", "over 0")
         check(
-            self, self.captions or not self.retry_statuses, "retry_statuses", "empty for a folder: nothing is requested"
+            self,
+            self.is_download or not self.retry_statuses,
+            "retry_statuses",
+            "empty: nothing is requested of a server",
         )
+        named = len(self.columns) == len(set(self.columns)) and len(self.columns) != 1
+        check(self, named, "columns", "URL, caption and what is kept beside them, each once")
+        check(self, not self.columns or self.origin != self.images, "columns", "empty where there is no list")
         self.retried_statuses  # noqa: B018  refuses an unknown status
 
     @property
@@ -86,9 +99,14 @@ class CollectSettings:
         return frozenset(found)
 
     @property
-    def origin(self) -> Path:
-        """The list or the folder."""
-        return Path(self.captions or self.images or self.img2dataset)
+    def is_download(self) -> bool:
+        """Whether images are requested from servers."""
+        return self.captions is not None and self.images is None
+
+    @property
+    def origin(self) -> str:
+        """The list, the folder or the bucket."""
+        return self.captions or self.images or self.img2dataset or self.webdataset
 
 
 @dataclass(frozen=True)
@@ -96,8 +114,9 @@ class Part:
     """One shard to collect: rows [start, stop) of the list.
 
     source      file and sha256 of those rows
-    offset      of the first of these lines in the list, in bytes; 0 for images; for img2dataset the row in `file`
-    file        img2dataset's shard that holds the rows
+    reading     how the list or `file` is read; None for a folder without captions
+    offset      of the first row in the list or the tar, in bytes; 0 for images; for img2dataset the row in `file`
+    file        img2dataset's shard, or the tar, that holds the rows
     duplicates  (row, first row with the same URL and caption) for rows that repeat an earlier one of the list
     replaces    sha256 of the committed manifest if some of its rows are requested again; "" if it is not committed yet
     """
@@ -106,6 +125,7 @@ class Part:
     start: int
     stop: int
     source: str
+    reading: Reading | None = None
     offset: int = 0
     file: str = ""
     duplicates: tuple[tuple[int, int], ...] = ()
@@ -115,31 +135,32 @@ class Part:
 def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
     """The shards of the dataset's list, in order; `stops`: where committed shards end, by shard.
 
-    Every line is checked before the first download. ValueError if the list is empty, makes more than 100,000 shards,
-    has a line that is not a row (FILE:LINE), or has its columns swapped.
+    Every row is checked before the first download. ValueError if the list is empty, makes more than 100,000 shards,
+    has a line that is not a row (FILE:LINE), or no URL in the column that should have them.
     """
-    parts, keys = [], bytearray()
-    has_url, swapped = not settings.captions, None  # swapped: the first line with a URL in the place of its caption
-    for start, offset, file, chunk in _chunks(settings, stops):
+    parts, keys, reading = [], bytearray(), find_columns(settings)
+    has_url, swapped = not settings.is_download, None  # swapped: the first row with a URL in the place of its caption
+    for start, offset, file, chunk in _chunks(settings, reading, stops):
         lines, rows = chunk, ()
         if settings.captions:
-            rows = parse_captions(chunk, settings.origin, start)
-        elif settings.img2dataset:
+            rows = list(parse_rows(chunk, Path(settings.captions), reading, start))
+            lines = _identities(chunk, rows, settings)
+        elif file:
             lines, rows = [row.line() for row in chunk], chunk
-        for row in rows:
+        for number, row in enumerate(rows, start):
             keys += bytes.fromhex(sample_key(row.url, row.caption))
             if not has_url:
                 has_url = _LIKE_A_URL.match(row.url) is not None
                 if swapped is None and _LIKE_A_URL.match(row.caption):
-                    swapped = row.row + 1
-        source = f"{settings.origin.name} sha256:{_digest(lines)}"
-        parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source, offset, file))
+                    swapped = number
+        source = f"{Path(settings.origin).name} sha256:{_digest(lines)}"
+        parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source, reading, offset, file))
     if not parts:
         raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
     if swapped is not None and not has_url:
         raise ValueError(
-            f"{settings.origin}:{swapped}: the URL is before the tab, and no line has one after it; each line is "
-            "`caption TAB url`: swap the columns"
+            f"{where(settings.origin, reading, swapped)}: the URL is in the column of the caption, and no row has one "
+            f"in its own ({reading}); swap them under columns"
         )
     if len(parts) > 100_000:
         raise ValueError(f"{settings.name} would make {len(parts)} shards, more than 100000: raise rows_per_shard")
@@ -151,32 +172,48 @@ def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
     ]
 
 
+def find_columns(settings: CollectSettings) -> Reading | None:
+    """How the list, or what others have stored, is read: as `columns` says, or recognised; None for bare images.
+
+    ValueError names a file that cannot be read, a column that is not there, or says that columns are to be given.
+    """
+    if settings.captions:
+        return find_reading(Path(settings.captions), settings.columns, of_folder=settings.images is not None)
+    if settings.img2dataset:
+        return img2dataset_reading(settings.columns)
+    return TarSet(settings.webdataset).find_reading(settings.columns) if settings.webdataset else None
+
+
 def _chunks(
-    settings: CollectSettings, stops: Mapping[str, int]
+    settings: CollectSettings, reading: Reading | None, stops: Mapping[str, int]
 ) -> Iterator[tuple[int, int, str, list[bytes] | list[StoredRow]]]:
     """For each shard: its first row, offset and file as in Part, and the identity of each row."""
     if settings.captions:
-        with open(settings.captions, "rb") as lines:
-            for start, offset, chunk in _chunks_of_lines(lines, settings.rows_per_shard, stops):
-                yield start, offset, "", chunk
+        with ListFile(Path(settings.captions), reading) as list_file:
+            for start, offset, chunk in _chunks_of_lines(list_file.records(), settings.rows_per_shard, stops):
+                yield start, list_file.first + offset, "", chunk
     elif settings.images:
         files = map(identity, image_files(settings.images))
         for start, _, chunk in _chunks_of_lines(files, settings.rows_per_shard, stops):
             yield start, 0, "", chunk
+    elif settings.img2dataset:
+        folder = Path(settings.img2dataset)
+        shards = ((name, read_rows(folder, name, reading)) for name in shard_names(folder))
+        yield from _stored(shards, settings.rows_per_shard, stops)
     else:
-        yield from _stored(settings, stops)
+        yield from _stored(TarSet(settings.webdataset).rows(reading), settings.rows_per_shard, stops)
 
 
-def _stored(settings: CollectSettings, stops: Mapping[str, int]) -> Iterator[tuple[int, int, str, list[StoredRow]]]:
-    """The rows of img2dataset; a shard of ours holds rows of one of its shards."""
+def _stored(
+    files: Iterable[tuple[str, Iterable[StoredRow]]], rows_per_shard: int, stops: Mapping[str, int]
+) -> Iterator[tuple[int, int, str, list[StoredRow]]]:
+    """The rows that others have stored; a shard of ours holds rows of one of their files."""
     start, number = 0, 0
-    for file in shard_names(settings.origin):
-        rows, offset = read_rows(settings.origin, file), 0
-        while offset < len(rows):
-            stop = stops.get(f"{number:05}", start + settings.rows_per_shard)
-            chunk = rows[offset : offset + max(1, stop - start)]
-            yield start, offset, file, chunk
-            start, offset, number = start + len(chunk), offset + len(chunk), number + 1
+    for file, rows in files:
+        rows = iter(rows)
+        while chunk := list(itertools.islice(rows, max(1, stops.get(f"{number:05}", start + rows_per_shard) - start))):
+            yield start, chunk[0].offset, file, chunk
+            start, number = start + len(chunk), number + 1
 
 
 def _chunks_of_lines(
@@ -203,6 +240,27 @@ def identity(file: Path) -> bytes:
     return os.fsencode(f"{file.name}\t{size}")
 
 
+def image_of(row: CaptionRow, settings: CollectSettings) -> Path:
+    """The file that a row of a folder's captions names; ValueError if its name leads out of the folder."""
+    name = Path(row.url)
+    if name.is_absolute() or ".." in name.parts or "\0" in row.url:
+        raise ValueError(f"{row.url[:200]!r} is not the name of a file in {settings.images}")
+    return Path(settings.images) / name
+
+
+def _identities(chunk: Sequence[bytes], rows: Iterable[CaptionRow], settings: CollectSettings) -> list[bytes]:
+    """Of the rows of a list: the lines themselves, and of a folder's captions also its files."""
+    if not settings.images:
+        return list(chunk)
+    files = []
+    for row in rows:
+        try:
+            files.append(identity(image_of(row, settings)))
+        except ValueError:
+            files.append(b"")
+    return [line + b"\0" + file for line, file in zip(chunk, files, strict=True)]
+
+
 def _digest(chunk: Sequence[bytes]) -> str:
     return hashlib.sha256(b"\n".join(chunk)).hexdigest()
 
@@ -223,7 +281,7 @@ def image_files(folder: str) -> list[Path]:
     """The image files of a folder, by name; ValueError if it is not a folder."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a folder; name one that holds image files")
-    return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in _SUFFIXES)
+    return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
 
 
 def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: CollectSettings) -> None:
@@ -233,6 +291,13 @@ def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: C
     for shard, meta in done.items():
         rows, digest = meta["source"]["rows"], meta["source"]["list"].rpartition(" ")[2]
         part = expected.get(shard)
+        before = meta["source"].get("reading", PLAIN.as_meta if settings.captions else None)
+        if part and part.reading and before and before != part.reading.as_meta:
+            raise ValueError(
+                f"{settings.name}: {settings.origin} is read otherwise than when shard {shard} was collected: "
+                f"{_shown(part.reading.as_meta)}, then {_shown(before)}. Set columns as they were, or collect another "
+                "dataset"
+            )
         if part is None or [part.start, part.stop] != rows or part.source.rpartition(" ")[2] != digest:
             now = f"rows {part.start} to {part.stop} of {part.source}" if part else f"only {len(parts)} shards"
             raise ValueError(
@@ -250,13 +315,19 @@ def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: C
             )
 
 
-def rows_of(part: Part, settings: CollectSettings) -> list[CaptionRow]:
+def _shown(reading: Mapping[str, object]) -> str:
+    return f"{reading['form']} with columns={','.join(reading['columns'])}" + (" and a header" * reading["header"])
+
+
+def rows_of(part: Part, settings: CollectSettings, list_file: ListFile) -> list[CaptionRow]:
     """The rows of a part, read from its offset; ValueError if they changed since `plan`."""
-    with open(settings.captions, "rb") as lines:
-        lines.seek(part.offset)
-        chunk = [line.removesuffix(b"\n") for line in itertools.islice(lines, part.stop - part.start)]
-    check_unchanged(part, chunk, settings)
-    return list(parse_captions(chunk, settings.origin, part.start))
+    records = itertools.islice(list_file.records(part.start, part.offset), part.stop - part.start)
+    chunk = [line.removesuffix(b"\n") for line in records]
+    rows = parse_rows(chunk, Path(settings.captions), part.reading, part.start)
+    if settings.images:
+        rows = list(rows)
+    check_unchanged(part, _identities(chunk, rows, settings), settings)  # first: a changed line may be none
+    return list(rows)
 
 
 def check_unchanged(part: Part, chunk: Sequence[bytes], settings: CollectSettings) -> None:

@@ -12,11 +12,10 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,6 +24,7 @@ from storage.catalog.commit import commit_shard
 from storage.fetch import DownloadSettings, Fetcher
 from storage.forgotten import FORGOTTEN
 from storage.hosts import Transient
+from storage.lists import CaptionRow
 from storage.manifests import OK, Header, Row
 from storage.normalise import ImageSettings, NormalisedImage, Refused, normalise, run_out
 from storage.redact import redacted, shown_url
@@ -48,6 +48,7 @@ STATUSES: dict[str, str] = {
     "too_big": "more bytes than `max_bytes`, announced or sent",
     "short_body": "the connection ended before the whole announced body had come",
     "missing_file": "a local image that is not there, is no regular file or cannot be opened (import only)",
+    "bad_caption": "the caption of an image of a tar is missing, too long or cannot be read (import only)",
     "not_stored": "img2dataset did not store it, for a reason that has no status here (import only)",
     "not_image": "not an image in a format that is read: JPEG, PNG, GIF, WebP, BMP",
     "truncated": "the image file ends early or is damaged",
@@ -59,42 +60,6 @@ _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 STATUSES |= {f"http_{code}": f"HTTP {code} {_HTTP_NAMES.get(code, '')}".rstrip() for code in range(400, 600)}
 
 _TRIALS = 3  # URLs of a silent host, at most, that get their full deadline before a shard gives up the rest
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class CaptionRow:
-    """One row of a caption list: `row` is its 0-based line number there, caption and url stand as the file has them."""
-
-    row: int
-    caption: str
-    url: str
-
-
-def read_captions(file: Path, start: int = 0, stop: int | None = None) -> list[CaptionRow]:
-    """Rows [start, stop) of a caption list; ValueError names the FILE:LINE that is not a row."""
-    with open(file, "rb") as lines:
-        # In binary mode only \n ends a line: U+2028, form feeds and a lone \r are part of a caption.
-        return list(parse_captions(islice(lines, start, stop), file, start))
-
-
-def parse_captions(lines: Iterable[bytes], file: Path, start: int) -> Iterator[CaptionRow]:
-    """The rows of these lines. The first is line `start` (from 0) of `file`. ValueError as read_captions."""
-    for row, raw in enumerate(lines, start):
-        if row == 0:
-            raw = raw.removeprefix(_BYTE_ORDER_MARK)
-        try:
-            line = raw.removesuffix(b"\n").removesuffix(b"\r").decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}:{row + 1}: not UTF-8 ({error}); convert the list to UTF-8") from error
-        caption, tab, url = line.partition("\t")
-        if not tab:
-            what = f"no tab in {redacted(line)[:80]!r}" if line else "an empty line"
-            raise ValueError(
-                f"{file}:{row + 1}: {what}; every line is `caption TAB url`: write it so, or remove the line"
-            )
-        yield CaptionRow(row, caption, url)
 
 
 @dataclass(frozen=True)
@@ -130,6 +95,7 @@ class Download:
             height=self.image.height,
             sha256=self.image.sha256,
             flags=self.image.flags,
+            extra=self.row.extra,
         )
 
 
@@ -288,11 +254,10 @@ def read_file(file: Path, limit: int) -> bytes:
         raise Refused("missing_file", f"{file}: {error.strerror}") from error
 
 
-def import_images(files: Sequence[Path], first: int, settings: DownloadSettings, spool: Spool) -> list[Download]:
-    """Local image files as if they had been downloaded, the first of them as row `first`.
-
-    The url is the file's name, the caption is empty.
-    """
+def import_images(
+    rows: Sequence[CaptionRow], files: Sequence[Path], settings: DownloadSettings, spool: Spool
+) -> list[Download]:
+    """The image files of these rows as if they had been downloaded; one that several rows name is decoded once."""
 
     def read(file: Path) -> Outcome:
         try:
@@ -300,10 +265,10 @@ def import_images(files: Sequence[Path], first: int, settings: DownloadSettings,
         except Refused as refused:
             return refused.bare()
 
-    names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
-    rows = [CaptionRow(number, "", name) for number, name in enumerate(names, first)]
+    distinct = list(dict.fromkeys(files))
     with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:
-        return list(map(Download.of, rows, pool.map(read, files)))
+        outcomes = dict(zip(distinct, pool.map(read, distinct), strict=True))
+    return [Download.of(row, outcomes[file]) for row, file in zip(rows, files, strict=True)]
 
 
 def image_config(settings: ImageSettings) -> tuple[dict[str, int | float], str]:
@@ -319,16 +284,18 @@ def commit_images(
     settings: ImageSettings,
     *,
     source: str = "",
+    reading: Mapping[str, object] | None = None,
     replaces: Header | None = None,
 ) -> bool:
     """Commit these results as a shard of `images`, or as the next revision of one.
 
-    False if another writer was first.
+    source and reading: which list, and how it is read, for the manifest. False if another writer was first.
     """
     config, config_hash = image_config(settings)
     numbers = [item.row.row for item in downloads]
     meta = {
-        "source": {"list": source, "rows": [min(numbers), max(numbers) + 1]},  # from, to (exclusive)
+        "source": {"list": source, "rows": [min(numbers), max(numbers) + 1]}  # from, to (exclusive)
+        | ({"reading": dict(reading)} if reading else {}),
         "config": config,
         "config_hash": config_hash,
     }

@@ -406,6 +406,35 @@ class _Joined(io.RawIOBase):
         return written
 
 
+class Ranges(io.RawIOBase):
+    """A read-only file over the range requests of an object."""
+
+    def __init__(self, store: ObjectStore, path: str):
+        found = next(store.list(path), None)
+        if found is None or found.path != path:
+            raise ObjectMissing(f"there is no object {path} under {store.root}")
+        self._store, self._path, self._size, self._position = store, path, found.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        length = max(0, min(len(buffer), self._size - self._position))
+        buffer[:length] = self._store.get_range(self._path, self._position, length)
+        self._position += length
+        return length
+
+
 class _Credentials:
     """The credentials that boto3 finds, looked up again when a server refuses them: another program may have renewed
     their file. botocore itself renews those whose source tells when they expire.

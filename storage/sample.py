@@ -7,6 +7,7 @@ checks untrusted members, so that readers of a Sample need not. `to_members` wri
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 
 import msgpack
@@ -30,6 +31,7 @@ _ARRAYS = {
 }
 _REQUIRED = ("boxes", "scores", "labels")
 _JSON_FIELDS = {"version", "caption", "url", "width", "height", "sha256", "flags"}  # the fields of the .json member
+_EXTRA = {"extra"}  # that it may have
 # More than any .mp member needs. Without limits a few bytes ask for arrays of gigabytes.
 _LIMITS = {"max_map_len": 32, "max_array_len": 3, "max_str_len": 1000, "max_ext_len": 0}
 
@@ -107,6 +109,7 @@ class Sample:
     image is a complete JPEG file (RGB or grey, EXIF orientation already applied); width and height are its pixels.
     sha256 is that of the bytes as they came from the web, before they were normalised into `image`.
     flags say what normalising did ("exif_rotated", "resized", ...).
+    extra has the further columns of the list that were asked for (`columns` of collecting), by name; None for none.
     """
 
     key: str
@@ -118,6 +121,7 @@ class Sample:
     sha256: str
     flags: tuple[str, ...] = ()
     regions: Regions | None = None
+    extra: dict[str, str | int | float | bool | None] | None = None
 
 
 class BadSample(ValueError):
@@ -151,6 +155,8 @@ def to_members(sample: Sample) -> dict[str, bytes]:
         "sha256": sample.sha256,
         "flags": list(sample.flags),
     }
+    if sample.extra is not None:
+        metadata["extra"] = sample.extra
     members = {"jpg": sample.image, "json": json.dumps(metadata, ensure_ascii=False).encode()}
     if sample.regions is not None:
         members["mp"] = pack_regions(sample.regions)
@@ -165,10 +171,10 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             if name not in members:
                 raise ValueError(f"there is no .{name} member, only {sorted(members)}")
         metadata = parse_json(members["json"], "the .json member")
-        if metadata.keys() != _JSON_FIELDS:
+        if metadata.keys() != _JSON_FIELDS and metadata.keys() != _JSON_FIELDS | _EXTRA:
             for name in sorted(_JSON_FIELDS - metadata.keys()):
                 raise ValueError(f"{name} is missing in the .json member")
-            raise ValueError(f"{shown(min(metadata.keys() - _JSON_FIELDS))} is no field of the .json member")
+            raise ValueError(f"{shown(min(metadata.keys() - _JSON_FIELDS - _EXTRA))} is no field of the .json member")
         version, flags = metadata["version"], metadata["flags"]
         if type(version) is not int or version != SAMPLE_VERSION:
             raise ValueError(f"it is of version {shown(version)}, this code reads {SAMPLE_VERSION}")
@@ -182,6 +188,7 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             sha256=metadata["sha256"],
             flags=tuple(flags) if type(flags) is list else flags,
             regions=unpack_regions(members["mp"]) if "mp" in members else None,
+            extra=metadata.get("extra"),
         )
         _check(sample)
     except ValueError as error:
@@ -193,7 +200,8 @@ def check_sample(sample: Sample) -> None:
     """BadSample, a ValueError, names the sample and the field that from_members would refuse."""
     try:
         _check(sample)
-        for text in (sample.caption, sample.url, sample.sha256, *sample.flags):
+        extra = sample.extra or {}
+        for text in (sample.caption, sample.url, sample.sha256, *sample.flags, *extra, *map(str, extra.values())):
             text.encode()  # the .json member is UTF-8
     except ValueError as error:
         raise BadSample(f"sample {sample.key}: {error}", sample.key) from error
@@ -206,6 +214,8 @@ def _check(sample: Sample) -> None:
         raise ValueError(f"{name} is {shown(getattr(sample, name))}, not a string")
     if type(flags) is not tuple or (flags and not all(type(flag) is str for flag in flags)):
         raise ValueError(f"flags is {shown(flags)}, not a list of strings")
+    if sample.extra is not None:
+        _check_extra(sample.extra)
     size = jpeg_size(sample.image)
     if type(width) is not int or type(height) is not int or (width, height) != size:
         raise ValueError(f"width and height are {shown(width)} and {shown(height)}, and its JPEG has {size}")
@@ -213,6 +223,16 @@ def _check(sample: Sample) -> None:
         raise ValueError(f"width and height are {width} and {height}: over {MAX_PIXELS} pixels, too large to decode")
     if sample.regions is not None:
         _check_regions(sample.regions, width, height)
+
+
+def _check_extra(extra: dict) -> None:
+    if type(extra) is not dict:
+        raise ValueError(f"extra is {shown(extra)}, not an object")
+    for name, value in extra.items():
+        if type(name) is not str or type(value) not in (str, int, float, bool, type(None)):
+            raise ValueError(f"extra has {shown(name)} {shown(value)}, not a name with a text, number or truth value")
+        if type(value) is float and not math.isfinite(value):
+            raise ValueError(f"extra has {shown(name)} {value}, which JSON cannot hold")
 
 
 def _check_regions(regions: Regions, width: int, height: int) -> None:

@@ -7,7 +7,6 @@ A training pins one and reads the offsets of its samples from that file alone. d
 
 import contextlib
 import hashlib
-import io
 import json
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from storage import index_file
 from storage.digests import BLANK, OWN_SHA256, check_version, seal
 from storage.forgotten import is_among
 from storage.manifests import OK, Header
-from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
+from storage.object_store import ObjectMissing, ObjectStore, Ranges, StorageUnreachable
 from storage.safe_json import parse_json
 
 SNAPSHOT_VERSION = 3
@@ -299,7 +298,7 @@ def _opened(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
     where, local = store.where(path), store.local_path(path)
     try:
         # pre_buffer: neighbouring columns in one request.
-        source = {"source": _Ranges(store, path), "pre_buffer": True} if local is None else {"source": local}
+        source = {"source": Ranges(store, path), "pre_buffer": True} if local is None else {"source": local}
         yield pq.ParquetFile(**source, memory_map=local is not None, page_checksum_verification=True)
     except StorageUnreachable:
         raise
@@ -307,32 +306,3 @@ def _opened(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
         raise ValueError(f"{where} is gone; {_WAY_OUT}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} is damaged ({error}); {_WAY_OUT}") from error
-
-
-class _Ranges(io.RawIOBase):
-    """A read-only file over the range requests of an object."""
-
-    def __init__(self, store: ObjectStore, path: str):
-        found = next(store.list(path), None)
-        if found is None or found.path != path:
-            raise ObjectMissing(f"there is no object {path} under {store.root}")
-        self._store, self._path, self._size, self._position = store, path, found.size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:
-        length = max(0, min(len(buffer), self._size - self._position))
-        buffer[:length] = self._store.get_range(self._path, self._position, length)
-        self._position += length
-        return length

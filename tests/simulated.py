@@ -17,8 +17,9 @@ import multidict
 import yarl
 from web import draw, encode
 
-from storage.download import CaptionRow, Download, Downloader
+from storage.download import Download, Downloader
 from storage.fetch import DownloadSettings
+from storage.lists import CaptionRow
 from storage.spool import Spool
 
 JPEG = encode(draw(32, 32))

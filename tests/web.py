@@ -11,8 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 from PIL import Image
 
-from storage.download import CaptionRow, Download, Downloader
+from storage.download import Download, Downloader
 from storage.fetch import DownloadSettings
+from storage.lists import CaptionRow
 from storage.spool import Spool
 
 Answer = Callable[[BaseHTTPRequestHandler], None]

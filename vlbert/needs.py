@@ -20,7 +20,8 @@ from detectors.faster_rcnn import PRESETS, FasterRCNNConfig
 from storage.claims import RENEWAL
 from storage.collect import IMAGES, SHARDS_AT_ONCE
 from storage.collection_plan import CollectSettings, Part
-from storage.download import CaptionRow, image_config
+from storage.download import image_config
+from storage.lists import CaptionRow
 from storage.manifests import OK, Row, manifest_bytes
 from storage.sample import Regions, pack_regions, sample_key
 from storage.shards import Span

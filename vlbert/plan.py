@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
-from storage.collection_plan import CollectSettings, rows_of
+from storage.collection_plan import CollectSettings, find_columns, rows_of
 from storage.collection_plan import plan as shards_of
-from storage.download import CaptionRow, Download, Downloader
+from storage.download import Download, Downloader
+from storage.lists import CaptionRow, ListFile
 from storage.programs import make_parser
 from storage.settings import override
 from storage.spool import Spool
@@ -54,24 +55,25 @@ if TYPE_CHECKING:
 def read_list(settings: CollectSettings, examples: int) -> CaptionList:
     """Every line is checked. ValueError names a file or a line that cannot be read."""
     try:
-        with open(settings.captions, "rb") as lines:
-            rows = sum(1 for _ in lines)
+        with ListFile(Path(settings.captions), find_columns(settings)) as list_file:
+            rows = sum(1 for _ in list_file.records())
     except OSError as error:
         raise ValueError(
-            f"--list {settings.captions} cannot be read: {error.strerror}; name a file of `caption TAB url` a line, or "
+            f"--list {settings.captions} cannot be read: {error.strerror}; name a caption list (docs/download.md), or "
             "give its length: --rows N"
         ) from error
     settings = _fine(settings, rows)
     parts = shards_of(settings, {})
     repeated = {row for part in parts for row, _ in part.duplicates}
     chosen = {*random.Random(SEED).sample(range(rows), min(examples, rows))} - repeated
-    found = [
-        row
-        for part in parts
-        if not chosen.isdisjoint(range(part.start, part.stop))
-        for row in rows_of(part, settings)
-        if row.row in chosen
-    ]
+    with ListFile(Path(settings.captions), parts[0].reading) as list_file:
+        found = [
+            row
+            for part in parts
+            if not chosen.isdisjoint(range(part.start, part.stop))
+            for row in rows_of(part, settings, list_file)
+            if row.row in chosen
+        ]
     return CaptionList(parts[-1].stop, len(repeated), found, parts)
 
 
@@ -207,7 +209,7 @@ def _parser(cards: "Mapping[str, Card]", arguments: Sequence[str] | None) -> arg
     parser.add_argument("recipe", metavar="RECIPE", help="a pre-training, or MODULE:FUNCTION")
     add_recipe_fields(parser, RECIPES, arguments)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--list", metavar="FILE", help="caption list, `caption TAB url` a line")
+    which.add_argument("--list", metavar="FILE", help="caption list (docs/download.md)")
     which.add_argument("--rows", type=int, metavar="N", help="length of a list, in its place")
     add = parser.add_argument
     add("--sample", nargs="?", type=int, const=1000, metavar="N", help="request N URLs of the list (1000)")

@@ -22,7 +22,7 @@ from detectors.drawing import GREEN, RED
 from detectors.run import detect_shard
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.download import read_captions
+from storage.lists import read_captions
 from storage.manifests import OK, Row
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key

@@ -88,7 +88,7 @@ RANDOM = DetectionConfig(preset="demo", random_init=True)
     ("make", "named"),
     [
         (
-            lambda: Dataset("x", captions="a.tsv", images="folder", detector=DETECTOR),
+            lambda: Dataset("x", captions="a.tsv", webdataset="folder", detector=DETECTOR),
             ["Dataset x", "captions", "images"],
         ),
         (lambda: CollectSettings("x"), ["Dataset x", "captions", "images"]),
@@ -186,6 +186,8 @@ REFUSED = [
         ["dataset captions: images", "docs", "below it"],
     ),
     ({"dataset": {"captions": None, "img2dataset": "no"}}, ["dataset captions", "no", "img2dataset"]),
+    ({"dataset": {"captions": None, "webdataset": "no"}}, ["dataset captions", "no is not a folder", "tars"]),
+    ({"dataset": {"columns": ("url", "alt")}}, ["dataset captions", "train.tsv", "no column 'url'"]),
     (
         {"dataset": {"captions": None, "img2dataset": str(PROJECT / "docs")}},
         ["dataset captions", "docs", "img2dataset"],

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from web import Web, downloaded, draw, encode, send
 
 from storage.addresses import AddressGuard, is_public, parse_url
-from storage.download import CaptionRow
 from storage.fetch import DownloadSettings, Fetcher
 from storage.hosts import Transient
+from storage.lists import CaptionRow
 from storage.normalise import Refused
 from storage.redact import redacted, shown_url
 

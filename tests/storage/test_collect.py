@@ -29,11 +29,13 @@ from storage.catalog import Catalog
 from storage.claims import Claims
 from storage.collect import SHARDS_AT_ONCE, Group, NothingStored, OnCommit, check_network, collect, collect_group, main
 from storage.collection_plan import CollectSettings, Part, plan
-from storage.download import CaptionRow, Download, commit_images
+from storage.download import Download, commit_images
 from storage.fetch import DownloadSettings
 from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
+from storage.lists import CaptionRow
+from storage.normalise import NormalisedImage, normalise
 from storage.object_store import open_store
 from storage.verify import verify
 
@@ -209,6 +211,58 @@ def test_local_files_have_the_statuses_of_downloads(tmp_path: Path):
     assert (sample.image, sample.url, sample.caption) == (jpeg, "e-link.jpg", "")
 
 
+def captioned_folder(folder: Path, name: str, text: str, **changes: object) -> CollectSettings:
+    """Four images, and a file of captions, whose sixth row names an image that is not there."""
+    (folder / "images" / "more").mkdir(parents=True, exist_ok=True)
+    for number, path in enumerate(("a.jpg", "b.PNG", "more/c.jpg", "unnamed.jpg")):
+        (folder / "images" / path).write_bytes(encode(draw(seed=number), "PNG" if "PNG" in path else "JPEG"))
+    (folder / name).write_text(text)
+    return CollectSettings("captions", **({"images": str(folder / "images"), "captions": str(folder / name)} | changes))
+
+
+_CAPTIONED = [("a.jpg", "one"), ("a.jpg", "two"), ("b.PNG", "three, four"), ("more/c.jpg", "five"), ("a.jpg", "one")]
+_CAPTIONED += [("gone.jpg", "six"), ("../captions.csv", "seven")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        (
+            "captions.csv",
+            "file_name,text\n" + "".join(f'{name},"{text}"\n' for name, text in _CAPTIONED),
+            ".csv, row 6",
+        ),
+        ("captions.tsv", "".join(f"{name}\t{text}\n" for name, text in _CAPTIONED), ".tsv:6"),
+        ("captions.jsonl", "".join(f'{{"image": "{a}", "caption": "{b}"}}\n' for a, b in _CAPTIONED), ".jsonl:6"),
+    ],
+)
+def test_a_folder_of_images_with_captions_is_imported_row_by_row(name: str, text: str, place: str, tmp_path: Path):
+    said, settings = [], captioned_folder(tmp_path, name, text, rows_per_shard=4)
+    collect(str(tmp_path / "root"), settings, said.append)
+    assert statuses(tmp_path / "root") == ["ok"] * 4 + ["duplicate", "missing_file", "missing_file"]
+    assert stored_captions(tmp_path / "root") == ["one", "two", "three, four", "five"]
+    assert column(tmp_path / "root", "url")[:4] == ["a.jpg", "a.jpg", "b.PNG", "more/c.jpg"]
+    (line,) = (line for line in said if "there is no image" in line)
+    assert f"captions{place}: there is no image 'gone.jpg' in {settings.images}, and of 1 more rows" in line
+    assert quietly(tmp_path / "root", settings).new_shards == 0
+    (tmp_path / "images" / "a.jpg").write_bytes(encode(draw(seed=9)) + b"longer")
+    with pytest.raises(ValueError, match="shard 00000 holds rows 0 to 4"):
+        quietly(tmp_path / "root", settings)
+
+
+def test_an_image_with_many_captions_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    decoded = []
+
+    def counted(data: bytes, settings: DownloadSettings) -> NormalisedImage:
+        decoded.append(data)
+        return normalise(data, settings)
+
+    monkeypatch.setattr("storage.download.normalise", counted)
+    text = "".join(f"{name}\tcaption {n}\n" for n in range(5) for name in ("a.jpg", "b.PNG"))
+    quietly(tmp_path / "root", captioned_folder(tmp_path, "captions.tsv", text))
+    assert (len(decoded), statuses(tmp_path / "root")) == (2, 10 * ["ok"])
+
+
 @pytest.mark.parametrize("origin", ["list", "folder"])
 def test_an_origin_that_is_edited_while_it_is_collected_is_an_error(
     origin: str, web: Web, demo_data: DemoData, tmp_path: Path
@@ -281,10 +335,10 @@ def image_that_is_html(folder: Path) -> list[str]:
     return [f"images={folder / 'images'}"]
 
 
-def listed(*lines: str) -> Callable[[Path], list[str]]:
+def listed(*lines: str, columns: str = "") -> Callable[[Path], list[str]]:
     def write(folder: Path) -> list[str]:
         (folder / "list.tsv").write_text("".join(f"{line}\n" for line in lines))
-        return [f"captions={folder / 'list.tsv'}", "rows_per_shard=2"]
+        return [f"captions={folder / 'list.tsv'}", "rows_per_shard=2", f"columns={columns}"]
 
     return write
 
@@ -296,8 +350,11 @@ def listed(*lines: str) -> Callable[[Path], list[str]]:
             listed(*(f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5))),
             "download.allowed_hosts",
         ),
-        (listed("a\tno", "b\taddress"), "line 1 has 'no' as its URL"),
-        (listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc"), "list.tsv:2: the URL is before the tab"),
+        (listed("a\tno", "b\taddress"), "list.tsv:1 has 'no' as its URL"),
+        (
+            listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc", columns="2,1"),
+            "list.tsv:2: the URL is in the column of the caption",
+        ),
         (listed(f"a\thttp://user:secret@{closed_port()}/?key=secret"), "bad_url"),
         (image_that_is_html, "not_image"),
     ],
@@ -746,7 +803,11 @@ LIST = {"captions": "a.tsv"}
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"captions": "a.tsv", "images": "folder"}, "captions .* images"),
+        ({"captions": "a.tsv", "webdataset": "folder"}, "captions .* webdataset"),
+        (LIST | {"columns": ("url",)}, r"columns is \('url',\)"),
+        (LIST | {"columns": ("url", "url")}, "columns is"),
+        ({"images": "folder", "columns": ("url", "caption")}, "columns is"),
+        ({"images": "folder", "captions": "a.tsv", "retry_statuses": ("dns",)}, "retry_statuses"),
         ({}, "captions .* images"),
         ({"images": "folder", "img2dataset": "folder"}, "captions .* images .* img2dataset"),
         (LIST | {"rows_per_shard": 0}, "rows_per_shard is 0"),

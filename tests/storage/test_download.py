@@ -17,8 +17,9 @@ from places import PROJECT
 from web import Answer, Web, downloaded, draw, drip, encode, endless, in_turn, raw, send, silent
 
 from storage.catalog import Catalog
-from storage.download import STATUSES, CaptionRow, Download, Downloader, commit_images
+from storage.download import STATUSES, Download, Downloader, commit_images
 from storage.fetch import DownloadSettings
+from storage.lists import CaptionRow
 from storage.normalise import FLAGS
 from storage.object_store import open_store
 from storage.sample import sample_key

@@ -20,7 +20,8 @@ from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.digests import is_whole
-from storage.download import CaptionRow, Download, ImageSettings, commit_images
+from storage.download import Download, ImageSettings, commit_images
+from storage.lists import CaptionRow
 from storage.manifests import MANIFEST_VERSION, SCHEMA, Row
 from storage.normalise import NormalisedImage
 from storage.object_store import LocalStore

@@ -43,11 +43,22 @@ def few(**changes) -> Regions:
     return Regions(**{**fields, **changes})
 
 
-@given(st.text(), st.text(), st.none() | st.integers(0, 7), st.booleans())
+_KEPT = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    st.text(),
+    st.text(),
+    st.none() | st.integers(0, 7),
+    st.booleans(),
+    st.none() | st.dictionaries(st.text(max_size=9), _KEPT | st.text(max_size=9), max_size=3),
+)
 @settings(max_examples=40)
-def test_a_sample_comes_back_from_its_members_exactly(caption: str, url: str, count: int | None, everything: bool):
+def test_a_sample_comes_back_from_its_members_exactly(
+    caption: str, url: str, count: int | None, everything: bool, extra: dict | None
+):
     regions = None if count is None else seeded_regions(count, count, everything=everything)
-    sample = dataclasses.replace(seeded_sample(1, regions), caption=caption, url=url)
+    sample = dataclasses.replace(seeded_sample(1, regions), caption=caption, url=url, extra=extra)
     members = to_members(sample)
     assert list(members) == (["jpg", "json"] if count is None else ["jpg", "json", "mp"])
     assert members["jpg"] == sample.image
@@ -151,6 +162,8 @@ CORRUPT = {
     "flags as a text": (metadata(flags="resized"), "flags"),
     "flags of numbers": (metadata(flags=[1]), "flags"),
     "an unknown field": (metadata(width_=1), "width_"),
+    "extra as a list": (metadata(extra=[1]), "extra"),
+    "extra of a list": (metadata(extra={"NSFW": [1]}), "extra has 'NSFW'"),
     "width 10^9": (metadata(width=10**9), "width"),
     "width as a fraction": (metadata(width=16.0), "width"),
     "height true": (metadata(height=True), "height"),

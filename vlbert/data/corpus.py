@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from storage.download import read_captions
+from storage.lists import read_captions
 from storage.programs import make_parser
 from storage.safe_json import parse_json
 from vlbert.data.vocabulary import Vocabulary

@@ -1,5 +1,6 @@
-"""Folders in img2dataset's output formats, written here by hand, become shards or are refused before the import."""
+"""What others have stored, written here by hand, becomes shards or is refused: img2dataset's formats, plain tars."""
 
+import functools
 import json
 import os
 import subprocess
@@ -21,9 +22,9 @@ from storage.collection_plan import CollectSettings
 from storage.download import STATUSES
 from storage.fetch import DownloadSettings
 from storage.forgotten import forget
-from storage.img2dataset import StoredRow, status_of
+from storage.imports import StoredRow, status_of
 from storage.object_store import open_store
-from storage.sample import sample_key
+from storage.sample import Sample, sample_key
 
 IMAGES = "images"
 
@@ -61,10 +62,14 @@ def write_shard(folder: Path, shard: int, rows: list[dict], form: str = "webdata
                 info = tarfile.TarInfo(member)
                 info.size, info.mtime = len(data), 1732190000.25  # as webdataset: a header of its own for the fraction
                 tar.addfile(info, BytesIO(data))
-    else:
+    elif form == "files":
         (folder / name).mkdir()
         for member, data in files.items():
             (folder / name / member).write_bytes(data)
+    elif form == "parquet":
+        rows_without_image = [{name: value for name, value in row.items() if name != "image"} for row in done]
+        for meta, image in zip(rows_without_image, done, strict=True):
+            meta |= {extension: image["image"], "txt": meta.get("caption") if image["image"] else None}
     pq.write_table(pa.Table.from_pylist(rows_without_image), folder / f"{name}.parquet")
     stats = {"count": len(rows), "successes": len(files) // 3, "failed_to_download": 0, "failed_to_resize": 0}
     (folder / f"{name}_stats.json").write_text(json.dumps(stats, indent=4))
@@ -92,8 +97,11 @@ def imported(root: Path, folder: Path, **changes: object) -> list[tuple]:
     return [line for table in tables for line in zip(*table.to_pydict().values(), strict=True)]
 
 
-@pytest.mark.parametrize(("form", "extension"), [("webdataset", "jpg"), ("files", "jpg"), ("webdataset", "png")])
-def test_both_formats_are_imported_row_by_row_in_the_order_of_the_list(tmp_path: Path, form: str, extension: str):
+@pytest.mark.parametrize(
+    ("form", "extension"),
+    [("webdataset", "jpg"), ("files", "jpg"), ("webdataset", "png"), ("parquet", "jpg"), ("parquet", "webp")],
+)
+def test_each_format_is_imported_row_by_row_in_the_order_of_the_list(tmp_path: Path, form: str, extension: str):
     rows = imported(tmp_path / "root", small_folder(tmp_path / "folder", form, extension))
     assert [(number, status) for number, status, _ in rows] == [
         (0, "ok"), (1, "ok"), (2, "ok"), (3, "ok"), (4, "http_404"), (5, "ok"), (6, "bad_geometry"),
@@ -114,7 +122,8 @@ def test_a_row_whose_url_was_forgotten_is_not_imported(tmp_path: Path):
     assert [status for _, status, _ in rows[:3]] == ["ok", "forgotten", "ok"]
 
 
-def test_every_image_passes_the_checks_of_a_download(tmp_path: Path):
+@pytest.mark.parametrize("form", ["webdataset", "parquet"])
+def test_every_image_passes_the_checks_of_a_download(form: str, tmp_path: Path):
     images = {
         "bomb": encode(draw(500, 400)),
         "torn": image_bytes(0)[:1000],
@@ -123,7 +132,7 @@ def test_every_image_passes_the_checks_of_a_download(tmp_path: Path):
         "png": encode(draw(), "PNG"),
         "empty": b"",
     }
-    write_shard(tmp_path / "folder", 0, [row(0, number, image) for number, image in enumerate(images.values())])
+    write_shard(tmp_path / "folder", 0, [row(0, number, image) for number, image in enumerate(images.values())], form)
     download = DownloadSettings(max_pixels=190_000, max_bytes=100_000)
     rows = imported(tmp_path / "root", tmp_path / "folder", download=download)
     assert dict(zip(images, (status for _, status, _ in rows), strict=True)) == {
@@ -216,6 +225,7 @@ def much_text(folder: Path) -> None:
         (lambda folder: cut(folder / "00001.tar", 5 * 512), "00001.tar ends early"),
         (lambda folder: cut(folder / "00001.tar", 0), "00001.tar ends early"),
         (lambda folder: (folder / "00001.tar").unlink(), "neither 00001.tar nor a folder 00001"),
+        (lambda folder: (folder / "00001.tar").rename(folder / "00001.tfrecord"), "format tfrecord is not read"),
         *((lambda folder, name=name: fifo(folder / name), name) for name in ("00001.parquet", "00001.tar")),
     ],
 )
@@ -312,3 +322,180 @@ def test_a_table_that_unpacks_to_much_text_is_refused_in_little_memory(tmp_path:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
     assert "00000.parquet holds more than" in done.stdout, done.stderr
     assert int(done.stdout.splitlines()[-1]) * 1024 < 150_000_000  # unpacked, it has 300 MB
+
+
+def test_a_column_of_the_tables_is_kept_on_request(tmp_path: Path):
+    write_shard(
+        tmp_path / "folder", 0, [row(0, n, image_bytes(n), similarity=n / 4, title="a title") for n in range(2)]
+    )
+    imported(tmp_path / "root", tmp_path / "folder", columns=("url", "title", "similarity"))
+    samples = list(Catalog(open_store(str(tmp_path / "root")), "imported").read(IMAGES, "00000"))
+    assert [(one.caption, one.extra) for one in samples] == [("a title", {"similarity": n / 4}) for n in range(2)]
+    with pytest.raises(ValueError, match="00000.parquet has no column 'alt'; it has caption, url, key"):
+        imported(tmp_path / "other", tmp_path / "folder", columns=("url", "alt"))
+
+
+# --- plain tars -------------------------------------------------------------------------------------------------------
+
+Members = list[tuple[str, bytes]]
+
+
+def tar_of(members: Members, form: int = tarfile.PAX_FORMAT) -> bytes:
+    out = BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), 1702599999.5
+            tar.addfile(info, BytesIO(data))
+    return out.getvalue()
+
+
+def with_text(key: str, number: int) -> Members:
+    """As cc3m-wds has it."""
+    return [(f"{key}.jpg", image_bytes(number)), (f"{key}.txt", f"caption {number}: a café\n".encode())]
+
+
+def with_json(key: str, number: int, extension: str = "png", **fields: object) -> Members:
+    image = image_bytes(number) if extension.lower() in ("jpg", "jpeg") else encode(draw(seed=number), extension)
+    fields = {"caption": f"caption {number}: a café", "url": f"http://example.test/{number}", "width": 96} | fields
+    return [(f"{key}.{extension}", image), (f"{key}.json", json.dumps(fields).encode())]
+
+
+def with_both(key: str, number: int) -> Members:
+    """As img2dataset writes it; the members that follow are of no use here."""
+    image, text = with_json(key, number, "webp", caption="another"), with_text(key, number)[1:]
+    return [*image, *text, (f"{key}.cls", b"7"), (f"{key}.mask.png", b"?")]
+
+
+def put_tars(root: str, **tars: bytes) -> str:
+    store = open_store(root)
+    for name, data in tars.items():
+        store.put(f"{name}.tar", data)
+    return root
+
+
+def of_tars(root: Path | str, tars: str, **changes: object) -> list[tuple]:
+    settings = CollectSettings("imported", webdataset=tars, **({"rows_per_shard": 2} | changes))
+    collect(str(root), settings, lambda line: None)
+    tables = Catalog(open_store(str(root)), "imported").columns(IMAGES, ["row", "status", "detail", "url"])
+    return [line for table in tables for line in zip(*table.to_pydict().values(), strict=True)]
+
+
+def samples_of(root: Path) -> list[Sample]:
+    catalog = Catalog(open_store(str(root)), "imported")
+    return [sample for shard in catalog.shards(IMAGES) for sample in catalog.read(IMAGES, shard)]
+
+
+@pytest.mark.parametrize(
+    ("members", "url"),
+    [
+        (with_text, "train/a.tar/000{}.jpg"),
+        (with_json, "http://example.test/{}"),
+        (functools.partial(with_json, extension="JPEG"), "http://example.test/{}"),
+        (with_both, "http://example.test/{}"),
+    ],
+)
+def test_plain_tars_of_each_kind_are_imported(members: Callable[[str, int], Members], url: str, tmp_path: Path):
+    root = str(tmp_path / "tars")
+    first, second = ([one for n in numbers for one in members(f"000{n}", n)] for numbers in (range(3), (3, 0)))
+    put_tars(root, **{"train/a": tar_of(first), "train/b": tar_of(second, tarfile.GNU_FORMAT)})
+    rows = of_tars(tmp_path / "imported", root)
+    last = "duplicate" if "{}" in url and url.startswith("http") else "ok"
+    assert [status for _, status, *_ in rows] == ["ok"] * 4 + [last]
+    found = samples_of(tmp_path / "imported")[:4]
+    assert [one.caption for one in found] == [f"caption {n}: a café" for n in range(4)]
+    assert [one.url for one in found[:3]] == [url.format(n) for n in range(3)]
+    assert [one.key for one in found] == [sample_key(one.url, one.caption) for one in found]
+    jpegs = [data for name, data in first if name.lower().endswith(("jpg", "jpeg"))]
+    assert not jpegs or [one.image for one in found[:3]] == jpegs
+    catalog = Catalog(open_store(str(tmp_path / "imported")), "imported")
+    assert catalog.shards(IMAGES) == ["00000", "00001", "00002"]  # of two rows, one, and two: none spans two tars
+    before = {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()}
+    catalog.store.delete("imported/images/00001.parquet")  # in the middle of a tar
+    assert of_tars(tmp_path / "imported", root) == rows
+    assert {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()} == before
+
+
+def test_tars_of_a_bucket_are_imported_as_those_of_a_folder(s3: str, tmp_path: Path):
+    tars = {name: tar_of([one for n in range(3) for one in with_both(f"{name}{n}", n)]) for name in ("a", "b")}
+    roots = [put_tars(root, **tars) for root in (str(tmp_path / "tars"), "s3://bucket/tars")]
+    here, there = (of_tars(tmp_path / str(number), root) for number, root in enumerate(roots))
+    assert there == here
+    assert [status for _, status, *_ in here] == ["ok"] * 3 + ["duplicate"] * 3
+    assert samples_of(tmp_path / "0") == samples_of(tmp_path / "1")
+
+
+def test_a_member_without_its_pair_is_a_row_with_a_status(tmp_path: Path):
+    members = [
+        *with_text("good", 0),
+        ("no-text.jpg", image_bytes(1)),
+        ("no-image.txt", b"a caption"),
+        ("latin.jpg", image_bytes(2)),
+        ("latin.txt", "café".encode("latin-1")),
+        ("long.jpg", image_bytes(3)),
+        ("long.txt", b"a" * (2**20 + 1)),
+        ("torn.jpg", image_bytes(4)[:500]),
+        ("torn.txt", b"a caption"),
+        ("README", b"of nobody"),
+        ("._good.jpg", b"of an archiver"),
+    ]
+    rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(members)))
+    assert [(row, status) for row, status, *_ in rows] == list(
+        enumerate(["ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated"])
+    )
+    assert [detail for _, _, detail, _ in rows[1:4]] == [
+        "a.tar has no caption for no-text.jpg",
+        "a.tar has no image no-image",
+        "latin.txt: 'utf-8' codec can't decode byte 0xe9 in position 3: unexpected end of data",
+    ]
+
+
+def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
+    members = [one for n in range(3) for one in with_json(f"{n}", n, "jpg", alt=f"alt {n}", score=n / 2)]
+    members += [("3.jpg", image_bytes(3)), ("3.json", b"{"), *with_json("4", 4, "jpg", alt=7)]
+    tars = put_tars(str(tmp_path / "tars"), a=tar_of(members))
+    rows = of_tars(tmp_path / "root", tars, columns=("url", "alt", "score", "width"))
+    assert [status for _, status, *_ in rows] == ["ok"] * 3 + ["bad_caption"] * 2
+    assert [(one.caption, one.extra) for one in samples_of(tmp_path / "root")] == [
+        (f"alt {n}", {"score": n / 2, "width": 96}) for n in range(3)
+    ]
+    with pytest.raises(ValueError, match="is read otherwise than when shard 00000"):
+        of_tars(tmp_path / "root", tars)
+
+
+@pytest.mark.parametrize(
+    ("tars", "columns", "named"),
+    [
+        ({}, (), "tars holds no .tar"),
+        ({"a": tar_of(with_text("a", 0))[:-9000], "b": tar_of(with_text("b", 1))}, (), r"1 of 2 .*a\.tar ends early"),
+        ({"a": b""}, (), r"a\.tar ends early"),
+        ({"a": tar_of([("a.jpg", image_bytes(0))])}, (), "first samples have no .txt, and no .json"),
+        ({"a": tar_of(with_json("a", 0, "jpg", text="b"))}, (), "caption, url, width, text; name the fields"),
+        ({"a": tar_of(with_json("a", 0, "jpg"))}, ("url", "alt"), "no .json has a field 'alt'; there are caption, url"),
+        ({"a": tar_of(with_json("a", 0, "jpg", x=[1]))}, ("url", "caption", "x"), r"a\.tar: a: 'x' is \[1\]"),
+    ],
+)
+def test_tars_that_cannot_be_imported_are_refused_before(
+    tars: dict[str, bytes], columns: tuple[str, ...], named: str, tmp_path: Path
+):
+    (tmp_path / "tars").mkdir()
+    put_tars(str(tmp_path / "tars"), **tars)
+    with pytest.raises(ValueError, match=named):
+        of_tars(tmp_path / "root", str(tmp_path / "tars"), columns=columns)
+    assert not Catalog(open_store(str(tmp_path / "root")), "imported").shards(IMAGES)
+
+
+@pytest.mark.parametrize("member", [0, 4])
+def test_a_tar_with_a_damaged_header_and_one_that_changed_are_refused(member: int, tmp_path: Path):
+    data = bytearray(tar_of([one for n in range(4) for one in with_text(f"{n}", n)], tarfile.USTAR_FORMAT))
+    tars = put_tars(str(tmp_path / "tars"), a=bytes(data))
+    of_tars(tmp_path / "root", tars)
+    with tarfile.open(fileobj=BytesIO(bytes(data))) as members:
+        offset = members.getmembers()[member].offset
+    data[offset + 100 : offset + 200] = b"x" * 100
+    put_tars(tars, a=bytes(data))
+    with pytest.raises(ValueError, match=r"a\.tar is (damaged|torn)"):
+        of_tars(tmp_path / "root", tars)
+    put_tars(tars, a=tar_of([one for n in range(1, 5) for one in with_text(f"{n}", n)]))
+    with pytest.raises(ValueError, match="the list changed under committed shards: shard 00000"):
+        of_tars(tmp_path / "root", tars)
