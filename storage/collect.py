@@ -205,9 +205,9 @@ def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part)
     status = counts.most_common(1)[0][0]
     way_out = f"{status}: {STATUSES[status]} (docs/download.md)"
     if settings.is_download and status in _WAYS_OUT:
-        with ListFile(Path(settings.captions), part.reading) as list_file:
+        with ListFile(settings.list_file, part.known_reading) as list_file:
             url = shown_url(rows_of(part, settings, list_file)[0].url)
-        place = where(settings.captions, part.reading, part.start)
+        place = where(settings.list_file, part.known_reading, part.start)
         way_out += f". {_WAYS_OUT[status]}; {place} has {url!r} as its URL"
     return (
         f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
@@ -300,9 +300,11 @@ class _Group:
         return bool(self.group.has_images or gone or self.count().get(OK))
 
     def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None = None) -> None:
-        about = {"source": part.source, "reading": part.reading and part.reading.as_meta}
-        settings = self.settings.download
-        if commit_images(self.catalog, part.shard, downloads, settings, **about, replaces=replaces):
+        reading = None if part.reading is None else part.reading.as_meta
+        settings, source = self.settings.download, part.source
+        if commit_images(
+            self.catalog, part.shard, downloads, settings, source=source, reading=reading, replaces=replaces
+        ):
             self.on_commit(part.shard)
 
 
@@ -380,7 +382,7 @@ async def _download(group: _Group) -> None:
     with (
         ThreadPoolExecutor(1, thread_name_prefix="files") as files,
         ThreadPoolExecutor(1, thread_name_prefix="saves") as saves,
-        ListFile(Path(settings.captions), group.group.parts[0].reading) as list_file,
+        ListFile(settings.list_file, group.group.parts[0].known_reading) as list_file,
     ):
         async with Downloader(settings.download) as downloader:
             await all_of(claimed(part) for part in group.group.parts)
@@ -439,12 +441,13 @@ def _import(
         return import_images(rows, files, settings.download, spool)
     if settings.webdataset:
         rows, downloads = TarSet(settings.webdataset).import_rows(
-            part.file, part.offset, count, part.reading, part.start, duplicates, settings.download, spool
+            part.file, part.offset, count, part.known_reading, part.start, duplicates, settings.download, spool
         )
         check_unchanged(part, [row.line() for row in rows], settings)
         return downloads
+    assert settings.img2dataset is not None, settings
     folder = Path(settings.img2dataset)
-    rows = read_rows(folder, part.file, part.reading)[part.offset : part.offset + count]
+    rows = read_rows(folder, part.file, part.known_reading)[part.offset : part.offset + count]
     check_unchanged(part, [row.line() for row in rows], settings)
     return import_rows(folder, rows, part.start, duplicates, settings.download, spool)
 
@@ -453,7 +456,7 @@ def _import_captioned(
     part: Part, settings: CollectSettings, spool: Spool, log: Callable[[str], None]
 ) -> list[Download]:
     """The rows of the captions of a folder; the first image that is missing is logged."""
-    with ListFile(Path(settings.captions), part.reading) as list_file:
+    with ListFile(settings.list_file, part.known_reading) as list_file:
         rows = rows_of(part, settings, list_file)
     found, files, firsts = {}, {}, dict(part.duplicates)
     for row in rows:
@@ -470,7 +473,7 @@ def _import_captioned(
     if missing:
         first = missing[0]
         more = f", and of {len(missing) - 1} more rows of shard {part.shard}" if missing[1:] else ""
-        place = where(settings.captions, part.reading, first.row)
+        place = where(settings.list_file, part.known_reading, first.row)
         log(f"{settings.name}: {place}: there is no image {first.url!r} in {settings.images}{more}: missing_file")
     return [found[row.row] for row in rows]
 

@@ -108,6 +108,12 @@ class CollectSettings:
         """The list, the folder or the bucket."""
         return self.captions or self.images or self.img2dataset or self.webdataset
 
+    @property
+    def list_file(self) -> Path:
+        """The list; only where there is one."""
+        assert self.captions is not None, self
+        return Path(self.captions)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -130,6 +136,12 @@ class Part:
     file: str = ""
     duplicates: tuple[tuple[int, int], ...] = ()
     replaces: str = ""
+
+    @property
+    def known_reading(self) -> Reading:
+        """`reading`; not of a folder without captions."""
+        assert self.reading is not None, self
+        return self.reading
 
 
 def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
