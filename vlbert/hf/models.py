@@ -331,7 +331,8 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
             batch.text_mask.sum(dim=1, keepdim=True),
             torch.arange(batch.tokens.shape[1], device=self.device),
         )
-        position = length - 2 if self.task.settings.reads == "mask" else 0  # of [MASK], before [SEP]; or of [CLS]
+        # Of [MASK], which stands before the last [SEP]; or of [CLS].
+        position = length - 2 if self.task.settings.reads == "mask" else torch.zeros_like(length)
         found = {} if labels is None else {"scores": labels.float(), "class": labels[labels.any(dim=1)].argmax(dim=1)}
         return _with_labels(batch, "answer", place == position, **found)
 

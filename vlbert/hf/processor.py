@@ -235,6 +235,7 @@ def _tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIALS, strict=True))
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(vocabulary.tokenizer.to_str()),
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
         **{f"{name}_token": token for name, token in names.items()},
     )
 
