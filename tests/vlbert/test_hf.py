@@ -266,8 +266,8 @@ def test_a_checkpoint_answers_through_auto_classes_as_vlbert_predict_does(root, 
     step = str(root / "runs" / run / "step-0000001")
     predictor, processor, model = Predictor(step), AutoProcessor.from_pretrained(step), auto.from_pretrained(step)
     assert isinstance(processor, VLBertProcessor)
-    found = predictor(root / "photo.jpg", text, **more)
-    inputs = processor(images=Image.open(root / "photo.jpg"), text=text, **more)
+    photo = Image.open(root / "photo.jpg")
+    found, inputs = predictor(photo, text, **more), processor(images=photo, text=text, **more)
     with torch.no_grad():
         outputs = model(**inputs)
     if run == "pretraining":
@@ -277,6 +277,7 @@ def test_a_checkpoint_answers_through_auto_classes_as_vlbert_predict_does(root, 
         assert int(outputs.region_logits[0, 2].argmax()) == masked["guesses"][0]["class"]
     elif run == "vqa":
         assert model.config.id2label[int(outputs.logits.argmax())] == found.answer
+        assert float(outputs.logits.sigmoid().max()) == pytest.approx(found.row["probability"])
     else:
         assert outputs.logits[0].double().softmax(0).tolist() == pytest.approx(found.row["probabilities"])
         assert inputs["token_region"][0, 0].tolist()[:5] == [0, 0, 0, 2, 0]
