@@ -203,7 +203,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
         of_head = {} if same_task else kwargs.pop("settings", {})
         if config is None:
-            config, kwargs = VLBertConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
+            config, kwargs = VLBertConfig.from_dict(saved.config, return_unused_kwargs=True, **kwargs)
         if kwargs:
             raise TypeError(
                 f"{cls.__name__}.from_pretrained takes no {', '.join(kwargs)}; the config has no such field"
