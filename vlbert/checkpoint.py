@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # it reads models from here
 
 _COUNTER = ".num_batches_tracked"
 VOCABULARY, TASK = "vocab.txt", "task.json"
+MODEL_TYPE = "vlbert"  # tells transformers' Auto classes whose config.json it is (vlbert.hf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,8 @@ def _model_files(
     config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, metadata: dict | None
 ) -> dict[str, bytes]:
     """All but the tensors."""
-    plain = {"version": CHECKPOINT_VERSION, "model": to_json(config), "vocab_size": vocab_size}
+    plain = {"version": CHECKPOINT_VERSION, "model_type": MODEL_TYPE, "model": to_json(config)}
+    plain |= {"vocab_size": vocab_size}
     files = {CONFIG: as_json(plain | (metadata or {}))}
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
@@ -192,6 +194,11 @@ def _check_there(folder: Folder) -> None:
 def read_model(folder: str | Path) -> Checkpoint:
     """The model in a local folder, whoever wrote it; errors as of read_checkpoint."""
     return _read(_opened(LocalStore(str(folder)), ""))
+
+
+def without_paths(config: ModelConfig) -> ModelConfig:
+    """The model without the file that its Fast R-CNN started from: elsewhere there is no such file."""
+    return replace(config, regions=replace(config.regions, weights=None))
 
 
 def read_config_at(store: ObjectStore, path: str) -> dict:

@@ -83,13 +83,7 @@ class Predictor:
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
         """The sample of an image, as it would be stored, with its regions."""
-        sample = read_image(image)
-        (regions,) = self.detector.detect([sample])
-        if isinstance(regions, str):
-            raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
-        sample = replace(sample, regions=regions)
-        check_sample(sample)
-        return sample
+        return with_regions(read_image(image), self.detector)
 
     def __call__(
         self,
@@ -157,7 +151,7 @@ def remade_detector(checkpoint: Checkpoint, file: str | Path | None) -> FasterRC
     recorded = checkpoint.config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
     if "network" in metadata and metadata["boxes"] != "given":
-        return rebuild_detector(recorded, file or _trained_from(checkpoint.config), checkpoint.where)
+        return rebuild_detector(recorded, file or trained_from(checkpoint.config), checkpoint.where)
     why = f"its regions came from {metadata['backend']} boxes" if metadata else "it carries no detector's description"
     if file is None:
         raise ValueError(f"{checkpoint.where} finds no regions by itself: {why}; name a detector: --detector FILE")
@@ -165,15 +159,25 @@ def remade_detector(checkpoint: Checkpoint, file: str | Path | None) -> FasterRC
     return detector_of_file(file, keep_features=checkpoint.model_config.regions.features == "precomputed")
 
 
-def _trained_from(config: dict) -> str | None:
+def trained_from(config: dict) -> str | None:
     """The weight file that a model's Fast R-CNN started from, directly or through earlier runs."""
     weights, before = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
     if weights or not before:
         return weights
     try:
-        return _trained_from(read_config_at(*find_checkpoint(before)))
+        return trained_from(read_config_at(*find_checkpoint(before)))
     except (ValueError, OSError):  # that run is gone
         return None
+
+
+def with_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
+    """The sample with the regions that the detector finds; ValueError where it finds none."""
+    (regions,) = detector.detect([sample])
+    if isinstance(regions, str):
+        raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
+    sample = replace(sample, regions=regions)
+    check_sample(sample)
+    return sample
 
 
 def region_names(regions: Regions, classes: Sequence[str] | None) -> list[str]:

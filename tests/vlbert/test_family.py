@@ -3,109 +3,35 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from family import (
+    MODELS,
+    SAMPLES,
+    TASKS,
+    examples_of,
+    new_model,
+    pretraining,
+    refcoco,
+    vcr,
+    vqa,
+)
 from places import DATA
-from refcoco_files import WORDS as REFCOCO_WORDS
-from refcoco_files import write_refcoco
-from tiny import CHANNELS, CLASSES, TINY_MODEL, UNICODER_VL, VILBERT, tiny_sample, urls
-from vcr_files import BOXES, write_vcr
-from vcr_files import WORDS as VCR_WORDS
-from vqa_files import ANNOTATORS, ANSWERS, ROOM, coco, write_vqa
-from vqa_files import WORDS as VQA_WORDS
+from tiny import CHANNELS, CLASSES, UNICODER_VL, VILBERT, urls
+from vcr_files import BOXES
 
-from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Example, collate, placeholder
 from vlbert.data.images import PreparedImage, prepare_image
-from vlbert.data.masking import RegionMasking, WordMasking
-from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.data.masking import WordMasking
+from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import start_head
 from vlbert.model.heads import Classifier, PairClassifier
-from vlbert.model.vlbert import VLBert
-from vlbert.tasks.base import Task, TaskModel
+from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
-from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
-from vlbert.tasks.vcr import VCR, VCRSettings
-from vlbert.tasks.vqa import VQA, VQASettings
-
-VLBERT = dataclasses.replace(
-    TINY_MODEL, dropout=0.0, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed", random_init=False)
-)
-END_TO_END = dataclasses.replace(VILBERT, regions=TINY_MODEL.regions, whole_image="pooled")
-ENDS_AS_BASE = dataclasses.replace(VILBERT, layers="TXTV")
-MODELS = {"vlbert": VLBERT, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT, "vilbert end to end": END_TO_END}
-MODELS |= {"vilbert as base": ENDS_AS_BASE}
-
-
-def with_features(sample: Sample) -> Sample:
-    features = np.random.default_rng(len(sample.caption)).normal(size=(len(sample.regions), CHANNELS))
-    return dataclasses.replace(
-        sample, regions=dataclasses.replace(sample.regions, features=features.astype(np.float16))
-    )
-
-
-SAMPLES = [with_features(tiny_sample(number, regions=1 + (1 + number) % 3)) for number in range(4)]
-
-
-def pretraining(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
-    words = Vocabulary([*SPECIALS, *sorted({word for sample in SAMPLES for word in sample.caption.split()})])
-    settings = PretrainingSettings(
-        words=WordMasking(probability=0.5), regions=RegionMasking(probability=0.7), relationship=True
-    )
-    return Pretraining(dataclasses.replace(settings, **changes), words, len(CLASSES)), SAMPLES
-
-
-def vqa(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
-    samples = coco(SAMPLES, "train2014")
-    write_vqa(folder, "train2014", ANNOTATORS)
-    (folder / "answers.txt").write_text("\n".join(ANSWERS))
-    settings = VQASettings(
-        str(folder),
-        answer_list="answers.txt",
-        answers=len(ANSWERS),
-        question_length=ROOM,
-        reads="pair",
-        classifier="weight_norm",
-        classifier_dropout=0.5,
-        answers_from_words=False,
-    )
-    return VQA(dataclasses.replace(settings, **changes), VQA_WORDS, len(CLASSES)), samples
-
-
-def vcr(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
-    write_vcr(folder, SAMPLES)
-    settings = VCRSettings(
-        str(folder), max_tokens=40, instance_masks=False, loss="softmax", region_loss="contextual", copies_segment=False
-    )
-    return VCR(dataclasses.replace(settings, **changes), VCR_WORDS, len(CLASSES)), SAMPLES
-
-
-def refcoco(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
-    write_refcoco(folder, SAMPLES)
-    settings = RefCOCOSettings(str(folder), regions="detected", target="iou", loss_over="rows", classifier="linear")
-    return RefCOCO(dataclasses.replace(settings, **changes), REFCOCO_WORDS, len(CLASSES)), SAMPLES
-
-
-TASKS = {"pre-training": pretraining, "vqa": vqa, "vcr": vcr, "refcoco+": refcoco}
-
-
-def examples_of(task: Task, samples: list[Sample], config: ModelConfig, split: str | None = None) -> list[Example]:
-    found = task.examples(urls(samples) if task.settings.folder else samples, split)
-    notes = found.annotations or [None] * len(found)
-    return [
-        task.example(samples[i], prepare_image(samples[i], config.regions, False), note, np.random.default_rng(i))
-        for i, note in zip(found.samples, notes, strict=True)
-    ]
-
-
-def new_model(task: Task, config: ModelConfig) -> TaskModel:
-    torch.manual_seed(0)
-    return TaskModel(VLBert(config, len(task.vocabulary)), task)
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

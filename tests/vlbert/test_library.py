@@ -2,23 +2,19 @@
 
 import ast
 import dataclasses
-import functools
-import http.server
 import json
 import re
 import runpy
 import shlex
 import subprocess
 import sys
-import threading
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import constants
+from hub import Hub, serve_hub
 from PIL import Image
 from places import PROJECT
 from released import MULTI_TASK, WORDS, needs_key_lists, needs_vilbert, save_released, small_state, vilbert_state
@@ -121,50 +117,11 @@ def test_the_outputs_have_the_documented_shapes(model):
     assert model(batch).attentions is None
 
 
-class Hub(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder as the hub gives them out: /<owner>/<name>/resolve/<revision>/<file>."""
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    requested: list[str] = []
-
-    def translate_path(self, path: str) -> str:
-        return super().translate_path(re.sub(rf"/resolve/(main|{self.commit})/", "/", path))
-
-    def do_GET(self) -> None:
-        self.requested.append(self.path)
-        super().do_GET()
-
-    def send_error(self, code: int, *_: object) -> None:
-        self.send_response(code)
-        self.send_header("X-Error-Code", "RepoNotFound" if "/none/" in self.path else "EntryNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def end_headers(self) -> None:
-        self.send_header("X-Repo-Commit", self.commit)
-        self.send_header("ETag", f'"{zlib.crc32(self.path.encode()):x}"')
-        super().end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that a local server gives out as the hub does; HF_ENDPOINT sets the same two constants."""
-    root = tmp_path / "hub"
-    root.mkdir()
-    Hub.requested.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Hub, directory=str(root)))
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    try:
+    """A folder that a local server gives out as the hub does."""
+    with serve_hub(tmp_path / "hub", monkeypatch) as root:
         yield root
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_model_of_the_hub_is_fetched_once(model, hub, tmp_path):

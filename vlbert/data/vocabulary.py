@@ -14,6 +14,7 @@ class Vocabulary:
 
     tokens        list[str]    the token of each id
     continues     bool [V]     the token goes on with the word before it ("##ing")
+    tokenizer                  splits texts into them
     """
 
     def __init__(self, tokens: list[str], where: str = "the vocabulary"):
@@ -29,7 +30,7 @@ class Vocabulary:
         self.pad, self.unknown, self.cls, self.sep, self.mask = (self.ids[special] for special in SPECIALS)
         self.continues = np.array([token.startswith("##") for token in tokens])
         self.ordinary = np.array([i for i, token in enumerate(tokens) if token not in SPECIALS])
-        self._tokenizer = BertWordPieceTokenizer(vocab=self.ids, lowercase=True)
+        self.tokenizer = BertWordPieceTokenizer(vocab=self.ids, lowercase=True)
 
     @classmethod
     def read(cls, file: str | Path) -> "Vocabulary":
@@ -81,11 +82,11 @@ class Vocabulary:
 
     def encode(self, text: str) -> np.ndarray:
         """int64 [t]: the tokens of `text`, without special tokens."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text, on all cores."""
-        return [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text that the tokens spell, special tokens and all."""

@@ -240,17 +240,28 @@ class Encoder(nn.Module):
         self.letters = config.layers
         self.layers = nn.ModuleList(make_layer(letter, config) for letter in config.layers)
 
-    def forward(self, streams: Streams, attentions: list[AttentionMap] | None = None) -> Streams:
+    def forward(
+        self,
+        streams: Streams,
+        attentions: list[AttentionMap] | None = None,
+        hidden_states: list[Streams] | None = None,
+    ) -> Streams:
         """The same streams after all layers, zero in the padding.
 
-        Where a list is given, the attention maps of each layer are added to it; X has two, of the text and of the
-        regions.
+        Where lists are given, each layer adds to them: its attention maps, of which X has two, of the text and of the
+        regions; and the streams that it returns.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
-            streams = (self._joint if joint else self._apart)(streams, numbers, attentions)
+            streams = (self._joint if joint else self._apart)(streams, numbers, attentions, hidden_states)
         return streams
 
-    def _joint(self, streams: Streams, numbers: Iterable[int], attentions: list[AttentionMap] | None) -> Streams:
+    def _joint(
+        self,
+        streams: Streams,
+        numbers: Iterable[int],
+        attentions: list[AttentionMap] | None,
+        hidden_states: list[Streams] | None,
+    ) -> Streams:
         """Neighbouring layers J, which read both streams as one."""
         x, mask, lengths = streams.joined()
         packing = Packing.of(mask, lengths, computed_in(x))
@@ -260,10 +271,17 @@ class Encoder(nn.Module):
             packed = self.layers[number](packed, packing, maps)
             if attentions is not None:
                 attentions.append(AttentionMap(number, "J", "both", "both", packing.widen(maps[0], packing)))
-        text, regions = packing.unpack(packed).split([streams.text.shape[1], streams.regions.shape[1]], dim=1)
-        return dataclasses.replace(streams, text=text, regions=regions)
+            if hidden_states is not None:
+                hidden_states.append(_split(packing.unpack(packed), streams))
+        return _split(packing.unpack(packed), streams)
 
-    def _apart(self, streams: Streams, numbers: Iterable[int], attentions: list[AttentionMap] | None) -> Streams:
+    def _apart(
+        self,
+        streams: Streams,
+        numbers: Iterable[int],
+        attentions: list[AttentionMap] | None,
+        hidden_states: list[Streams] | None,
+    ) -> Streams:
         """Neighbouring layers T, V and X, which read each stream by itself."""
         of = {
             "text": Packing.of(streams.text_mask, streams.text_lengths, computed_in(streams.text)),
@@ -282,4 +300,16 @@ class Encoder(nn.Module):
                 pairs = [(name, name)]
             for (queries, keys), weights in zip(pairs, maps or [], strict=False):
                 attentions.append(AttentionMap(number, letter, queries, keys, of[queries].widen(weights, of[keys])))
-        return dataclasses.replace(streams, **{name: packing.unpack(x[name]) for name, packing in of.items()})
+            if hidden_states is not None:
+                hidden_states.append(_unpacked(x, of, streams))
+        return _unpacked(x, of, streams)
+
+
+def _split(both: Tensor, like: Streams) -> Streams:
+    """The streams that `Streams.joined` had joined, [N, T + E, C]."""
+    text, regions = both.split([like.text.shape[1], like.regions.shape[1]], dim=1)
+    return dataclasses.replace(like, text=text, regions=regions)
+
+
+def _unpacked(x: dict[str, Tensor], of: dict[str, Packing], like: Streams) -> Streams:
+    return dataclasses.replace(like, **{name: packing.unpack(x[name]) for name, packing in of.items()})

@@ -1,5 +1,6 @@
 """VLBert: a batch of captions and images in, contextual vectors of words and regions out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,14 @@ from huggingface_hub import ModelHubMixin, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 
-from vlbert.checkpoint import CONFIG, MODEL, VOCABULARY, load_model, model_files, read_model
+from vlbert.checkpoint import CONFIG, MODEL, VOCABULARY, load_model, model_files, read_model, without_paths
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.embedding import SeparateEmbedding, VisualLinguisticEmbedding
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.heads import initialise
-from vlbert.model.layers import AttentionMap, Encoder
+from vlbert.model.layers import AttentionMap, Encoder, Streams
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +29,15 @@ class Encoded:
     appearance  float [K, D]         the appearance feature of the real regions of all images, in image order
     attentions  where wanted: the attention maps of each layer, over the words and the regions; VL-BERT's [END] is
                 the last region. A task's token is left out, so that the rows of others may sum to less than 1
+    hidden_states  where wanted: text [N, T, C] and regions [N, R, C'] before the first layer and after each, zero in
+                the padding behind a layer
     """
 
     text: Tensor
     regions: Tensor
     appearance: Tensor
     attentions: tuple[AttentionMap, ...] | None = None
+    hidden_states: tuple[tuple[Tensor, Tensor], ...] | None = None
 
 
 class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
@@ -57,8 +61,11 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         initialise(self.encoder, config.initializer_range)
         self.embedding.initialise()
 
-    def forward(self, batch: Batch, attentions: bool = False, appearance: Tensor | None = None) -> Encoded:
-        """Batch (see vlbert/data/batch.py) -> Encoded, with attention maps if `attentions`.
+    def forward(
+        self, batch: Batch, attentions: bool = False, appearance: Tensor | None = None, hidden_states: bool = False
+    ) -> Encoded:
+        """Batch (see vlbert/data/batch.py) -> Encoded, with attention maps if `attentions`, and with the states of all
+        layers if `hidden_states`.
 
         appearance: what `appearance` returned for the same images, where it is known already.
 
@@ -74,12 +81,22 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
             )
         appearance = self.appearance(batch) if appearance is None else appearance
         maps: list[AttentionMap] | None = [] if attentions else None
-        encoded = self.encoder(self.embedding(batch, appearance), maps)
-        text, regions = encoded.text, encoded.regions[:, : batch.region_mask.shape[1]]  # without [END]
+        embedded = self.embedding(batch, appearance)
+        states: list[Streams] | None = [embedded] if hidden_states else None
+        encoded = self.encoder(embedded, maps, states)
         if self.config.task_token is not None:
-            text = _without_task(text, 1)
             maps = maps and [_without_task_of(one) for one in maps]
-        return Encoded(text, regions, appearance, tuple(maps) if attentions else None)
+        return Encoded(
+            *self._text_and_regions(encoded, batch),
+            appearance,
+            tuple(maps) if attentions else None,
+            tuple(self._text_and_regions(one, batch) for one in states) if hidden_states else None,
+        )
+
+    def _text_and_regions(self, streams: Streams, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Without the task's token and without [END]."""
+        text = streams.text if self.config.task_token is None else _without_task(streams.text, 1)
+        return text, streams.regions[:, : batch.region_mask.shape[1]]
 
     def appearance(self, batch: Batch) -> Tensor:
         """The appearance features of the K real regions of the batch's images, in image order: [K, D]."""
@@ -98,7 +115,8 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
     def _save_pretrained(self, save_directory: Path) -> None:
         tensors = {f"vlbert.{name}": tensor for name, tensor in self.state_dict().items()}
         (save_directory / VOCABULARY).unlink(missing_ok=True)  # that of a model which this one replaces
-        for name, data in model_files(tensors, self.config, self.vocab_size, self.vocabulary).items():
+        config = without_paths(self.config)
+        for name, data in model_files(tensors, config, self.vocab_size, self.vocabulary).items():
             (save_directory / name).write_bytes(data)
 
     @classmethod
@@ -143,16 +161,20 @@ def _without_task_of(one: AttentionMap) -> AttentionMap:
     return replace(one, weights=weights if one.keys == "regions" else _without_task(weights, 3))
 
 
-def download_model(name: str, **options: Any) -> Path:
-    """The folder with the files of a model of the hub; ValueError where there is none of that name."""
+def download_model(name: str, beside: Sequence[str] = (VOCABULARY,), **options: Any) -> Path:
+    """The folder with the files of a model of the hub; ValueError where there is none of that name.
+
+    beside: files that a model may have or not.
+    """
     try:
         folder = Path(hf_hub_download(name, CONFIG, **options)).parent
         options["revision"] = folder.name  # the same commit for all files, whatever is pushed meanwhile
-        try:
-            hf_hub_download(name, VOCABULARY, **options)
-        except EntryNotFoundError as error:  # a model may come without its vocabulary
-            if isinstance(error, LocalEntryNotFoundError) and not options["local_files_only"]:
-                raise  # the hub was out of reach
+        for file in beside:
+            try:
+                hf_hub_download(name, file, **options)
+            except EntryNotFoundError as error:
+                if isinstance(error, LocalEntryNotFoundError) and not options["local_files_only"]:
+                    raise  # the hub was out of reach
         hf_hub_download(name, MODEL, **options)
     except (HFValidationError, EntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]

@@ -1,0 +1,89 @@
+"""A folder that a local server gives out, and takes, as the Hugging Face hub does."""
+
+import base64
+import functools
+import http.server
+import json
+import re
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+
+class Hub(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder as the hub gives them out, /<owner>/<name>/resolve/<revision>/<file>, and as it takes commits,
+    whose files are all in the request."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    requested: list[str] = []
+
+    def translate_path(self, path: str) -> str:
+        return super().translate_path(re.sub(rf"/resolve/(main|{self.commit})/", "/", path))
+
+    def do_GET(self) -> None:
+        self.requested.append(self.path)
+        super().do_GET()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        url = f"http://{self.headers['Host']}"
+        if self.path == "/api/repos/create":
+            return self.answer({"url": f"{url}/{json.loads(body)['organization']}/{json.loads(body)['name']}"})
+        if self.path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        name = re.fullmatch(r"/api/models/(.+)/(preupload|commit)/main", self.path)
+        if name and name[2] == "preupload":
+            files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
+            return self.answer({"files": [one | {"shouldIgnore": False, "oid": None} for one in files]})
+        if name is None:
+            return self.send_error(404)
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                file = Path(self.directory, name[1], line["value"]["path"])
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(base64.b64decode(line["value"]["content"]))
+        return self.answer({"commitUrl": f"{url}/{name[1]}/commit/{self.commit}", "commitOid": self.commit})
+
+    def answer(self, content: dict) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def send_error(self, code: int, *_: object) -> None:
+        self.send_response(code)
+        self.send_header("X-Error-Code", "RepoNotFound" if "/none/" in self.path else "EntryNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def end_headers(self) -> None:
+        self.send_header("X-Repo-Commit", self.commit)
+        self.send_header("ETag", f'"{zlib.crc32(self.path.encode()):x}"')
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serve_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder, which a local server gives out meanwhile; HF_ENDPOINT sets the same two constants."""
+    root.mkdir()
+    Hub.requested.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Hub, directory=str(root)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    try:
+        yield root
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,466 @@
+"""vlbert.hf: each class computes what ours computes, bit for bit; saving, loading, the hub, the Auto classes."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family import END_TO_END, TASKS, examples_of, new_model, retrieval
+from hub import Hub, serve_hub
+from PIL import Image
+from places import PROJECT
+from predicted import STARTED, WORDS, demo_detector, recorded, save_model
+from tiny import TINY_MODEL, UNICODER_VL, VILBERT, tiny_sample
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMultipleChoice,
+    AutoModelForPreTraining,
+    AutoModelForVisualQuestionAnswering,
+    AutoProcessor,
+    AutoTokenizer,
+    BertTokenizerFast,
+)
+
+from storage.settings import to_json
+from vlbert.checkpoint import TASK, model_files
+from vlbert.config import ModelConfig
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+from vlbert.hf import (
+    VLBertConfig,
+    VLBertForImageTextRetrieval,
+    VLBertForPreTraining,
+    VLBertForQuestionAnswering,
+    VLBertForReferringExpression,
+    VLBertForVisualCommonsenseReasoning,
+    VLBertModel,
+    VLBertProcessor,
+)
+from vlbert.hf.inputs import from_batch, to_batch
+from vlbert.model.vlbert import VLBert
+from vlbert.predict import Predictor, open_ranker
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import VQASettings
+
+JOINT = dataclasses.replace(TINY_MODEL, dropout=0.0)  # VL-BERT, from pixels
+MODELS = {"vl-bert": JOINT, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT, "vilbert from pixels": END_TO_END}
+HEADS = {
+    "pre-training": VLBertForPreTraining,
+    "vqa": VLBertForQuestionAnswering,
+    "vcr": VLBertForVisualCommonsenseReasoning,
+    "refcoco+": VLBertForReferringExpression,
+    "retrieval": VLBertForImageTextRetrieval,
+}
+
+
+# --- equal to our own classes -----------------------------------------------------------------------------------------
+
+
+def save_ours(folder: Path, model: TaskModel) -> Path:
+    """The model's folder, as `python -m vlbert.convert` writes one."""
+    task = model.task
+    metadata = {"task": type(task.settings).__name__, "settings": to_json(task.settings)}
+    beside = {TASK: json.dumps({name: getattr(task, name) for name in task.saved}).encode()} if task.saved else {}
+    words = (model.vlbert.config, len(task.vocabulary), task.vocabulary)
+    folder.mkdir()
+    for name, data in model_files(
+        model.state_dict(), *words, metadata | {"num_classes": task.num_classes}, beside
+    ).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def labels_of(name: str, batch: Batch) -> dict[str, torch.Tensor]:
+    """The labels of a batch as arguments of `forward`."""
+
+    def filled(values: torch.Tensor, where: str, others: float) -> torch.Tensor:
+        shape = (batch.tokens if where in ("word_label_mask", "choice") else batch.region_mask).shape
+        padded = values.new_full((shape.numel(), *values.shape[1:]), others)
+        return padded.index_copy(0, batch.labelled[where], values).view(*shape, *values.shape[1:])
+
+    labels = batch.labels
+    if name == "pre-training":
+        regions = filled(labels["region_classes"], "region_label_mask", 0)
+        return {
+            "labels": filled(labels["words"], "word_label_mask", -100),
+            "region_labels": regions,
+            "sentence_image_labels": labels["related"],
+        }
+    if name == "vcr":
+        index = batch.labelled["region_label_mask"]
+        regions = filled(batch.region_classes.flatten()[index], "region_label_mask", -100)
+        return {"labels": labels["right"].view(-1, 4).int().argmax(1), "region_labels": regions[::4]}
+    if name == "retrieval":
+        return {"labels": torch.stack([labels["anchor"], labels["role"]], dim=1)}
+    return {"labels": labels["scores"] if name == "vqa" else filled(labels["target"], "candidate", 0)}
+
+
+def task_batch(name: str, folder: Path, config: ModelConfig) -> tuple[TaskModel, Batch]:
+    """A model of ours with new weights, and examples of its task to learn from."""
+    task, samples = {**TASKS, "retrieval": retrieval}[name](folder)
+    model, examples = new_model(task, config).eval(), examples_of(task, samples, config)
+    if name == "retrieval":  # each row beside an image of its own
+        rows = task.together(examples[:4], [])
+        examples = [Example(one.key, text, one.image) for one in rows for text in one.texts]
+    return model, collate(examples)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("name", HEADS)
+def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: str, config: ModelConfig):
+    (tmp_path / "files").mkdir()
+    model, batch = task_batch(name, tmp_path / "files", config)
+    theirs = HEADS[name].from_pretrained(save_ours(tmp_path / "ours", model))
+    inputs, labels = from_batch(batch), labels_of(name, batch)
+    with torch.no_grad():
+        encoded = model.vlbert(batch)
+        losses = {kind: loss / max(1, n) for kind, (loss, n) in model(batch).items() if not kind.endswith("accuracy")}
+        found = theirs(**inputs, **labels)
+        alone = VLBertModel.from_pretrained(tmp_path / "ours")(**inputs)
+    assert torch.equal(alone.last_hidden_state, encoded.text)
+    assert torch.equal(alone.visual_last_hidden_state, encoded.regions)
+    assert torch.equal(found.loss, sum(losses.values()))
+    head, task = model.head, model.task
+    if name == "pre-training":
+        words, regions = head(model.vlbert, encoded, batch)
+        assert torch.equal(found.prediction_logits, head.words(model.vlbert, encoded.text))
+        assert torch.equal(found.region_logits, head.regions(encoded.regions))
+        assert torch.allclose(found.prediction_logits[labels["labels"] >= 0], words, atol=1e-6)
+        assert torch.equal(found.relationship_logits, head.related(encoded, torch.arange(len(batch))))
+    elif name == "refcoco+":
+        own = task.by_region(task.scores(head, encoded, batch), batch, -torch.inf)
+        assert torch.equal(found.logits, own)
+        assert not torch.isfinite(found.logits[~batch.region_mask]).any()
+    else:
+        assert torch.equal(found.logits, head(encoded) if name == "retrieval" else task.logits(head, encoded, batch))
+
+
+def mixed_batch() -> Batch:
+    """A wide image, a tall one and a text alone, in this order of texts; masks, classes and cells."""
+    rng, examples = np.random.default_rng(0), []
+    for number, size in enumerate([(96, 40), (40, 96), (90, 44), (44, 90), None]):
+        tokens = np.array([2, *range(7, 8 + number), 3])
+        text = TextInput(tokens, (tokens > 8).astype(np.int64), np.minimum(1, tokens % 2))
+        image = None
+        if size:
+            boxes = np.array([[0, 0, size[0] - 1, size[1] - 1], [5, 5, 20, 30], [9, 3, 30, 20]][: 2 + number % 2])
+            image = ImageInput(
+                boxes.astype(np.float32),
+                np.arange(len(boxes)) == 1,
+                size,
+                torch.from_numpy(rng.integers(0, 256, (3, *size[::-1]), dtype=np.uint8)),
+                cells=rng.integers(0, 2, (len(boxes), 2, 2)).astype(np.float32),
+                classes=np.arange(len(boxes)),
+                averaged_over=None if number else 5,
+            )
+        examples.append(Example(str(number), text, image))
+    return collate(examples)
+
+
+def test_a_batch_and_its_arguments_are_the_same():
+    batch = mixed_batch()
+    again = to_batch(**from_batch(batch))
+    assert len(batch.pixels) == 2, "tall and wide images are padded apart"
+    for field in dataclasses.fields(Batch):
+        before, after = getattr(batch, field.name), getattr(again, field.name)
+        if field.name == "pixels":
+            assert all(torch.equal(*both) for both in zip(before, after, strict=True))
+        elif field.name == "boxes":
+            assert torch.equal(before[batch.region_mask], after[batch.region_mask])
+        elif isinstance(before, torch.Tensor):
+            assert torch.equal(before, after), field.name
+            assert before.dtype == after.dtype, field.name
+        elif field.name not in ("keys", "metadata"):
+            assert before == after, field.name
+
+
+@pytest.mark.parametrize("config", [JOINT, dataclasses.replace(END_TO_END, task_token=3)], ids=["J", "TXTVX"])
+def test_attentions_and_hidden_states_are_returned_where_they_are_wanted(config: ModelConfig):
+    torch.manual_seed(0)
+    model = VLBertModel(VLBertConfig(config, vocab_size=20)).eval()
+    batch = mixed_batch()
+    with torch.no_grad():
+        encoded = model.vlbert(batch, attentions=True)
+        found = model(**from_batch(batch), output_attentions=True, output_hidden_states=True)
+        plain = model(**from_batch(batch), return_dict=False)
+    assert all(torch.equal(one.weights, ours) for one, ours in zip(encoded.attentions, found.attentions, strict=True))
+    assert len(found.hidden_states) == len(found.visual_hidden_states) == 1 + len(config.layers)
+    assert torch.equal(found.hidden_states[-1], found.last_hidden_state)
+    assert torch.equal(found.visual_hidden_states[-1], found.visual_last_hidden_state)
+    assert found.hidden_states[0].shape == encoded.text.shape
+    assert not torch.equal(found.hidden_states[0], found.hidden_states[1])
+    assert isinstance(plain, tuple)
+    assert torch.equal(plain[0], encoded.text)
+    assert len(plain) == 2
+
+
+def test_inputs_have_defaults():
+    model = VLBertModel(VLBertConfig(JOINT, vocab_size=20)).eval()
+    pixels = torch.randint(0, 256, (2, 3, 40, 60), dtype=torch.uint8)
+    tokens = torch.tensor([[2, 7, 3], [2, 8, 3]])
+    whole = torch.tensor([[[0.0, 0, 59, 39]]] * 2)
+    given = {"attention_mask": torch.ones(2, 3), "boxes": whole, "visual_attention_mask": torch.ones(2, 1)}
+    with torch.no_grad():
+        found = model(tokens, pixel_values=pixels)
+        assert torch.equal(found[0], model(tokens, pixel_values=pixels, **given)[0])
+        assert found.visual_last_hidden_state.shape == (2, 1, 32)
+        assert model(tokens).visual_last_hidden_state.shape == (2, 0, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask has padding before the end"),
+        ({"pixel_values": torch.zeros(1, 3, 40, 60)}, r"pixel_values is float32 \[1, 3, 40, 60\]; it must be uint8"),
+        (
+            {"pixel_values": torch.zeros(2, 3, 40, 60, dtype=torch.uint8)},
+            "1 texts, and there are pixel_values of 2",
+        ),
+        ({"boxes": torch.zeros(1, 1, 4)}, "boxes and visual_attention_mask need pixel_values or visual_embeds"),
+        ({"visual_embeds": torch.zeros(1, 2, 64)}, "visual_embeds need boxes"),
+        ({"visual_embeds": torch.zeros(1, 2, 64), "boxes": torch.zeros(1, 3, 4)}, r"have \[2, 3\] regions"),
+        ({"labels": torch.zeros(1)}, "VLBertModel takes no labels"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(changes: dict, named: str):
+    model = VLBertModel(VLBertConfig(JOINT, vocab_size=20)).eval()
+    with pytest.raises(ValueError, match=named):
+        model(torch.tensor([[2, 7, 3]]), **changes)
+
+
+# --- images and texts -------------------------------------------------------------------------------------------------
+
+FOUR = ("a red square", "a green square", "a blue circle", "a white circle")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a run of three tasks, and with photo.jpg."""
+    root = tmp_path_factory.mktemp("hf")
+    detector = recorded(demo_detector())
+    (root / "answers.txt").write_text("yes\nno\nred\n")
+    vqa = VQASettings(str(root), answer_list="answers.txt", answers=3, question_length=58, answers_from_words=False)
+    pairs = PretrainingSettings(max_elements=24, relationship=True)
+    vcr = VCRSettings(str(root), mask_size=2, max_tokens=40)
+    for run, task in {"pretraining": pairs, "vqa": vqa, "vcr": vcr}.items():
+        save_model(root, run, task, detector, model=STARTED)
+    (root / "photo.jpg").write_bytes(tiny_sample(3).image)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("run", "auto", "text", "more"),
+    [
+        ("pretraining", AutoModelForPreTraining, "a [MASK] square", {"mask_regions": [2]}),
+        ("vqa", AutoModelForVisualQuestionAnswering, "is a square red", {}),
+        ("vcr", AutoModelForMultipleChoice, "why is [2] red", {"choices": FOUR}),
+    ],
+)
+def test_a_checkpoint_answers_through_auto_classes_as_vlbert_predict_does(root, run, auto, text, more):
+    step = str(root / "runs" / run / "step-0000001")
+    predictor, processor, model = Predictor(step), AutoProcessor.from_pretrained(step), auto.from_pretrained(step)
+    assert isinstance(processor, VLBertProcessor)
+    photo = Image.open(root / "photo.jpg")
+    found, inputs = predictor(photo, text, **more), processor(images=photo, text=text, **more)
+    with torch.no_grad():
+        outputs = model(**inputs)
+    if run == "pretraining":
+        (guesses,) = (mask["guesses"] for mask in found.row["masks"])
+        assert float(outputs.prediction_logits[0, 2].softmax(0).max()) == pytest.approx(guesses[0]["probability"])
+        (masked,) = found.row["masked_regions"]
+        assert int(outputs.region_logits[0, 2].argmax()) == masked["guesses"][0]["class"]
+    elif run == "vqa":
+        assert model.config.id2label[int(outputs.logits.argmax())] == found.answer
+        assert float(outputs.logits.sigmoid().max()) == pytest.approx(found.row["probability"])
+    else:
+        assert outputs.logits[0].double().softmax(0).tolist() == pytest.approx(found.row["probabilities"])
+        assert inputs["token_region"][0, 0].tolist()[:5] == [0, 0, 0, 2, 0]
+
+
+def test_boxes_are_pixels_of_the_image_as_it_was_given(root):
+    processor = VLBertProcessor.from_pretrained(root / "runs/pretraining")
+    large = Image.open(root / "photo.jpg").resize((2400, 1600))  # stored with a longer side of 1024
+    inputs = processor(images=[large, large], text=["a [MASK]", "red"], boxes=[[[600, 400, 1200, 800]], []])
+    regions = processor.config.model_config.regions
+    scale = np.array(inputs["image_sizes"][0].tolist()[::-1] * 2) / np.array([2400, 1600] * 2)
+    np.testing.assert_allclose(inputs["boxes"][0, 1].numpy(), scale * [600, 400, 1200, 800], atol=0.1)
+    assert inputs["visual_attention_mask"].tolist() == [[1, 1], [1, 0]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert max(inputs["image_sizes"][0].tolist()) <= regions.long_side
+    alone = processor(text="a red square")
+    assert sorted(alone) == ["attention_mask", "input_ids", "token_type_ids"]
+    ids = AutoTokenizer.from_pretrained(str(root / "runs/pretraining/step-0000001"))("a red square")
+    assert alone["input_ids"].tolist() == [ids["input_ids"]] == [processor.tokenizer("a red square")["input_ids"]]
+
+
+def test_features_of_your_own_keep_all_their_digits():
+    config = VLBertConfig(VILBERT, vocab_size=len(WORDS), num_classes=8)
+    processor = VLBertProcessor(BertTokenizerFast(vocab=WORDS.ids), config)
+    features = np.random.default_rng(0).normal(size=(2, VILBERT.regions.channels)).astype(np.float32)
+    boxes = [[0, 0, 30, 30], [10, 10, 50, 40]]
+    inputs = processor(text="a square", boxes=boxes, visual_embeds=features, image_sizes=(64, 96))
+    np.testing.assert_array_equal(inputs["visual_embeds"][0, 1:].numpy(), features)
+    np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.mean(0), atol=1e-6)
+    assert inputs["image_sizes"].tolist() == [[64, 96]]
+    assert VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"images": "photo.jpg"}, "text is missing"),
+        ({"text": ["a", "b"], "images": ["photo.jpg"]}, "2 texts and 1 images"),
+        ({"text": "a", "mask_regions": [1]}, "images are missing"),
+        ({"text": "a", "visual_embeds": np.zeros((1, 4))}, "visual_embeds need boxes"),
+        (
+            {"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, 9]], "visual_embeds": np.zeros((1, 4))},
+            "pixels and",
+        ),
+        ({"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, 9]], "choices": FOUR}, "takes no choices"),
+        ({"text": "a", "images": "none.jpg"}, "none.jpg cannot be read"),
+        ({"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, 9]], "mask_regions": [2]}, "there is no region 2"),
+        ({"text": "a", "return_tensors": "np"}, "return_tensors='pt'"),
+    ],
+)
+def test_the_processor_refuses_by_name(root, monkeypatch, arguments: dict, named: str):
+    monkeypatch.chdir(root)
+    with pytest.raises(ValueError, match=named):
+        VLBertProcessor.from_pretrained(root / "runs/pretraining")(**arguments)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_folder_has_no_path_of_this_machine_and_loads_equal(root, tmp_path):
+    run, saved = root / "runs/vqa", tmp_path / "saved"
+    model, processor = VLBertForQuestionAnswering.from_pretrained(run), VLBertProcessor.from_pretrained(run)
+    model.save_pretrained(saved)
+    processor.save_pretrained(saved)
+    names = {file.name for file in saved.iterdir()}
+    assert names >= {"config.json", "model.safetensors", "task.json", "processor_config.json", "tokenizer.json"}
+    assert names >= {"tokenizer_config.json", "vocab.txt", "detector.safetensors"}
+    for file in saved.iterdir():
+        for path in (root, tmp_path, PROJECT, Path.home()):
+            assert len(str(path)) < 3 or str(path).encode() not in file.read_bytes(), file.name
+    again, of_saved = VLBertForQuestionAnswering.from_pretrained(saved), VLBertProcessor.from_pretrained(saved)
+    assert again.config.to_diff_dict() == model.config.to_diff_dict()
+    assert of_saved.to_dict() == processor.to_dict()
+    assert again.config.id2label == {0: "yes", 1: "no", 2: "red"}
+    assert again.num_parameters() == sum(one.numel() for one in model.parameters())
+    inputs, same = (one(images=str(root / "photo.jpg"), text="is a square red") for one in (processor, of_saved))
+    assert inputs.keys() == same.keys()
+    with torch.no_grad():
+        assert all(torch.equal(inputs[name], same[name]) for name in inputs)
+        assert torch.equal(model(**inputs).logits, again(**same).logits)
+    ours = VLBert.from_pretrained(saved)
+    assert all(torch.equal(one, model.vlbert.state_dict()[name]) for name, one in ours.state_dict().items())
+    detector = saved / "detector.safetensors"
+    found = (Predictor(str(one), detector)(root / "photo.jpg", "is a square red").row for one in (saved, run))
+    assert next(found)["ranking"] == next(found)["ranking"]
+
+
+def test_config_classes_and_models_are_found_by_config_json(root):
+    step = str(root / "runs/pretraining/step-0000001")
+    config = AutoConfig.from_pretrained(step)
+    assert isinstance(config, VLBertConfig)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 2, 4)
+    assert (config.max_position_embeddings, config.vocab_size) == (64, len(WORDS))
+    assert config.task_settings == PretrainingSettings(max_elements=24, relationship=True)
+    assert config.model_config.regions.weights is None
+    assert isinstance(AutoModel.from_pretrained(step, output_attentions=True), VLBertModel)
+    new = AutoModel.from_config(VLBertConfig(layers="J", hidden_size=8, num_heads=2, vocab_size=20))
+    assert new.config.model_config.layers == "J"
+    assert new.get_input_embeddings().weight.shape == (20, 8)
+
+
+def test_weights_may_be_of_another_type_and_on_a_device(root):
+    run = root / "runs/pretraining"
+    inputs = VLBertProcessor.from_pretrained(run)(images=str(root / "photo.jpg"), text="a [MASK] square")
+    full = VLBertForPreTraining.from_pretrained(run, device_map={"": "cpu"})
+    half = VLBertForPreTraining.from_pretrained(run, dtype="bfloat16", device_map="cpu")
+    assert (full.dtype, half.dtype, half.head.word_bias.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    assert half.get_memory_footprint() < full.get_memory_footprint()
+    with torch.no_grad():
+        found = [model(**inputs).prediction_logits.float() for model in (full, half)]
+    assert not torch.equal(*found)
+    assert torch.allclose(*found, atol=0.05)
+    with pytest.raises(ValueError, match="device_map names cpu, cuda:1; the model runs on one device"):
+        VLBertModel.from_pretrained(run, device_map={"vlbert": "cpu", "head": "cuda:1"})
+    with pytest.raises(TypeError, match="takes no hiden_size; the config has no such field"):
+        VLBertModel.from_pretrained(run, hiden_size=3)
+
+
+def test_a_new_head_starts_as_in_a_run_and_says_so(root, caplog, monkeypatch):
+    run = root / "runs/pretraining"
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = VLBertForQuestionAnswering.from_pretrained(run, settings={"answers": 2, "question_length": 58})
+    assert "has no head of VLBertForQuestionAnswering" in caplog.text
+    source = VLBertForPreTraining.from_pretrained(run)
+    assert torch.equal(model.head.transform.dense.weight, source.head.word_transform.dense.weight)
+    assert model.task.settings.answers == 2
+    caplog.clear()
+    ranker = open_ranker(str(run)).model
+    zero_shot = VLBertForImageTextRetrieval.from_pretrained(run)
+    assert caplog.text == "", "nothing of it is random"
+    assert all(torch.equal(one, zero_shot.state_dict()[name]) for name, one in ranker.state_dict().items())
+    with pytest.raises(ValueError, match="ForQuestionAnswering needs VQASettings; the config has the head of Pre"):
+        VLBertForQuestionAnswering(source.config)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that a local server gives out, and takes, as the hub does."""
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made with the address of the real one
+    with serve_hub(tmp_path / "hub", monkeypatch) as root:
+        yield root
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
+
+
+def test_a_model_is_pushed_to_the_hub_and_fetched_from_there(root, hub, tmp_path):
+    run, name = root / "runs/vqa", "someone/vl-bert-vqa"
+    model, processor = VLBertForQuestionAnswering.from_pretrained(run), VLBertProcessor.from_pretrained(run)
+    model.push_to_hub(name, token="hf_token")
+    processor.push_to_hub(name, token="hf_token")
+    assert (hub / name / "README.md").is_file()
+    cache = {"cache_dir": tmp_path / "cache"}
+    fetched = VLBertForQuestionAnswering.from_pretrained(name, **cache)
+    assert all(torch.equal(one, fetched.state_dict()[key]) for key, one in model.state_dict().items())
+    assert fetched.config.id2label == model.config.id2label
+    assert VLBertProcessor.from_pretrained(name, **cache).to_dict() == processor.to_dict()
+    with pytest.raises(OSError, match="someone/none is neither a folder nor a model on the hub .* there is no folder"):
+        VLBertModel.from_pretrained("someone/none", **cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("models/vqa/best", "there is no folder .*models/vqa/best; name the folder of a model"),
+        ("./vqa", "there is no folder .*vqa; name"),
+        ("runs/none", "there is no folder .*runs/none; name"),
+        ("runs/vqa/best", "runs/vqa/best.json is not there"),
+        ("empty", "empty holds no model: it has no config.json"),
+        ("s3://bucket/runs/vqa", "there is no folder"),
+    ],
+)
+@pytest.mark.parametrize("kind", [VLBertModel, VLBertConfig, VLBertProcessor])
+def test_a_missing_folder_is_named_before_the_hub_is_asked(root, hub, monkeypatch, kind, name: str, named: str):
+    monkeypatch.chdir(root)
+    (root / "empty").mkdir(exist_ok=True)
+    with pytest.raises(OSError, match=named):
+        kind.from_pretrained(name)
+    assert Hub.requested == []
+
+
+def test_a_damaged_file_is_named(root, tmp_path):
+    VLBertModel.from_pretrained(root / "runs/vcr").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"<html>")
+    with pytest.raises(OSError, match="model.safetensors is torn or no safetensors file"):
+        VLBertModel.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match=f"{tmp_path} has no vocab.txt"):
+        VLBertProcessor.from_pretrained(tmp_path)

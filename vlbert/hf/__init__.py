@@ -1,0 +1,65 @@
+"""VL-BERT, Unicoder-VL and ViLBERT as Hugging Face transformers has its models (docs/library.md).
+
+    from transformers import AutoModelForPreTraining, AutoProcessor
+
+    import vlbert.hf  # registers the classes below with transformers' Auto classes
+
+    processor = AutoProcessor.from_pretrained("ROOT/runs/pretrain/step-0000100")
+    model = AutoModelForPreTraining.from_pretrained("ROOT/runs/pretrain/step-0000100")
+    outputs = model(**processor(images=image, text="a red [MASK]", boxes=boxes))
+
+Each class wraps one of vlbert/model and vlbert/tasks, and computes what that computes, bit for bit.
+"""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMultipleChoice,
+    AutoModelForPreTraining,
+    AutoModelForVisualQuestionAnswering,
+    AutoProcessor,
+    AutoTokenizer,
+    BertTokenizerFast,
+)
+
+from vlbert.hf.config import VLBertConfig
+from vlbert.hf.models import (
+    VLBertForImageTextRetrieval,
+    VLBertForPreTraining,
+    VLBertForQuestionAnswering,
+    VLBertForReferringExpression,
+    VLBertForVisualCommonsenseReasoning,
+    VLBertModel,
+    VLBertPreTrainedModel,
+)
+from vlbert.hf.outputs import (
+    VLBertForPreTrainingOutput,
+    VLBertForVisualCommonsenseReasoningOutput,
+    VLBertModelOutput,
+    VLBertTaskOutput,
+)
+from vlbert.hf.processor import VLBertProcessor
+
+__all__ = [
+    "VLBertConfig",
+    "VLBertForImageTextRetrieval",
+    "VLBertForPreTraining",
+    "VLBertForPreTrainingOutput",
+    "VLBertForQuestionAnswering",
+    "VLBertForReferringExpression",
+    "VLBertForVisualCommonsenseReasoning",
+    "VLBertForVisualCommonsenseReasoningOutput",
+    "VLBertModel",
+    "VLBertModelOutput",
+    "VLBertPreTrainedModel",
+    "VLBertProcessor",
+    "VLBertTaskOutput",
+]
+
+AutoConfig.register(VLBertConfig.model_type, VLBertConfig, exist_ok=True)
+AutoModel.register(VLBertConfig, VLBertModel, exist_ok=True)
+AutoModelForPreTraining.register(VLBertConfig, VLBertForPreTraining, exist_ok=True)
+AutoModelForVisualQuestionAnswering.register(VLBertConfig, VLBertForQuestionAnswering, exist_ok=True)
+AutoModelForMultipleChoice.register(VLBertConfig, VLBertForVisualCommonsenseReasoning, exist_ok=True)
+AutoTokenizer.register(VLBertConfig, fast_tokenizer_class=BertTokenizerFast, exist_ok=True)
+AutoProcessor.register(VLBertConfig, VLBertProcessor, exist_ok=True)

@@ -1,0 +1,261 @@
+"""VLBertProcessor: images, texts and boxes -> the inputs of the models, made as training and prediction make them."""
+
+import functools
+import io
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers import BatchFeature, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
+
+from detectors.detect import FasterRCNNDetector
+from storage.normalise import FILE_FORMATS
+from storage.object_store import LocalStore
+from storage.runs import Folder
+from storage.safe_json import parse_json
+from storage.sample import Regions, Sample, sample_key
+from vlbert.checkpoint import CONFIG, VOCABULARY, Checkpoint
+from vlbert.data.batch import Example, TextInput, collate
+from vlbert.data.image_file import read_image
+from vlbert.data.images import PreparedImage, prepare_image
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.hf.config import VLBertConfig
+from vlbert.hf.files import DETECTOR, HUB, IGNORED, PROCESSOR, fetch_folder
+from vlbert.hf.inputs import from_batch
+from vlbert.predict import remade_detector, trained_from, with_regions
+from vlbert.tasks import make_task
+from vlbert.tasks.base import Task
+from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
+
+_ORIENTATION = 0x0112  # in an EXIF block
+OneImage = str | Path | bytes | Image.Image | Sample
+_ANY_TEXT = PretrainingSettings(max_elements=None)  # how a model without a task reads: [CLS] text [SEP], all regions
+
+
+class VLBertProcessor(ProcessorMixin):
+    """Makes a model's inputs:
+
+        processor = VLBertProcessor.from_pretrained("ROOT/runs/pretrain")
+        inputs = processor(images="photo.jpg", text="a red [MASK]")                                  # its own detector
+        inputs = processor(images=image, text="a red [MASK]", boxes=[[20, 30, 120, 140]])            # boxes of yours
+        inputs = processor(text=text, boxes=boxes, visual_embeds=features, image_sizes=[(480, 640)]) # and features
+
+    The text becomes what the config's task asks, such as [CLS] question [SEP] [MASK] [SEP].
+
+    tokenizer  of the model's vocabulary; one that was made from another is refused where the two differ
+    config     of the model
+    detector   weight file of the detector that finds the regions of images without boxes; None: none
+    """
+
+    attributes = ["tokenizer"]
+    tokenizer_class = "AutoTokenizer"
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: VLBertConfig, detector: str | os.PathLike | None = None
+    ):
+        super().__init__(tokenizer)
+        self.config = config
+        self.detector_file = None if detector is None else Path(detector)
+        ids = tokenizer.get_vocab()
+        self.vocabulary = Vocabulary(sorted(ids, key=ids.get), where="the tokenizer")
+        if len(self.vocabulary) != config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(self.vocabulary)} tokens, the model {config.vocab_size}: not its own"
+            )
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """The task whose inputs are made."""
+        return make_task(self.config.task_settings or _ANY_TEXT, self.vocabulary, self.config.num_classes)
+
+    @functools.cached_property
+    def detector(self) -> FasterRCNNDetector:
+        """The detector whose regions the model was trained on. ValueError where its weights are not known."""
+        folder = Folder(LocalStore(self.config.name_or_path or "the model"), "")
+        config, model = self.config.to_dict(), self.config.model_config
+        checkpoint = Checkpoint(folder, config, model, self.config.vocab_size, self.vocabulary, {})
+        return remade_detector(checkpoint, self.detector_file)
+
+    def __call__(
+        self,
+        images: OneImage | Sequence[OneImage] | None = None,
+        text: str | Sequence[str] | None = None,
+        boxes: Sequence | np.ndarray | None = None,
+        visual_embeds: Sequence | np.ndarray | None = None,
+        image_sizes: Sequence[tuple[int, int]] | None = None,
+        choices: Sequence | None = None,
+        answer: str | Sequence[str] = "",
+        mask_regions: Sequence = (),
+        return_tensors: str | None = "pt",
+        padding: bool = True,
+    ) -> BatchFeature:
+        """Of some texts, each with its image, the inputs as vlbert/hf/inputs.py lists them, padded to the longest.
+
+        images         files, their bytes, Pillow's images or samples (vlbert.predict); None: texts alone, or features
+        text           one text, or a list; the other arguments are then lists too, one entry a text
+        boxes          of each image float [n, 4], x1 y1 x2 y2 in its pixels; None: the detector finds them
+        visual_embeds  of each image float [n, D], the features of its boxes, for models that take such
+        image_sizes    (height, width) of each image, where there are features and no images
+        choices        VCR: four choices; `answer`, of a model of rationales, the answer that they explain
+        mask_regions   pre-training: numbers of regions, from 1, whose pixels are masked
+
+        ValueError where an image cannot be read, or the task does not take these arguments.
+        """
+        if return_tensors not in ("pt", None) or not padding:
+            raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
+        if text is None:
+            raise ValueError("text is missing; a model reads a text with each image")
+        given = {"images": images, "boxes": boxes, "visual_embeds": visual_embeds, "image_sizes": image_sizes}
+        given |= {"choices": choices, "answer": answer or None, "mask_regions": mask_regions or None}
+        given = {name: values for name, values in given.items() if values is not None}
+        if isinstance(text, str):
+            several = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+            given = {name: values if name == "images" and several else [values] for name, values in given.items()}
+            text = [text]
+        if wrong := [f"{len(values)} {name}" for name, values in given.items() if len(values) != len(text)]:
+            raise ValueError(f"there are {len(text)} texts and {', '.join(wrong)}; each text needs one")
+        examples = [
+            self._example(one, **{name: values[i] for name, values in given.items()}) for i, one in enumerate(text)
+        ]
+        return BatchFeature(from_batch(collate(examples)))
+
+    def _example(
+        self,
+        text: str,
+        images: OneImage | None = None,
+        boxes: Any = None,
+        visual_embeds: Any = None,
+        image_sizes: tuple[int, int] | None = None,
+        choices: Sequence[str] = (),
+        answer: str = "",
+        mask_regions: Sequence[int] = (),
+    ) -> Example:
+        """Of one text."""
+        of_any_text = isinstance(self.task, Pretraining)  # its annotation_for wants something to predict
+        if images is None and visual_embeds is None:
+            if not of_any_text or mask_regions:
+                raise ValueError("images are missing; give images, or visual_embeds with boxes and image_sizes")
+            tokens = np.array([self.vocabulary.cls, *self.vocabulary.encode(text), self.vocabulary.sep], np.int64)
+            return Example("text", TextInput(tokens, *[np.zeros_like(tokens)] * 2))
+        if of_any_text and not (choices or answer):
+            annotation = MaskedInput(text, tuple(sorted({*mask_regions})))
+        else:
+            annotation = self.task.annotation_for(text, choices, answer, mask_regions)
+        sample = self._sample(images, boxes, visual_embeds, image_sizes)
+        prepared = self._prepared(sample, visual_embeds)
+        return self.task.example(sample, prepared, annotation, np.random.default_rng(0))
+
+    def _sample(self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None) -> Sample:
+        """The image as it would be stored, with its regions."""
+        if visual_embeds is not None and boxes is None:
+            raise ValueError("visual_embeds need boxes, one a vector")
+        if image is None:
+            if size is None:
+                raise ValueError("visual_embeds need images, or image_sizes: (height, width) of each")
+            height, width = size
+            sample, scale = Sample(sample_key("", ""), b"", "", "", int(width), int(height), ""), 1.0
+        elif isinstance(image, Sample):
+            sample, scale = image, 1.0
+        else:
+            sample = read_image(image)
+            scale = np.array([sample.width, sample.height] * 2) / (_upright_size(image) * 2) if boxes is not None else 1
+        if boxes is None:
+            return sample if sample.regions is not None else with_regions(sample, self.detector)
+        boxes = np.asarray(boxes, np.float64).reshape(-1, 4) * scale
+        return _with_boxes(sample, boxes.astype(np.float32), self.config.num_classes)
+
+    def _prepared(self, sample: Sample, visual_embeds: Any) -> PreparedImage:
+        """Resized for the model. Features keep all their digits, which those of a sample do not."""
+        regions = self.config.model_config.regions
+        if visual_embeds is None:
+            return prepare_image(sample, regions, flip=False)
+        features = np.asarray(visual_embeds, np.float32)
+        if features.shape != (wanted := (len(sample.regions), regions.channels)) or regions.features != "precomputed":
+            takes = wanted if regions.features == "precomputed" else "pixels and no visual_embeds"
+            raise ValueError(f"visual_embeds of an image are {features.shape}; the model takes {takes}")
+        rounded = replace(sample.regions, features=features.astype(np.float16))
+        return replace(prepare_image(replace(sample, regions=rounded), regions, flip=False), features=features)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        names = ["input_ids", "attention_mask", "token_type_ids", "visual_attention_mask", "boxes", "image_sizes"]
+        return [
+            *names,
+            "pixel_values" if self.config.model_config.regions.features == "end_to_end" else "visual_embeds",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """processor_config.json."""
+        return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> list[str]:
+        """Writes processor_config.json, the tokenizer, vocab.txt and, where the file of a detector is known, a copy of
+        it: all that `from_pretrained` needs to read images."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / VOCABULARY).write_text(self.vocabulary.text(), encoding="utf-8")
+        if self.detector_file is not None and self.detector_file.resolve() != (folder / DETECTOR).resolve():
+            shutil.copyfile(self.detector_file, folder / DETECTOR)
+        return super().save_pretrained(str(folder), **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
+    ) -> "VLBertProcessor":
+        """Of a model's folder, of a run or checkpoint, or of the hub.
+
+        detector  weight file, where that of the training is neither in the folder nor where it was
+        kwargs    `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `hf_hub_download`
+
+        OSError where a folder is missing or has no vocabulary.
+        """
+        hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
+        if unknown := [name for name in kwargs if name[0] != "_" and name not in IGNORED]:
+            raise TypeError(f"{cls.__name__}.from_pretrained takes no {', '.join(unknown)}")
+        folder = Path(fetch_folder(pretrained_model_name_or_path, **hub))
+        if not (folder / VOCABULARY).is_file():
+            raise OSError(f"{folder} has no {VOCABULARY}; put the model's own there, one token a line")
+        saved = folder / PROCESSOR
+        values = parse_json((saved if saved.is_file() else folder / CONFIG).read_bytes(), str(saved))
+        config = VLBertConfig.from_dict(values.get("config", values))
+        config.name_or_path = str(folder)
+        if detector is None:
+            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else trained_from(values)
+        return cls(_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
+
+
+def _tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+    """As transformers has it, the tokenizer that the vocabulary splits texts with."""
+    names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIALS, strict=True))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(vocabulary.tokenizer.to_str()),
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{name}_token": token for name, token in names.items()},
+    )
+
+
+def _upright_size(image: str | Path | bytes | Image.Image) -> tuple[int, int]:
+    """(width, height) of an image that can be read, after the rotation that its EXIF block says."""
+    if not isinstance(image, Image.Image):
+        image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=FILE_FORMATS)
+    turned = image.getexif().get(_ORIENTATION, 1) >= 5
+    return image.size[::-1] if turned else image.size
+
+
+def _with_boxes(sample: Sample, boxes: np.ndarray, num_classes: int) -> Sample:
+    """The sample with boxes, float32 [n, 4], of which no detector says what is in them."""
+    nothing = np.zeros((len(boxes), 1 + num_classes), np.float16)
+    regions = Regions(
+        boxes,
+        scores=np.ones(len(boxes), np.float32),
+        labels=np.ones(len(boxes), np.int32),
+        detector="given",
+        class_probs=nothing,
+    )
+    return replace(sample, regions=regions)
