@@ -14,7 +14,8 @@ PAGES = sorted(
     path.relative_to(PROJECT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in PROJECT.glob(pattern)
 )
 CLAIMS = (PROJECT / "docs" / "reproducibility.md").read_text()
-NAMED = sorted({code for line in CLAIMS.splitlines() if line.startswith("|") for code in re.findall("`([^`]+)`", line)})
+NAMED = {code for line in CLAIMS.splitlines() if line.startswith("|") for code in re.findall("`([^`]+)`", line)}
+NAMED |= set(re.findall(r"tests/\S+\.py::\w+", CLAIMS))
 
 
 def exists(check: str) -> bool:
@@ -35,7 +36,7 @@ def exists(check: str) -> bool:
     return (PROJECT / (rest.split()[0] if first in ("bash", "python") else first)).exists()
 
 
-@pytest.mark.parametrize("check", [one for one in NAMED if one != "-s"])
+@pytest.mark.parametrize("check", sorted(NAMED - {"-s"}))
 def test_the_check_of_a_claim_exists(check):
     assert exists(check)
 

@@ -358,6 +358,7 @@ def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
     [
         (["optimiser.rate=1"], "Recipe has no field 'optimiser'"),
         (["data.root="], "data.root is not set"),
+        (["trackers=tensorboard,gone"], "there is no such tracker, only tensorboard"),
     ],
 )
 def test_bad_settings_end_the_program_before_it_begins(root, more, named):
