@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from detectors.drawing import colour_of
+from detectors.drawing import colour_of, ink_on
 from storage.safe_json import parse_json
 from storage.sample import Sample
 from storage.settings import from_json
@@ -265,7 +265,6 @@ class PredictionServer:
         return {
             "question": "",
             "answer": found[0][0],
-            "probability": found[0][1],
             "lines": found,
             "boxes": [],
             "attention": [_uri("image/png", image) for image in images],
@@ -303,7 +302,6 @@ def _answer(prediction: Prediction, attention: bool) -> dict[str, Any]:
     return {
         "question": row["question"],
         "answer": row["answer"],
-        "probability": row["probability"],
         "lines": lines[1:] if row["question"] else lines,
         "boxes": [_box(sample, box["box"], box["region"], box["name"]) for box in row["boxes"]],
         "attention": [_uri("image/png", image) for image in images],
@@ -321,7 +319,7 @@ def _box(sample: Sample, box: Sequence[float], number: int, name: str) -> dict[s
         "name": name,
         "box": [round(value, 3) for value in percent],
         "colour": f"rgb{colour}",
-        "ink": "#fff" if sum(colour) < 420 else "#000",
+        "ink": f"rgb{ink_on(colour)}",
     }
 
 
