@@ -13,11 +13,13 @@ from storage.sample import Sample
 IMAGE_SIDE = 480  # pixels of the longer side of an image on a page, which shows it at about half that
 NAME_SIZE = 20  # font size of the names on the image
 TEXT_SIZE = 18  # font size of the lines below it
-BAR = 120  # pixels of a probability of 1
+GAP = 10  # pixels above a line of text that heads others
 
 GREEN = (27, 175, 122)  # the correct object
 RED = (227, 73, 72)  # a wrong choice
 OTHERS = (255, 255, 255)  # all other boxes, drawn with thin lines
+_BAR = (196, 218, 245)  # of a probability
+_HEADING = (85, 84, 78)  # of a text that heads lines, but for the first
 # Of regions, by their numbers (`colour_of`).
 BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
 
@@ -25,6 +27,12 @@ BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), 
 def colour_of(region: int) -> tuple[int, int, int]:
     """The RGB colour of a region's box, name and lines, by its number from 1; 0 is the whole image."""
     return BOX_COLOURS[(region - 1) % len(BOX_COLOURS)]
+
+
+def ink_on(colour: tuple[int, int, int]) -> tuple[int, int, int]:
+    """White or black, whichever is easier to read on an RGB colour."""
+    linear = [(part / 255) ** 2.2 for part in colour]
+    return (0, 0, 0) if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.25 else (255, 255, 255)
 
 
 def draw_boxes(
@@ -67,33 +75,38 @@ def draw_boxes_on(
             taken.append(_name_position(box, draw.textlength(name, font) + 12, width, height, taken))
             left, top, right, bottom = taken[-1]
             draw.rectangle(taken[-1], fill=colour)
-            ink = (255, 255, 255) if sum(colour) < 420 else (0, 0, 0)
-            draw.text((left + 6, (top + bottom) / 2), name, fill=ink, font=font, anchor="lm")
+            draw.text((left + 6, (top + bottom) / 2), name, fill=ink_on(colour), font=font, anchor="lm")
     return image
 
 
 def write_below(image: Image.Image, lines: Sequence[tuple[str, float | None]]) -> Image.Image:
-    """The image with lines of text below; a line's probability, where it has one, is shown as a number and a bar."""
-    font, margin, line_height = ImageFont.load_default(TEXT_SIZE), 12, TEXT_SIZE + 8
-    width = max(image.width, 4 * BAR)
+    """The image with lines of text below. A line's probability, where it has one, is the number at its end and the
+    length of the bar behind it; a line without one heads those below it."""
+    font, margin, line_height = ImageFont.load_default(TEXT_SIZE), 12, TEXT_SIZE + 10
+    width = max(image.width, 480)
+    inner = width - 2 * margin
     measure = ImageDraw.Draw(image).textlength
-    rows = []  # (text that fits, its indent in pixels, probability)
-    for text, probability in lines:
-        indent, right = (0, 0) if probability is None else (margin, BAR + 60)
-        room = width - 2 * margin - indent - right
-        parts = _wrapped(text, lambda part, room=room: measure(part, font) <= room)
-        rows += [(part, indent, None if index else probability) for index, part in enumerate(parts)]
-    page = Image.new("RGB", (width, image.height + 2 * margin + line_height * len(rows)), (255, 255, 255))
+    rows = []  # (text that fits, its probability, whether it heads others, pixels from the top)
+    top = image.height + margin
+    for number, (text, probability) in enumerate(lines):
+        heads = probability is None
+        top += GAP if heads and number and lines[number - 1][1] is not None else 0
+        room = inner if heads else inner - 80
+        for index, part in enumerate(_wrapped(text, lambda part, room=room: measure(part, font) <= room)):
+            rows.append((part, None if index else probability, heads, top))
+            top += line_height
+    page = Image.new("RGB", (width, top + margin), (255, 255, 255))
     page.paste(image, ((width - image.width) // 2, 0))
     draw = ImageDraw.Draw(page)
-    for index, (text, indent, probability) in enumerate(rows):
-        middle = image.height + margin + line_height * index + line_height / 2
-        draw.text((margin + indent, middle), text, fill=(0, 0, 0), font=font, anchor="lm")
+    for text, probability, heads, top in rows:
+        middle = top + line_height / 2
         if probability is not None:
-            left, half = width - margin - BAR, line_height / 2 - 4
-            draw.text((left - 8, middle), f"{probability:.3f}", fill=(90, 90, 90), font=font, anchor="rm")
-            draw.rectangle([left, middle - half, left + BAR, middle + half], fill=(235, 235, 235))
-            draw.rectangle([left, middle - half, left + BAR * probability, middle + half], fill=BOX_COLOURS[0])
+            draw.rounded_rectangle(
+                [margin, top + 1, margin + max(3, inner * probability), top + line_height - 2], 4, fill=_BAR
+            )
+            draw.text((width - margin - 6, middle), f"{probability:.3f}", fill=(0, 0, 0), font=font, anchor="rm")
+        ink = _HEADING if heads and top > image.height + margin else (0, 0, 0)
+        draw.text((margin if heads else margin + 8, middle), text, fill=ink, font=font, anchor="lm")
     return page
 
 

@@ -6,6 +6,7 @@ are counted from 0, as in the paper (appendix A.3). Shape letters: A heads, Q el
 attended to, T words, R regions (the whole image first).
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from vlbert.prediction import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 MOST_WORDS, MOST_REGIONS = 40, 12  # that a panel of the figure shows
@@ -125,16 +127,10 @@ def draw_figure(prediction: Prediction, attention: Attention, panels: Sequence[P
 
     Shows the regions with most attention in these panels, and the beginning of a long text.
     """
-    require("matplotlib", "the figure of attention")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    shown = {"words": np.arange(len(attention.words))[:MOST_WORDS], "regions": shown_regions(attention, panels)}
+    shown = _shown(attention, panels)
     columns = min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    tall = 0.38 * max(len(shown["words"]), 2 * len(shown["regions"]), 6) + 0.8  # inches of a panel
-    figure = Figure(figsize=(5.0 + 4.0 * columns, max(5.0, tall * rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(5.0 + 4.0 * columns, max(5.0, _height(shown) * rows))
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.35] + [1] * columns)
     image = figure.add_subplot(grid[:, 0])
     image.imshow(draw_boxes(prediction.sample, numbered_boxes(prediction, shown["regions"].tolist()), 700))
@@ -145,6 +141,44 @@ def draw_figure(prediction: Prediction, attention: Attention, panels: Sequence[P
         axes = figure.add_subplot(grid[position // columns, 1 + position % columns])
         _draw_panel(axes, attention, (attention.maps[number], head), shown, crops)
     figure.savefig(file, dpi=100)
+
+
+def panel_images(prediction: Prediction) -> list[bytes]:
+    """The panels of the figure by themselves, each as a PNG, for a page that shows the image beside them."""
+    attention = attention_of(prediction)
+    panels = chosen_panels(attention, None)
+    shown = _shown(attention, panels)
+    crops = dict(zip(shown["regions"], thumbnails(prediction, shown["regions"].tolist()), strict=True))
+    images = []
+    for number, head in panels:
+        figure = _figure(4.4, _height(shown))
+        _draw_panel(figure.add_subplot(), attention, (attention.maps[number], head), shown, crops)
+        file = io.BytesIO()
+        figure.savefig(file, dpi=150)
+        images.append(file.getvalue())
+    return images
+
+
+def _shown(attention: Attention, panels: Sequence[Panel]) -> dict[Kind, np.ndarray]:
+    """The numbers of the words and of the regions that have room."""
+    return {"words": np.arange(len(attention.words))[:MOST_WORDS], "regions": shown_regions(attention, panels)}
+
+
+def _height(shown: dict[Kind, np.ndarray]) -> float:
+    """Inches of a panel."""
+    return 0.38 * max(len(shown["words"]), 2 * len(shown["regions"]), 6) + 0.8
+
+
+def _figure(width: float, height: float) -> "Figure":
+    """An empty figure, in inches, that needs no display."""
+    require("matplotlib", "the figure of attention")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1))
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def strength(one: Map, head: int) -> np.ndarray:

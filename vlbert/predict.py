@@ -9,6 +9,7 @@
         --choices "..." "..." "..." "..." --rationales "..." "..." "..." "..."                     # VCR
     python -m vlbert.predict CHECKPOINT --among FOLDER "a red circle"   # retrieval: ranks the images of a folder
     python -m vlbert.predict CHECKPOINT photo.jpg --captions FILE       # or the captions of a file, one a line
+    python -m vlbert.predict CHECKPOINT --serve                         # all of this on a page: drop an image there
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model and its task's
 head; to rank, one of retrieval or a pre-training with the relationship head. Draws a prediction into a file beside the
@@ -40,9 +41,11 @@ from vlbert.data.batch import collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.evaluate import load_task_model
-from vlbert.prediction import Prediction, class_name
+from vlbert.prediction import Prediction, class_name, predict_in_turn
+from vlbert.prediction_server import PORT, serve
 from vlbert.ranking import Ranker, Ranking, ranking_recipe, read_captions
 from vlbert.recipes import RECIPES
+from vlbert.tasks.retrieval import RetrievalSettings
 from vlbert.tasks.vcr import VCRSettings
 
 _MOST_PRINTED = 20  # of a ranking
@@ -233,14 +236,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rationales", nargs="+", default=(), help="VCR: the rationales to choose from")
     parser.add_argument("--among", type=Path, metavar="FOLDER", help="rank the images of a folder by how they fit TEXT")
     parser.add_argument("--captions", type=Path, metavar="FILE", help="rank the captions of a file, one a line")
+    parser.add_argument("--serve", action="store_true", help="a page in the browser, for this machine alone")
+    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve ({PORT}); 0: a free one")
     parser.add_argument("--detector", type=Path, metavar="FILE", help="the weights of the detector")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="the recipe of a task of your own")
     parser.add_argument("--out", type=Path, help="the image to write (beside IMAGE)")
     parser.add_argument("--attention", action="store_true", help="also draw which regions each token attends to")
     parser.add_argument("--heads", metavar="1.3,2.0", help="attention of these layers' heads, both from 0")
     options = parser.parse_intermixed_args(arguments)
-    if options.text and re.fullmatch(r"[a-z_.]+=\S*", options.text):  # no text, but the first field
-        options.text, options.fields = None, [options.text, *options.fields]
+    for name in ("text", "image") if options.serve else ("text",):
+        if re.fullmatch(r"[a-z_.]+=\S*", getattr(options, name) or ""):  # none, but the first field
+            options.fields = [getattr(options, name), *options.fields]
+            setattr(options, name, None)
+    if options.serve:
+        return options
+    if options.port is not None:
+        parser.error("--port belongs to --serve")
     if options.image is None:
         parser.error("--among needs a text" if options.among else "an image is missing")
     if options.among:
@@ -266,19 +277,30 @@ def predictions_of(options: argparse.Namespace) -> list[Prediction]:
         raise ValueError("--attention needs a text")
     if attentions:
         require("matplotlib", "--attention")
-    names = options.checkpoint.split(",")
-    if len(names) > 2 or (len(names) == 2 and not (options.choices and options.rationales)):
-        raise ValueError(f"{len(names)} checkpoints: two are for VCR alone, with --choices and --rationales")
-    recipe = find_recipe(options.recipe, RECIPES)() if options.recipe else None
-    predictors = [Predictor(name, options.detector, options.fields, recipe) for name in names]
+    if "," in options.checkpoint and not (options.choices and options.rationales):
+        raise ValueError("2 checkpoints: two are for VCR alone, with --choices and --rationales")
+    predictors = _predictors(options)
     _check_used(options, *(predictor.subtask for predictor in predictors))
-    choices = options.choices or options.rationales
-    found = [predictors[0](options.image, options.text, choices, options.answer, options.mask_regions, attentions)]
     if len(predictors) == 2:
         _share_detector(*predictors)
-        answer = options.choices[found[0].chosen]  # as the user wrote it: the prediction has names in place of [1]
-        found.append(predictors[1](found[0].sample, options.text, options.rationales, answer, (), attentions))
-    return found
+    return predict_in_turn(
+        predictors,
+        options.image,
+        options.text,
+        options.choices,
+        options.rationales,
+        options.answer,
+        options.mask_regions,
+        attentions,
+    )
+
+
+def _predictors(options: argparse.Namespace) -> list[Predictor]:
+    names = options.checkpoint.split(",")
+    if len(names) > 2:
+        raise ValueError(f"{len(names)} checkpoints: two are for VCR alone, with --choices and --rationales")
+    recipe = find_recipe(options.recipe, RECIPES)() if options.recipe else None
+    return [Predictor(name, options.detector, options.fields, recipe) for name in names]
 
 
 def _check_used(options: argparse.Namespace, *subtasks: str | None) -> None:
@@ -286,8 +308,7 @@ def _check_used(options: argparse.Namespace, *subtasks: str | None) -> None:
     given = [name for name in ("choices", "answer", "rationales") if getattr(options, name)]
     if given and options.text is None:
         raise ValueError(f"--{given[0]} needs a text")
-    if len(subtasks) == 2 and subtasks != ("answer", "rationale"):
-        raise ValueError("2 checkpoints: VCR takes one for answers and one for rationales, in this order")
+    _check_pair(*subtasks)
     if len(subtasks) == 1 and {"choices", "rationales"} <= {*given}:
         raise ValueError("answers and rationales are chosen by two runs: name both checkpoints, joined by a comma")
     used = {
@@ -300,6 +321,11 @@ def _check_used(options: argparse.Namespace, *subtasks: str | None) -> None:
         if name not in used:
             takes = " and ".join(f"--{one}" for one in used)
             raise ValueError(f"--{name}: this checkpoint {f'takes {takes}' if subtasks[0] else 'is none for VCR'}")
+
+
+def _check_pair(*subtasks: str | None) -> None:
+    if len(subtasks) == 2 and subtasks != ("answer", "rationale"):
+        raise ValueError("2 checkpoints: VCR takes one for answers and one for rationales, in this order")
 
 
 def _share_detector(first: Predictor, second: Predictor) -> None:
@@ -367,13 +393,52 @@ def predict_and_draw(options: argparse.Namespace) -> None:
         print(f"attention: {figure}")
 
 
+def serve_page(options: argparse.Namespace) -> None:
+    """--serve: the page, until Ctrl-C."""
+    others = ("image", "text", "mask_regions", "choices", "answer", "rationales", "among", "captions", "out")
+    if unused := [name for name in (*others, "attention", "heads") if getattr(options, name)]:
+        raise ValueError(f"{unused[0].replace('_', '-')} has no use beside --serve: the page asks for it")
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", UserWarning)
+        predictors = _predictors(options)
+        _check_pair(*(predictor.subtask for predictor in predictors))
+        if len(predictors) == 2:
+            _share_detector(*predictors)
+        predictors[0].detector  # noqa: B018  built now: what is wrong with it ends the program
+        ranking = _ranking_predictor(options, predictors[0])
+    for note in notes:
+        warnings.warn(note.message, stacklevel=1)
+    port = PORT if options.port is None else options.port
+    serve(predictors, ranking, [str(note.message) for note in notes], port)
+
+
+def _ranking_predictor(options: argparse.Namespace, predictor: Predictor) -> Predictor | None:
+    """That which ranks captions, with the same detector; None where the checkpoint cannot."""
+    if isinstance(predictor.recipe.task, RetrievalSettings):
+        return predictor
+    if not getattr(predictor.recipe.task, "relationship", False):
+        return None
+    recipe = ranking_recipe(predictor.checkpoint.config)
+    fields = [field for field in options.fields if not field.startswith("task.")]  # those are of the pre-training
+    ranking = Predictor(options.checkpoint, options.detector, fields, recipe)
+    ranking.detector = predictor.detector
+    return ranking
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     with warnings.catch_warnings():
         # The manual of `warnings` allows it.
         warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)  # ty: ignore[invalid-assignment]
         try:
-            rank(options) if options.among or options.captions else predict_and_draw(options)
+            if options.serve:
+                serve_page(options)
+            elif options.among or options.captions:
+                rank(options)
+            else:
+                predict_and_draw(options)
+        except KeyboardInterrupt:  # while the checkpoint is loaded
+            sys.exit(130)
         except (ValueError, OSError) as error:
             sys.exit(f"{name_of('vlbert.predict')}: {error}")
 
