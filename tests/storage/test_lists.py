@@ -254,7 +254,7 @@ def test_a_list_that_is_read_in_another_way_than_before_is_an_error(web: Web, tm
 
 
 @pytest.mark.slow
-def test_a_large_parquet_is_planned_in_little_memory(tmp_path: Path):
+def test_a_large_parquet_is_read_in_little_memory(tmp_path: Path):
     file, rows = tmp_path / "large.parquet", 1_500_000
     urls = pa.array([f"http://example.test/some/folder/with/a/long/name/{n:09}.jpg" for n in range(10_000)])
     texts = pa.array([f"a caption of the usual length, which differs from row to row: {n}" for n in range(10_000)])
