@@ -17,6 +17,7 @@ import torch
 from hub import Hub, serve_hub
 from PIL import Image
 from places import PROJECT
+from quickstart import NOTEBOOK, as_text, executed, make_files
 from released import MULTI_TASK, WORDS, needs_key_lists, needs_vilbert, save_released, small_state, vilbert_state
 from tiny import TINY_MODEL
 
@@ -227,3 +228,13 @@ def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     assert names["encoded"].text.shape[2] == 64
     assert (tmp_path / "back.bin").is_file()
     capsys.readouterr()
+
+
+def test_the_notebook_is_the_guide_with_what_it_prints(tmp_path):
+    make_files(tmp_path)
+    notebook = executed(tmp_path)
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code == [one.strip("\n") for one in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)]
+    assert NOTEBOOK.read_text() == as_text(notebook), "docs/library.md changed: python tests/quickstart.py"
+    assert "torch.Size([2, 7, 32])" in NOTEBOOK.read_text()
+    assert (tmp_path / "mine/model.safetensors").is_file()

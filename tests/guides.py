@@ -1,0 +1,47 @@
+"""Commands of a page of the documents, run as they are written, but in this process: to import torch takes seconds."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from places import PROJECT
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code of a page in docs/."""
+    return re.findall(rf"```{language}\n(.*?)```", (PROJECT / "docs" / page).read_text(), re.DOTALL)
+
+
+def run_commands(
+    page: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replaced: Mapping[str, str],
+    passed_over: Sequence[str] = (),
+) -> list[str]:
+    """Runs the page's commands in a folder that has demo/; returns the programs. replaced: text -> what is run in its
+    place, and must occur; passed_over: programs that the caller runs."""
+    text = "\n".join(blocks(page, "bash"))
+    for old, new in replaced.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    (folder / "demo").symlink_to(PROJECT / "demo")
+    monkeypatch.chdir(folder)
+    ran = []
+    for line in text.replace("\\\n", "").splitlines():
+        words = shlex.split(line)
+        if words[:2] not in (["python", "-m"], ["torchrun", "-m"]):
+            subprocess.run(line, shell=True, check=True)
+            continue
+        ran.append(words[2])
+        if words[2] in passed_over:
+            continue
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", words[2:])
+            importlib.import_module(words[2]).main()
+    return ran

@@ -1,0 +1,125 @@
+"""docs/your-own-labels.md: a classifier of image and text from two CSV files, outside this package."""
+
+import csv
+import dataclasses
+import importlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from guides import blocks, run_commands
+from tiny import TINY_MODEL, as_overrides, tiny_sample, urls
+
+from training.optimizer import OptimizerConfig
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.tasks import TASKS, make_task
+
+PAGE = "your-own-labels.md"
+WORDS = Vocabulary([*SPECIALS, "which", "colour", "shape"])
+
+
+def label_of(number: int, text: str) -> str:
+    """The colour or the shape of a sample's only object: neither image nor text alone tells it."""
+    _, colour, shape = tiny_sample(number, regions=1).caption.split()
+    return {"which colour": "red" if colour == "red" else "other colour", "which shape": shape}[text]
+
+
+def write_csv(file: Path, rows: list[tuple[str, str, str]]) -> None:
+    with open(file, "w", newline="") as lines:
+        csv.writer(lines).writerows([("image", "text", "label"), *rows])
+
+
+@pytest.fixture
+def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The page's file, in a folder of somebody else's."""
+    (code,) = blocks(PAGE, "python")
+    (tmp_path / "labels.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("labels")
+    yield module
+    del sys.modules["labels"]
+    TASKS.pop(module.LabelSettings)
+
+
+def test_metrics_stand_beside_the_commonest_label(labels, tmp_path):
+    task = make_task(labels.LabelSettings(str(tmp_path)), WORDS, 8)
+    answers = [("a", "a"), ("a", "a"), ("b", "a"), ("b", "b"), ("c", "c"), ("a", "c")]
+    metrics = task.metrics([{"answer": answer, "ground_truth": truth} for answer, truth in answers])
+    assert metrics == pytest.approx(
+        {
+            "accuracy": 4 / 6,
+            "macro_f1": (4 / 6 + 2 / 3 + 2 / 3) / 3,
+            "majority_accuracy": 3 / 6,
+            "majority_macro_f1": (6 / 9 + 0 + 0) / 3,
+        }
+    )
+    assert task.metrics([{"answer": "a", "ground_truth": None}]) == {}
+
+
+def test_rows_that_cannot_be_used_are_named(labels, tmp_path):
+    samples = urls([tiny_sample(number) for number in range(3)])
+    write_csv(
+        tmp_path / "train.csv", [("000000.jpg", "which colour", "red"), ("000001.jpg", "which shape " * 40, "red")]
+    )
+    write_csv(tmp_path / "val.csv", [("000002.jpg", "which colour", "red"), ("000001.jpg", "which colour", "plaid")])
+    task = make_task(labels.LabelSettings(str(tmp_path)), WORDS, 8)
+    training, validation = task.examples(samples, None), task.examples(samples, "val")
+    assert task.labels == ["red"]
+    assert training.samples.tolist() == [0]
+    assert training.skipped == ("row 2 of train.csv: it has 80 tokens, more than task.text_length = 60",)
+    assert validation.samples.tolist() == [2, 1]
+    assert validation.invalid == ("row 2 of val.csv: 'plaid' is no label of training",)
+    (tmp_path / "val.csv").write_text("image,text\n000002.jpg,which colour\n")
+    with pytest.raises(ValueError, match=r"val.csv has no column label"):
+        task.examples(samples, "val")
+    write_csv(tmp_path / "val.csv", [("gone.jpg", "which colour", "red")])
+    with pytest.raises(ValueError, match=r"gone.jpg"):
+        task.examples(samples, "val")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_train_a_classifier_that_needs_image_and_text(labels, tmp_path, monkeypatch, capsys):
+    (tmp_path / "images").mkdir()
+    rng, rows = np.random.default_rng(0), {"train": [], "val": []}
+    for number in range(200):
+        name, text = f"{number:04d}.jpg", ("which colour", "which shape")[rng.integers(2)]
+        (tmp_path / "images" / name).write_bytes(tiny_sample(number, regions=1).image)
+        rows["train" if number < 160 else "val"].append((name, text, label_of(number, text)))
+    for split, found in rows.items():
+        write_csv(tmp_path / f"{split}.csv", found)
+    (tmp_path / "vocab.txt").write_text(WORDS.text())
+    recipe = labels.finetune_labels()
+    tiny = dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(TINY_MODEL, dropout=0.0),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5),
+        data=dataclasses.replace(recipe.data, batch=16),
+        steps=100,
+        validate_every=100,
+        save_every=100,
+        random_init=True,
+        vocabulary="vocab.txt",
+    )
+    overrides = " ".join(f"'{one}'" for one in as_overrides(tiny, recipe))
+    replaced = {
+        "detector.safetensors\n": "detector.safetensors selection.minimum=2 selection.maximum=4\n",  # of small images
+        "init_from=demo-root/runs/pretrain": overrides,
+        "finetune_labels val": f"finetune_labels val {overrides}",
+        '"look what I made"': f'"look what I made" {overrides} --detector demo/detector.safetensors',
+    }
+    ran = run_commands(PAGE, tmp_path, monkeypatch, replaced)
+    assert ran[-1] == "vlbert.predict"
+    (place,) = (tmp_path / "my-root/runs/finetune_labels/evaluations").iterdir()
+    metrics = json.loads((place / "metrics.json").read_text())["metrics"]
+    truths = Counter(label for *_, label in rows["val"])
+    assert metrics["majority_accuracy"] == truths.most_common(1)[0][1] / 40
+    assert metrics["accuracy"] >= metrics["majority_accuracy"] + 0.1
+    assert metrics["macro_f1"] >= metrics["majority_macro_f1"] + 0.2
+    assert metrics["accuracy_grounding_gap"] >= 0.1, "only the image shows colour and shape"
+    assert "look what I made" in capsys.readouterr().out
+    assert (tmp_path / "images/0001-answer.png").is_file()
