@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import importlib.metadata
 import re
 import socket
 import struct
@@ -245,10 +246,11 @@ def test_requests_name_the_program_and_its_contact_and_send_no_cookies(web: Web)
     one(url, settings)
     one(url, settings)
     headers = web.requests[-1][2]
-    assert headers["User-Agent"] == "vlbert-downloader/0.1 (+https://example.org/about-our-crawl)"
+    agent = f"vlbert-downloader/{importlib.metadata.version('vlbert')}"
+    assert headers["User-Agent"] == f"{agent} (+https://example.org/about-our-crawl)"
     assert headers["Accept-Encoding"] == "identity"
     assert "Cookie" not in headers
-    assert DownloadSettings().user_agent == "vlbert-downloader/0.1"
+    assert DownloadSettings().user_agent == agent
 
 
 @pytest.mark.parametrize(
