@@ -442,6 +442,7 @@ def test_a_model_is_pushed_to_the_hub_and_fetched_from_there(root, hub, tmp_path
     [
         ("models/vqa/best", "there is no folder .*models/vqa/best; name the folder of a model"),
         ("./vqa", "there is no folder .*vqa; name"),
+        ("~/vqa", "there is no folder .*vqa; name"),
         ("runs/none", "there is no folder .*runs/none; name"),
         ("runs/vqa/best", "runs/vqa/best.json is not there"),
         ("empty", "empty holds no model: it has no config.json"),

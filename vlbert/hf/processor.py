@@ -48,7 +48,7 @@ class VLBertProcessor(ProcessorMixin):
 
     The text becomes what the config's task asks, such as [CLS] question [SEP] [MASK] [SEP].
 
-    tokenizer  of the model's vocabulary; one that was made from another is refused where the two differ
+    tokenizer  of the model's vocabulary; ValueError where it has more tokens or fewer
     config     of the model
     detector   weight file of the detector that finds the regions of images without boxes; None: none
     """
@@ -200,8 +200,9 @@ class VLBertProcessor(ProcessorMixin):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / VOCABULARY).write_text(self.vocabulary.text(), encoding="utf-8")
-        if self.detector_file is not None and self.detector_file.resolve() != (folder / DETECTOR).resolve():
-            shutil.copyfile(self.detector_file, folder / DETECTOR)
+        file = self.detector_file
+        if file is not None and file.is_file() and file.resolve() != (folder / DETECTOR).resolve():
+            shutil.copyfile(file, folder / DETECTOR)
         return super().save_pretrained(str(folder), **kwargs)
 
     @classmethod
