@@ -86,9 +86,23 @@ def _process(number: int) -> tuple[int, int]:
 def exit_at_sigterm() -> None:
     """From now on SIGTERM ends this program as sys.exit does, with status 143, so that its claims are released.
 
-    Only from the main thread.
+    Only from the main thread. Python drops what is raised while it calls a finalizer or the callback of a weak
+    reference, as in an import. A program that went on after that ends before the next claim.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def end(number: int, frame: object) -> None:
+        _told.append(128 + number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+_told: list[int] = []  # the statuses with which signals wanted to end this program
+
+
+def _end_if_told() -> None:
+    if _told:
+        sys.exit(_told[0])
 
 
 class Claims:
@@ -115,6 +129,7 @@ class Claims:
 
     def take(self, shards: Sequence[str]) -> str | None:
         """Claim one of these shards, a random one of those that nobody is at work on; None if there is none."""
+        _end_if_told()
         listed = self._listed()
         free = [shard for shard in shards if shard not in listed]
         now = self.store.now()
@@ -169,6 +184,7 @@ class Claims:
                     left = pending(left)
             finally:
                 self.release(shard)
+        _end_if_told()
 
     def wait(
         self,

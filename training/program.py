@@ -1,6 +1,7 @@
 """The command line of a training: `PROGRAM RECIPE [field=value ...]`, alone or under torchrun."""
 
 import argparse
+import atexit
 import contextlib
 import importlib
 import json
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -129,6 +130,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
                 print(f"{name}: stopped: {stopped}", file=sys.stderr, flush=True)
             distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it
             _tell_launch(STOPPED)
+            distributed.stop(world)
             sys.exit(STOPPED)
         except FaultOfNode as fault:
             if world.size == 1:
@@ -142,18 +144,32 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
             sys.exit(1)
     except EXPECTED as error:
         _tell_torchrun(f"{_rank(world)}{error}")
-        sys.exit(f"{name}: {_rank(world)}{error}")
+        _end(world, 1, f"{name}: {_rank(world)}{error}")
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr, flush=True)
-        sys.exit(128 + signal.SIGINT)
+        _end(world, 128 + signal.SIGINT, f"{name}: interrupted")
     except Exception as error:
         fault = distributed.fault_of_another(error)
         if fault is None:
             raise
         # Meanwhile torchrun sees which rank ended first, names that one, and ends those of its own machine.
         time.sleep(_BEFORE_ANOTHERS_FAILURE)
-        sys.exit(f"{name}: {_rank(world)}another rank is gone or hangs ({fault}); its error stands above, or there")
+        reason = f"another rank is gone or hangs ({fault}); its error stands above, or there"
+        _end(world, 1, f"{name}: {_rank(world)}{reason}")
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+
+
+def _end(world: World | None, status: int, line: str) -> NoReturn:
+    """End with a line and a status.
+
+    The process group of several ranks is still open then, and its threads may abort the interpreter's last steps: the
+    status would be that of SIGABRT. So these are left out.
+    """
+    print(line, file=sys.stderr, flush=True)
+    if world is not None and world.size > 1:
+        sys.stdout.flush()
+        atexit._run_exitfuncs()  # ends the loading processes
+        os._exit(status)
+    sys.exit(status)
 
 
 def _tell_torchrun(reason: str) -> None:

@@ -5,11 +5,14 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from places import PROJECT
 
 from storage import claims as module
 from storage.claims import EXPIRY, Claims
@@ -281,3 +284,29 @@ def test_the_file_of_a_claim_is_as_documented(tmp_path):
     assert content.keys() == {"worker", "since", "machine", "process"}
     assert content["process"][0] == os.getpid()
     assert abs(content["since"] - time.time()) < 60
+
+
+# SIGTERM in a finalizer: Python drops the SystemExit that is raised there.
+DROPPED = """
+import os, signal, sys
+from storage.claims import Claims, exit_at_sigterm
+from storage.object_store import open_store
+
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+exit_at_sigterm()
+with Claims(open_store(sys.argv[1]), "captions/images") as claims:
+    for shard, left in claims.each(["00000", "00001"], list, print):
+        print(shard, flush=True)
+        last = Last()
+        del last
+"""
+
+
+def test_a_program_that_missed_its_sigterm_ends_before_the_next_claim(tmp_path: Path):
+    run = subprocess.run([sys.executable, "-c", DROPPED, tmp_path], cwd=PROJECT, capture_output=True, text=True)
+    assert (run.returncode, len(run.stdout.split())) == (143, 1), run.stderr
+    assert "Exception ignored" in run.stderr
+    assert Claims(open_store(str(tmp_path)), "captions/images").found() == {}
