@@ -164,6 +164,8 @@ def _end(world: World | None, status: int, line: str) -> NoReturn:
     The process group of several ranks is still open then, and its threads may abort the interpreter's last steps: the
     status would be that of SIGABRT. So these are left out.
     """
+    if status == 1 and (world is None or world.size == 1):
+        sys.exit(line)
     print(line, file=sys.stderr, flush=True)
     if world is not None and world.size > 1:
         sys.stdout.flush()
