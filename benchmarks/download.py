@@ -4,13 +4,15 @@
 
 A server of its own process answers on loopback addresses, each of which is a host to the downloader. First good images
 alone (500 x 375 pixels, about 50 kB, no two the same), then rows of which some name servers that never answer or that
-send a byte at a time, then rows of one host alone, which takes 0.1 s for each and never answers one in fifty.
+send a byte at a time, then rows of one host alone, which takes 0.1 s for each and never answers one in fifty. Last come
+good images of one host and of a thousand, with robots.txt and without.
 `storage.collect` downloads, checks, hashes and commits them to a local folder, in a process of its own: its CPU time
 and memory are measured, its children's included, the server's not.
 """
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import random
 import resource
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -34,7 +37,9 @@ GOOD_HOSTS = [f"127.0.0.{number}" for number in range(2, 52)]
 HANGING_HOSTS = [f"127.0.1.{number}" for number in range(1, 41)]
 DRIPPING_HOSTS = [f"127.0.2.{number}" for number in range(1, 11)]
 ONE_HOST, ONE_HOST_SECONDS, ONE_HOST_HANGS = "127.0.4.1", 0.1, 50  # that takes so long; one in so many never comes
-HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, ONE_HOST)
+MANY_HOSTS = [f"127.1.{number // 250}.{number % 250 + 1}" for number in range(1000)]
+HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, ONE_HOST, *MANY_HOSTS)
+ROBOTS_TXT = b"User-agent: *\nDisallow: /wp-admin/\nAllow: /wp-admin/admin-ajax.php\nDisallow: /*?s=\n"
 DRIP_SECONDS = 0.2  # between two bytes
 BARS = {"CPU-ms an image": 3.0, "peak RSS, MB": 600.0, "seconds": 60.0}
 
@@ -79,7 +84,13 @@ def _serve(pipe: Connection) -> None:
                 request = await reader.readuntil(b"\r\n\r\n")
                 if host in HANGING_HOSTS:
                     await asyncio.sleep(3600)
-                number = int(request.split(b" ", 2)[1].lstrip(b"/").partition(b".")[0])
+                path = request.split(b" ", 2)[1]
+                if path == b"/robots.txt":
+                    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ROBOTS_TXT)
+                    writer.write(head + ROBOTS_TXT)
+                    await writer.drain()
+                    continue
+                number = int(path.lstrip(b"/").partition(b".")[0])
                 if host == ONE_HOST:
                     await asyncio.sleep(ONE_HOST_SECONDS if number % ONE_HOST_HANGS else 3600)
                 image = images[number % len(images)]
@@ -198,6 +209,16 @@ def run(options: argparse.Namespace) -> int:
             passed.append(check(what, facts["seconds"], "seconds"))
             print(f"    {', '.join(f'{count} {status}' for status, count in facts['statuses'].items())}")
             passed.append(check("    peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
+        report["robots_txt"] = {}
+        for number, obey in itertools.product(range(options.rounds), (False, True)):
+            for hosts in (GOOD_HOSTS[:1], MANY_HOSTS):
+                facts = measured(
+                    server, rows(server, options.images, hosts=hosts), replace(settings, obey_robots_txt=obey)
+                )
+                what = f"{len(hosts)} host{'s'[: len(hosts) - 1]}, {'with' if obey else 'without'} robots.txt"
+                report["robots_txt"].setdefault(what, []).append(facts)
+                cost = 1000 * facts["cpu_seconds"] / options.images
+                passed.append(check(f"round {number + 1}: {what}: CPU-ms an image", cost, "CPU-ms an image"))
     report["passed"] = all(passed)
     print(f"\n{'all bars hold' if all(passed) else 'a bar does not hold'}")
     write_json(options.json, report)

@@ -5,15 +5,14 @@ import email.utils
 import importlib.metadata
 import itertools
 import random
-import re
 import socket
 import ssl
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urljoin
 
 from storage.addresses import AddressGuard, guarded_resolver
@@ -21,14 +20,13 @@ from storage.hosts import Hosts, Transient
 from storage.normalise import ImageSettings, Refused, run_out
 from storage.programs import require
 from storage.redact import redacted, shown_url
+from storage.robots import AGENT, MAX_BYTES, RobotsTxt, Rules, as_refused, check_x_robots_tag
 from storage.settings import FORM, check
 
 if TYPE_CHECKING:
     import aiohttp
     import yarl
 
-AGENT = "vlbert-downloader"
-NO_AI = ("noai", "noimageai")  # directives of X-Robots-Tag that forbid training
 _RETRIED = {"connect", "http_429"} | {f"http_{code}" for code in range(500, 600)}
 _TRANSIENT = _RETRIED | {"timeout"}
 _REDIRECTS = {301, 302, 303, 307, 308}
@@ -39,8 +37,7 @@ _RETRY_DELAY = 0.5  # seconds before the first retry; doubled for each further o
 _LONGEST_PAUSE = 2.0
 # The part of its deadline that a URL gets while its host is silent: 1 s of 20.
 _SHORT_DEADLINE = 1 / 20
-# Directives of X-Robots-Tag that have a value: this tells `name: value` from `agent: directive`.
-_VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +66,10 @@ class DownloadSettings(ImageSettings):
     """Threads that check, decode and encode images, for all shards in progress; each holds one decoded image."""
     allowed_hosts: tuple[str, ...] = ()
     """`host:port` entries exempt from the address and port rules, such as "127.0.0.1:8791"; none by default."""
+    obey_noindex: bool = True
+    """Refuse an image whose `X-Robots-Tag` says `noindex`, `noimageindex` or `none`; `noai` is obeyed in any case."""
+    obey_robots_txt: bool = True
+    """Read the `robots.txt` of each server first, and request no URL that it forbids for `vlbert-downloader`."""
     contact: str = ""
     """A URL or mail address for the User-Agent, where a site's owner can ask what this is; set it for the open web."""
 
@@ -100,6 +101,7 @@ class Fetcher:
         self.settings = settings
         self.guard = AddressGuard(settings.allowed_hosts)
         self.hosts = Hosts(settings.concurrency, settings.per_host, settings.breaker)
+        self.robots_txt = RobotsTxt(self._fetch_robots_txt)
 
     async def __aenter__(self) -> "Fetcher":
         require("aiohttp", "downloading")
@@ -145,7 +147,7 @@ class Fetcher:
         second = before is not None and not before.shortened
         if second:
             deadline = min(deadline - before.spent, deadline / 2)
-        flight = _InFlight("", full_deadline)
+        flight = _InFlight("", full_deadline, before.ended if before else float("-inf"))
         refused: Transient | None = None
         attempts = before.attempts if before else 0
         try:
@@ -156,6 +158,8 @@ class Fetcher:
                         return await self._attempt(url, flight)
                     except Transient as error:
                         refused = error
+                        if error.of_robots_txt:
+                            raise
                     pause = max(_pause(url, attempt), refused.retry_after)
                     more = refused.status in _RETRIED and attempt <= self.settings.retries
                     if not more or second or flight.shortened or pause > _LONGEST_PAUSE:
@@ -207,6 +211,8 @@ class Fetcher:
         for _ in range(_MAX_REDIRECTS + 1):
             checked = self.guard.check_url(address)
             flight.host = _host_of(checked)
+            if self.settings.obey_robots_txt:
+                await self._check_robots_txt(checked, flight)
             if self.hosts.url_to_recheck(flight.host):
                 async with flight.clock_stopped():
                     await self._recheck(flight.host)
@@ -231,29 +237,39 @@ class Fetcher:
             self.hosts.recheck_failed(host, url)
 
     async def _request(self, url: "yarl.URL", flight: "_InFlight") -> tuple[str | None, bytes]:
-        """One request: where a redirect leads, or None and the body."""
+        """One request: where a redirect leads, or None and the body. What comes of it counts for the host."""
+        loop = asyncio.get_running_loop()
+        begin, seconds = loop.time(), None
+
+        async def read(response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+            nonlocal seconds
+            seconds = loop.time() - begin
+            return await self._answer(response)
+
+        try:
+            answer = await self._get(url, read)
+        except Refused as error:
+            if error.status == "timeout":
+                self._count_failure(flight)
+            elif seconds is not None:
+                self.hosts.answered(flight.host, str(url), begin, seconds)
+            must_wait = isinstance(error, Transient) and error.retry_after > 0
+            if must_wait or error.status == "http_429":
+                self.hosts.overloaded(flight.host, begin, must_wait=must_wait)
+            elif error.status in ("http_503", "connect"):
+                self.hosts.complained(flight.host)
+            raise
+        assert seconds is not None
+        self.hosts.answered(flight.host, str(url), begin, seconds)
+        return answer
+
+    async def _get(self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]]) -> _Answer:
+        """One request: what `read` makes of the answer. Transient if another may succeed, else Refused."""
         import aiohttp
 
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
         try:
             async with self.session.get(url, allow_redirects=False) as response:
-                seconds = loop.time() - begin
-                try:
-                    answer = await self._answer(response)
-                except Refused as error:
-                    if error.status == "timeout":
-                        self._count_failure(flight)
-                    else:
-                        self.hosts.answered(flight.host, str(url), begin, seconds)
-                    must_wait = isinstance(error, Transient) and error.retry_after > 0
-                    if must_wait or error.status == "http_429":
-                        self.hosts.overloaded(flight.host, begin, must_wait=must_wait)
-                    elif error.status == "http_503":
-                        self.hosts.complained(flight.host)
-                    raise
-            self.hosts.answered(flight.host, str(url), begin, seconds)
-            return answer
+                return await read(response)
         except aiohttp.ClientError as error:
             way_out = run_out(error)
             if way_out:
@@ -261,10 +277,6 @@ class Fetcher:
             status = _status_of(error)
             text = str(error).replace(str(url), shown_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
-            if status == "timeout":
-                self._count_failure(flight)
-            if status == "connect":
-                self.hosts.complained(flight.host)
             transient = status in _TRANSIENT or (status == "dns" and error.errno == socket.EAI_AGAIN)
             raise (Transient if transient else Refused)(status, detail) from error
 
@@ -272,25 +284,88 @@ class Fetcher:
         """Where a redirect leads, or None and the body."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
-            _check_robots(response.headers.getall("X-Robots-Tag", ()))
+            check_x_robots_tag(response.headers.getall("X-Robots-Tag", ()), self.settings.obey_noindex)
         if code == 200:
-            return None, await self._body(response)
+            return None, await self._body(response, self.settings.max_bytes)
         if code in _REDIRECTS:
             location = response.headers.get("Location")
             if not location:
                 raise Refused("http_other", f"HTTP {code} without a Location")
             return location, b""
         status = f"http_{code}" if 400 <= code < 600 else "http_other"
-        detail = f"HTTP {code} {response.reason or ''}".rstrip()
         if status in _TRANSIENT:
-            raise Transient(status, detail, _retry_after(response.headers.get("Retry-After", "")))
-        raise Refused(status, detail)
+            raise Transient(status, _status_line(response), _retry_after(response))
+        raise Refused(status, _status_line(response))
 
-    async def _body(self, response: "aiohttp.ClientResponse") -> bytes:
+    async def _check_robots_txt(self, url: "yarl.URL", flight: "_InFlight") -> None:
+        """Refused if the robots.txt of the URL's origin forbids it, or cannot be had."""
+        found = self.robots_txt.known(url, flight.since)
+        if found is None:
+            async with flight.clock_stopped():
+                found = await self.robots_txt.ask(url, flight.since)
+        refused = as_refused(url, found)
+        if refused:
+            raise refused
+
+    async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
+        """The rules of a robots.txt; retried and within a deadline as an image is.
+
+        It counts neither for nor against its host, which may answer this and nothing else.
+        """
+        deadline = self.settings.deadline
+        try:
+            async with asyncio.timeout(deadline):
+                for attempt in itertools.count(1):
+                    try:
+                        return await self._attempt_robots_txt(url)
+                    except Transient as error:
+                        pause = max(_pause(str(url), attempt), error.retry_after)
+                        retried = error.status == "robots_txt_failed" or error.status in _RETRIED
+                        if not retried or attempt > self.settings.retries or pause > _LONGEST_PAUSE:
+                            raise
+                    await asyncio.sleep(pause)
+        except TimeoutError as error:
+            raise Transient("timeout", f"not done after {deadline:g} s") from error
+
+    async def _attempt_robots_txt(self, url: "yarl.URL") -> Rules:
+        """One attempt, redirects included."""
+        address, location = str(url), None
+        for _ in range(_MAX_REDIRECTS + 1):
+            try:
+                location, body = await self._get(self.guard.check_url(address), self._robots_txt)
+                if location is None:
+                    return Rules.parse(body)
+                address = _join(address, location)
+            except Refused as error:
+                # If the server cannot be reached, its images get that as their status, as without robots.txt.
+                if location is None or error.status == "robots_txt_failed":
+                    raise
+                detail = f"{error.status}: {error.detail}, after a redirect to {shown_url(address)}"
+                raise Transient("robots_txt_failed", detail) from error
+        return Rules({})  # as if there were none: RFC 9309, 2.3.1.2
+
+    async def _robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+        """Where a redirect leads, or None and the file; none at all allows everything."""
+        code, location = response.status, response.headers.get("Location")
+        if code in _REDIRECTS and location:
+            return location, b""
+        if 400 <= code < 500 and code != 429:
+            return None, b""
+        if not 200 <= code < 300:
+            raise Transient("robots_txt_failed", _status_line(response), _retry_after(response))
+        try:
+            return None, await self._body(response, MAX_BYTES, cut=True)
+        except Refused as error:
+            if error.status == "timeout":
+                raise
+            raise Transient("robots_txt_failed", f"{error.status}: {error.detail}") from error
+
+    async def _body(self, response: "aiohttp.ClientResponse", limit: int, *, cut: bool = False) -> bytes:
+        """The body; of more than `limit` bytes those, if it may be cut, else `too_big`."""
         import aiohttp
 
-        settings, content, limit = self.settings, response.content, self.settings.max_bytes
-        if (response.content_length or 0) > limit:
+        settings, content = self.settings, response.content
+        if (response.content_length or 0) > limit and not cut:
             raise Refused("too_big", f"{response.content_length} bytes announced, more than {limit}")
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         unpack = _decompressor(encoding)
@@ -301,11 +376,13 @@ class Fetcher:
             while not content.at_eof():
                 chunk = await content.readany()
                 received += len(chunk)
-                if received > limit:
-                    raise Refused("too_big", f"over {limit} bytes sent")
-                body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
-                if len(body) > limit:
-                    raise Refused("too_big", f"over {limit} bytes when unpacked from {encoding}")
+                left = limit + 1 - len(body)
+                body += unpack.decompress(chunk, left) if unpack else chunk[:left]
+                if max(received, len(body)) > limit:
+                    if cut:
+                        return bytes(body[:limit])
+                    how = "sent" if received > limit else f"when unpacked from {encoding}"
+                    raise Refused("too_big", f"over {limit} bytes {how}")
                 seconds = loop.time() - since
                 if seconds >= settings.read_timeout:
                     if received - counted < settings.min_rate * seconds and not content.at_eof():
@@ -327,12 +404,14 @@ class _InFlight:
     """One URL in flight: the host that it is at, and the clock of its deadline.
 
     full_deadline  whether it keeps its deadline though the host is silent
+    since          when it failed last, by the event loop's clock: a robots.txt that failed before is requested again
     shortened      whether its deadline was shortened
     """
 
-    def __init__(self, host: str, full_deadline: bool):
+    def __init__(self, host: str, full_deadline: bool, since: float = float("-inf")):
         self.host = host
         self.full_deadline = full_deadline
+        self.since = since
         self.shortened = False
         self.clock: asyncio.Timeout
         self.waited = 0.0  # seconds in which the clock was stopped
@@ -390,20 +469,13 @@ def _status_of(error: "aiohttp.ClientError") -> str:
     return "bad_response"
 
 
-def _check_robots(headers: Iterable[str]) -> None:
-    """Refused if an X-Robots-Tag forbids training: a directive of NO_AI, for all agents or for ours."""
-    for header in headers:
-        agent = ""  # the directives up to the end of the header are for this agent; "" for all
-        for item in re.split("[,;]", header):  # some servers write semicolons instead of commas
-            name, colon, rest = (part.strip().lower() for part in item.partition(":"))
-            if colon and name not in (*_VALUED, *NO_AI) and " " not in name:  # a space: the middle of a date
-                agent, name = name.partition("/")[0], rest.rstrip(" :")
-            if name in NO_AI and agent in ("", "*", AGENT):
-                raise Refused("refused_by_robots", f"X-Robots-Tag: {header[:200]}")
+def _status_line(response: "aiohttp.ClientResponse") -> str:
+    return f"HTTP {response.status} {response.reason or ''}".rstrip()
 
 
-def _retry_after(value: str) -> float:
+def _retry_after(response: "aiohttp.ClientResponse") -> float:
     """Seconds that a Retry-After header asks for: a number, or an HTTP date; 0 if it has neither."""
+    value = response.headers.get("Retry-After", "")
     if value.strip().isdecimal():
         return float(value)
     try:

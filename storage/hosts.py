@@ -19,17 +19,19 @@ _MAX_COMPLAINTS = 1 / 8  # of a round: with more lost connections and 503 the li
 class Transient(Refused):
     """Refused for now: another attempt may succeed.
 
-    retry_after  seconds, at least, that the server asks to wait
-    spent        seconds of the URL's deadline that are used up
-    attempts     how often the URL was requested
-    host         the host that failed, after redirects
-    shortened    whether its deadline was short because that host was silent
-    ended        when it failed, by the event loop's clock
+    retry_after    seconds, at least, that the server asks to wait
+    of_robots_txt  whether robots.txt could not be had, which was tried as often as an image is
+    spent          seconds of the URL's deadline that are used up
+    attempts       how often the URL was requested
+    host           the host that failed, after redirects
+    shortened      whether its deadline was short because that host was silent
+    ended          when it failed, by the event loop's clock
     """
 
-    def __init__(self, status: str, detail: str, retry_after: float = 0.0):
+    def __init__(self, status: str, detail: str, retry_after: float = 0.0, *, of_robots_txt: bool = False):
         super().__init__(status, detail)
         self.retry_after = retry_after
+        self.of_robots_txt = of_robots_txt
         self.spent = 0.0
         self.attempts = 0
         self.host = ""

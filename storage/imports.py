@@ -54,7 +54,7 @@ _Key = TypeVar("_Key")
 # Its error messages come from urllib, from sockets and from itself. The first pattern that matches decides.
 _MEANINGS: tuple[tuple[str, str], ...] = (
     (r"infinite loop|redirect error", "too_many_redirects"),
-    (r"X-Robots-Tag", "refused_by_robots"),
+    (r"X-Robots-Tag", "x_robots_tag"),
     (r"timed out|timeout", "timeout"),
     (r"name or service not known|nodename nor servname|getaddrinfo|no address assoc|name resolution", "dns"),
     (r"\bssl\b|certificate|tlsv1", "tls"),

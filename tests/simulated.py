@@ -41,11 +41,19 @@ class Network:
     """aiohttp's session, as far as the Fetcher uses it. `serve(url, time, in flight at its host)` says what comes.
 
     `requests` are URLs and times in order, `counts` their numbers by URL, `answered` the times of each host's answers,
-    `most` the most in flight at each host.
+    `most` the most in flight at each host. `robots_txt(url, time)` says what comes for a robots.txt, whose requests are
+    in `robots_requests` alone.
     """
 
-    def __init__(self, serve: Callable[[yarl.URL, float, int], Answer], read_timeout: float):
+    def __init__(
+        self,
+        serve: Callable[[yarl.URL, float, int], Answer],
+        read_timeout: float,
+        robots_txt: Callable[[yarl.URL, float], Answer],
+    ):
         self.serve = serve
+        self.robots_txt = robots_txt
+        self.robots_requests: list[tuple[str, float]] = []
         self.read_timeout = read_timeout
         self.requests: list[tuple[str, float]] = []
         self.counts: Counter[str] = Counter()
@@ -56,22 +64,31 @@ class Network:
     @asynccontextmanager
     async def get(self, url: yarl.URL, **_: object) -> AsyncIterator["_Response"]:
         loop, host = asyncio.get_running_loop(), f"{url.host}:{url.port}"
+        if url.path == "/robots.txt":
+            self.robots_requests.append((str(url), loop.time()))
+            answer = self.robots_txt(url, loop.time())
+            await self._wait(answer)
+            yield _Response(answer)
+            return
         self.requests.append((str(url), loop.time()))
         self.counts[str(url)] += 1
         self.now[host] += 1
         self.most[host] = max(self.most[host], self.now[host])
         try:
             answer = self.serve(url, loop.time(), self.now[host])
-            if answer.refused:
-                raise aiohttp.ServerDisconnectedError
-            if answer.seconds is None or answer.seconds > self.read_timeout:
-                await asyncio.sleep(self.read_timeout)
-                raise aiohttp.SocketTimeoutError
-            await asyncio.sleep(answer.seconds)
+            await self._wait(answer)
             self.answered.setdefault(host, []).append(loop.time())
             yield _Response(answer)
         finally:
             self.now[host] -= 1
+
+    async def _wait(self, answer: Answer) -> None:
+        if answer.refused:
+            raise aiohttp.ServerDisconnectedError
+        if answer.seconds is None or answer.seconds > self.read_timeout:
+            await asyncio.sleep(self.read_timeout)
+            raise aiohttp.SocketTimeoutError
+        await asyncio.sleep(answer.seconds)
 
     async def close(self) -> None:
         pass
@@ -157,10 +174,13 @@ class Simulated:
 
 
 def downloaded(
-    shards: Sequence[Sequence[str]], serve: Callable[[yarl.URL, float, int], Answer], settings: DownloadSettings
+    shards: Sequence[Sequence[str]],
+    serve: Callable[[yarl.URL, float, int], Answer],
+    settings: DownloadSettings,
+    robots_txt: Callable[[yarl.URL, float], Answer] = lambda *_: Answer(0, 404),
 ) -> Simulated:
     """The shards, lists of URLs, downloaded at once."""
-    network = Network(serve, settings.read_timeout)
+    network = Network(serve, settings.read_timeout, robots_txt)
 
     async def work() -> Simulated:
         async with Downloader(settings) as downloader:

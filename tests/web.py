@@ -114,19 +114,22 @@ class _Server(ThreadingHTTPServer):
 class Web:
     """The server, a context manager: `put` serves an answer at a path, `requests` has time, path and headers of each.
 
+    Those for robots.txt are in `robots_requests` alone, so that a test of images need not know of them.
     To a downloader each address is a host of its own: all of 127.0.0.0/8 is this machine.
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.pages: dict[str, Answer] = {}
         self.requests: list[tuple[float, str, dict[str, str]]] = []
+        self.robots_requests: list[tuple[float, str, dict[str, str]]] = []
         web = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                web.requests.append((time.monotonic(), self.path, dict(self.headers)))
+                requests = web.robots_requests if self.path == "/robots.txt" else web.requests
+                requests.append((time.monotonic(), self.path, dict(self.headers)))
                 # A client that hangs up in the middle is what many of these tests want.
                 with suppress(ConnectionError):
                     web.pages.get(self.path, send(b"no such page", 404))(self)

@@ -107,10 +107,10 @@ def test_public_addresses_are_admitted(address: str):
 
 def test_a_local_server_is_refused_unless_it_is_allowed(web: Web):
     url = web.put("/allowed.jpg", send(JPEG))
-    before = len(web.requests)
+    before = len(web.requests + web.robots_requests)
     assert status_of(url, DownloadSettings()) == "blocked_address"
     assert status_of(url, DownloadSettings(allowed_hosts=("127.0.0.1:1", "localhost:80"))) == "blocked_address"
-    assert len(web.requests) == before
+    assert len(web.requests + web.robots_requests) == before
     assert status_of(url, settings_for(web)) == "ok"
 
 
@@ -165,10 +165,10 @@ def test_every_connection_is_checked_by_open_socket(web: Web, monkeypatch: pytes
         return refused.value.status
 
     resolve(monkeypatch, "127.0.0.1")
-    before = len(web.requests)
+    before = len(web.requests + web.robots_requests)
     for host in ("rebound.example", "127.0.0.1"):
         assert asyncio.run(fetch(f"http://{host}:{web.server.server_port}/allowed.jpg")) == "blocked_address"
-    assert len(web.requests) == before
+    assert len(web.requests + web.robots_requests) == before
 
 
 def test_open_socket_admits_public_and_allowed_addresses_only():

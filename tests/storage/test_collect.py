@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
@@ -313,7 +314,7 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
         (1, 20 * ["connect"], False),
         (1, 19 * ["connect"], True),
         (4, 4 * ["connect"], True),  # four servers may well be gone
-        *((5, [*5 * ["connect"], answer], True) for answer in ("ok", "http_404", "tls", "bad_response", "too_big")),
+        *((5, [*5 * ["connect"], answer], True) for answer in ("ok", "http_404", "tls", "robots_txt", "too_big")),
     ],
 )
 def test_a_network_is_lost_if_no_host_of_many_rows_is_reached(hosts: int, found: list[str], reached: bool):
@@ -470,6 +471,52 @@ def test_a_url_that_was_forgotten_is_not_requested(web: Web, tmp_path: Path, ret
     assert left.count(withdrawn) == (1 if retried else 0), "the second shard was not touched: `gc` takes it"
     with pytest.raises(ValueError, match="retry_statuses names 'forgotten'"):
         dataclasses.replace(settings, retry_statuses=("forgotten",))
+
+
+def test_opt_outs_are_counted_and_a_robots_txt_that_failed_is_asked_for_again(tmp_path: Path):
+    root, file, image = tmp_path / "root", tmp_path / "list.tsv", send(encode(draw(seed=5)))
+    with Web() as web, Web("127.0.0.5") as fails:
+        for server, names in ((web, ("ok", "no/a")), (fails, ("ok", "no/b"))):
+            for name in names:
+                server.put(f"/{name}.jpg", image)
+        web.put("/train.jpg", send(b"x", X_Robots_Tag="noai"))
+        web.put("/index.jpg", in_turn(send(b"x", X_Robots_Tag="noindex"), image))
+        web.put("/robots.txt", send(b"User-agent: *\nDisallow: /no/\n"))
+        fails.put("/robots.txt", in_turn(send(b"", 503), send(b"User-agent: vlbert-downloader\nDisallow: /no/\n")))
+        paths = ["ok", "no/a", "train", "index"]
+        lines = [*(f"{path}\t/{path}.jpg" for path in paths), *(f"f\t{fails.url(f'/{p}.jpg')}" for p in ("ok", "no/b"))]
+        download = DownloadSettings(deadline=3, retries=0, second_pass=0, allowed_hosts=(web.host, fails.host))
+        settings = served(web, file, *lines, rows_per_shard=6, download=download)
+        collected = quietly(root, settings)
+        expected = ["ok", "robots_txt", "noai", "noindex", "robots_txt_failed", "robots_txt_failed"]
+        assert statuses(root) == expected
+        assert collected.counts == dict(Counter(expected))
+        (manifest,) = (of(root).manifest(IMAGES, shard) for shard in of(root).shards(IMAGES))
+        details = manifest.table.to_pydict()["detail"]
+        assert "Disallow: /no/" in details[1]
+        assert "robots.txt: HTTP 503" in details[4]
+
+        count = len(web.requests)
+        collected = quietly(root, dataclasses.replace(settings, retry_statuses=("robots_txt_failed",)))
+        assert (collected.retried_rows, collected.newly_ok) == (2, 1)
+        assert statuses(root) == [*expected[:4], "ok", "robots_txt"]
+        assert [path for _, path, _ in fails.requests] == ["/ok.jpg"]
+        assert len(fails.robots_requests) == 2
+        assert web.requests[count:] == []  # what was forbidden for good is not requested again
+
+        free = dataclasses.replace(download, obey_robots_txt=False, obey_noindex=False)
+        again = dataclasses.replace(settings, download=free, retry_statuses=("robots_txt", "noindex", "noai"))
+        assert quietly(root, again).newly_ok == 3
+        assert statuses(root) == ["ok", "ok", "noai", "ok", "ok", "ok"]
+
+
+@pytest.mark.parametrize(("status", "field"), [("robots_txt", "obey_robots_txt"), ("noindex", "obey_noindex")])
+def test_a_list_that_is_forbidden_as_a_whole_names_the_setting(status: str, field: str, tmp_path: Path):
+    with Web() as web:
+        web.put("/robots.txt", send(b"User-agent: *\nDisallow: /" if status == "robots_txt" else b""))
+        web.put("/a.jpg", send(encode(draw()), X_Robots_Tag="noimageindex"))
+        with pytest.raises(NothingStored, match=f"1 {status}.*download.{field}=false"):
+            quietly(tmp_path / "root", served(web, tmp_path / "list.tsv", "a\t/a.jpg"))
 
 
 def test_files_whose_name_was_forgotten_are_not_imported(tmp_path: Path):

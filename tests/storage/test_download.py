@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import importlib.metadata
-import re
 import socket
 import struct
 import subprocess
@@ -258,9 +257,9 @@ def test_requests_name_the_program_and_its_contact_and_send_no_cookies(web: Web)
     [send(b"", 404), send(b"<html>"), send(JPEG[:-200]), send(b"x", length=10**12)],
 )
 def test_a_lasting_failure_is_not_requested_again(web: Web, lasting: Answer):
-    before = len(web.requests)
+    before = web.count_of("/lasting.jpg")
     assert one(web.put("/lasting.jpg", lasting), settings_for(web, retries=2, second_pass=30)).status != "ok"
-    assert len(web.requests) - before == 1
+    assert web.count_of("/lasting.jpg") - before == 1
 
 
 def test_a_body_that_is_cut_off_is_requested_once_more(web: Web):
@@ -313,61 +312,6 @@ def test_a_dead_port_is_tried_for_every_row_and_is_no_fault_of_another_port(web:
     results = downloaded(rows_of(*urls), settings)
     assert [item.status for item in results] == 50 * ["connect"] + 5 * ["ok"]
     assert len([item for item in results if "attempts" in item.detail]) <= 6  # no more retries when it is known
-
-
-# --- robots -----------------------------------------------------------------------------------------------------------
-
-
-def robots(*headers: str) -> Answer:
-    """An image without an end under these X-Robots-Tag headers."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        for header in headers:
-            handler.send_header("X-Robots-Tag", header)
-        handler.send_header("Content-Length", str(len(JPEG)))
-        handler.end_headers()
-        handler.wfile.write(JPEG)
-
-    return answer
-
-
-FORBIDDING = [
-    ["noai"], ["noimageai"], ["NoAI"], ["noindex, noai"], ["noindex,noimageai , nofollow"], ["noindex", "noai"],
-    ["vlbert-downloader: noai"], ["VLBERT-Downloader: noindex, noimageai"], ["*: noai"], ["max-snippet: 20, noai"],
-    ["vlbert-downloader/0.1: noai"], ["otherbot: noindex, vlbert-downloader: noai"], ["otherbot: noai", "noai"],
-    ["unavailable_after: 25 Jun 2030 15:00:00 GMT, noai"], ["max-image-preview:large; noai"], ["noindex;noai"],
-    ["noai:"], ["vlbert-downloader: noai:"], ["unavailable_after: 25 Jun 2030 15:00:00 GMT; noai"],
-    ["unavailable_after: Tue, 25 Jun 2030 15:00:00 GMT, noai"],
-]  # fmt: skip
-ALLOWING = [[], [""], ["noindex"], ["none"], ["all"], ["noaim"], ["x-noai: 1"], ["otherbot: noai"]]
-ALLOWING += [["otherbot: none, noai"]]
-
-
-def test_x_robots_tag_forbids_training_with_its_own_directives_only(web: Web):
-    cases = FORBIDDING + ALLOWING
-    urls = [web.put(f"/robots/{i}.jpg", robots(*headers)) for i, headers in enumerate(cases)]
-    for headers, item in zip(cases, downloaded(rows_of(*urls), settings_for(web)), strict=True):
-        if headers in FORBIDDING:
-            assert (item.status, item.sample) == ("refused_by_robots", None), headers
-            assert re.search("noai|noimageai", item.detail, re.IGNORECASE)
-        else:
-            assert item.status == "ok", headers
-
-
-def test_a_forbidden_body_is_not_read_and_a_redirect_may_forbid_too(web: Web):
-    def forbidden(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("X-Robots-Tag", "noai")
-        handler.end_headers()
-        while True:
-            handler.wfile.write(bytes(65536))  # until the other side has hung up
-
-    url = web.put("/endless.jpg", forbidden)
-    redirect = web.put("/to", send(b"", 302, Location="/b.jpg", X_Robots_Tag="noai"))
-    web.put("/b.jpg", send(JPEG))
-    assert statuses([url, redirect], settings_for(web)) == 2 * ["refused_by_robots"]
-    assert web.count_of("/b.jpg") == 0
 
 
 # --- what is used of this machine -------------------------------------------------------------------------------------

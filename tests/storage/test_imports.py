@@ -154,7 +154,7 @@ def test_every_image_passes_the_checks_of_a_download(form: str, tmp_path: Path):
         ("Remote end closed connection without response", "connect"),
         ("<urlopen error [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed>", "tls"),
         ("IncompleteRead(100 bytes read, 900 more expected)", "short_body"),
-        ("Use of image disallowed by X-Robots-Tag directive", "refused_by_robots"),
+        ("Use of image disallowed by X-Robots-Tag directive", "x_robots_tag"),
         ("unknown url type: '//example.test/a.jpg'", "bad_url"),
         ("image decoding error", "not_image"),
         ("image too small", "bad_geometry"),
