@@ -119,6 +119,7 @@ FILES: dict[str, tuple[str, list[str], list[str]]] = {
     "many in a row": ("Disallow: /***a***", ["/b"], ["/a", "/ba"]),
     "the end": ("Disallow: /*.png$\nDisallow: /x$", ["/a.png?b", "/xy", "/a.pngs"], ["/a.png", "/x"]),
     "a wildcard is as long as any octet": ("Allow: /a.jpg\nDisallow: /*.jpg$", ["/a.jpg?"], ["/a.jpg", "/b.jpg"]),
+    "an escape is one octet": ("Allow: /*.jpg\nDisallow: /p?id", ["/p?id=1.jpg"], ["/p?id=1.gif"]),
     "a dollar inside": ("Disallow: /a$b", ["/a", "/a$"], ["/a$b", "/a%24b"]),
     "query": ("Disallow: /*?size=\nDisallow: /q?$", ["/a?b=size=", "/q?a", "/q"], ["/a?size=3", "/q?", "/q%3f"]),
     "percent-encoding": (
@@ -427,6 +428,18 @@ def test_a_robots_txt_that_cannot_be_had_is_tried_again_for_the_second_pass(brok
         assert done.seconds < 40
     else:
         assert done.statuses == {"ok": 640}
+
+
+@pytest.mark.parametrize(("failures", "status"), [(2, "ok"), (3, "robots_txt_failed"), (3, "connect")])
+def test_it_is_retried_as_an_image_is_and_no_url_does_so_once_more(failures: int, status: str):
+    left = [simulated.Answer(0.1, 503, refused=status == "connect")] * failures
+
+    def robots_txt(*_: object) -> simulated.Answer:
+        return left.pop() if left else simulated.Answer(0.1, body=b"")
+
+    done = simulated.downloaded([urls_of(1, 60)], image, DownloadSettings(retries=2, second_pass=0), robots_txt)
+    assert (done.statuses, asked(done)) == ({status: 60}, 3)
+    assert done.seconds < 6  # two pauses and the images; with pauses of its own, each two URLs would take a second
 
 
 @pytest.mark.parametrize(("hosts", "rows"), [(1, 500), (50, 20)])
