@@ -113,13 +113,17 @@ FILES: dict[str, tuple[str, list[str], list[str]]] = {
     "all": ("Disallow: /", ["/robots.txt"], ["/", "/a.jpg", "/robots.txt/a"]),
     "the longest decides": ("Disallow: /a/\nAllow: /a/b/\nDisallow: /a/b/c", ["/a/b/x", "/x"], ["/a/x", "/a/b/c"]),
     "whatever the order": ("Allow: /a/b/\nDisallow: /a/b/c\nDisallow: /a/", ["/a/b/x", "/x"], ["/a/x", "/a/b/c"]),
-    "allow wins a tie": ("Disallow: /a\nAllow: /a\nDisallow: /*b\nAllow: /bb", ["/a", "/bb"], ["/cb"]),
+    "allow wins a tie": (
+        "Disallow: /a\nAllow: /a\nDisallow: /*b\nAllow: /bb\nAllow: /d\nDisallow: /%64", ["/a", "/bb", "/d"], ["/cb"],
+    ),
     "a wildcard": ("Disallow: /*.gif\nDisallow: /a/*/c", ["/a/c", "/gif"], ["/x.gif", "/x/y.gif?z", "/a/b/c", "/a//c"]),
     "several wildcards": ("Disallow: /*a*b*c$", ["/abcd", "/cba", "/ab"], ["/abc", "/xaxbxc", "/abcc"]),
     "many in a row": ("Disallow: /***a***", ["/b"], ["/a", "/ba"]),
     "the end": ("Disallow: /*.png$\nDisallow: /x$", ["/a.png?b", "/xy", "/a.pngs"], ["/a.png", "/x"]),
     "a wildcard is as long as any octet": ("Allow: /a.jpg\nDisallow: /*.jpg$", ["/a.jpg?"], ["/a.jpg", "/b.jpg"]),
-    "an escape is one octet": ("Allow: /*.jpg\nDisallow: /p?id", ["/p?id=1.jpg"], ["/p?id=1.gif"]),
+    "the length is that of the encoded path": (  # /%62%61 is /ba, and /?a is /%3Fa
+        "Disallow: /%62%61\nAllow: /*a*\nAllow: /*z*\nDisallow: /?a", ["/ba", "/ca"], ["/?az"],
+    ),
     "a dollar inside": ("Disallow: /a$b", ["/a", "/a$"], ["/a$b", "/a%24b"]),
     "query": ("Disallow: /*?size=\nDisallow: /q?$", ["/a?b=size=", "/q?a", "/q"], ["/a?size=3", "/q?", "/q%3f"]),
     "percent-encoding": (
