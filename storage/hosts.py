@@ -42,11 +42,11 @@ class Transient(Refused):
 class Hosts:
     """At most `at_once` URLs in flight, `per_host` of one host. Hosts with waiting URLs take turns.
 
-    The invariant: every URL that may be requested is, and no URL of a host that answers ends as `host_timeout`. A host that never
-    answered is silent after `breaker` failures in a row (URLs that timed out or found no connection). If a host has
-    answered before, the URL that it answered is requested again first. Only if that fails too is the host silent. URLs
-    of a silent host get a short deadline. Any answer ends the silence, and these URLs are requested again as usual.
-    docs/download.md has the rules.
+    The invariant: every URL is requested that robots.txt allows, and no URL of a host that answers ends as
+    `host_timeout`. A host that never answered is silent after `breaker` failures in a row (URLs that timed out or found
+    no connection). If a host has answered before, the URL that it answered is requested again first. Only if that fails
+    too is the host silent. URLs of a silent host get a short deadline. Any answer ends the silence, and these URLs are
+    requested again as usual. docs/download.md has the rules.
 
     The number of URLs of a host in flight follows its answers. It grows after a round of answers as fast as before: by
     an eighth, or by one if it was lowered before. It is halved after a round of slow answers or of many lost
