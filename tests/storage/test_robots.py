@@ -361,11 +361,11 @@ def test_waiting_for_it_takes_nothing_of_the_deadline_of_a_url(origins: Origins)
 
     host = origins.add(after(1.0, b""))
     origins.web.put("/slow.jpg", after(1.0, JPEG))
-    assert statuses([f"http://{host}/slow.jpg"], settings_for(host, deadline=1.6)) == ["ok"]
+    assert statuses([f"http://{host}/slow.jpg"], settings_for(host, deadline=1.9)) == ["ok"]
 
 
 def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_txt(origins: Origins):
-    host = origins.add(in_turn(silent(1.5), send(b"")))
+    host = origins.add(in_turn(silent(9), send(b"")))
     urls = [f"http://{host}/{number}.jpg" for number in range(4)]
     for url in urls:
         origins.web.put(yarl.URL(url).path, send(JPEG))
@@ -383,7 +383,7 @@ def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_
                 with pytest.raises(asyncio.CancelledError):
                     await one
                 assert [item.status for item in await two] == ["ok", "ok"]
-                assert time.monotonic() - begin < 1
+                assert time.monotonic() - begin < 1.8  # less than `read_timeout`
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(work())
