@@ -129,7 +129,7 @@ def occurrences(store: ObjectStore, urls: Collection[str]) -> Counter[str]:
 def read_urls(file: str) -> list[str]:
     """The URLs of a file, one a line; ValueError if it cannot be read, or holds none."""
     try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"urls={file} cannot be read: {error}; name a file with a URL a line") from error
     found = [line.strip() for line in lines if line.strip()]
@@ -166,7 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = [*dict.fromkeys(urls + (read_urls(settings.urls) if settings.urls else []))]
         if not wanted:
             raise ValueError("no URL is given: name some, or a file with one a line: urls=FILE")
-        store = open_store(options.root)
+        store = open_store(options.root, write=False)  # makes no folder; a put raises its own errors
+        if next(iter(store.list()), None) is None:
+            raise ValueError(f"{store.where()} holds nothing; see how the root's name is written")
         new = forget(store, wanted)
         print(f"{len(new):,} URLs are forgotten now, {len(wanted) - len(new):,} were before", flush=True)
         found = occurrences(store, wanted)

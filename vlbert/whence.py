@@ -3,7 +3,7 @@
     python -m vlbert.whence CHECKPOINT                     the runs that led to it, and on what they were trained
     python -m vlbert.whence CHECKPOINT URL                 each time that it saw this image: dataset, shard, epoch, step
     python -m vlbert.whence CHECKPOINT KEY                 the same of a sample, by its key
-    python -m vlbert.whence CHECKPOINT out=seen.parquet    all of them: times, first and last step of each run
+    python -m vlbert.whence CHECKPOINT out=seen.parquet    all of them, with the steps of each run
 
 CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the newest of the run) or ROOT/runs/RUN/best. Steps count from 1, as
 in metrics.jsonl. docs/provenance.md says what can be known of samples that were not readable.
@@ -36,9 +36,11 @@ _KEY = re.compile(r"[0-9a-f]{20}")
 class WhenceSettings:
     """Where to look, and what to write."""
 
-    out: str | None = None  # Parquet file for all samples: url, key, dataset, shard, run, times, first_step, last_step
+    out: str | None = (
+        None  # Parquet file for all samples: url, key, dataset, shard, run, times, first_step, last_step, steps
+    )
     root: str | None = None  # folder or s3://bucket/prefix that holds the snapshots, if the checkpoint was moved
-    task_folder: str | None = None  # the files of a fine-tuning's task, if they are not where they were
+    task_folder: tuple[str, ...] = ()  # folders with the files of fine-tunings' tasks, if they are not where they were
 
 
 def column_of(what: str) -> str:
@@ -75,9 +77,9 @@ def export(runs: Sequence[Trained], file: str) -> int:
     rows = 0
     with pq.ParquetWriter(file, TABLE, compression="zstd") as writer:
         for trained in runs:
-            table = all_seen(trained)
-            writer.write_table(table)
-            rows += len(table)
+            for table in all_seen(trained):
+                writer.write_table(table)
+                rows += len(table)
     return rows
 
 
