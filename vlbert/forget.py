@@ -166,9 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = [*dict.fromkeys(urls + (read_urls(settings.urls) if settings.urls else []))]
         if not wanted:
             raise ValueError("no URL is given: name some, or a file with one a line: urls=FILE")
-        store = open_store(options.root, write=False)  # makes no folder; a put raises its own errors
-        if next(iter(store.list()), None) is None:
-            raise ValueError(f"{store.where()} holds nothing; see how the root's name is written")
+        found = open_store(options.root, write=False)  # makes no folder
+        if next(iter(found.list()), None) is None:
+            raise ValueError(f"{found.where()} holds nothing; see how the root's name is written")
+        store = open_store(options.root)
         new = forget(store, wanted)
         print(f"{len(new):,} URLs are forgotten now, {len(wanted) - len(new):,} were before", flush=True)
         found = occurrences(store, wanted)

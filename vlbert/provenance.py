@@ -215,12 +215,19 @@ def lineage(
     while record and "run" in record:
         stores = [*first, checkpoint.folder.store]
         for named in (record["root"], *roots):
-            if named not in [store.where() for store in stores]:
-                with contextlib.suppress(ValueError, OSError):  # it was another machine's
-                    stores.append(open_store(named, write=False))
+            if named not in [store.where() for store in stores] and (other := _opened(named)):
+                stores.append(other)
         found.append(Trained(record, tuple(stores), checkpoint, folders))
         record = record["init_from"]
     return found, record or {}
+
+
+@functools.lru_cache(64)  # many checkpoints name the same; one that does not answer is tried once
+def _opened(root: str) -> ObjectStore | None:
+    """A root that a record names; None where it was another machine's."""
+    with contextlib.suppress(ValueError, OSError):
+        return open_store(root, write=False)
+    return None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from loaded import ALONE, captions
 from places import PROJECT
 from programs import torchrun
 from refcoco_files import write_refcoco
+from s3_faults import faulty
 from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.catalog import Catalog
@@ -372,6 +373,16 @@ def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
             forgetting.main([str(tmp_path / name), sample.url])
     assert not (tmp_path / "misspelt").exists()
     assert not [*(tmp_path / "empty").iterdir()]
+
+
+def test_credentials_that_may_only_read_forget_nothing(s3, tmp_path):
+    root = f"s3://bucket/{tmp_path.name}"
+    open_store(root).put("captions/anything", b"")
+    with faulty(s3, faults={}) as proxy:
+        proxy.plan("PUT", "", *["403"] * 3)
+        with pytest.raises(SystemExit, match="s3:PutObject"):
+            forgetting.main([root, "http://example.org/1.jpg"])
+    assert [info.path for info in open_store(root).list()] == ["captions/anything"]
 
 
 def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(pretrained, tmp_path):
