@@ -227,6 +227,7 @@ def _data_of(checkpoint: Checkpoint, store: ObjectStore | None) -> list[str]:
         )
         rows.append((one["dataset"], one["stage"], f"{one['weight'] / weights:.1%}", snapshots))
     lines += _table(("dataset", "regions", "share of the examples", "snapshots"), rows)
+    lines += _before(checkpoint)
     rows = []
     for one in datasets:
         for stage in ("images", one["stage"]):
@@ -240,6 +241,18 @@ def _data_of(checkpoint: Checkpoint, store: ObjectStore | None) -> list[str]:
     ]
     text = checkpoint.state.get("text")
     return lines + ([f"Text corpus: sha256 of its `corpus.json` {text}.", ""] if text else [])
+
+
+def _before(checkpoint: Checkpoint) -> list[str]:
+    """The runs that led to this one, the last first, and what they learned from."""
+    rows, record = [], checkpoint.state.get("init_from")
+    while record and "run" in record:
+        names = ", ".join(f"{one['dataset']}/{one['stage']}" for one in record["data"])
+        rows.append((record["run"], f"{record['step']:,}", f"{record['step'] * record['batch']:,}", names))
+        record = record["init_from"]
+    if record:
+        rows.append((PurePosixPath(record["checkpoint"]).name, *[UNKNOWN] * 3))
+    return ["Before it:", "", *_table(("run", "steps", "examples", "datasets"), rows)] if rows else []
 
 
 def _cost(

@@ -25,7 +25,7 @@ from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row
 from storage.object_store import open_store
-from storage.runs import as_json
+from storage.runs import as_json, sealed_json
 from storage.settings import to_json
 from storage.verify import verify
 from training.log import read_metrics
@@ -95,6 +95,23 @@ def test_a_model_card_has_the_numbers_of_its_run(root):
     }
     assert str(root) not in card, "no path of a machine"
     assert [*verify(Inventory(open_store(str(root))))] == [], "a card in a checkpoint's folder is no fault"
+
+
+def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
+    copied = shutil.copytree(root / "runs/pretrain", tmp_path / "root/runs/fine")
+    state = json.loads((copied / "step-0000006/state.json").read_text())
+    del state["own_sha256"]
+    start = {"checkpoint": "/home/someone/converted", "model": None}
+    first = {"run": "first", "step": 1200, "batch": 8, "init_from": start}
+    first |= {"checkpoint": "/home/someone/root/runs/first/step-0001200", "data": state["data"]}
+    (copied / "step-0000006/state.json").write_bytes(sealed_json(state | {"init_from": first}))
+    card = model_card(str(copied))
+    assert table(card, "run", "steps") == [
+        ["first", "1,200", "9,600", f"captions/regions/{DETECTOR}"],
+        ["converted", *["not recorded"] * 3],
+    ]
+    assert "/home/" not in card
+    assert "Before it" not in model_card(str(root / "runs/pretrain"))
 
 
 def test_what_a_comparison_or_an_evaluation_recorded_is_in_the_card(root, tmp_path):

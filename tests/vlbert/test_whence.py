@@ -21,6 +21,7 @@ from refcoco_files import write_refcoco
 from s3_faults import faulty
 from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
+from storage import snapshots
 from storage.catalog import Catalog
 from storage.catalog.__main__ import main as catalog_main
 from storage.catalog.commit import commit_shard
@@ -123,7 +124,9 @@ def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_of_one_dataset_over_many_epochs(tmp_path, chunk):
+def test_of_one_dataset_over_many_epochs(tmp_path, monkeypatch, chunk):
+    """Its snapshot has several row groups."""
+    monkeypatch.setattr(snapshots, "_GROUP", 3)
     root = tiny_root(tmp_path, samples=7, held_out=1)
     watched = Watched(root, at=3)
     train(run_of(root, "one", 9, chunk=chunk), ALONE, watched)
@@ -183,11 +186,12 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
     refs.rename(root / "refcoco")
 
 
-def with_another_phrase(folder: Path) -> None:
-    """The same number of examples, one of another sentence."""
+def with_images_swapped(folder: Path) -> None:
+    """The same number of examples, two of which are about each other's image."""
     file = folder / "refs(unc).p"
     refs = pickle.loads(file.read_bytes())
-    refs[1]["sentences"][0]["sent"] = "the right one"
+    for name in ("image_id", "ann_id"):
+        refs[1][name], refs[3][name] = refs[3][name], refs[1][name]
     file.write_bytes(pickle.dumps(refs, protocol=0))
 
 
@@ -198,7 +202,7 @@ def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path
     train(recipe, ALONE, one)
     (root / "refcoco").rename(tmp_path / "first")
     again, two = finetuned(root, "two", f"{root}/runs/one", steps=2)
-    with_another_phrase(root / "refcoco")
+    with_images_swapped(root / "refcoco")
     train(again, ALONE, two)
     shutil.copytree(root / "refcoco", tmp_path / "second")
     wanted = {(run, key): steps for run, of in (("one", one), ("two", two)) for key, steps in summary(of.steps).items()}
@@ -219,6 +223,11 @@ def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path
     assert replay(f"{root}/runs/two", 1, ReplaySettings(folder=str(tmp_path / "second"))).examples
     with pytest.raises(ValueError, match=changed + ".*put it back, or start another run: run=NAME"):
         train(dataclasses.replace(again, steps=3), ALONE, two)
+    shutil.copytree(tmp_path / "second", root / "refcoco", dirs_exist_ok=True)
+    train(dataclasses.replace(again, steps=3), ALONE, two)
+    recorded = [json.loads(file.read_text())["task_files"] for file in (root / "runs/two").glob("step-*/state.json")]
+    assert recorded == [RefCOCOSettings(str(tmp_path / "second")).hashes()] * 2
+    shutil.copytree(tmp_path / "first", root / "refcoco", dirs_exist_ok=True)
     # What the checkpoint saw is not known for certain.
     lines = [line.split() for line in forgotten(root, tiny_sample(5, regions=3).url)]
     assert ["runs/two/step-0000002", "two", "1", "of", "1", "perhaps"] in lines
