@@ -10,10 +10,12 @@ in metrics.jsonl. docs/provenance.md says what can be known of samples that were
 """
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -73,13 +75,17 @@ def describe(runs: Sequence[Trained], start: Mapping[str, Any]) -> list[str]:
 
 
 def export(runs: Sequence[Trained], file: str) -> int:
-    """Write every sample that these runs have seen; returns how many rows."""
-    rows = 0
-    with pq.ParquetWriter(file, TABLE, compression="zstd") as writer:
-        for trained in runs:
-            for table in all_seen(trained):
-                writer.write_table(table)
-                rows += len(table)
+    """Write every sample that these runs have seen; returns how many rows. The file appears when it is complete."""
+    rows, temporary = 0, Path(f"{file}.{os.getpid()}")
+    try:
+        with pq.ParquetWriter(temporary, TABLE, compression="zstd") as writer:
+            for trained in runs:
+                for table in all_seen(trained):
+                    writer.write_table(table)
+                    rows += len(table)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
     return rows
 
 
