@@ -361,13 +361,15 @@ def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
     train(run_of(root, "one", 4, new_shards_every=None), ALONE, watched)
     late = next(key for key, steps in watched.steps.items() if steps == [3])  # after the first checkpoint
     (sample,) = [one for one in (tiny_sample(i, regions=1 + i % 3) for i in range(20)) if one.key == late]
+    commit_samples(root, "other", [sample])  # a tombstone is one of the whole root
     (tmp_path / "urls.txt").write_text(f"{sample.url}\n\nhttp://example.org/nowhere.jpg\n")
     out = tmp_path / "seen.parquet"
     for new in (2, 0):  # again, the same list
         lines = forgotten(root, f"urls={tmp_path / 'urls.txt'}", f"out={out}")
         assert lines[0] == f"{new} URLs are forgotten now, {2 - new} were before"
         assert lines[1].endswith("are 1 of them: http://example.org/nowhere.jpg")
-        assert [line.split() for line in lines[3:-1]] == [["runs/one/step-0000004", "one", "1", "of", "2", "3"]]
+        assert lines[2] == f"rows that have them: 1 of captions/{STAGE}, 1 of other/{STAGE}"
+        assert [line.split() for line in lines[4:-1]] == [["runs/one/step-0000004", "one", "1", "of", "2", "3"]]
         assert lines[-1].startswith("to take their bytes out of the tars: python -m storage.catalog gc")
         (row,) = pq.read_table(out).to_pylist()
         assert (row["key"], row["times"], row["first_step"], row["last_step"]) == (late, 1, 3, 3)
@@ -376,6 +378,8 @@ def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
         forgetting.main([str(root), f"out={out}"])
     with pytest.raises(SystemExit, match=r"urls=.*none\.txt cannot be read"):
         forgetting.main([str(root), f"urls={tmp_path / 'none.txt'}"])
+    (tmp_path / "urls.txt").write_text("\ufeffhttp://a/1\u2028.jpg\r\nhttp://a/2.jpg", encoding="utf-8", newline="")
+    assert forgetting.read_urls(str(tmp_path / "urls.txt")) == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
     # A root whose name is misspelt gets no tombstone, and is not made.
     (tmp_path / "empty").mkdir()
     for name in ("empty", "misspelt"):
