@@ -320,7 +320,7 @@ def tell_one(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
 def forget_many(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
     """As `python -m vlbert.forget ROOT urls=FILE`."""
     store, urls = prepared
-    assert len(forget(store, urls)) == len(urls) == sum(occurrences(store, urls).values())
+    assert len(forget(store, urls)) == len(urls) == sum(found.total() for found in occurrences(store, urls).values())
     table, unknown = sightings(store, urls)
     assert not unknown, unknown
     return report(store, table, unknown, len(urls))

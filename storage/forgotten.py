@@ -6,6 +6,7 @@ A tombstone is put once and never changed. It holds for all datasets of the root
 go with `python -m storage.catalog gc ROOT --delete` (storage/erase.py). To take a tombstone back, delete its file.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Collection, Iterable
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.digests import check_version
-from storage.object_store import ObjectMissing, ObjectStore
+from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.redact import shown_url
 from storage.runs import read_sealed, sealed_json
 
@@ -45,20 +46,29 @@ def forget(store: ObjectStore, urls: Iterable[str]) -> list[str]:
 
 
 def forgotten_urls(store: ObjectStore) -> frozenset[str]:
-    """The URLs of all tombstones; one listing, and a request for each. ValueError names one that is damaged."""
-    paths = [info.path for info in store.list(f"{TOMBSTONES}/") if info.path.endswith(".json")]
-    if not paths:
+    """The URLs of all tombstones; one listing, and a request for each that this process has not read yet.
+
+    ValueError names one that is damaged.
+    """
+    found = [info for info in store.list(f"{TOMBSTONES}/") if info.path.endswith(".json")]
+    if not found:
         return frozenset()
     with ThreadPoolExecutor(_READERS) as pool:
-        return frozenset().union(*pool.map(lambda path: _read(store, path), paths))
+        return frozenset().union(*pool.map(functools.partial(_urls_of, store), found))
 
 
-def _read(store: ObjectStore, path: str) -> list[str]:
-    where = store.where(path)
+def _urls_of(store: ObjectStore, info: ObjectInfo) -> list[str]:
     try:
-        tombstone = read_sealed(store.get(path), where)
+        return _read(store, info)
     except ObjectMissing:
         return []  # it was taken back since the listing
+
+
+@functools.lru_cache(2**16)
+def _read(store: ObjectStore, info: ObjectInfo) -> list[str]:
+    path, where = info.path, store.where(info.path)
+    try:
+        tombstone = read_sealed(store.get(path), where)
     except ValueError as error:
         raise ValueError(f"{error}; put it back from a copy, or delete it and forget its URLs again") from error
     check_version(tombstone.get("version"), TOMBSTONE_VERSION, where)

@@ -98,7 +98,7 @@ def shard_without(data: bytes, removed: Iterable[tuple[int, int]]) -> bytes | No
     for offset, length in removed:
         parts.append(data[start:offset])
         start = offset + length
-    end = max((span.offset + span.length for span, _ in each_span(data)), default=0)
+    end = max((end for _, _, end, _ in _groups(data, "the shard")), default=0)
     rest = b"".join([*parts, data[start:end]])
     if not rest:
         return None

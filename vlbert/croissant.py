@@ -8,6 +8,7 @@ from typing import Any
 from storage.catalog import Catalog
 from storage.inventory import Inventory
 from storage.object_store import ObjectStore
+from storage.snapshots import read_snapshot
 
 CONFORMS = "http://mlcommons.org/croissant/1.0"
 _CONTEXT = {
@@ -64,24 +65,28 @@ _MEMBERS = (  # of the tars: name of the set, suffix, kind, words
 
 
 def croissant(store: ObjectStore, dataset: str, description: str) -> dict[str, Any]:
-    """The content of croissant.json: the tars of the last stage that has a snapshot, and the samples of the newest one.
+    """The content of croissant.json: the newest snapshot of the last stage that has one, and its tars; else the tars of
+    all shards.
 
-    File names are relative to the dataset's folder. ValueError where nothing of the dataset is committed.
+    Where the snapshot names images that were forgotten since, it is that of a new one, which is written. File names are
+    relative to the dataset's folder. ValueError where nothing of the dataset is committed.
     """
     inventory, catalog = Inventory(store, dataset), Catalog(store, dataset)
     stages = sorted(stage for _, stage in inventory.manifests)
     stage = next((one for one in reversed(stages) if inventory.newest(dataset, one)), stages[-1])
-    tars = [
-        _file_object(
-            PurePosixPath(header.tar).name,
-            header.tar.removeprefix(f"{dataset}/"),
-            "application/x-tar",
-            header.tar_sha256,
-            header.tar_bytes,
-        )
-        for header in catalog.headers(stage).values()
-        if header.tar
-    ]
+    folder, newest = f"{stage}/", inventory.newest(dataset, stage)
+    if newest:
+        path = f"{dataset}/{stage}/snapshots/{newest}.parquet"
+        snapshot, shards = read_snapshot(store, path)
+        gone = any(one["tar"] and f"{dataset}/{folder}{one['tar']}" not in inventory.tars for one in shards)
+        if gone or catalog.holds_forgotten(snapshot):
+            path = f"{dataset}/{stage}/snapshots/{catalog.pin(stage).id}.parquet"
+            snapshot, shards = read_snapshot(store, path)
+        held = [(one["tar"], one["tar_sha256"], one["tar_bytes"]) for one in shards if one["tar"]]
+    else:
+        headers = catalog.headers(stage).values()
+        held = [(PurePosixPath(one.tar).name, one.tar_sha256, one.tar_bytes) for one in headers if one.tar]
+    tars = [_file_object(tar, folder + tar, "application/x-tar", sha256, size) for tar, sha256, size in held]
     inside = [{"@id": tar["@id"]} for tar in tars]
     sets = [
         {
@@ -96,11 +101,10 @@ def croissant(store: ObjectStore, dataset: str, description: str) -> dict[str, A
         for name, suffix, kind, words in _MEMBERS
     ]
     found, records = [], []
-    if newest := inventory.newest(dataset, stage):
-        info = inventory.snapshots[dataset, stage][newest]
-        sha256 = hashlib.sha256(store.get(info.path)).hexdigest()
-        name = f"snapshot-{newest}"
-        found = [_file_object(name, info.path.removeprefix(f"{dataset}/"), "application/x-parquet", sha256, info.size)]
+    if newest:
+        data, name = store.get(path), f"snapshot-{snapshot.id}"
+        sha256 = hashlib.sha256(data).hexdigest()
+        found = [_file_object(name, path.removeprefix(f"{dataset}/"), "application/x-parquet", sha256, len(data))]
         records = [_record_set(name, [n for n in _COLUMNS if n != "num_regions" or stage != "images"])]
     return {
         "@context": _CONTEXT,

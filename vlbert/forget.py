@@ -109,27 +109,25 @@ def _rows(folder: str, run: str, found: Sequence[tuple[str, Found, int | None]])
     return rows
 
 
-def occurrences(store: ObjectStore, urls: Collection[str]) -> Counter[str]:
-    """Of each of these URLs in how many samples it is that are committed now, over all datasets and their images."""
-    counts = Counter()
+def occurrences(store: ObjectStore, urls: Collection[str]) -> dict[str, Counter[str]]:
+    """DATASET/STAGE -> of each of these URLs how many rows have it that are committed now."""
 
     def hits(place: tuple[Catalog, str]) -> Counter[str]:
         found = Counter()
-        for table in place[0].columns(place[1], ["url", "status"]):
+        for table in place[0].columns(place[1], ["url"]):
             found.update(table["url"].filter(is_among(table["url"], urls)).to_pylist())
         return found
 
     places = [(Catalog(store, name), stage) for name, stage in Inventory(store).manifests]
     with ThreadPoolExecutor(_READERS) as pool:
-        for found in pool.map(hits, places):
-            counts.update(found)
-    return counts
+        counts = pool.map(hits, places)
+        return {f"{one.dataset}/{stage}": found for (one, stage), found in zip(places, counts, strict=True)}
 
 
 def read_urls(file: str) -> list[str]:
     """The URLs of a file, one a line; ValueError if it cannot be read, or holds none."""
     try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"urls={file} cannot be read: {error}; name a file with a URL a line") from error
     found = [line.strip() for line in lines if line.strip()]
@@ -166,14 +164,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = [*dict.fromkeys(urls + (read_urls(settings.urls) if settings.urls else []))]
         if not wanted:
             raise ValueError("no URL is given: name some, or a file with one a line: urls=FILE")
+        found = open_store(options.root, write=False)  # makes no folder
+        if next(iter(found.list()), None) is None:
+            raise ValueError(f"{found.where()} holds nothing; see how the root's name is written")
         store = open_store(options.root)
         new = forget(store, wanted)
         print(f"{len(new):,} URLs are forgotten now, {len(wanted) - len(new):,} were before", flush=True)
         found = occurrences(store, wanted)
-        missing = [url for url in wanted if url not in found]
+        listed = {url for of_stage in found.values() for url in of_stage}
+        missing = [url for url in wanted if url not in listed]
         if missing:
             shown = ", ".join(map(shown_url, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
             print(f"in no list under {store.where()} are {len(missing):,} of them: {shown}", flush=True)
+        rows = [f"{count.total():,} of {place}" for place, count in sorted(found.items()) if count]
+        if rows:  # a name may be another image's in another dataset
+            print(f"rows that have them: {', '.join(rows)}", flush=True)
         table, unknown = sightings(store, wanted)
         print("\n".join(report(store, table, unknown, len(wanted))), flush=True)
         if settings.out:

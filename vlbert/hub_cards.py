@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from huggingface_hub import DatasetCardData, EvalResult, ModelCardData
 
 from storage.catalog import Catalog
+from storage.forgotten import forgotten_urls, is_among
 from storage.inventory import Inventory
 from storage.manifests import OK, Header
 from storage.object_store import ObjectStore, open_store
@@ -226,6 +227,7 @@ def _data_of(checkpoint: Checkpoint, store: ObjectStore | None) -> list[str]:
         )
         rows.append((one["dataset"], one["stage"], f"{one['weight'] / weights:.1%}", snapshots))
     lines += _table(("dataset", "regions", "share of the examples", "snapshots"), rows)
+    lines += _before(checkpoint)
     rows = []
     for one in datasets:
         for stage in ("images", one["stage"]):
@@ -239,6 +241,18 @@ def _data_of(checkpoint: Checkpoint, store: ObjectStore | None) -> list[str]:
     ]
     text = checkpoint.state.get("text")
     return lines + ([f"Text corpus: sha256 of its `corpus.json` {text}.", ""] if text else [])
+
+
+def _before(checkpoint: Checkpoint) -> list[str]:
+    """The runs that led to this one, the last first, and what they learned from."""
+    rows, record = [], checkpoint.state.get("init_from")
+    while record and "run" in record:
+        names = ", ".join(f"{one['dataset']}/{one['stage']}" for one in record["data"])
+        rows.append((record["run"], f"{record['step']:,}", f"{record['step'] * record['batch']:,}", names))
+        record = record["init_from"]
+    if record:
+        rows.append((PurePosixPath(record["checkpoint"]).name, *[UNKNOWN] * 3))
+    return ["Before it:", "", *_table(("run", "steps", "examples", "datasets"), rows)] if rows else []
 
 
 def _cost(
@@ -305,6 +319,7 @@ class StageFacts:
     hosts           of the URLs of its ok rows; "" of imported images, which have none
     width, height   int64, of its ok rows
     regions         mean number of regions of an ok row; None of images
+    withdrawn       how many further ok rows have a URL that was forgotten
     """
 
     stage: str
@@ -313,6 +328,7 @@ class StageFacts:
     width: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     height: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     regions: float | None = None
+    withdrawn: int = 0
 
     @property
     def statuses(self) -> dict[str, int]:
@@ -326,9 +342,11 @@ class StageFacts:
 def read_stage(catalog: Catalog, stage: str) -> StageFacts:
     """From the manifests alone; each is read twice."""
     found = StageFacts(stage, list(catalog.headers(stage).values()))
-    sizes, regions = [], []
+    sizes, regions, urls = [], [], forgotten_urls(catalog.store)
     for table in catalog.columns(stage, ["status", "url", "width", "height", "num_regions"]):
-        ok = table.filter(pc.equal(table["status"], OK))
+        held = table.filter(pc.equal(table["status"], OK))
+        ok = held.filter(pc.invert(is_among(held["url"], urls)))
+        found.withdrawn += len(held) - len(ok)
         found.hosts.update(_host(url) for url in ok["url"].to_pylist())
         sizes.append(np.stack([ok["width"].to_numpy(), ok["height"].to_numpy()]).astype(np.int64))
         regions += ok["num_regions"].drop_null().to_pylist()
@@ -365,6 +383,13 @@ def data_card(store: ObjectStore, dataset: str) -> str:
     lines += ["## Rows by status", ""]
     rows = [(one.stage, name, f"{count:,}") for one in stages for name, count in one.statuses.items()]
     lines += _table(("stage", "status", "rows"), rows)
+    for one in stages:
+        if one.withdrawn:
+            lines += [
+                f"{one.withdrawn:,} of the ok rows of {one.stage} were forgotten since. The tars have them until "
+                "`python -m storage.catalog gc ROOT --delete`.",
+                "",
+            ]
     lines += ["## Images", "", *_sizes(stages), *_hosts(stages[0]), *_sources(stages[0])]
     for one in stages:
         if one.stage.startswith("regions/"):

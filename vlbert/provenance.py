@@ -8,7 +8,8 @@ the first checkpoint is gone.
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import CAPTIONS, SnapshotSpan, seed_of
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.tasks import make_task, settings_named
+from vlbert.tasks.base import TaskSettings
 from vlbert.tasks.pretraining import PretrainingSettings
 
 _EVERY = 2**16  # draws that are computed at a time
@@ -48,6 +50,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "chunk": recipe["data"]["chunk"],
         "task": checkpoint.config["task"],
         "settings": recipe["task"],
+        "task_files": state.get("task_files"),
         "bert": recipe["bert"],
         "data": state["data"],
         "held_out": state["held_out"],
@@ -86,7 +89,7 @@ class Trained:
     record: Mapping[str, Any]
     roots: tuple[ObjectStore, ...]
     checkpoint: Checkpoint
-    folder: str | None = None  # of the task's files, in place of that in the record
+    folders: tuple[str, ...] = ()  # where its task's files may lie, before that of the record
     weights: Sequence[float] = field(init=False)
 
     def __post_init__(self):
@@ -144,11 +147,10 @@ class Trained:
         kind = settings_named(self.record["task"])
         if kind is None:
             raise ValueError(f"{self.record['task']} of {self.run} is the settings of no task: import it into TASKS")
-        settings = from_json(kind, self.record["settings"] | ({"folder": self.folder} if self.folder else {}), self.run)
         store, path = self.store_of(use.dataset, use.stage, span.snapshot)
         urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
         try:
-            task = make_task(settings, self._vocabulary, self.checkpoint.num_classes)
+            task = make_task(self._settings(kind), self._vocabulary, self.checkpoint.num_classes)
             restore_saved(task, self.checkpoint)
             examples = task.examples(_Urls(urls, forgotten_urls(store)), None)
         except ValueError as error:
@@ -161,6 +163,20 @@ class Trained:
                 "the files of the task have changed; name those that it had: task_folder=FOLDER"
             )
         return np.asarray(examples.samples, np.int64)
+
+    def _settings(self, kind: type[TaskSettings]) -> TaskSettings:
+        """Those of its task, with the first folder that has its files; ValueError where those are others now."""
+        own = from_json(kind, self.record["settings"], self.run).to_train()
+        places = [own if folder is None else replace(own, folder=folder) for folder in (*self.folders, None)]
+        whole = [one for one in places if all(Path(one.folder, name).is_file() for name in one.files)]
+        for number, one in enumerate(whole):
+            try:
+                one.check_same(self.record.get("task_files"), self.record["checkpoint"], "name the folder that has it")
+                return one
+            except ValueError:
+                if number == len(whole) - 1:
+                    raise
+        return places[0]  # whose reader says what is missing
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -179,10 +195,12 @@ class _Urls:
         return len(self.urls)
 
 
-def lineage(checkpoint: Checkpoint, root: str | None = None, folder: str | None = None) -> tuple[list[Trained], dict]:
+def lineage(
+    checkpoint: Checkpoint, root: str | None = None, folders: tuple[str, ...] = ()
+) -> tuple[list[Trained], dict]:
     """The runs that led to a checkpoint, itself first, and the record of what the first of them started from.
 
-    root: where snapshots are looked for, too. folder: that of the task's files, if they are not where they were. The
+    root: where snapshots are looked for, too. folders: where files of the runs' tasks are looked for first. The
     record is {} if it started from random weights. ValueError where the checkpoint does not say what it was trained on.
     """
     record = record_of(checkpoint)
@@ -193,14 +211,23 @@ def lineage(checkpoint: Checkpoint, root: str | None = None, folder: str | None 
         )
     found = []
     first = [open_store(root, write=False)] if root else []
+    roots = [checkpoint.config["recipe"]["data"]["root"]]  # of a folder that was copied from there
     while record and "run" in record:
         stores = [*first, checkpoint.folder.store]
-        if record["root"] not in [store.where() for store in stores]:
-            with contextlib.suppress(ValueError, OSError):  # it was another machine's
-                stores.append(open_store(record["root"], write=False))
-        found.append(Trained(record, tuple(stores), checkpoint, None if found else folder))
+        for named in (record["root"], *roots):
+            if named not in [store.where() for store in stores] and (other := _opened(named)):
+                stores.append(other)
+        found.append(Trained(record, tuple(stores), checkpoint, folders))
         record = record["init_from"]
     return found, record or {}
+
+
+@functools.lru_cache(64)  # many checkpoints name the same; one that does not answer is tried once
+def _opened(root: str) -> ObjectStore | None:
+    """A root that a record names; None where it was another machine's."""
+    with contextlib.suppress(ValueError, OSError):
+        return open_store(root, write=False)
+    return None
 
 
 @dataclass(frozen=True)
@@ -279,45 +306,59 @@ TABLE = pa.schema(
         pa.field("times", pa.int64()),
         pa.field("first_step", pa.int64()),
         pa.field("last_step", pa.int64()),
+        pa.field("steps", pa.list_(pa.int64())),
     ]
 )
 
 
-def all_seen(trained: Trained) -> pa.Table:
-    """Every sample that a run took (TABLE): how often, and first and last at which step, from 1.
+def all_seen(trained: Trained) -> Iterator[pa.Table]:
+    """Every sample that a run took, once each (TABLE): how often, and at which steps, ascending, from 1.
 
     ValueError as of `seen`.
     """
-    tables = [_all_of(trained, use, span) for use in trained.uses for span in use.spans]
-    rows = pa.concat_tables([table for table in tables if table is not None] or [TABLE.empty_table()])
-    names = TABLE.names[:5]
-    found = rows.group_by(names, use_threads=False).aggregate(
-        [("times", "sum"), ("first_step", "min"), ("last_step", "max")]
-    )
-    return pa.table([found[name] for name in (*names, "times_sum", "first_step_min", "last_step_max")], schema=TABLE)
+    for use in trained.uses:
+        if len(use.spans) == 1:
+            yield from _all_of(trained, use, use.spans[0])
+        else:
+            parts = [TABLE.empty_table(), *(table for span in use.spans for table in _all_of(trained, use, span))]
+            yield _joined(pa.concat_tables(parts))
 
 
-def _all_of(trained: Trained, use: DataUse, span: SnapshotSpan) -> pa.Table | None:
-    """The rows of one snapshot; None if no sample of it was taken."""
+def _all_of(trained: Trained, use: DataUse, span: SnapshotSpan) -> Iterator[pa.Table]:
+    """The rows of one snapshot, those of a row group of its file at a time."""
     epochs = [one[1:] for one in trained.epochs(use) if one[0] == span]
     if not epochs:
-        return None
+        return
     store, path = trained.store_of(use.dataset, use.stage, span.snapshot)
-    columns = pa.concat_tables(read_columns(store, path, ["url", "key", "shard"]))
-    samples, examples = trained.samples_of(use, span), np.arange(span.examples)
-    samples = examples if samples is None else samples
-    times = np.zeros(len(columns), np.int64)
-    first, last = np.full(len(columns), np.iinfo(np.int64).max), np.zeros(len(columns), np.int64)
-    for number, (epoch, begins, taken) in enumerate(epochs):
-        if 0 < number < len(epochs) - 2:  # a whole epoch: neither the first nor the last of any sample
-            np.add.at(times, samples, 1)
-            continue
-        steps = trained.steps(use, span, epoch, begins, taken, examples)
-        ours, steps = samples[steps > 0], steps[steps > 0]
-        np.add.at(times, ours, 1)
-        np.minimum.at(first, ours, steps)
-        np.maximum.at(last, ours, steps)
-    shard = pc.utf8_lpad(columns["shard"].cast(pa.string()), 5, "0")
-    of = pa.array([use.dataset] * len(columns)), shard, pa.array([trained.run] * len(columns))
-    table = pa.table([columns["url"], columns["key"], *of, times, first, last], schema=TABLE)
-    return table.filter(pa.array(times > 0))
+    samples, start = trained.samples_of(use, span), 0
+    order = None if samples is None else np.argsort(samples, kind="stable")  # the examples by their samples
+    for columns in read_columns(store, path, ["url", "key", "shard"]):
+        ours = examples = np.arange(start, start + len(columns))
+        if order is not None:
+            examples = order[slice(*np.searchsorted(samples, [start, start + len(columns)], sorter=order))]
+            ours = samples[examples]
+        steps = np.concatenate([trained.steps(use, span, *epoch, examples) for epoch in epochs])
+        owners = np.tile(ours, len(epochs))[steps > 0] - start
+        values = steps[steps > 0][np.lexsort((steps[steps > 0], owners))]
+        times = np.bincount(owners, minlength=len(columns))
+        ends = np.cumsum(times)
+        taken, lists = times > 0, pa.ListArray.from_arrays(np.append(0, ends).astype(np.int32), values)
+        kept = columns.filter(pa.array(taken))
+        shard = pc.utf8_lpad(kept["shard"].cast(pa.string()), 5, "0")
+        of = [pa.array([name] * len(kept), pa.string()) for name in (use.dataset, trained.run)]
+        bounds = times[taken], values[(ends - times)[taken]], values[ends[taken] - 1], lists.filter(pa.array(taken))
+        yield pa.table([kept["url"], kept["key"], of[0], shard, of[1], *bounds], schema=TABLE)
+        start += len(columns)
+
+
+def _joined(table: pa.Table) -> pa.Table:
+    """Rows of several snapshots, in their order: those of one sample as one."""
+    names = TABLE.names[:5]
+    numbered = table.select(names).append_column("number", pa.array(np.arange(len(table))))
+    found = numbered.group_by(names, use_threads=False).aggregate([("number", "list")])
+    rows = found["number_list"].combine_chunks()
+    steps = table["steps"].combine_chunks().take(rows.flatten())
+    bounds = np.array(steps.offsets)[np.array(rows.offsets)].astype(np.int32)
+    values = np.array(steps.values)
+    columns = np.diff(bounds), values[bounds[:-1]], values[bounds[1:] - 1], pa.ListArray.from_arrays(bounds, values)
+    return pa.table([*(found[name] for name in names), *columns], schema=TABLE)

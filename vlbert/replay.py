@@ -141,11 +141,13 @@ def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -
     here = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = [f"{name}={value}" for name, value in here.items() if value is not None]
     data = replace(recipe.data, held_out=None, gradient_accumulation=1, cache=None, workers=0)
-    return override(replace(recipe, data=data), given)
+    return override(replace(recipe, data=data, task=recipe.task.to_train()), given)
 
 
 def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int) -> Replay:
     state, config = checkpoint.state, recipe.data
+    way_out = "put it back, or name the folder that has it: folder=FOLDER"
+    recipe.task.check_same(state.get("task_files"), checkpoint.where, way_out)
     store = open_store(config.root, write=False)
     spans = [[SnapshotSpan(**span) for span in saved["snapshots"]] for saved in state["data"]]
     weights = [saved["weight"] for saved in state["data"]]

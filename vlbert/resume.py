@@ -76,6 +76,9 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
         if complete := _complete(recipe, resumed):
             report(complete)
             return None
+        recipe.task.check_same(
+            resumed.state.get("task_files"), resumed.where, "put it back, or start another run: run=NAME"
+        )
         _report_resumed(recipe, resumed, report)
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
     data = open_data(recipe, store, resumed, resumed or init_from, world)
@@ -185,6 +188,7 @@ def open_data(
         pinned={
             "held_out": [pinned for _, pinned in held_out],
             "text": corpus.hash if corpus else None,
+            "task_files": resumed.state.get("task_files") if resumed else recipe.task.hashes() if world.first else None,
             "init_from": resumed.state.get("init_from") if resumed else start and record_of(start),
         },
     )

@@ -3,17 +3,19 @@
     python -m vlbert.whence CHECKPOINT                     the runs that led to it, and on what they were trained
     python -m vlbert.whence CHECKPOINT URL                 each time that it saw this image: dataset, shard, epoch, step
     python -m vlbert.whence CHECKPOINT KEY                 the same of a sample, by its key
-    python -m vlbert.whence CHECKPOINT out=seen.parquet    all of them: times, first and last step of each run
+    python -m vlbert.whence CHECKPOINT out=seen.parquet    all of them, with the steps of each run
 
 CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the newest of the run) or ROOT/runs/RUN/best. Steps count from 1, as
 in metrics.jsonl. docs/provenance.md says what can be known of samples that were not readable.
 """
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -36,9 +38,11 @@ _KEY = re.compile(r"[0-9a-f]{20}")
 class WhenceSettings:
     """Where to look, and what to write."""
 
-    out: str | None = None  # Parquet file for all samples: url, key, dataset, shard, run, times, first_step, last_step
+    out: str | None = (
+        None  # Parquet file for all samples: url, key, dataset, shard, run, times, first_step, last_step, steps
+    )
     root: str | None = None  # folder or s3://bucket/prefix that holds the snapshots, if the checkpoint was moved
-    task_folder: str | None = None  # the files of a fine-tuning's task, if they are not where they were
+    task_folder: tuple[str, ...] = ()  # folders with the files of fine-tunings' tasks, if they are not where they were
 
 
 def column_of(what: str) -> str:
@@ -71,13 +75,17 @@ def describe(runs: Sequence[Trained], start: Mapping[str, Any]) -> list[str]:
 
 
 def export(runs: Sequence[Trained], file: str) -> int:
-    """Write every sample that these runs have seen; returns how many rows."""
-    rows = 0
-    with pq.ParquetWriter(file, TABLE, compression="zstd") as writer:
-        for trained in runs:
-            table = all_seen(trained)
-            writer.write_table(table)
-            rows += len(table)
+    """Write every sample that these runs have seen; returns how many rows. The file appears when it is complete."""
+    rows, temporary = 0, Path(f"{file}.{os.getpid()}")
+    try:
+        with pq.ParquetWriter(temporary, TABLE, compression="zstd") as writer:
+            for trained in runs:
+                for table in all_seen(trained):
+                    writer.write_table(table)
+                    rows += len(table)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
     return rows
 
 

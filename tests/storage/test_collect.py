@@ -519,6 +519,29 @@ def test_a_list_that_is_forbidden_as_a_whole_names_the_setting(status: str, fiel
             quietly(tmp_path / "root", served(web, tmp_path / "list.tsv", "a\t/a.jpg"))
 
 
+def test_what_is_forgotten_while_its_shard_is_collected_is_in_no_snapshot_and_goes_with_gc(web: Web, tmp_path: Path):
+    image, root = encode(draw(seed=4)), tmp_path / "root"
+    withdrawn = f"http://{web.host}/meanwhile/b.jpg"
+
+    def forgetting(handler: BaseHTTPRequestHandler) -> None:
+        forget(open_store(str(root)), [withdrawn])
+        send(image)(handler)
+
+    web.put("/meanwhile/a.jpg", send(image))
+    web.put("/meanwhile/b.jpg", forgetting)
+    settings = served(web, tmp_path / "list.tsv", "one\t/meanwhile/a.jpg", "two\t/meanwhile/b.jpg")
+    quietly(root, settings)
+    catalog = of(root)
+    assert statuses(root) == ["ok", "ok"]
+    assert catalog.pin(IMAGES).ok_rows == 1
+    collect_garbage(catalog.store, 3600, delete=True)
+    assert statuses(root) == ["ok", "forgotten"]
+    assert withdrawn.encode() not in b"".join(tar.read_bytes() for tar in root.rglob("*.tar"))
+    count = len(web.requests)
+    quietly(root, settings)
+    assert len(web.requests) == count
+
+
 def test_files_whose_name_was_forgotten_are_not_imported(tmp_path: Path):
     (tmp_path / "images").mkdir()
     for name in ("a.jpg", "b.jpg"):

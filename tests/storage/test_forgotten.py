@@ -86,6 +86,23 @@ def test_what_is_no_url_is_refused(local, url):
     assert not list(local.store.list())
 
 
+def test_a_tombstone_is_read_once_and_one_that_was_taken_back_is_seen(local):
+    """Garbage collection asks for each tar: requests must not be those of all tombstones times all tars."""
+    store = Recorded(local.store, remote=True)
+    for number in range(20):
+        forget(store, [f"http://example.org/{number}.jpg"])
+    store.requests.clear()
+    for _ in range(3):
+        assert len(forgotten_urls(store)) == 20
+    assert sum(one.startswith("get ") for one in store.requests) <= 20
+    path = sorted(info.path for info in store.list("forgotten/"))[0]
+    content = local.store.get(path)
+    local.store.delete(path)
+    assert len(forgotten_urls(store)) == 19
+    local.store.put(path, content)
+    assert len(forgotten_urls(store)) == 20
+
+
 def test_a_damaged_tombstone_is_named(local):
     forget(local.store, ["http://example.org/1.jpg"])
     (path,) = (info.path for info in local.store.list())

@@ -20,10 +20,12 @@ from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, t
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
+from storage.forgotten import forget
+from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row
 from storage.object_store import open_store
-from storage.runs import as_json
+from storage.runs import as_json, sealed_json
 from storage.settings import to_json
 from storage.verify import verify
 from training.log import read_metrics
@@ -93,6 +95,23 @@ def test_a_model_card_has_the_numbers_of_its_run(root):
     }
     assert str(root) not in card, "no path of a machine"
     assert [*verify(Inventory(open_store(str(root))))] == [], "a card in a checkpoint's folder is no fault"
+
+
+def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
+    copied = shutil.copytree(root / "runs/pretrain", tmp_path / "root/runs/fine")
+    state = json.loads((copied / "step-0000006/state.json").read_text())
+    del state["own_sha256"]
+    start = {"checkpoint": "/home/someone/converted", "model": None}
+    first = {"run": "first", "step": 1200, "batch": 8, "init_from": start}
+    first |= {"checkpoint": "/home/someone/root/runs/first/step-0001200", "data": state["data"]}
+    (copied / "step-0000006/state.json").write_bytes(sealed_json(state | {"init_from": first}))
+    card = model_card(str(copied))
+    assert table(card, "run", "steps") == [
+        ["first", "1,200", "9,600", f"captions/regions/{DETECTOR}"],
+        ["converted", *["not recorded"] * 3],
+    ]
+    assert "/home/" not in card
+    assert "Before it" not in model_card(str(root / "runs/pretrain"))
 
 
 def test_what_a_comparison_or_an_evaluation_recorded_is_in_the_card(root, tmp_path):
@@ -202,6 +221,32 @@ def test_croissant_names_every_tar_and_the_columns_of_the_snapshot(root):
         assert one["source"]["extract"]["column"] in columns
 
 
+@pytest.mark.parametrize("collected", [False, True])
+def test_croissant_offers_nothing_that_was_forgotten(tmp_path, collected):
+    samples = [tiny_sample(i) for i in range(6)]
+    commit_samples(tmp_path, "captions", samples)
+    store = open_store(str(tmp_path))
+    Catalog(store, "captions").pin(f"regions/{DETECTOR}")
+    forget(store, [samples[2].url])
+    if collected:
+        collect_garbage(store, 0, delete=True)
+    write_data_card(str(tmp_path), "captions")
+    folder = tmp_path / "captions"
+    found = json.loads((folder / "croissant.json").read_text())
+    files = [one for one in found["distribution"] if one["@type"] == "cr:FileObject"]
+    for one in files:
+        assert one["sha256"] == hashlib.sha256((folder / one["contentUrl"]).read_bytes()).hexdigest()
+    (snapshot,) = (one["contentUrl"] for one in files if one["contentUrl"].endswith(".parquet"))
+    urls = pq.read_table(folder / snapshot, columns=["url"])["url"].to_pylist()
+    assert urls == [one.url for i, one in enumerate(samples) if i != 2]
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\n")
+    assert "# captions\n\n5 images with captions" in card
+    statuses = {row[1]: row[2] for row in table(card, "stage", "status")}
+    assert statuses == ({"ok": "5", "forgotten": "1"} if collected else {"ok": "6"})
+    assert ("1 of the ok rows of regions/" in card) is not collected
+
+
 def test_a_dataset_without_snapshot_has_no_samples_in_croissant(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(0)])
     main(["data", str(tmp_path), "captions"])
@@ -216,7 +261,7 @@ def test_mlcroissant_reads_it(root):
     """MLCommons' own reader, in an environment of its own: its pandas and scipy are not needed otherwise."""
     program = shutil.which("mlcroissant")
     if program is None:
-        pytest.skip("there is no mlcroissant on the PATH: pip install mlcroissant, in another environment")
+        pytest.skip("there is no mlcroissant on the PATH: pip install mlcroissant[parquet], in another environment")
     write_data_card(str(root), "captions")
     file = str(root / "captions/croissant.json")
     validated = subprocess.run([program, "validate", "--jsonld", file], capture_output=True, text=True, timeout=120)

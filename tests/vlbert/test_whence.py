@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
+import pickle
 import re
 import shutil
 from collections import defaultdict
@@ -16,8 +18,10 @@ from loaded import ALONE, captions
 from places import PROJECT
 from programs import torchrun
 from refcoco_files import write_refcoco
+from s3_faults import faulty
 from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
+from storage import snapshots
 from storage.catalog import Catalog
 from storage.catalog.__main__ import main as catalog_main
 from storage.catalog.commit import commit_shard
@@ -33,7 +37,9 @@ from vlbert import whence
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
 from vlbert.provenance import lineage, seen
+from vlbert.replay import ReplaySettings, replay
 from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
 from vlbert.train import train
 
 STAGE = f"regions/{DETECTOR}"
@@ -71,18 +77,21 @@ def told(root: Path, checkpoint: str, key: str) -> dict[str, list[int]]:
     return {run: sorted(steps) for run, steps in found.items()}
 
 
-def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """(run, key) -> times, first and last step, of the file that the program writes."""
+def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tuple[str, str], list[int]]:
+    """(run, key) -> the steps, of the file that the program writes."""
     whence.main([f"{root}/runs/{checkpoint}", f"out={file}", *fields])
     rows = pq.read_table(file).to_pylist()
-    found = {(row["run"], row["key"]): (row["times"], row["first_step"], row["last_step"]) for row in rows}
+    found = {(row["run"], row["key"]): row["steps"] for row in rows}
     assert len(found) == len(rows)
+    assert [(len(one := row["steps"]), one[0], one[-1]) for row in rows] == [
+        (row["times"], row["first_step"], row["last_step"]) for row in rows
+    ]
     return found
 
 
-def summary(steps: dict[str, list[int]], until: int = 10**9) -> dict[str, tuple[int, int, int]]:
-    kept = {key: [step for step in taken if step <= until] for key, taken in steps.items()}
-    return {key: (len(taken), min(taken), max(taken)) for key, taken in kept.items() if taken}
+def summary(steps: dict[str, list[int]], until: int = 10**9) -> dict[str, list[int]]:
+    kept = {key: sorted(step for step in taken if step <= until) for key, taken in steps.items()}
+    return {key: taken for key, taken in kept.items() if taken}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +124,9 @@ def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_of_one_dataset_over_many_epochs(tmp_path, chunk):
+def test_of_one_dataset_over_many_epochs(tmp_path, monkeypatch, chunk):
+    """Its snapshot has several row groups."""
+    monkeypatch.setattr(snapshots, "_GROUP", 3)
     root = tiny_root(tmp_path, samples=7, held_out=1)
     watched = Watched(root, at=3)
     train(run_of(root, "one", 9, chunk=chunk), ALONE, watched)
@@ -171,8 +182,86 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
     refs = (root / "refcoco").rename(tmp_path / "refs")
     with pytest.raises(SystemExit, match=r"there is no .*refs\(unc\)\.p.*; here: task_folder=FOLDER"):
         whence.main([f"{root}/runs/refcoco", f"out={tmp_path / 'none.parquet'}"])
+    assert not [*tmp_path.glob("none.parquet*")], "no file that looks whole"
     assert exported(root, "refcoco", tmp_path / "all.parquet", f"task_folder={refs}").keys() >= both.keys()
     refs.rename(root / "refcoco")
+
+
+def with_images_swapped(folder: Path) -> None:
+    """The same number of examples, two of which are about each other's image."""
+    file = folder / "refs(unc).p"
+    refs = pickle.loads(file.read_bytes())
+    for name in ("image_id", "ann_id"):
+        refs[1][name], refs[3][name] = refs[3][name], refs[1][name]
+    file.write_bytes(pickle.dumps(refs, protocol=0))
+
+
+def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path, capsys):
+    """Of two fine-tunings in a row, each with files of its own."""
+    root = tiny_root(tmp_path, samples=13, held_out=2)
+    recipe, one = finetuned(root, "one", None, steps=3, random_init=True)
+    train(recipe, ALONE, one)
+    (root / "refcoco").rename(tmp_path / "first")
+    again, two = finetuned(root, "two", f"{root}/runs/one", steps=2)
+    with_images_swapped(root / "refcoco")
+    train(again, ALONE, two)
+    shutil.copytree(root / "refcoco", tmp_path / "second")
+    wanted = {(run, key): steps for run, of in (("one", one), ("two", two)) for key, steps in summary(of.steps).items()}
+    folders = f"task_folder={tmp_path}/first,{tmp_path}/second"
+    out = tmp_path / "all.parquet"
+    assert exported(root, "two", out, f"task_folder={tmp_path}/first") == wanted
+    shutil.copytree(tmp_path / "first", root / "refcoco", dirs_exist_ok=True)  # now `two` has others
+    changed = r"refcoco/refs\(unc\)\.p has changed: .*/runs/two/step-0000002 was trained with another one \(sha256 "
+    with pytest.raises(SystemExit, match=changed + ".* name the folder that has it; here: task_folder=FOLDER"):
+        whence.main([f"{root}/runs/two", f"out={out}"])
+    assert exported(root, "two", out, f"task_folder={tmp_path}/second") == wanted
+    shutil.rmtree(root / "refcoco")
+    assert exported(root, "two", out, folders) == wanted
+    # The same of a replay, and of a training that goes on.
+    shutil.copytree(tmp_path / "first", root / "refcoco")
+    with pytest.raises(ValueError, match=changed + ".*put it back, or name the folder that has it: folder=FOLDER"):
+        replay(f"{root}/runs/two", 1)
+    assert replay(f"{root}/runs/two", 1, ReplaySettings(folder=str(tmp_path / "second"))).examples
+    with pytest.raises(ValueError, match=changed + ".*put it back, or start another run: run=NAME"):
+        train(dataclasses.replace(again, steps=3), ALONE, two)
+    shutil.copytree(tmp_path / "second", root / "refcoco", dirs_exist_ok=True)
+    train(dataclasses.replace(again, steps=3), ALONE, two)
+    recorded = [json.loads(file.read_text())["task_files"] for file in (root / "runs/two").glob("step-*/state.json")]
+    assert recorded == [RefCOCOSettings(str(tmp_path / "second")).hashes()] * 2
+    shutil.copytree(tmp_path / "first", root / "refcoco", dirs_exist_ok=True)
+    # What the checkpoint saw is not known for certain.
+    lines = [line.split() for line in forgotten(root, tiny_sample(5, regions=3).url)]
+    assert ["runs/two/step-0000002", "two", "1", "of", "1", "perhaps"] in lines
+
+
+def test_files_that_validation_alone_reads_may_be_gone_or_change(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.jsonl").write_text(split)
+    settings = VCRSettings(str(tmp_path))
+    recorded = settings.hashes()
+    assert recorded == {f"{split}.jsonl": hashlib.sha256(split.encode()).hexdigest() for split in ("train", "val")}
+    (tmp_path / "val.jsonl").write_text("another")
+    with pytest.raises(ValueError, match=r"val\.jsonl has changed: the run was .*; do this"):
+        settings.check_same(recorded, "the run", "do this")
+    settings.to_train().check_same(recorded, "the run", "do this")
+    (tmp_path / "train.jsonl").unlink()
+    settings.to_train().check_same(recorded, "the run", "do this")  # its reader says so
+
+
+def test_a_copied_checkpoint_finds_the_root_that_it_is_of(tmp_path, capsys):
+    root = tiny_root(tmp_path, samples=8, held_out=1)
+    watched = Watched(root)
+    train(run_of(root, "one", 3), ALONE, watched)
+    copy = shutil.copytree(root / "runs/one/step-0000003", tmp_path / "copy")
+    shutil.rmtree(root / "runs")
+    key = tiny_sample(3, regions=1).key
+    whence.main([str(copy), key])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("one ")]
+    assert sorted(int(row[5]) for row in rows) == sorted(watched.steps[key])
+    root.rename(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="captions/.* is gone; put it back, or name the root that has it"):
+        whence.main([str(copy), key])
+    whence.main([str(copy), key, f"root={tmp_path}/elsewhere"])
 
 
 def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
@@ -250,7 +339,7 @@ def test_the_commands_of_the_page_run(pretrained, tmp_path, monkeypatch, capsys)
     assert sample.url in page
     assert sample.key in printed[1]
     assert printed[1].splitlines()[1:] == [line for line in printed[2].splitlines()[1:] if "the URL of" not in line]
-    assert pq.read_schema("seen.parquet").names == re.findall(r"`(\w+)`", page.partition("The file has ")[2])[:8]
+    assert pq.read_schema("seen.parquet").names == re.findall(r"`(\w+)`", page.partition("The file has ")[2])[:9]
     assert printed[4].startswith("1 URLs are forgotten now")
     assert "forgotten images" in printed[5]
 
@@ -272,13 +361,15 @@ def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
     train(run_of(root, "one", 4, new_shards_every=None), ALONE, watched)
     late = next(key for key, steps in watched.steps.items() if steps == [3])  # after the first checkpoint
     (sample,) = [one for one in (tiny_sample(i, regions=1 + i % 3) for i in range(20)) if one.key == late]
+    commit_samples(root, "other", [sample])  # a tombstone is one of the whole root
     (tmp_path / "urls.txt").write_text(f"{sample.url}\n\nhttp://example.org/nowhere.jpg\n")
     out = tmp_path / "seen.parquet"
     for new in (2, 0):  # again, the same list
         lines = forgotten(root, f"urls={tmp_path / 'urls.txt'}", f"out={out}")
         assert lines[0] == f"{new} URLs are forgotten now, {2 - new} were before"
         assert lines[1].endswith("are 1 of them: http://example.org/nowhere.jpg")
-        assert [line.split() for line in lines[3:-1]] == [["runs/one/step-0000004", "one", "1", "of", "2", "3"]]
+        assert lines[2] == f"rows that have them: 1 of captions/{STAGE}, 1 of other/{STAGE}"
+        assert [line.split() for line in lines[4:-1]] == [["runs/one/step-0000004", "one", "1", "of", "2", "3"]]
         assert lines[-1].startswith("to take their bytes out of the tars: python -m storage.catalog gc")
         (row,) = pq.read_table(out).to_pylist()
         assert (row["key"], row["times"], row["first_step"], row["last_step"]) == (late, 1, 3, 3)
@@ -287,6 +378,25 @@ def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
         forgetting.main([str(root), f"out={out}"])
     with pytest.raises(SystemExit, match=r"urls=.*none\.txt cannot be read"):
         forgetting.main([str(root), f"urls={tmp_path / 'none.txt'}"])
+    (tmp_path / "urls.txt").write_text("\ufeffhttp://a/1\u2028.jpg\r\nhttp://a/2.jpg", encoding="utf-8", newline="")
+    assert forgetting.read_urls(str(tmp_path / "urls.txt")) == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
+    # A root whose name is misspelt gets no tombstone, and is not made.
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "misspelt"):
+        with pytest.raises(SystemExit, match=name):
+            forgetting.main([str(tmp_path / name), sample.url])
+    assert not (tmp_path / "misspelt").exists()
+    assert not [*(tmp_path / "empty").iterdir()]
+
+
+def test_credentials_that_may_only_read_forget_nothing(s3, tmp_path):
+    root = f"s3://bucket/{tmp_path.name}"
+    open_store(root).put("captions/anything", b"")
+    with faulty(s3, faults={}) as proxy:
+        proxy.plan("PUT", "", *["403"] * 3)
+        with pytest.raises(SystemExit, match="s3:PutObject"):
+            forgetting.main([root, "http://example.org/1.jpg"])
+    assert [info.path for info in open_store(root).list()] == ["captions/anything"]
 
 
 def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(pretrained, tmp_path):

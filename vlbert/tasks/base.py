@@ -1,10 +1,12 @@
 """The base classes of the tasks and of their settings."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example
 from vlbert.data.images import PreparedImage
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.datasets.files import find_samples, forgotten_images
+from vlbert.datasets.files import find_samples, forgotten_images, reading
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
 
@@ -105,6 +107,33 @@ class TaskSettings:
     def folders(self) -> tuple[str, ...]:
         """Folders that `folder` must hold."""
         return ()
+
+    def to_train(self) -> Self:
+        """These settings without the files that validation alone reads."""
+        return replace(self, validate_on=self.train_on[0]) if self.train_on else self  # ty: ignore[invalid-argument-type]
+
+    def hashes(self) -> dict[str, str]:
+        """The sha256, 64 hex, of each of `files` that `folder` holds."""
+        found = {}
+        for name in dict.fromkeys(self.files):
+            file = Path(self.folder, name)
+            if file.is_file():
+                with reading(file), open(file, "rb") as stream:
+                    found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+        return found
+
+    def check_same(self, recorded: Mapping[str, str] | None, where: str, way_out: str) -> None:
+        """ValueError names a file that is another one than a run had whose hashes were `recorded`; None: they were not.
+
+        where: the checkpoint of that run. way_out: what to do.
+        """
+        for name, found in self.hashes().items():
+            before = recorded.get(name, found) if recorded else found
+            if before != found:
+                raise ValueError(
+                    f"{Path(self.folder, name)} has changed: {where} was trained with another one (sha256 "
+                    f"{before[:12]}..., now {found[:12]}...); {way_out}"
+                )
 
 
 class Task(ABC):
