@@ -38,7 +38,7 @@ from storage.imports import (
     opened,
     too_big,
 )
-from storage.lists import Reading, scalar
+from storage.lists import Reading, license_column, scalar
 from storage.normalise import Refused
 from storage.object_store import StorageUnreachable
 from storage.safe_json import parse_json, printable, shown
@@ -165,7 +165,7 @@ class Img2dataset:
         with self._table(self.shards[0]) as table:
             names = table.schema_arrow.names
         if not columns:
-            return Reading("img2dataset", ("url", "caption"), (), 0)
+            return Reading("img2dataset", ("url", "caption", *license_column(names)), (), 0)
         self._check_columns(self.shards[0], columns, names)
         return Reading("img2dataset", tuple(columns), (), 0)
 

@@ -75,6 +75,8 @@ FOLDER_SHAPES = (
     Shape("image and caption", "filename", "caption"),
 )
 
+_LICENSES = ("license", "licence", "license_name", "license_url")  # columns of the licence, the best first
+
 Extra = dict[str, str | int | float | bool | None]  # further columns of a row, by name
 
 
@@ -157,6 +159,7 @@ def _named(file: Path, form: str, names: Sequence[str], columns: Sequence[str], 
     shape = ""
     if not columns:
         columns, shape = recognise(names, str(file), FOLDER_SHAPES if of_folder else SHAPES)
+        columns += license_column(names)
     places = [_place(file, column, names) for column in columns]
     return Reading(form, tuple(columns), tuple(places), len(names), form in _SPLIT, shape)
 
@@ -173,6 +176,19 @@ def recognise(names: Sequence[str], where: str, shapes: Sequence[Shape] = SHAPES
             f"columns={','.join(pairs[0]) if pairs else 'URL,CAPTION'}"
         )
     return pairs[0], fitting[0].name
+
+
+def license_column(names: Iterable[str]) -> tuple[str, ...]:
+    """The column that has each row's licence, which is kept without being asked for; () if there is none."""
+    by_lower = {name.lower(): name for name in names}
+    return tuple(by_lower[one] for one in _LICENSES if one in by_lower)[:1]
+
+
+def license_of(extra: Extra | None) -> str | None:
+    """The licence of a row, by the columns that are kept of it; None where it has none."""
+    extra = extra or {}
+    value = next((extra[name] for name in license_column(extra)), None)
+    return None if value in (None, "") else str(value)
 
 
 def _place(file: Path, column: str, names: Sequence[str]) -> int:
@@ -469,7 +485,9 @@ def _text(value: Any, name: str, place: str) -> str:
 def scalar(value: Any, name: str, place: str) -> str | int | float | bool | None:
     """A value that a sample can keep; ValueError names the place of one that it cannot."""
     if not isinstance(value, str | int | float | bool | None):
-        raise ValueError(f"{place}: {shown(name)} is {shown(value)}; texts, numbers and truth values can be kept")
+        raise ValueError(
+            f"{place}: {shown(name)} is {shown(value)}; keep texts, numbers and truth values alone under columns"
+        )
     return _finite(value)
 
 

@@ -25,7 +25,7 @@ from storage.imports import (
     opened,
     too_big,
 )
-from storage.lists import SHAPES, Reading, scalar
+from storage.lists import SHAPES, Reading, license_column, scalar
 from storage.normalise import Refused
 from storage.safe_json import parse_json, printable, shown
 from storage.spool import Spool
@@ -121,7 +121,7 @@ class TarSet:
                 f"{self._store.where(tar)}: its first samples have no .txt, and {listed}; name the fields of URL and "
                 "caption: columns=URL,CAPTION"
             )
-        return Reading("webdataset", (*(urls or [""]), *captions), (), 0)
+        return Reading("webdataset", (*(urls or [""]), *captions, *license_column(names)), (), 0)
 
     def rows(self, reading: Reading) -> Iterator[tuple[str, Iterator[StoredRow]]]:
         """Each tar and its samples; their images are skipped."""

@@ -212,6 +212,7 @@ class Found:
     row: int
     key: str
     url: str
+    license: str | None
 
 
 @functools.lru_cache(64)  # many checkpoints pin the same
@@ -224,7 +225,7 @@ def find(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> 
         start += len(table)
     rows = read_rows(store, path, found) if found else []
     return tuple(
-        Found(number, f"{row['shard']:05d}", row["row"], row["key"], row["url"])
+        Found(number, f"{row['shard']:05d}", row["row"], row["key"], row["url"], row["license"])
         for number, row in zip(found, rows, strict=True)
     )
 
@@ -279,6 +280,7 @@ TABLE = pa.schema(
         pa.field("times", pa.int64()),
         pa.field("first_step", pa.int64()),
         pa.field("last_step", pa.int64()),
+        pa.field("license", pa.string()),
     ]
 )
 
@@ -290,11 +292,12 @@ def all_seen(trained: Trained) -> pa.Table:
     """
     tables = [_all_of(trained, use, span) for use in trained.uses for span in use.spans]
     rows = pa.concat_tables([table for table in tables if table is not None] or [TABLE.empty_table()])
-    names = TABLE.names[:5]
+    names = [*TABLE.names[:5], "license"]
     found = rows.group_by(names, use_threads=False).aggregate(
         [("times", "sum"), ("first_step", "min"), ("last_step", "max")]
     )
-    return pa.table([found[name] for name in (*names, "times_sum", "first_step_min", "last_step_max")], schema=TABLE)
+    numbers = "times_sum", "first_step_min", "last_step_max"
+    return pa.table([found[name] for name in (*names[:5], *numbers, "license")], schema=TABLE)
 
 
 def _all_of(trained: Trained, use: DataUse, span: SnapshotSpan) -> pa.Table | None:
@@ -303,7 +306,7 @@ def _all_of(trained: Trained, use: DataUse, span: SnapshotSpan) -> pa.Table | No
     if not epochs:
         return None
     store, path = trained.store_of(use.dataset, use.stage, span.snapshot)
-    columns = pa.concat_tables(read_columns(store, path, ["url", "key", "shard"]))
+    columns = pa.concat_tables(read_columns(store, path, ["url", "key", "shard", "license"]))
     samples, examples = trained.samples_of(use, span), np.arange(span.examples)
     samples = examples if samples is None else samples
     times = np.zeros(len(columns), np.int64)
@@ -319,5 +322,6 @@ def _all_of(trained: Trained, use: DataUse, span: SnapshotSpan) -> pa.Table | No
         np.maximum.at(last, ours, steps)
     shard = pc.utf8_lpad(columns["shard"].cast(pa.string()), 5, "0")
     of = pa.array([use.dataset] * len(columns)), shard, pa.array([trained.run] * len(columns))
-    table = pa.table([columns["url"], columns["key"], *of, times, first, last], schema=TABLE)
+    values = columns["url"], columns["key"], *of, times, first, last, columns["license"]
+    table = pa.table(list(values), schema=TABLE)
     return table.filter(pa.array(times > 0))

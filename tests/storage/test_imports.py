@@ -443,6 +443,31 @@ def test_a_column_of_the_tables_is_kept_on_request(tmp_path: Path):
         imported(tmp_path / "other", tmp_path / "folder", columns=("url", "alt"))
 
 
+@pytest.mark.parametrize("origin", ["img2dataset", "webdataset", "captions"])
+def test_a_licence_is_kept_without_being_asked_for(origin: str, tmp_path: Path):
+    """In the sample, and in the manifest of every row, whatever its status."""
+    licences, folder = ["CC BY 4.0", "?", None, "CC0"], tmp_path / "folder"
+    images = {number: image_bytes(number) for number in range(3)}  # that of row 3 is gone
+    if origin == "img2dataset":
+        write_shard(folder, 0, [row(0, n, images.get(n), "HTTP Error 404: x", LICENSE=licences[n]) for n in range(4)])
+    elif origin == "webdataset":
+        members = [one for n in images for one in with_json(f"{n}", n, "jpg", Licence=licences[n])]
+        put_tars(str(folder), a=tar_of([*members, *with_json("3", 3, "jpg", Licence=licences[3])[1:]]))
+    else:
+        folder.mkdir()
+        for number, image in images.items():
+            (folder / f"{number}.jpg").write_bytes(image)
+        lines = [{"file_name": f"{n}.jpg", "caption": "a", "n": n, "license": licences[n]} for n in range(4)]
+        (tmp_path / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"captions": str(tmp_path / "list.jsonl"), "images": str(folder)} if origin == "captions" else {}
+    settings = CollectSettings("imported", **(given or {origin: str(folder)}))
+    collect(str(tmp_path / "root"), settings, lambda line: None)
+    manifest = Catalog(open_store(str(tmp_path / "root")), "imported").manifest(IMAGES, "00000")
+    assert [one == "ok" for one in manifest.table["status"].to_pylist()] == [True, True, True, False]
+    assert manifest.table["license"].to_pylist() == licences
+    assert [[*sample.extra.values()] for sample in samples_of(tmp_path / "root")] == [[one] for one in licences[:3]]
+
+
 # --- plain tars -------------------------------------------------------------------------------------------------------
 
 Members = list[tuple[str, bytes]]
