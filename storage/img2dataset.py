@@ -28,7 +28,6 @@ import pyarrow.parquet as pq
 from storage.download import STATUSES, Download, Outcome, read_file
 from storage.fetch import DownloadSettings
 from storage.imports import (
-    IMAGES,
     SUCCESS,
     StoredRow,
     check_faults,
@@ -38,7 +37,7 @@ from storage.imports import (
     opened,
     too_big,
 )
-from storage.lists import Reading, license_column, scalar
+from storage.lists import IMAGE_SUFFIXES, Reading, keepable, license_column, scalar
 from storage.normalise import Refused
 from storage.object_store import StorageUnreachable
 from storage.safe_json import parse_json, printable, shown
@@ -163,10 +162,11 @@ class Img2dataset:
     def find_reading(self, columns: Sequence[str] = ()) -> Reading:
         """The columns of its tables that hold URL, caption and what is kept; ValueError names one that is missing."""
         with self._table(self.shards[0]) as table:
-            names = table.schema_arrow.names
+            schema = table.schema_arrow
         if not columns:
-            return Reading("img2dataset", ("url", "caption", *license_column(names)), (), 0)
-        self._check_columns(self.shards[0], columns, names)
+            kept = [field.name for field in schema if keepable(field.type)]
+            return Reading("img2dataset", ("url", "caption", *license_column(kept)), (), 0)
+        self._check_columns(self.shards[0], columns, schema.names)
         return Reading("img2dataset", tuple(columns), (), 0)
 
     def _check_columns(self, shard: str, columns: Sequence[str], names: Sequence[str]) -> None:
@@ -270,7 +270,7 @@ class Img2dataset:
             with self._copied(tar) as stream:
                 for member in members_of(stream, self._store.where(tar)):
                     key, _, extension = member.name.partition(".")
-                    if key in wanted and f".{extension}" in IMAGES:
+                    if key in wanted and f".{extension}" in IMAGE_SUFFIXES:
                         yield key, content(stream, member, limit, self._store.where(tar))
         elif records in files:
 
@@ -279,7 +279,7 @@ class Img2dataset:
 
             with self._copied(records) as stream:
                 for example in read_examples(stream, self._store.where(records), is_wanted):
-                    image = next((example[suffix[1:]] for suffix in IMAGES if suffix[1:] in example), None)
+                    image = next((example[suffix[1:]] for suffix in IMAGE_SUFFIXES if suffix[1:] in example), None)
                     if image is not None:
                         yield (
                             str(example["key"], "utf-8"),
@@ -308,7 +308,7 @@ class Img2dataset:
         sizes = {} if self._folder else {info.path: info.size for info in self._store.list(f"{shard}/")}
 
         def read(key: str) -> bytes | Refused | None:
-            names = [f"{shard}/{key}{suffix}" for suffix in IMAGES]
+            names = [f"{shard}/{key}{suffix}" for suffix in IMAGE_SUFFIXES]
             if not self._folder:
                 name = next((one for one in names if one in sizes), None)
                 if name and sizes[name] > limit:
@@ -352,7 +352,7 @@ class Img2dataset:
 
 def _image_columns(schema: pa.Schema) -> list[str]:
     """The columns of a table that hold images."""
-    names = (suffix[1:] for suffix in IMAGES)
+    names = (suffix[1:] for suffix in IMAGE_SUFFIXES)
     return [name for name in names if name in schema.names and pa.types.is_binary(schema.field(name).type)]
 
 

@@ -16,7 +16,6 @@ from storage.normalise import Refused
 from storage.object_store import ObjectStore, Ranges, open_store
 from storage.spool import Spool
 
-IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 SUCCESS = "success"
 _READ_AHEAD = 4 * 2**20  # bytes of a file that are requested of a bucket at a time
 _Key = TypeVar("_Key")

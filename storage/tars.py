@@ -1,6 +1,7 @@
-"""WebDataset tars of others: KEY.jpg (.jpeg, .png, .webp) beside KEY.txt, KEY.json or both; nothing says how many.
+"""WebDataset tars of others: KEY.jpg (or another of IMAGE_SUFFIXES) beside KEY.txt, KEY.json or both.
 
-All of it is untrusted: at most MAX_MEMBER bytes of a text are read.
+Nothing says how many there are. The members of a sample are neighbours; an extension that repeats begins another one;
+of two images the first is taken. All of it is untrusted: at most MAX_MEMBER bytes of a text are read.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ from typing import BinaryIO
 from storage.download import Download, Outcome
 from storage.fetch import DownloadSettings
 from storage.imports import (
-    IMAGES,
     SUCCESS,
     StoredRow,
     check_faults,
@@ -25,7 +25,7 @@ from storage.imports import (
     opened,
     too_big,
 )
-from storage.lists import SHAPES, Reading, license_column, scalar
+from storage.lists import IMAGE_SUFFIXES, SHAPES, Reading, kept_names, license_column, scalar
 from storage.normalise import Refused
 from storage.safe_json import parse_json, printable, shown
 from storage.spool import Spool
@@ -34,12 +34,14 @@ MAX_MEMBER = 2**20  # bytes of a .txt or .json in a tar
 _BLOCK = 512
 _SAMPLED = 100  # samples from which the members of a tar are recognised
 _MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")  # WebDataset ends the key at the first dot of the name
+_OTHER_IMAGE = re.compile(r"(^|\.)(jpe?g|png|gif|webp|bmp|tiff?|avif|hei[cf]|jxl|svg)$")
 
 
 def end_fault(name: str, size: int, read: Callable[[int, int], bytes]) -> str:
     """Why a tar is not whole, by its last two blocks, which are zeros; "" if it is. read: from an offset, a length."""
     whole = size >= 2 * _BLOCK and size % _BLOCK == 0 and not any(read(size - 2 * _BLOCK, 2 * _BLOCK))
-    return "" if whole else f"{name} ends early"
+    packed = not whole and size > 1 and read(0, 2) == b"\x1f\x8b"
+    return "" if whole else f"{name} is packed: unpack it" if packed else f"{name} ends early"
 
 
 def members_of(stream: BinaryIO, where: str) -> Iterator[tarfile.TarInfo]:
@@ -97,16 +99,17 @@ class TarSet:
         `columns`: of URL, caption and so on, as names of fields, `txt` for the .txt. ValueError if none is a caption.
         """
         tar = self.names()[0]
-        names, has_text = {}, False
+        fields, has_text = [], False
         with opened(self._store, tar) as stream:
-            groups = itertools.groupby(members_of(stream, self._store.where(tar)), key=lambda member: _split(member)[0])
+            groups = itertools.groupby(members_of(stream, self._store.where(tar)), key=_numbered())
             for _, members in itertools.islice(groups, _SAMPLED):
                 for member in members:
                     extension = _split(member)[1]
                     has_text |= extension == "txt"
                     if extension == "json" and member.size <= MAX_MEMBER:
                         with contextlib.suppress(ValueError):  # the row of a broken one gets a status
-                            names |= dict.fromkeys(parse_json(content(stream, member, MAX_MEMBER, tar), tar))
+                            fields.append(parse_json(content(stream, member, MAX_MEMBER, tar), tar))
+        names = dict.fromkeys(name for one in fields for name in one)
         if columns:
             missing = next((one for one in columns if one not in names and not (one == "txt" and has_text)), None)
             if missing is not None:
@@ -121,7 +124,7 @@ class TarSet:
                 f"{self._store.where(tar)}: its first samples have no .txt, and {listed}; name the fields of URL and "
                 "caption: columns=URL,CAPTION"
             )
-        return Reading("webdataset", (*(urls or [""]), *captions, *license_column(names)), (), 0)
+        return Reading("webdataset", (*(urls or [""]), *captions, *license_column(kept_names(fields))), (), 0)
 
     def rows(self, reading: Reading) -> Iterator[tuple[str, Iterator[StoredRow]]]:
         """Each tar and its samples; their images are skipped."""
@@ -163,18 +166,20 @@ class TarSet:
         where = self._store.where(tar)
         with opened(self._store, tar) as stream:
             stream.seek(offset)
-            for key, group in itertools.groupby(members_of(stream, where), key=lambda member: _split(member)[0]):
-                texts, image, data, begin = {}, None, None, -1
+            for (_, key), group in itertools.groupby(members_of(stream, where), key=_numbered()):
+                texts, image, data, begin, other = {}, None, None, -1, ""
                 for member in group:
                     begin = member.offset if begin < 0 else begin
                     extension = _split(member)[1]
                     if extension in ("txt", "json"):
                         texts[extension] = content(stream, member, MAX_MEMBER, where)
-                    elif f".{extension}" in IMAGES and image is None:
+                    elif f".{extension}" in IMAGE_SUFFIXES and image is None:
                         image = member
                         data = None if limit is None else content(stream, member, limit, where)
-                if key and (image or texts):
-                    row = _row(tar, key, image, texts, reading, where)
+                    elif _OTHER_IMAGE.search(extension):
+                        other = extension
+                if key and (image or texts or other):
+                    row = _row(tar, key, image, texts, reading, where, other)
                     yield dataclasses.replace(row, offset=begin), data if row.status == SUCCESS else None
 
 
@@ -188,6 +193,23 @@ def _split(member: tarfile.TarInfo) -> tuple[str, str]:
     return (match[1], match[2].lower()) if match else ("", "")
 
 
+def _numbered() -> Callable[[tarfile.TarInfo], tuple[int, str]]:
+    """Number and key of a member's sample, for each member in turn: an extension that repeats begins another one."""
+    number, last, extensions = 0, "", set()
+
+    def sample(member: tarfile.TarInfo) -> tuple[int, str]:
+        nonlocal number, last
+        key, extension = _split(member)
+        if key != last or extension in extensions:
+            number += 1
+            extensions.clear()
+        extensions.add(extension)
+        last = key
+        return number, key
+
+    return sample
+
+
 def _row(
     tar: str,
     key: str,
@@ -195,8 +217,9 @@ def _row(
     texts: Mapping[str, bytes | Refused],
     reading: Reading,
     where: str,
+    other: str,
 ) -> StoredRow:
-    """The row of one sample. The URL is the image's name in the tar if none is stored."""
+    """The row of one sample. The URL is the image's name in the tar if none is stored; other: a member not read."""
     url, caption, *kept = reading.columns
     key, name = (_utf8(text) for text in (key, image.name if image else key))
     place, values, faults = f"{where}: {key}", {}, []
@@ -204,8 +227,11 @@ def _row(
         try:
             if isinstance(text, Refused):
                 raise ValueError(text.detail)
-            found = text.decode().rstrip("\r\n") if extension == "txt" else parse_json(text, f"{place}.json")
-            values |= {"txt": found} if extension == "txt" else {one: found[one] for one in found if one != "txt"}
+            if extension == "txt":
+                values["txt"] = text.decode("utf-8-sig").rstrip("\r\n")
+            else:
+                found = parse_json(text, "its text")
+                values |= {one: found[one] for one in found if one != "txt"}
         except ValueError as error:
             if extension == "json" or caption == "txt":
                 faults.append(f"{key}.{extension}: {printable(error)}")
@@ -213,8 +239,11 @@ def _row(
     address = values.get(url) if isinstance(values.get(url), str) else f"{tar}/{name}"
     text, status, fault = values.get(caption), SUCCESS, ""
     if image is None:
-        status, fault = "missing_file", f"{tar} has no image {key}"
-    elif not isinstance(text, str):
+        rest = f"; .{_utf8(other)} is none that is read" if other else ""
+        status, fault = "missing_file", f"{tar} has no image {key}{rest}"
+    elif text is not None and not isinstance(text, str):
+        status, fault = "bad_caption", f"{key}.json: {shown(caption)} is {shown(text)}, not a text"
+    elif text is None:
         status, fault = "bad_caption", "; ".join(faults) or f"{tar} has no caption for {name}"
     text = text if isinstance(text, str) else ""
     return StoredRow(tar, key, text, address, status, fault, extra, size=image.size if image else None)

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import functools
+import gzip
 import json
 import os
 import subprocess
@@ -525,6 +526,7 @@ def samples_of(root: Path) -> list[Sample]:
         (with_text, "train/a.tar/000{}.jpg"),
         (with_json, "http://example.test/{}"),
         (functools.partial(with_json, extension="JPEG"), "http://example.test/{}"),
+        (functools.partial(with_json, extension="gif"), "http://example.test/{}"),
         (with_both, "http://example.test/{}"),
     ],
 )
@@ -569,13 +571,33 @@ def test_a_member_without_its_pair_is_a_row_with_a_status(tmp_path: Path):
         ("long.txt", b"a" * (2**20 + 1)),
         ("torn.jpg", image_bytes(4)[:500]),
         ("torn.txt", b"a caption"),
+        ("several.jpg", image_bytes(5)),
+        ("several.txt", b"\xef\xbb\xbfthe first\r\n"),
+        ("several.jpg", image_bytes(6)),  # the same key again: another sample
+        ("several.png", encode(draw(seed=7), "PNG")),  # a second image of one
+        ("several.txt", b"the second"),
+        ("dots.1.jpg", image_bytes(8)),
+        ("scan.tiff", b"II*"),
+        ("scan.txt", b"a caption"),
+        ("link.txt", b"a caption"),
         ("README", b"of nobody"),
         ("._good.jpg", b"of an archiver"),
     ]
     rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(members)))
     assert [(row, status) for row, status, *_ in rows] == list(
-        enumerate(["ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated"])
+        enumerate(
+            ["ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated", "ok", "ok"]
+            + ["missing_file"] * 3
+        )
     )
+    assert [detail for _, _, detail, _ in rows[8:]] == [
+        "a.tar has no image dots; .1.jpg is none that is read",
+        "a.tar has no image scan; .tiff is none that is read",
+        "a.tar has no image link",
+    ]
+    assert [(one.caption, one.image) for one in samples_of(tmp_path / "root")[1:]] == [
+        ("the first", image_bytes(5)), ("the second", image_bytes(6)),
+    ]  # fmt: skip
     assert [detail for _, _, detail, _ in rows[1:4]] == [
         "a.tar has no caption for no-text.jpg",
         "a.tar has no image no-image",
@@ -589,6 +611,8 @@ def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
     tars = put_tars(str(tmp_path / "tars"), a=tar_of(members))
     rows = of_tars(tmp_path / "root", tars, columns=("url", "alt", "score", "width"))
     assert [status for _, status, *_ in rows] == ["ok"] * 3 + ["bad_caption"] * 2
+    assert [detail.partition(":")[0] for _, _, detail, _ in rows[3:]] == ["3.json", "4.json"]
+    assert rows[4][2] == "4.json: 'alt' is 7, not a text"
     assert [(one.caption, one.extra) for one in samples_of(tmp_path / "root")] == [
         (f"alt {n}", {"score": n / 2, "width": 96}) for n in range(3)
     ]
@@ -602,6 +626,7 @@ def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
         ({}, (), "tars holds no .tar"),
         ({"a": tar_of(with_text("a", 0))[:-9000], "b": tar_of(with_text("b", 1))}, (), r"1 of 2 .*a\.tar ends early"),
         ({"a": b""}, (), r"a\.tar ends early"),
+        ({"a": gzip.compress(tar_of(with_text("a", 0)))}, (), r"a\.tar is packed"),
         ({"a": tar_of([("a.jpg", image_bytes(0))])}, (), "first samples have no .txt, and no .json"),
         ({"a": tar_of(with_json("a", 0, "jpg", text="b"))}, (), "caption, url, width, text; name the fields"),
         ({"a": tar_of(with_json("a", 0, "jpg"))}, ("url", "alt"), "no .json has a field 'alt'; there are caption, url"),
