@@ -131,17 +131,17 @@ class Img2dataset:
         if files[stats] > _MAX_STATS:
             return f"{stats} cannot be read: it has {files[stats]} bytes, more than {_MAX_STATS}"
         try:
-            count = parse_json(self._store.get(stats), stats)["count"]
-        except (ValueError, KeyError, TypeError) as error:
+            count = self._count(name)
+        except ValueError as error:
             return f"{stats} cannot be read: {printable(error)}"
         rows = metadata.num_rows
         missing = [column for column in ("url", "key", "status") if column not in schema.names]
         if missing:
             return f"{table} has no column {missing[0]}"
-        if count != rows:
+        if count < rows:
             return f"{table} has {rows} rows, {stats} counts {count}"
-        if rows > MAX_ROWS:
-            return f"{table} has {rows} rows; a shard has {MAX_ROWS} at most"
+        if count > MAX_ROWS:
+            return f"{stats} counts {count} rows; a shard has {MAX_ROWS} at most"
         text = set(schema.names) - set(_image_columns(schema))
         for group in range(metadata.num_row_groups):
             columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
@@ -153,6 +153,14 @@ class Img2dataset:
         if name not in files and f"{name}.tfrecord" not in files and not _image_columns(schema):
             return f"neither {tar} nor {name}.tfrecord nor a folder {name}, and no column jpg in {table}"
         return ""
+
+    def _count(self, shard: str) -> int:
+        """How many rows img2dataset was given for a shard; ValueError if its statistics do not say."""
+        stats = f"{shard}_stats.json"
+        count = parse_json(self._store.get(stats), stats).get("count")
+        if type(count) is not int:
+            raise ValueError(f"its count is {shown(count)}")
+        return count
 
     @contextlib.contextmanager
     def _table(self, shard: str, **options: Any) -> Iterator[pq.ParquetFile]:
@@ -229,6 +237,9 @@ class Img2dataset:
                 "away"
             )
         rows.sort(key=lambda row: row.key)
+        # If writing a row fails, img2dataset prints why and goes on.
+        for number in range(self._count(shard) - len(rows)):
+            rows.append(StoredRow(shard, "", "", f"{shard}.parquet without row {number}", "lost", "it wrote no row"))
         return [dataclasses.replace(row, offset=number) for number, row in enumerate(rows)]
 
     def import_rows(

@@ -213,6 +213,14 @@ def test_an_example_that_is_none_is_an_error_that_names_the_file(data: bytes):
             assert all(isinstance(name, str) for name in example)
 
 
+def test_rows_that_img2dataset_lost_have_a_status(tmp_path: Path):
+    folder = small_folder(tmp_path / "folder")
+    (folder / "00001_stats.json").write_text('{"count": 4}')
+    rows = imported(tmp_path / "root", folder)
+    assert [status for _, status, _ in rows[5:]] == ["ok", "bad_geometry", "not_stored", "not_stored"]
+    assert rows[8][2] == "img2dataset: lost: it wrote no row"
+
+
 def test_a_row_whose_url_was_forgotten_is_not_imported(tmp_path: Path):
     forget(open_store(str(tmp_path / "root")), ["http://example.test/0/1.jpg"])
     rows = imported(tmp_path / "root", small_folder(tmp_path / "folder"))
@@ -317,8 +325,12 @@ def much_text(folder: Path) -> None:
         (lambda folder: cut(folder / "00001.parquet", 900), "00001.parquet cannot be read"),
         (lambda folder: cut(folder / "00001.parquet", 0), "00001.parquet cannot be read"),
         (lambda folder: cut(folder / "00001_stats.json", 9), "00001_stats.json cannot be read"),
-        (lambda folder: (folder / "00001_stats.json").write_text('{"count": 3}'), "00001.parquet has 2 rows"),
-        (many_rows, "00001.parquet has 100001 rows"),
+        (lambda folder: (folder / "00001_stats.json").write_text('{"count": 1}'), "00001.parquet has 2 rows"),
+        (
+            lambda folder: (folder / "00001_stats.json").write_text("{}"),
+            "00001_stats.json cannot be read: its count is",
+        ),
+        (many_rows, "00001_stats.json counts 100001 rows"),
         (lambda folder: cut(folder / "00001.tar", 5 * 512), "00001.tar ends early"),
         (lambda folder: cut(folder / "00001.tar", 0), "00001.tar ends early"),
         (lambda folder: (folder / "00001.tar").unlink(), "nor a folder 00001, and no column jpg"),
