@@ -193,6 +193,7 @@ def pin_made_up(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
                     "width": np.full(count, 500, np.int32),
                     "height": np.full(count, 375, np.int32),
                     "num_regions": np.full(count, 36, np.int32),
+                    "license": pa.nulls(count, pa.string()),
                     "key": [f"{number:020x}" for number in range(start, start + count)],
                     "url": [f"http://example.org/{number}.jpg" for number in range(start, start + count)],
                 }

@@ -139,6 +139,7 @@ class MadeUp:
             "width": np.full(count, 500, np.int32),
             "height": np.full(count, 375, np.int32),
             "num_regions": np.full(count, 36, np.int32),
+            "license": pa.nulls(count, pa.string()),
         }
         header = {
             "stage": STAGE,

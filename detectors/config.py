@@ -52,8 +52,8 @@ class ImportedFeatures:
     `number`, the number at its end, as 391895 of COCO_val2014_000000391895.jpg; `url`, the URL; `key`, the sample's
     key."""
     columns: tuple[str, ...] = ()
-    """Names of a TSV's columns, in order; none: as its first line has them or, without such a line, those of
-    bottom-up attention (6) or LXMERT (10)."""
+    """Names of a TSV's columns, or of the values of tensorpack's LMDB, in order; none: as a TSV's first line has them
+    or, without such a line, those of bottom-up attention (6) or LXMERT (10)."""
     background: Literal["first", "last"] = "first"
     """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's. The same
     of attribute probabilities."""

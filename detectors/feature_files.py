@@ -8,6 +8,7 @@ pickled values go through storage/safe_pickle.py, and nothing outside a file is 
 import contextlib
 import hashlib
 import os
+import re
 import struct
 import zipfile
 import zlib
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgpack
 import numpy as np
 
 from detectors.feature_index import FeatureIndex, Place, file_name_of, number_of, open_index, stem_of
@@ -50,6 +52,7 @@ _COLUMNS = {
 _LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
 _BLOCK = 2**20
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # behind the 16 bytes of its first page's header
+_ARRAYS = {bytes([first]) for first in (*range(0x90, 0xA0), 0xDC, 0xDD)}  # how an array of msgpack begins
 _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # what an LMDB holds beside the images
 _ZIP_HEADER = struct.Struct("<4s5H3I2H")
 _STORED, _DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
@@ -98,13 +101,14 @@ class FeatureFile:
 def open_feature_file(path: Path, columns: Sequence[str] = ()) -> FeatureFile:
     """The reader of this file's format, its index made. ValueError names a file that is missing or of none of them.
 
-    columns: of a TSV, in order; none: as its first line names them or, by their number, as _COLUMNS has them.
+    columns: of a TSV, or of tensorpack's values, in order; none: of a TSV as its first line names them or, by their
+    number, as _COLUMNS has them.
     """
     if not path.exists():
         raise ValueError(f"there is no file of features {path}")
     if path.is_dir():
         if (path / "data.mdb").is_file():
-            return LmdbFile(path)
+            return LmdbFile(path, columns)
         if any(path.glob("*.json")):
             return JsonFolder(path)
         raise ValueError(f"{path} holds neither data.mdb, as an LMDB does, nor *.json, one an image")
@@ -114,7 +118,7 @@ def open_feature_file(path: Path, columns: Sequence[str] = ()) -> FeatureFile:
         return JsonZip(path)
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
         return Hdf5File(path)
-    return LmdbFile(path) if start[16:] == _LMDB_MAGIC else TsvFile(path, columns)
+    return (LmdbFile if start[16:] == _LMDB_MAGIC else TsvFile)(path, columns)
 
 
 class TsvFile(FeatureFile):
@@ -239,7 +243,10 @@ class JsonFolder(FeatureFile):
 
 
 class LmdbFile(FeatureFile):
-    """An LMDB with a pickled dict an image: 12-in-1's, volta's."""
+    """An LMDB with a pickled dict an image (12-in-1's, volta's), or with a list of values without names.
+
+    tensorpack's LMDBSerializer writes such lists, pickled or as msgpack, under numbers. `columns` names their values.
+    """
 
     kind = "lmdb"
 
@@ -280,18 +287,38 @@ class LmdbFile(FeatureFile):
         with self._reading() as reading, reading.cursor() as cursor:
             for key in cursor.iternext(values=False):
                 if key not in _NOT_ROWS:
-                    yield Place(key.decode("utf-8", "replace"), key)
+                    yield Place(self._name(key, cursor.value()) if self.columns else _text(key), key)
+
+    def _name(self, key: bytes, value: bytes) -> str:
+        """The image's name: its image_id or, where it has none, the key."""
+        try:
+            found = self._fields(value)
+            return _text(found["image_id"]) if found.get("image_id") is not None else _text(key)
+        except ValueError:
+            return _text(key)  # whoever reads the row says what is wrong with it
 
     def read(self, place: Place) -> dict[str, Any]:
         with self._reading() as reading:
-            value = reading.get(place.member)
+            return self._fields(reading.get(place.member))
+
+    def _fields(self, value: bytes) -> dict[str, Any]:
         _checked(len(value))
         try:
-            found, _ = read_pickle(value, names=ARRAY_NAMES | SCALAR_NAMES)
+            if value[:1] in _ARRAYS:  # with which no pickle begins
+                found = _unpacked(value)
+            else:
+                found, _ = read_pickle(value, names=ARRAY_NAMES | SCALAR_NAMES)
         except Hostile as error:
             raise ValueError(
                 f"wants to load {error}, which no features need. Nothing was run; do not trust the file"
             ) from error
+        if type(found) in (list, tuple):
+            if len(found) != len(self.columns):
+                raise ValueError(
+                    f"has {len(found)} values without names, as tensorpack writes them: name them in their order with "
+                    f"imported.columns=..., as {', '.join(_OURS)}, and what else there is as you like"
+                )
+            found = dict(zip(self.columns, found, strict=True))
         if type(found) is not dict:
             raise ValueError(f"is {shown(found)}, not a dict of fields")
         return {name: _plain(value) for name, value in _by_our_names(found.items()).items()}
@@ -323,7 +350,10 @@ class Hdf5File(FeatureFile):
                 others.append(name)
         if others and len(others) == len(self._file):
             names = ", ".join(map(printable, others[:5]))
-            raise ValueError(f"{self.path} has {names} and no group for each image: it is of a format that is not read")
+            raise ValueError(
+                f"{self.path} has {names} and no group for each image, so it does not say whose regions they are; "
+                "docs/detector.md says what to write in its place"
+            )
 
     def _is_group(self, name: str) -> bool:
         here = isinstance(self._file.get(name, getlink=True), self._h5py.HardLink)
@@ -369,6 +399,28 @@ def _plain(value: Any) -> Any:
         _checked(value.check())
         return value.array()
     return plain_bytes(value) if isinstance(value, PickledBytes) else value
+
+
+def _text(name: Any) -> str:
+    return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
+
+
+def _unpacked(value: bytes) -> Any:
+    """A value of msgpack, with arrays and numbers as msgpack-numpy packs them (pypi.org/project/msgpack-numpy)."""
+
+    def array_or_number(found: dict[Any, Any]) -> Any:
+        if b"nd" not in found:
+            return found
+        if not re.fullmatch(r"[<>|]([fiu][1248]|b1)", str(found.get(b"type"))):
+            raise ValueError(f"holds an array of {shown(found.get(b'type'))}, which are no numbers")
+        array = np.frombuffer(found[b"data"], found[b"type"])
+        array = array.astype(array.dtype.newbyteorder("="))
+        return array.reshape(found[b"shape"]) if found[b"nd"] else array.item()
+
+    try:
+        return msgpack.unpackb(value, object_hook=array_or_number)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"is no msgpack, or is torn: {printable(error)[:200]}") from error
 
 
 def _read_json(data: bytes) -> dict[str, Any]:

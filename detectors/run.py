@@ -79,11 +79,11 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
             except ValueError as error:
                 found = f"{BAD_REGIONS}: {error}"
         if isinstance(found, Regions):
-            rows.append(Row(row["row"], row["key"], OK, url=row["url"]))
+            rows.append(Row(row["row"], row["key"], OK, url=row["url"], license=row["license"]))
             samples.append(sample)
         else:
             status, _, detail = found.partition(": ")
-            rows.append(Row(row["row"], row["key"], status, detail, row["url"]))
+            rows.append(Row(row["row"], row["key"], status, detail, row["url"], row["license"]))
     processed = [row for row in rows if row.status in (OK, NO_REGIONS, *_FAULTS)]
     if len(processed) > 1 and all(row.status in _FAULTS for row in processed):
         imported = detector.metadata["backend"] == "imported"
@@ -97,7 +97,9 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
             f"{question}? Nothing was committed"
         )
     if not rows:
-        rows = [Row(r["row"], r["key"], "no_image", r["status"], r["url"]) for r in manifest.table.to_pylist()]
+        rows = [
+            Row(r["row"], r["key"], "no_image", r["status"], r["url"], r["license"]) for r in manifest.table.to_pylist()
+        ]
     meta = {
         "source": manifest.as_source(),
         "config": detector.metadata,

@@ -11,7 +11,6 @@ from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import check_overrides
 from storage.collection_plan import find_columns, image_files
-from storage.imports import shard_names
 from storage.settings import as_text, differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
@@ -107,8 +106,6 @@ def _check_sources(dataset: Dataset) -> None:
         if not Path(file).exists():
             raise ValueError(f"{where}: detector.imported.files: there is no {file}")
     try:
-        if dataset.img2dataset is not None:
-            shard_names(Path(dataset.img2dataset))
         find_columns(dataset)
         if detector.weights and not detector.preset:
             read_config(Path(detector.weights))

@@ -34,6 +34,7 @@ from storage.collection_plan import (
     image_of,
     plan,
     rows_of,
+    stored_by_others,
 )
 from storage.download import (
     STATUSES,
@@ -46,7 +47,7 @@ from storage.download import (
     import_images,
 )
 from storage.forgotten import FORGOTTEN, forgotten_urls
-from storage.imports import TarSet, import_rows, read_rows
+from storage.img2dataset import Img2dataset
 from storage.lists import CaptionRow, ListFile, where
 from storage.manifests import OK, Header
 from storage.normalise import NormalisedImage, Refused
@@ -56,6 +57,7 @@ from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.settings import add_fields, from_assignments
 from storage.spool import PartialShard, Spool, remove_partial
+from storage.tars import TarSet
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
@@ -237,6 +239,7 @@ def collect_group(
             asyncio.run(_download(collecting))
             return collecting.count()
         files = image_files(settings.images) if settings.images and not settings.captions else []
+        stored = stored_by_others(settings)
         for part in group.parts:
             if not claims.take([part.shard]):
                 continue
@@ -244,7 +247,7 @@ def collect_group(
                 collecting.update(part, committed)
             else:
                 with Spool() as spool:
-                    downloads = collecting.without_forgotten(_import(part, files, settings, spool, log))
+                    downloads = collecting.without_forgotten(_import(part, files, stored, settings, spool, log))
                     if collecting.wants(part, downloads):
                         collecting.commit(part, downloads)
             claims.release(part.shard)
@@ -429,10 +432,14 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
 
 
 def _import(
-    part: Part, files: Sequence[Path], settings: CollectSettings, spool: Spool, log: Callable[[str], None]
+    part: Part,
+    files: Sequence[Path],
+    stored: Img2dataset | TarSet | None,
+    settings: CollectSettings,
+    spool: Spool,
+    log: Callable[[str], None],
 ) -> list[Download]:
     """The rows of a part: of `files`, the image files of a folder, of a folder's captions, or as others stored them."""
-    duplicates, count = dict(part.duplicates), part.stop - part.start
     if settings.images and settings.captions:
         return _import_captioned(part, settings, spool, log)
     if settings.images:
@@ -441,17 +448,13 @@ def _import(
         names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
         rows = [CaptionRow(number, "", name) for number, name in enumerate(names, part.start)]
         return import_images(rows, files, settings.download, spool)
-    if settings.webdataset:
-        rows, downloads = TarSet(settings.webdataset).import_rows(
-            part.file, part.offset, count, part.known_reading, part.start, duplicates, settings.download, spool
-        )
-        check_unchanged(part, [row.line() for row in rows], settings)
-        return downloads
-    assert settings.img2dataset is not None, settings
-    folder = Path(settings.img2dataset)
-    rows = read_rows(folder, part.file, part.known_reading)[part.offset : part.offset + count]
+    assert stored is not None, settings
+    count, duplicates = part.stop - part.start, dict(part.duplicates)
+    rows, downloads = stored.import_rows(
+        part.file, part.offset, count, part.known_reading, part.start, duplicates, settings.download, spool
+    )
     check_unchanged(part, [row.line() for row in rows], settings)
-    return import_rows(folder, rows, part.start, duplicates, settings.download, spool)
+    return downloads
 
 
 def _import_captioned(

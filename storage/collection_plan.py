@@ -19,12 +19,14 @@ import numpy as np
 from storage.download import STATUSES
 from storage.fetch import DownloadSettings
 from storage.forgotten import FORGOTTEN
-from storage.imports import StoredRow, TarSet, img2dataset_reading, read_rows, shard_names
+from storage.img2dataset import Img2dataset
+from storage.imports import StoredRow
 from storage.lists import IMAGE_SUFFIXES, PLAIN, CaptionRow, ListFile, Reading, find_reading, parse_rows, where
 from storage.manifests import OK
 from storage.normalise import ImageSettings
 from storage.sample import sample_key
 from storage.settings import FORM, check, check_choices
+from storage.tars import TarSet
 
 _LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _FAILED = [status for status in STATUSES if status not in (OK, "duplicate", FORGOTTEN)]
@@ -48,7 +50,7 @@ class CollectSettings:
     images: str | None = None
     """A local folder of image files to import."""
     img2dataset: str | None = None
-    """A local folder that img2dataset wrote, in its format webdataset, files or parquet."""
+    """What img2dataset wrote, in its format webdataset, files, tfrecord or parquet: a folder, or s3://bucket/prefix."""
     webdataset: str | None = None
     """WebDataset tars of others to import: a local folder, or s3://bucket/prefix."""
     download: DownloadSettings = DownloadSettings()
@@ -191,9 +193,15 @@ def find_columns(settings: CollectSettings) -> Reading | None:
     """
     if settings.captions:
         return find_reading(Path(settings.captions), settings.columns, of_folder=settings.images is not None)
+    stored = stored_by_others(settings)
+    return stored.find_reading(settings.columns) if stored else None
+
+
+def stored_by_others(settings: CollectSettings) -> Img2dataset | TarSet | None:
+    """What is imported; None for a list and for a folder of images."""
     if settings.img2dataset:
-        return img2dataset_reading(settings.columns)
-    return TarSet(settings.webdataset).find_reading(settings.columns) if settings.webdataset else None
+        return Img2dataset(settings.img2dataset)
+    return TarSet(settings.webdataset) if settings.webdataset else None
 
 
 def _chunks(
@@ -208,12 +216,8 @@ def _chunks(
         files = map(identity, image_files(settings.images))
         for start, _, chunk in _chunks_of_lines(files, settings.rows_per_shard, stops):
             yield start, 0, "", chunk
-    elif settings.img2dataset:
-        folder = Path(settings.img2dataset)
-        shards = ((name, read_rows(folder, name, reading)) for name in shard_names(folder))
-        yield from _stored(shards, settings.rows_per_shard, stops)
     else:
-        yield from _stored(TarSet(settings.webdataset).rows(reading), settings.rows_per_shard, stops)
+        yield from _stored(stored_by_others(settings).rows(reading), settings.rows_per_shard, stops)
 
 
 def _stored(

@@ -24,7 +24,7 @@ from storage.catalog.commit import commit_shard
 from storage.fetch import DownloadSettings, Fetcher
 from storage.forgotten import FORGOTTEN
 from storage.hosts import Transient
-from storage.lists import CaptionRow
+from storage.lists import CaptionRow, license_of
 from storage.manifests import OK, Header, Row
 from storage.normalise import ImageSettings, NormalisedImage, Refused, normalise, run_out
 from storage.redact import redacted, shown_url
@@ -304,8 +304,9 @@ def commit_images(
         "config_hash": config_hash,
     }
     table = [
-        Row(item.row.row, sample_key(item.row.url, item.row.caption), item.status, item.detail, item.row.url)
+        Row(row.row, sample_key(row.url, row.caption), item.status, item.detail, row.url, license_of(row.extra))
         for item in downloads
+        for row in [item.row]
     ]
     samples = (item.sample for item in downloads if item.image)
     return commit_shard(catalog, "images", shard, samples, table, meta, replaces)

@@ -75,7 +75,10 @@ FOLDER_SHAPES = (
     Shape("image and caption", "filename", "caption"),
 )
 
-Extra = dict[str, str | int | float | bool | None]  # further columns of a row, by name
+_LICENSES = ("license", "licence", "license_name", "license_url")  # columns of the licence, the best first
+
+Scalar = str | int | float | bool | None
+Extra = dict[str, Scalar]  # further columns of a row, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +143,11 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
     if form in _SPLIT:
         return _of_text(file, form, columns, of_folder)
     if form == "parquet":
-        names = _opened_parquet(file).schema_arrow.names
+        schema = _opened_parquet(file).schema_arrow
+        names, kept = schema.names, [field.name for field in schema if keepable(field.type)]
     elif form == "json":
-        names = list(_json_columns(file))
+        table = _json_columns(file)
+        names, kept = list(table), [name for name in table if all(isinstance(value, Scalar) for value in table[name])]
     else:
         with _opened(file) as stream:
             heads = itertools.islice(_errors(_lines(stream), file), _SAMPLED)
@@ -150,13 +155,18 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
         names = list(dict.fromkeys(name for one in found for name in one))
         if not names:
             return Reading(form, columns or ("url", "caption"), (), 0)
-    return _named(file, form, names, columns, of_folder)
+        kept = kept_names(found)
+    return _named(file, form, names, kept, columns, of_folder)
 
 
-def _named(file: Path, form: str, names: Sequence[str], columns: Sequence[str], of_folder: bool) -> Reading:
+def _named(
+    file: Path, form: str, names: Sequence[str], kept: Sequence[str], columns: Sequence[str], of_folder: bool
+) -> Reading:
+    """How a list with these names of its columns is read; `kept`: those that hold what a sample can keep."""
     shape = ""
     if not columns:
         columns, shape = recognise(names, str(file), FOLDER_SHAPES if of_folder else SHAPES)
+        columns += license_column(kept)
     places = [_place(file, column, names) for column in columns]
     return Reading(form, tuple(columns), tuple(places), len(names), form in _SPLIT, shape)
 
@@ -166,13 +176,28 @@ def recognise(names: Sequence[str], where: str, shapes: Sequence[Shape] = SHAPES
     by_lower = {name.lower(): name for name in names}
     fitting = [one for one in shapes if {one.url, one.caption, one.beside or one.url} <= by_lower.keys()]
     pairs = list(dict.fromkeys((by_lower[one.url], by_lower[one.caption]) for one in fitting))
-    if len(pairs) != 1:
+    lower = [name.lower() for name in set(names)]
+    if len(pairs) != 1 or any(lower.count(name.lower()) > 1 for name in pairs[0]):
         which = "several that may be" if pairs else "none that is known to be"
+        listed = f"the columns {_listed(names)}" if names else "no columns"
         raise ValueError(
-            f"{where} has the columns {_listed(names)}, {which} those of URL and caption; name them: "
+            f"{where} has {listed}, {which} those of URL and caption; name them: "
             f"columns={','.join(pairs[0]) if pairs else 'URL,CAPTION'}"
         )
     return pairs[0], fitting[0].name
+
+
+def license_column(names: Iterable[str]) -> tuple[str, ...]:
+    """The column that has each row's licence, which is kept without being asked for; () if there is none."""
+    by_lower = {name.lower(): name for name in names}
+    return tuple(by_lower[one] for one in _LICENSES if one in by_lower)[:1]
+
+
+def license_of(extra: Extra | None) -> str | None:
+    """The licence of a row, by the columns that are kept of it; None where it has none."""
+    extra = extra or {}
+    value = next((extra[name] for name in license_column(extra)), None)
+    return None if value in (None, "") else str(value)
 
 
 def _place(file: Path, column: str, names: Sequence[str]) -> int:
@@ -203,7 +228,8 @@ def _of_text(file: Path, form: str, columns: Sequence[str], of_folder: bool) -> 
     lower = {cell.strip().lower() for cell in head}
     known = any({one.url, one.caption} <= lower for one in shapes) and not any(map(refers, head))
     if known or not all(column.isdecimal() for column in columns):
-        return _named(file, form, [cell.strip() for cell in head], columns, of_folder)
+        names = [cell.strip() for cell in head]
+        return _named(file, form, names, names, columns, of_folder)
     width = Counter(map(len, rows)).most_common(1)[0][0]
     if columns:
         places = tuple(_place(file, column, [str(n + 1) for n in range(width)]) for column in columns)
@@ -226,6 +252,8 @@ def _like_an_image(cell: str) -> bool:
 
 def _form(file: Path) -> str:
     """The format, by the first bytes where they tell it, else by the name; TSV for any other name."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; name one list, or give it as images, img2dataset or webdataset")
     with open(file, "rb") as opened:
         magic = opened.read(4)
     if magic == b"PAR1":
@@ -334,7 +362,7 @@ def _values(raw: bytes, file: Path, reading: Reading, row: int) -> list[Any]:
     if len(cells) != reading.width:
         names = "caption TAB url" if reading.places[:2] == (1, 0) else "url TAB caption"
         rule = f"every line is `{names}`" if reading.width == 2 and reading.form == "tsv" else "every row has as many"
-        what = f"{len(cells)} columns, and {reading.width} are expected,"
+        what = f"{len(cells)} columns, and {reading.width} are expected"
         if reading.form == "tsv" and len(cells) == 1:
             what = f"no tab in {redacted(cells[0])[:80]!r}" if cells[0] else "an empty line"
         raise ValueError(f"{where(file, reading, row)}: {what}; {rule}: write it so, or remove the line")
@@ -360,7 +388,7 @@ def _errors(records: Iterator[bytes], file: Path) -> Iterator[bytes]:
         yield from records
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{file} is damaged or ends early ({error}); fetch it again") from error
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {printable(error)[:300]}; fetch it again") from error
 
 
@@ -387,7 +415,10 @@ def _text_records(stream: BinaryIO, form: str, file: Path, start: int = 0) -> It
             if next(rows, None) is None:
                 return
         except csv.Error as error:
-            raise ValueError(f"{file}, row {row}: {error}; write the quotes of this row as CSV has them") from error
+            wrong = "a carriage return, which ends no line here" if "new-line" in str(error) else error
+            raise ValueError(
+                f"{file}, row {row}: {wrong}; write quotes and ends of lines (\\n or \\r\\n) as CSV has them"
+            ) from error
         yield b"".join(taken)
         taken.clear()
 
@@ -418,12 +449,26 @@ def _parquet_records(file: Path, reading: Reading, start: int) -> Iterator[bytes
 
 
 def _check_type(file: Path, field: pa.Field, is_text: bool) -> None:
-    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
-    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if not texts and (is_text or not numbers):
+    if not (_is_text(field.type) if is_text else keepable(field.type)):
         wanted = "text" if is_text else "text, numbers or truth values, which can be kept"
         raise ValueError(f"{file}: column {field.name} holds {field.type}, not {wanted}; name another under columns")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_view = pa.types.is_string_view(kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_view or pa.types.is_null(kind)
+
+
+def keepable(kind: pa.DataType) -> bool:
+    """Whether a sample can keep the values of a column of this type."""
+    return _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+
+
+def kept_names(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The names whose values in these rows a sample can keep, in order."""
+    wrong = {name for row in rows for name, value in row.items() if not isinstance(value, Scalar)}
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if name not in wrong]
 
 
 def _json_records(file: Path, reading: Reading, start: int) -> Iterator[bytes]:
@@ -466,10 +511,12 @@ def _text(value: Any, name: str, place: str) -> str:
     return value or ""
 
 
-def scalar(value: Any, name: str, place: str) -> str | int | float | bool | None:
+def scalar(value: Any, name: str, place: str) -> Scalar:
     """A value that a sample can keep; ValueError names the place of one that it cannot."""
-    if not isinstance(value, str | int | float | bool | None):
-        raise ValueError(f"{place}: {shown(name)} is {shown(value)}; texts, numbers and truth values can be kept")
+    if not isinstance(value, Scalar):
+        raise ValueError(
+            f"{place}: {shown(name)} is {shown(value)}; keep texts, numbers and truth values alone under columns"
+        )
     return _finite(value)
 
 

@@ -16,7 +16,7 @@ from storage.digests import BLANK, OWN_SHA256, seal
 from storage.sample import Sample
 from storage.shards import SHARD_VERSION, Span
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 OK = "ok"
 SCHEMA = pa.schema(
     [
@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
         pa.field("width", pa.int32()),
         pa.field("height", pa.int32()),
         pa.field("num_regions", pa.int32()),
+        pa.field("license", pa.string()),  # null where none was kept
     ]
 )
 _NULLS = (None,) * 5  # offset, length, width, height, num_regions of a row that is not ok
@@ -38,13 +39,14 @@ _NULLS = (None,) * 5  # offset, length, width, height, num_regions of a row that
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one input row; detail has more about the status."""
+    """The result of one input row; detail has more about the status, license what its list says of it."""
 
     row: int
     key: str
     status: str
     detail: str = ""
     url: str = ""
+    license: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
         "statuses": dict(sorted(Counter(row.status for row in rows).items())),
     }
     ok = iter([(span.offset, span.length, *fact) for span, fact in zip(spans, facts, strict=True)])
-    lines = [(r.row, r.key, r.status, r.detail, r.url, *(next(ok) if r.status == OK else _NULLS)) for r in rows]
+    lines = [
+        (r.row, r.key, r.status, r.detail, r.url, *(next(ok) if r.status == OK else _NULLS), r.license) for r in rows
+    ]
     columns = [pa.array([line[i] for line in lines], type=field.type) for i, field in enumerate(SCHEMA)]
     return table_bytes(pa.Table.from_arrays(columns, schema=SCHEMA), header)
 
@@ -164,7 +168,7 @@ def table_bytes(table: pa.Table, header: dict) -> bytes:
         data_page_version="1.0",
         compression="zstd",
         compression_level=3,
-        use_dictionary=["status", "detail"],
+        use_dictionary=["status", "detail", "license"],
         write_statistics=True,
     ) as writer:
         writer.write_table(table, row_group_size=max(1, len(table)))

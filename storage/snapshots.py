@@ -25,7 +25,7 @@ from storage.manifests import OK, Header
 from storage.object_store import ObjectMissing, ObjectStore, Ranges, StorageUnreachable
 from storage.safe_json import parse_json
 
-SNAPSHOT_VERSION = 3
+SNAPSHOT_VERSION = 4
 SNAPSHOT_SCHEMA = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
@@ -38,6 +38,7 @@ SNAPSHOT_SCHEMA = pa.schema(
         pa.field("num_regions", pa.int32()),
         pa.field("key", pa.string(), nullable=False),
         pa.field("url", pa.string(), nullable=False),
+        pa.field("license", pa.string()),
     ]
 )
 _GROUP = 2**17  # rows of a row group, which are decoded together
@@ -137,7 +138,7 @@ def write_snapshot(
         data_page_version="1.0",
         compression="zstd",
         compression_level=3,
-        use_dictionary=["shard"],
+        use_dictionary=["shard", "license"],
         write_statistics=False,
         write_page_checksum=True,
     ) as writer:
@@ -239,12 +240,12 @@ def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Itera
 
 
 def read_rows(store: ObjectStore, path: str, numbers: Sequence[int]) -> list[dict]:
-    """`shard`, `row`, `key` and `url` of these samples of a snapshot, ascending; errors as of read_snapshot."""
+    """shard, row, key, url and license of these samples of a snapshot, ascending; errors as of read_snapshot."""
     rows, wanted = [], np.array(numbers, np.int64)
     with _opened(store, path) as file:
         groups = np.unique(wanted // _GROUP).tolist()
         for group, table in zip(
-            groups, _groups(file, store.where(path), ["shard", "row", "key", "url"], groups), strict=True
+            groups, _groups(file, store.where(path), ["shard", "row", "key", "url", "license"], groups), strict=True
         ):
             rows += table.take(pa.array(wanted[wanted // _GROUP == group] - group * _GROUP)).to_pylist()
     return rows

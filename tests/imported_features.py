@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import functools
 import io
 import json
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 
 import h5py
 import lmdb
+import msgpack
 import numpy as np
 
 BOTTOM_UP = ["image_id", "image_w", "image_h", "num_boxes", "boxes", "features"]
@@ -136,6 +138,31 @@ def write_lmdb(
             writing.put(image.name.encode(), raw if last and raw else value)
         writing.put(b"keys", pickle.dumps([image.name.encode() for image in images]))
     return folder
+
+
+TENSORPACK = "features,class_probs,boxes,num_boxes,image_h,image_w,image_id,caption"
+
+
+def write_tensorpack(file: Path, images: Sequence[ImageFeatures], as_msgpack: bool = False, raw: bytes = b"") -> Path:
+    """A file of lists, as tensorpack's LMDBSerializer writes it: pickled or msgpack. raw: the last image's value."""
+
+    def packed(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            kind = value.dtype.str
+            return {b"nd": True, b"type": kind, b"kind": b"", b"shape": value.shape, b"data": value.tobytes()}
+        assert isinstance(value, np.integer), value
+        return {b"nd": False, b"type": value.dtype.str, b"data": value.tobytes()}
+
+    write = functools.partial(msgpack.packb, default=packed) if as_msgpack else pickle.dumps
+    with lmdb.open(str(file), map_size=2**26, subdir=False) as database, database.begin(write=True) as writing:
+        keys = [f"{number:08}".encode() for number in range(len(images))]
+        for key, image in zip(keys, images, strict=True):
+            fields = image.by_name() | {"class_probs": image.class_probs, "caption": "a caption"}
+            fields["image_w"] = np.int64(image.width)
+            value = write([fields[name] for name in TENSORPACK.split(",")])
+            writing.put(key, raw if raw and image is images[-1] else value)
+        writing.put(b"__keys__", write(keys))
+    return file
 
 
 def write_h5(file: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None) -> Path:

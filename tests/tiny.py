@@ -80,7 +80,10 @@ def commit_samples(
     catalog = Catalog(open_store(str(root)), dataset)
     for start in range(0, len(samples), per_shard):
         part = samples[start : start + per_shard]
-        rows = [Row(start + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(part)]
+        rows = [
+            Row(start + i, sample.key, "ok", "", sample.url, None if (start + i) % 3 else "CC BY 4.0")
+            for i, sample in enumerate(part)
+        ]
         assert commit_shard(
             catalog, f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, {"random_init": random_init}
         )

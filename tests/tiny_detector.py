@@ -104,7 +104,7 @@ def commit_images(root: Path | str, shards: Sequence[Sequence[Sample | str]], da
         for item, number in zip(items, numbers, strict=False):
             ok = isinstance(item, Sample)
             key, url = (item.key, item.url) if ok else (f"{number:020x}", "")
-            rows.append(Row(number, key, "ok" if ok else item, url=url))
+            rows.append(Row(number, key, "ok" if ok else item, url=url, license=f"CC {number}"))
         samples = [item for item in items if isinstance(item, Sample)]
         assert commit_shard(catalog, "images", f"{shard:05}", samples, rows, {"source": {}})
     return catalog

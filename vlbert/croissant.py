@@ -55,6 +55,7 @@ _COLUMNS = {  # of a snapshot, docs/formats.md
     "width": ("sc:Integer", "pixels of the stored image"),
     "height": ("sc:Integer", "pixels of the stored image"),
     "num_regions": ("sc:Integer", "regions that the detector found"),
+    "license": ("sc:Text", "licence of the image, as the list says"),
 }
 
 

@@ -4,7 +4,7 @@
     python -m vlbert.hub_cards data ROOT DATASET                    # ROOT/DATASET/README.md and croissant.json
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model. Every number is
-read from what the programs recorded. What nothing recorded, such as a licence, is "not recorded". More in
+read from what the programs recorded. What nothing recorded is "not recorded". More in
 docs/library.md and docs/download.md.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from huggingface_hub import DatasetCardData, EvalResult, ModelCardData
 
@@ -27,7 +28,7 @@ from storage.inventory import Inventory
 from storage.manifests import OK, Header
 from storage.object_store import ObjectStore, open_store
 from storage.programs import make_parser
-from storage.safe_json import parse_json
+from storage.safe_json import parse_json, printable
 from storage.settings import add_fields, flat, from_assignments, to_json
 from storage.snapshots import read_snapshot
 from training.loading import EXPECTED
@@ -45,6 +46,7 @@ UNKNOWN = "not recorded"
 _MADE_BY = "<!-- made by vlbert.hub_cards: a card with this line is replaced, any other is kept -->"
 _BLANK = "- Code: [More Information Needed]"  # of the card that save_pretrained writes, before anybody filled it in
 _HOSTS = 10  # in the table of a dataset card
+_LICENCES = 5  # that are named
 _SETTINGS_OF_DETECTOR = ("backend", "weights", "boxes", "selection", "precision", "keep_features", "random_init")
 _PIPELINES = {"VQASettings": "visual-question-answering", "VCRSettings": "visual-question-answering"}
 _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
@@ -231,13 +233,14 @@ def _data_of(checkpoint: Checkpoint, store: ObjectStore | None) -> list[str]:
     rows = []
     for one in datasets:
         for stage in ("images", one["stage"]):
-            headers = list(Catalog(store, one["dataset"]).headers(stage).values()) if store else []
-            counts = _statuses(headers)
-            rows.append((one["dataset"], stage, _shown_counts(counts) if counts else UNKNOWN, _licence(headers)))
+            catalog = Catalog(store, one["dataset"]) if store else None
+            counts = _statuses(catalog.headers(stage).values()) if catalog else {}
+            licences = _shown_licences(_licences(catalog, stage)) if catalog else UNKNOWN
+            rows.append((one["dataset"], stage, _shown_counts(counts) if counts else UNKNOWN, licences))
     lines += [
         "Rows by status, of all that is committed now:",
         "",
-        *_table(("dataset", "stage", "rows", "licence"), rows),
+        *_table(("dataset", "stage", "rows", "licences of its images"), rows),
     ]
     text = checkpoint.state.get("text")
     return lines + ([f"Text corpus: sha256 of its `corpus.json` {text}.", ""] if text else [])
@@ -317,6 +320,7 @@ class StageFacts:
     """What the manifests of a stage say.
 
     hosts           of the URLs of its ok rows; "" of imported images, which have none
+    licences        of its ok rows, as their list says; None where it does not
     width, height   int64, of its ok rows
     regions         mean number of regions of an ok row; None of images
     withdrawn       how many further ok rows have a URL that was forgotten
@@ -325,6 +329,7 @@ class StageFacts:
     stage: str
     headers: list[Header]
     hosts: Counter = field(default_factory=Counter)
+    licences: Counter = field(default_factory=Counter)
     width: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     height: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     regions: float | None = None
@@ -343,11 +348,12 @@ def read_stage(catalog: Catalog, stage: str) -> StageFacts:
     """From the manifests alone; each is read twice."""
     found = StageFacts(stage, list(catalog.headers(stage).values()))
     sizes, regions, urls = [], [], forgotten_urls(catalog.store)
-    for table in catalog.columns(stage, ["status", "url", "width", "height", "num_regions"]):
+    for table in catalog.columns(stage, ["status", "url", "license", "width", "height", "num_regions"]):
         held = table.filter(pc.equal(table["status"], OK))
         ok = held.filter(pc.invert(is_among(held["url"], urls)))
         found.withdrawn += len(held) - len(ok)
         found.hosts.update(_host(url) for url in ok["url"].to_pylist())
+        found.licences.update(_count(ok["license"]))
         sizes.append(np.stack([ok["width"].to_numpy(), ok["height"].to_numpy()]).astype(np.int64))
         regions += ok["num_regions"].drop_null().to_pylist()
     if sizes:
@@ -375,11 +381,11 @@ def data_card(store: ObjectStore, dataset: str) -> str:
             f"{len(one.headers):,}",
             f"{sum(one.statuses.values()):,}",
             f"{one.tar_bytes / 1e6:,.1f}",
-            _licence(one.headers),
+            _shown_licences(one.licences),
         )
         for one in stages
     ]
-    lines += ["## Stages", "", *_table(("stage", "shards", "rows", "MB of tars", "licence"), rows)]
+    lines += ["## Stages", "", *_table(("stage", "shards", "rows", "MB of tars", "licences of its images"), rows)]
     lines += ["## Rows by status", ""]
     rows = [(one.stage, name, f"{count:,}") for one in stages for name, count in one.statuses.items()]
     lines += _table(("stage", "status", "rows"), rows)
@@ -411,7 +417,8 @@ def _summary(store: ObjectStore, dataset: str) -> str:
     catalog, found = Catalog(store, dataset), []
     for _, stage in sorted(Inventory(store, dataset).manifests):
         headers = list(catalog.headers(stage).values())
-        found.append(f"{stage}: {_shown_counts(_statuses(headers))}; licence {_licence(headers)}")
+        licences = _shown_licences(_licences(catalog, stage))
+        found.append(f"{stage}: {_shown_counts(_statuses(headers))}; licences: {licences}")
     return f"Images with captions. {'. '.join(found)}."
 
 
@@ -474,10 +481,24 @@ def _shown_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def _licence(headers: Iterable[Header]) -> str:
-    """What the manifests say of it."""
-    found = {header.meta.get("license") or UNKNOWN for header in headers}
-    return ", ".join(sorted(found)) or UNKNOWN
+def _licences(catalog: Catalog, stage: str) -> Counter:
+    """The licences of a stage's ok rows, as their list says; None where it does not."""
+    found: Counter = Counter()
+    for table in catalog.columns(stage, ["status", "license"]):
+        found.update(_count(table.filter(pc.equal(table["status"], OK))["license"]))
+    return found
+
+
+def _count(column: pa.ChunkedArray) -> dict[str | None, int]:
+    return {one["values"]: one["counts"] for one in pc.value_counts(column).to_pylist()}
+
+
+def _shown_licences(counts: Counter) -> str:
+    """The most frequent ones; a list may have one for each image."""
+    known = Counter({printable(name)[:100]: count for name, count in counts.items() if name is not None})
+    shown = {name: count for name, count in known.most_common(_LICENCES)}
+    rest = {"others": known.total() - sum(shown.values()), UNKNOWN: counts[None]}
+    return _shown_counts(shown | {name: count for name, count in rest.items() if count}) if known else UNKNOWN
 
 
 def _detector(described: Mapping[str, Any], level: str, regions: float | None = None) -> list[str]:

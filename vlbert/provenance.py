@@ -239,6 +239,7 @@ class Found:
     row: int
     key: str
     url: str
+    license: str | None
 
 
 @functools.lru_cache(64)  # many checkpoints pin the same
@@ -251,7 +252,7 @@ def find(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> 
         start += len(table)
     rows = read_rows(store, path, found) if found else []
     return tuple(
-        Found(number, f"{row['shard']:05d}", row["row"], row["key"], row["url"])
+        Found(number, f"{row['shard']:05d}", row["row"], row["key"], row["url"], row["license"])
         for number, row in zip(found, rows, strict=True)
     )
 
@@ -303,6 +304,7 @@ TABLE = pa.schema(
         pa.field("dataset", pa.string()),
         pa.field("shard", pa.string()),
         pa.field("run", pa.string()),
+        pa.field("license", pa.string()),
         pa.field("times", pa.int64()),
         pa.field("first_step", pa.int64()),
         pa.field("last_step", pa.int64()),
@@ -332,7 +334,7 @@ def _all_of(trained: Trained, use: DataUse, span: SnapshotSpan) -> Iterator[pa.T
     store, path = trained.store_of(use.dataset, use.stage, span.snapshot)
     samples, start = trained.samples_of(use, span), 0
     order = None if samples is None else np.argsort(samples, kind="stable")  # the examples by their samples
-    for columns in read_columns(store, path, ["url", "key", "shard"]):
+    for columns in read_columns(store, path, ["url", "key", "shard", "license"]):
         ours = examples = np.arange(start, start + len(columns))
         if order is not None:
             examples = order[slice(*np.searchsorted(samples, [start, start + len(columns)], sorter=order))]
@@ -345,15 +347,16 @@ def _all_of(trained: Trained, use: DataUse, span: SnapshotSpan) -> Iterator[pa.T
         taken, lists = times > 0, pa.ListArray.from_arrays(np.append(0, ends).astype(np.int32), values)
         kept = columns.filter(pa.array(taken))
         shard = pc.utf8_lpad(kept["shard"].cast(pa.string()), 5, "0")
-        of = [pa.array([name] * len(kept), pa.string()) for name in (use.dataset, trained.run)]
+        dataset, run = (pa.array([name] * len(kept), pa.string()) for name in (use.dataset, trained.run))
+        names = kept["url"], kept["key"], dataset, shard, run, kept["license"]
         bounds = times[taken], values[(ends - times)[taken]], values[ends[taken] - 1], lists.filter(pa.array(taken))
-        yield pa.table([kept["url"], kept["key"], of[0], shard, of[1], *bounds], schema=TABLE)
+        yield pa.table([*names, *bounds], schema=TABLE)
         start += len(columns)
 
 
 def _joined(table: pa.Table) -> pa.Table:
     """Rows of several snapshots, in their order: those of one sample as one."""
-    names = TABLE.names[:5]
+    names = TABLE.names[:6]
     numbered = table.select(names).append_column("number", pa.array(np.arange(len(table))))
     found = numbered.group_by(names, use_threads=False).aggregate([("number", "list")])
     rows = found["number_list"].combine_chunks()

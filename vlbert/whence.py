@@ -38,9 +38,8 @@ _KEY = re.compile(r"[0-9a-f]{20}")
 class WhenceSettings:
     """Where to look, and what to write."""
 
-    out: str | None = (
-        None  # Parquet file for all samples: url, key, dataset, shard, run, times, first_step, last_step, steps
-    )
+    # Parquet file for all samples: url, key, dataset, shard, run, license, times, first_step, last_step, steps
+    out: str | None = None
     root: str | None = None  # folder or s3://bucket/prefix that holds the snapshots, if the checkpoint was moved
     task_folder: tuple[str, ...] = ()  # folders with the files of fine-tunings' tasks, if they are not where they were
 
@@ -91,11 +90,12 @@ def export(runs: Sequence[Trained], file: str) -> int:
 
 def tell(runs: Sequence[Trained], what: str) -> tuple[list[str], bool]:
     """Each time that these runs saw an image, as a table; and whether any did."""
-    column, rows, lines, urls = column_of(what), [], [], {}
+    column, rows, lines, urls, licenses = column_of(what), [], [], {}, set()
     for trained in runs:
         log = RunNotes(trained)
         for one in seen(trained, column, frozenset([what])):
             urls[one.found.url] = one.found.key
+            licenses.add(one.found.license)
             names = trained.run, one.use.dataset, one.found.shard, one.found.key
             rows.append((*names, f"{one.epoch}", f"{one.step:,}", log.note(one.found.key, one.step)))
         for held in trained.record["held_out"] or ():
@@ -106,6 +106,7 @@ def tell(runs: Sequence[Trained], what: str) -> tuple[list[str], bool]:
     forgotten = forgotten_urls(runs[0].checkpoint.folder.store)
     if column == "key":
         lines = [f"the URL of {key} is {url}" for url, key in urls.items()] + lines
+    lines += [f"its licence, as its list says: {printable(one)}" for one in sorted(licenses - {None})]
     lines += [f"{shown_url(url)} was forgotten since" for url in urls if url in forgotten]
     names = "run", "dataset", "shard", "key", "epoch", "step", "note"
     return [*aligned(names, rows), *lines], bool(rows or lines)

@@ -66,10 +66,10 @@ def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 3]))
     assert detect_shard(catalog, "00000", detector)
     manifest = catalog.manifest(stage_of(detector), "00000")
-    assert [(r["row"], r["status"], r["num_regions"]) for r in manifest.table.to_pylist()] == [
-        (0, "ok", 1),
-        (2, "no_annotation", None),
-        (3, "ok", 1),
+    assert [(r["row"], r["status"], r["num_regions"], r["license"]) for r in manifest.table.to_pylist()] == [
+        (0, "ok", 1, "CC 0"),
+        (2, "no_annotation", None, "CC 2"),
+        (3, "ok", 1, "CC 3"),
     ]
     assert manifest.table["detail"][1].as_py().startswith("no image has the sample_key")
     assert manifest.table["url"][1].as_py() == "http://host/000002.jpg"

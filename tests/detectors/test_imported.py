@@ -3,18 +3,21 @@
 import dataclasses
 import functools
 import os
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
+import msgpack
 import numpy as np
 import pytest
 from imported_features import (
     ATTRIBUTES,
     CLASSES,
     LXMERT,
+    TENSORPACK,
     ImageFeatures,
     as_base64,
     hostile_pickle,
@@ -22,6 +25,7 @@ from imported_features import (
     write_h5,
     write_json,
     write_lmdb,
+    write_tensorpack,
     write_tsv,
 )
 from tiny import tiny_sample
@@ -59,6 +63,12 @@ FORMATS: dict[str, tuple[str, Writer, list[str]]] = {
     "12-in-1": ("f.lmdb", write_lmdb, []),
     "12-in-1, protocol 2": ("f.lmdb", functools.partial(write_lmdb, protocol=2), []),
     "LMDB with base64": ("f.lmdb", functools.partial(write_lmdb, arrays=False), []),
+    "tensorpack": ("f.lmdb", write_tensorpack, [f"imported.columns={TENSORPACK}"]),
+    "tensorpack, msgpack": (
+        "f.lmdb",
+        functools.partial(write_tensorpack, as_msgpack=True),
+        [f"imported.columns={TENSORPACK}"],
+    ),
     "volta": ("f.h5", write_h5, VOLTA),
 }
 
@@ -337,6 +347,27 @@ def test_a_damaged_row_is_a_status_that_the_manifest_counts(make: Callable[[Path
     assert rows[1]["detail"].startswith(detail)
 
 
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (pickle.dumps([1, 2]), "has 2 values without names"),
+        (msgpack.packb([1, 2]), "has 2 values without names"),
+        (msgpack.packb([[1] * 9] * 8)[:-1], "is no msgpack, or is torn"),
+        (msgpack.packb([{b"nd": True, b"type": "|O8", b"shape": [1], b"data": bytes(8)}] * 8), "an array of '|O8'"),
+        (msgpack.packb([{b"nd": True, b"type": "<f4", b"shape": [3], b"data": bytes(8)}] * 8), "is no msgpack"),
+        (msgpack.packb([{b"nd": False, b"type": "<f4"}] * 8), "is no msgpack"),
+        (hostile_pickle(), "wants to load builtins.eval"),
+    ],
+)
+def test_a_damaged_row_of_tensorpack_costs_no_other(raw: bytes, reason: str, tmp_path: Path):
+    file = write_tensorpack(tmp_path / "f.lmdb", [features_of(0), features_of(1)], raw=raw)
+    detector = detector_of(file, f"imported.columns={TENSORPACK}", "imported.match=number")
+    found = detector.detect([a_sample(0), a_sample(1)])
+    assert isinstance(found[0], Regions)
+    assert found[1].startswith("bad_features: f.lmdb: 00000001 ")
+    assert reason in found[1]
+
+
 def test_a_shard_without_any_usable_row_is_not_committed(tmp_path: Path):
     file = write_tsv(tmp_path / "f", [features_of(9), features_of(0)], changes={"image_w": ""})
     lines = file.read_bytes().split(b"\r\n")
@@ -427,6 +458,7 @@ def broken_first(write: Writer, **changes: Any) -> Callable[[Path], Path]:
         (cut(write_lmdb, "data.mdb"), [], "f is cut off: it is smaller than it says"),
         (cut(write_lmdb, "data.mdb", 0.001), [], "f is damaged, or no LMDB"),
         (cut(write_h5), [], "f is torn or no HDF5 file"),
+        (lambda file: write_tensorpack(file, [features_of(1)]), [], r"has 8 values without names.*imported\.columns"),
         (flat_h5, [], "f has image_bb, image_features and no group for each image"),
         (broken_first(write_h5, boxes=...), VOLTA, "f: its first row, f: 000001, has no boxes"),
         (lambda file: write_lmdb(file, [features_of(1)], raw=hostile_pickle()), [], "wants to load builtins.eval"),

@@ -370,7 +370,7 @@ def test_invalid_manifests_are_named(local):
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
         (sealed_parquet(table, {}), "is not a manifest"),
-        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 3: use the code"),
+        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 4: use the code"),
         (b'{"version": 1}', "is damaged or not a manifest"),
         (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
         (rewritten(table.drop_columns(["detail"]), header), "has columns"),

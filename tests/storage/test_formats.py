@@ -49,7 +49,7 @@ IMAGES_META = {
     },
     "config_hash": "0f71cd04581c",
 }
-SNAPSHOT = f"captions/{STAGE}/snapshots/8f717751d4bc76b9.parquet"
+SNAPSHOT = f"captions/{STAGE}/snapshots/3be241d9892ddb45.parquet"
 SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
 
 
@@ -60,7 +60,7 @@ def golden_commit(root: Path) -> None:
     first, second = GOLDEN_SAMPLES
     failed = seeded_sample(5)
     rows = [
-        Row(7, first.key, "ok", "", first.url),
+        Row(7, first.key, "ok", "", first.url, "CC BY 4.0"),
         Row(8, failed.key, "http_404", "Not Found", failed.url),
         Row(9, second.key, "ok", "", second.url),
     ]
@@ -110,9 +110,9 @@ def test_the_golden_manifest_reads_to_these_values():
     assert manifest.meta == {"source": SOURCE, "config": {"max_regions": 100}, "random_init": False}
     assert manifest.table.schema.equals(SCHEMA)
     assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
-        (7, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 3072, 16, 8, 2),
-        (8, "01430a82a2e6c6c7f151", "http_404", "Not Found", "http://example.org/images/000005.jpg", *(None,) * 5),
-        (9, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 3072, 3072, 16, 8, 0),
+        (7, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 3072, 16, 8, 2, "CC BY 4.0"),
+        (8, "01430a82a2e6c6c7f151", "http_404", "Not Found", "http://example.org/images/000005.jpg", *(None,) * 6),
+        (9, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 3072, 3072, 16, 8, 0, None),
     ]
 
 
@@ -123,11 +123,11 @@ def test_the_golden_manifest_of_images_reads_to_these_values():
     assert manifest.statuses == {"duplicate": 1, "http_404": 1, "ok": 2}
     assert manifest.meta == IMAGES_META
     assert manifest.table.schema.equals(SCHEMA)
-    nothing = (None,) * 5
+    nothing = (None,) * 6
     assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
-        (20, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 2048, 16, 8, None),
+        (20, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 2048, 16, 8, None, None),
         (21, "5a60a8683e53e40ceb17", "http_404", "HTTP 404 Not Found", "http://example.org/gone.jpg", *nothing),
-        (22, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 2048, 2048, 16, 8, None),
+        (22, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 2048, 2048, 16, 8, None, None),
         (23, "f17f635f1028ec2eb17d", "duplicate", "of row 20", "http://example.org/images/000003.jpg", *nothing),
     ]
     samples = [as_dict(sample) for sample in catalog.read("images", "00002")]
@@ -156,12 +156,15 @@ def test_the_golden_snapshot_reads_to_these_values():
     assert (index.shard.tolist(), index.offset.tolist(), index.length.tolist()) == ([0, 0], [0, 3072], [3072, 3072])
     assert index.keys() == ["f17f635f1028ec2eb17d", "9abcd6e6cf1cf0b3855c"]
     assert index.urls() == [f"http://example.org/images/00000{i}.jpg" for i in (3, 4)]
-    (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions"])
-    assert [tuple(line.values()) for line in table.to_pylist()] == [(0, 7, 16, 8, 2), (0, 9, 16, 8, 0)]
+    (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions", "license"])
+    assert [tuple(line.values()) for line in table.to_pylist()] == [
+        (0, 7, 16, 8, 2, "CC BY 4.0"),
+        (0, 9, 16, 8, 0, None),
+    ]
     metadata = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
     header = Catalog(store, "captions").headers(STAGE)["00000"]
     assert metadata == {
-        "version": 3,
+        "version": 4,
         "stage": STAGE,
         "random_init": False,
         "shards": [

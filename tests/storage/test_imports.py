@@ -1,11 +1,15 @@
 """What others have stored, written here by hand, becomes shards or is refused: img2dataset's formats, plain tars."""
 
+import base64
+import contextlib
 import functools
+import gzip
 import json
 import os
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -13,6 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from places import PROJECT
 from web import draw, encode
 
@@ -22,9 +28,11 @@ from storage.collection_plan import CollectSettings
 from storage.download import STATUSES
 from storage.fetch import DownloadSettings
 from storage.forgotten import forget
-from storage.imports import StoredRow, status_of
+from storage.img2dataset import status_of
+from storage.imports import StoredRow
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key
+from storage.tfrecord import masked_crc32c, read_examples
 
 IMAGES = "images"
 
@@ -42,6 +50,32 @@ def row(shard: int, number: int, image: bytes | None, error: str | None = None, 
         "sha256": None,
         "image": image,
     } | changes
+
+
+def record(fields: dict[str, bytes]) -> bytes:
+    """A record of a .tfrecord file: a tf.train.Example of these texts, as TensorFlow writes it."""
+
+    def sized(number: int, data: bytes) -> bytes:
+        size, length = len(data), b""
+        while size > 127:
+            size, length = size >> 7, length + bytes([size & 127 | 128])
+        return bytes([number << 3 | 2]) + length + bytes([size]) + data
+
+    features = (sized(1, sized(1, name.encode()) + sized(2, sized(1, sized(1, fields[name])))) for name in fields)
+    data = sized(1, b"".join(features))
+    length = len(data).to_bytes(8, "little")
+    return b"".join(part + masked(part).to_bytes(4, "little") for part in (length, data))
+
+
+def masked(data: bytes) -> int:
+    """The checksum of a part of a record, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def write_shard(folder: Path, shard: int, rows: list[dict], form: str = "webdataset", extension: str = "jpg") -> None:
@@ -66,6 +100,13 @@ def write_shard(folder: Path, shard: int, rows: list[dict], form: str = "webdata
         (folder / name).mkdir()
         for member, data in files.items():
             (folder / name / member).write_bytes(data)
+    elif form == "tfrecord":
+        stored = [
+            {"key": one["key"].encode(), extension: one["image"], "width": b"96"}
+            for one in done
+            if one["image"] is not None
+        ]
+        (folder / f"{name}.tfrecord").write_bytes(b"".join(map(record, stored)))
     elif form == "parquet":
         rows_without_image = [{name: value for name, value in row.items() if name != "image"} for row in done]
         for meta, image in zip(rows_without_image, done, strict=True):
@@ -89,7 +130,7 @@ def small_folder(folder: Path, form: str = "webdataset", extension: str = "jpg")
     return folder
 
 
-def imported(root: Path, folder: Path, **changes: object) -> list[tuple]:
+def imported(root: Path, folder: Path | str, **changes: object) -> list[tuple]:
     """Collect; (row, status, detail) of every row."""
     settings = CollectSettings("imported", img2dataset=str(folder), **({"rows_per_shard": 3} | changes))
     collect(str(root), settings, lambda line: None)
@@ -99,8 +140,11 @@ def imported(root: Path, folder: Path, **changes: object) -> list[tuple]:
 
 @pytest.mark.parametrize(
     ("form", "extension"),
-    [("webdataset", "jpg"), ("files", "jpg"), ("webdataset", "png"), ("parquet", "jpg"), ("parquet", "webp")],
-)
+    [
+        ("webdataset", "jpg"), ("webdataset", "png"), ("files", "jpg"), ("parquet", "jpg"), ("parquet", "webp"),
+        ("tfrecord", "jpg"), ("tfrecord", "webp"),
+    ],
+)  # fmt: skip
 def test_each_format_is_imported_row_by_row_in_the_order_of_the_list(tmp_path: Path, form: str, extension: str):
     rows = imported(tmp_path / "root", small_folder(tmp_path / "folder", form, extension))
     assert [(number, status) for number, status, _ in rows] == [
@@ -116,13 +160,74 @@ def test_each_format_is_imported_row_by_row_in_the_order_of_the_list(tmp_path: P
         assert (sample.url, sample.caption, sample.key) == (url, caption, sample_key(url, caption))
 
 
+@pytest.mark.parametrize("form", ["webdataset", "files", "parquet", "tfrecord"])
+def test_each_format_of_a_bucket_is_imported_as_that_of_a_folder(form: str, s3: str, tmp_path: Path):
+    folder, bucket = small_folder(tmp_path / "folder", form), open_store("s3://bucket/theirs")
+    write_shard(folder, 2, [row(2, 0, image_bytes(0) + bytes(100_000)), row(2, 1, image_bytes(1))], form)
+    for file in (one for one in folder.rglob("*") if one.is_file()):
+        bucket.put(str(file.relative_to(folder)), file.read_bytes())
+    download = DownloadSettings(max_bytes=100_000)
+    here, there = (
+        imported(tmp_path / str(number), origin, download=download)
+        for number, origin in enumerate((folder, "s3://bucket/theirs"))
+    )
+    assert there == here
+    assert [status for _, status, _ in here[-2:]] == ["too_big", "ok"]
+    assert samples_of(tmp_path / "0") == samples_of(tmp_path / "1")
+
+
+# Written by tensorflow 2.21: two Examples, the first of a key, an image, a number, a fraction and an empty text.
+BY_TENSORFLOW = (
+    "eNpLZ4CAXWvPXuFK5RLnYi3PTCnJEOKT4uHi+g8DjFw8XCx5+XmpQixcTFwMXCJczNmplUK8XNxcnAZQYM4lzMWcVZAuBNTIxZGYp5CZm5ieyiXIxVqcnF+U"
+    "KsQhxMbFArTJvvq8ztFwRoi1D14xh3FdYcJqoAXXbiYulvLUpAKhTUxc65m41jD9HwVEA/P4v/IA9F1Wsw=="
+)
+
+
+def test_examples_of_tensorflow_are_read_and_any_changed_byte_is_found():
+    data = zlib.decompress(base64.b64decode(BY_TENSORFLOW))
+    first, second = ({name: bytes(value) for name, value in one.items()} for one in read_examples(BytesIO(data), "a"))
+    assert first == {"key": b"000000007", "jpg": b"an image", "none": b""}
+    assert second == {"key": b"000000008", "webp": bytes([255]) * 300}
+    checked = [
+        at for at in range(len(data)) if at not in (*range(8, 12), *range(127, 131))
+    ]  # the checksums of the lengths are not read
+    for at in checked[::7]:
+        with pytest.raises(ValueError, match=r"a at byte (0|119) (is damaged|ends early)"):
+            list(read_examples(BytesIO(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]), "a"))
+    for end in set(range(1, len(data))) - {119}:
+        with pytest.raises(ValueError, match=r"a at byte (0|119) ends early"):
+            list(read_examples(BytesIO(data[:end]), "a"))
+
+
+@given(st.binary(min_size=4, max_size=1100))
+def test_the_checksum_of_records_is_that_of_tensorflow(data: bytes):
+    assert masked_crc32c(data) == masked(data)
+
+
+@given(st.binary(max_size=60))
+def test_an_example_that_is_none_is_an_error_that_names_the_file(data: bytes):
+    length = len(data).to_bytes(8, "little")
+    whole = length + bytes(4) + data + masked(data).to_bytes(4, "little")
+    with contextlib.suppress(ValueError):
+        for example in read_examples(BytesIO(whole), "a.tfrecord"):
+            assert all(isinstance(name, str) for name in example)
+
+
+def test_rows_that_img2dataset_lost_have_a_status(tmp_path: Path):
+    folder = small_folder(tmp_path / "folder")
+    (folder / "00001_stats.json").write_text('{"count": 4}')
+    rows = imported(tmp_path / "root", folder)
+    assert [status for _, status, _ in rows[5:]] == ["ok", "bad_geometry", "not_stored", "not_stored"]
+    assert rows[8][2] == "img2dataset: lost: it wrote no row"
+
+
 def test_a_row_whose_url_was_forgotten_is_not_imported(tmp_path: Path):
     forget(open_store(str(tmp_path / "root")), ["http://example.test/0/1.jpg"])
     rows = imported(tmp_path / "root", small_folder(tmp_path / "folder"))
     assert [status for _, status, _ in rows[:3]] == ["ok", "forgotten", "ok"]
 
 
-@pytest.mark.parametrize("form", ["webdataset", "parquet"])
+@pytest.mark.parametrize("form", ["webdataset", "parquet", "tfrecord"])
 def test_every_image_passes_the_checks_of_a_download(form: str, tmp_path: Path):
     images = {
         "bomb": encode(draw(500, 400)),
@@ -220,12 +325,15 @@ def much_text(folder: Path) -> None:
         (lambda folder: cut(folder / "00001.parquet", 900), "00001.parquet cannot be read"),
         (lambda folder: cut(folder / "00001.parquet", 0), "00001.parquet cannot be read"),
         (lambda folder: cut(folder / "00001_stats.json", 9), "00001_stats.json cannot be read"),
-        (lambda folder: (folder / "00001_stats.json").write_text('{"count": 3}'), "00001.parquet has 2 rows"),
-        (many_rows, "00001.parquet has 100001 rows"),
+        (lambda folder: (folder / "00001_stats.json").write_text('{"count": 1}'), "00001.parquet has 2 rows"),
+        (
+            lambda folder: (folder / "00001_stats.json").write_text("{}"),
+            "00001_stats.json cannot be read: its count is",
+        ),
+        (many_rows, "00001_stats.json counts 100001 rows"),
         (lambda folder: cut(folder / "00001.tar", 5 * 512), "00001.tar ends early"),
         (lambda folder: cut(folder / "00001.tar", 0), "00001.tar ends early"),
-        (lambda folder: (folder / "00001.tar").unlink(), "neither 00001.tar nor a folder 00001"),
-        (lambda folder: (folder / "00001.tar").rename(folder / "00001.tfrecord"), "format tfrecord is not read"),
+        (lambda folder: (folder / "00001.tar").unlink(), "nor a folder 00001, and no column jpg"),
         *((lambda folder, name=name: fifo(folder / name), name) for name in ("00001.parquet", "00001.tar")),
     ],
 )
@@ -237,6 +345,16 @@ def test_a_torn_shard_is_named_before_the_import(tmp_path: Path, tear: Callable[
     assert "(00001: " in str(refused.value)
     assert named in str(refused.value)
     assert not Catalog(open_store(str(tmp_path / "root")), "imported").shards(IMAGES)
+
+
+def test_a_damaged_tfrecord_is_named_and_its_shard_not_committed(tmp_path: Path):
+    folder = small_folder(tmp_path / "folder", "tfrecord")
+    whole = (folder / "00001.tfrecord").read_bytes()
+    for data in (whole[:-1], whole[:2000] + b"\xff" + whole[2001:]):
+        (folder / "00001.tfrecord").write_bytes(data)
+        with pytest.raises(ValueError, match=r"00001.tfrecord at byte \d+ (is damaged|ends early)"):
+            imported(tmp_path / "root", folder)
+        assert Catalog(open_store(str(tmp_path / "root")), "imported").shards(IMAGES) == ["00000", "00001"]
 
 
 @pytest.mark.parametrize("member", [0, 3])
@@ -259,6 +377,9 @@ def test_a_folder_that_is_none_of_img2dataset_is_refused(tmp_path: Path):
         imported(tmp_path / "root", tmp_path / "empty")
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         imported(tmp_path / "root", tmp_path / "nowhere")
+    (tmp_path / "empty" / "000_stats.json").write_text('{"count": 1}')  # fewer digits: oom_shard_count=3
+    with pytest.raises(ValueError, match="000: no 000.parquet; its format dummy stores nothing"):
+        imported(tmp_path / "root", tmp_path / "empty")
 
 
 def test_an_import_goes_on_and_a_folder_may_grow_but_not_change(tmp_path: Path):
@@ -335,6 +456,31 @@ def test_a_column_of_the_tables_is_kept_on_request(tmp_path: Path):
         imported(tmp_path / "other", tmp_path / "folder", columns=("url", "alt"))
 
 
+@pytest.mark.parametrize("origin", ["img2dataset", "webdataset", "captions"])
+def test_a_licence_is_kept_without_being_asked_for(origin: str, tmp_path: Path):
+    """In the sample, and in the manifest of every row, whatever its status."""
+    licences, folder = ["CC BY 4.0", "?", None, "CC0"], tmp_path / "folder"
+    images = {number: image_bytes(number) for number in range(3)}  # that of row 3 is gone
+    if origin == "img2dataset":
+        write_shard(folder, 0, [row(0, n, images.get(n), "HTTP Error 404: x", LICENSE=licences[n]) for n in range(4)])
+    elif origin == "webdataset":
+        members = [one for n in images for one in with_json(f"{n}", n, "jpg", Licence=licences[n])]
+        put_tars(str(folder), a=tar_of([*members, *with_json("3", 3, "jpg", Licence=licences[3])[1:]]))
+    else:
+        folder.mkdir()
+        for number, image in images.items():
+            (folder / f"{number}.jpg").write_bytes(image)
+        lines = [{"file_name": f"{n}.jpg", "caption": "a", "n": n, "license": licences[n]} for n in range(4)]
+        (tmp_path / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"captions": str(tmp_path / "list.jsonl"), "images": str(folder)} if origin == "captions" else {}
+    settings = CollectSettings("imported", **(given or {origin: str(folder)}))
+    collect(str(tmp_path / "root"), settings, lambda line: None)
+    manifest = Catalog(open_store(str(tmp_path / "root")), "imported").manifest(IMAGES, "00000")
+    assert [one == "ok" for one in manifest.table["status"].to_pylist()] == [True, True, True, False]
+    assert manifest.table["license"].to_pylist() == licences
+    assert [[*sample.extra.values()] for sample in samples_of(tmp_path / "root")] == [[one] for one in licences[:3]]
+
+
 # --- plain tars -------------------------------------------------------------------------------------------------------
 
 Members = list[tuple[str, bytes]]
@@ -392,6 +538,7 @@ def samples_of(root: Path) -> list[Sample]:
         (with_text, "train/a.tar/000{}.jpg"),
         (with_json, "http://example.test/{}"),
         (functools.partial(with_json, extension="JPEG"), "http://example.test/{}"),
+        (functools.partial(with_json, extension="gif"), "http://example.test/{}"),
         (with_both, "http://example.test/{}"),
     ],
 )
@@ -436,13 +583,33 @@ def test_a_member_without_its_pair_is_a_row_with_a_status(tmp_path: Path):
         ("long.txt", b"a" * (2**20 + 1)),
         ("torn.jpg", image_bytes(4)[:500]),
         ("torn.txt", b"a caption"),
+        ("several.jpg", image_bytes(5)),
+        ("several.txt", b"\xef\xbb\xbfthe first\r\n"),
+        ("several.jpg", image_bytes(6)),  # the same key again: another sample
+        ("several.png", encode(draw(seed=7), "PNG")),  # a second image of one
+        ("several.txt", b"the second"),
+        ("dots.1.jpg", image_bytes(8)),
+        ("scan.tiff", b"II*"),
+        ("scan.txt", b"a caption"),
+        ("link.txt", b"a caption"),
         ("README", b"of nobody"),
         ("._good.jpg", b"of an archiver"),
     ]
     rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(members)))
     assert [(row, status) for row, status, *_ in rows] == list(
-        enumerate(["ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated"])
+        enumerate(
+            ["ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated", "ok", "ok"]
+            + ["missing_file"] * 3
+        )
     )
+    assert [detail for _, _, detail, _ in rows[8:]] == [
+        "a.tar has no image dots; .1.jpg is none that is read",
+        "a.tar has no image scan; .tiff is none that is read",
+        "a.tar has no image link",
+    ]
+    assert [(one.caption, one.image) for one in samples_of(tmp_path / "root")[1:]] == [
+        ("the first", image_bytes(5)), ("the second", image_bytes(6)),
+    ]  # fmt: skip
     assert [detail for _, _, detail, _ in rows[1:4]] == [
         "a.tar has no caption for no-text.jpg",
         "a.tar has no image no-image",
@@ -456,6 +623,8 @@ def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
     tars = put_tars(str(tmp_path / "tars"), a=tar_of(members))
     rows = of_tars(tmp_path / "root", tars, columns=("url", "alt", "score", "width"))
     assert [status for _, status, *_ in rows] == ["ok"] * 3 + ["bad_caption"] * 2
+    assert [detail.partition(":")[0] for _, _, detail, _ in rows[3:]] == ["3.json", "4.json"]
+    assert rows[4][2] == "4.json: 'alt' is 7, not a text"
     assert [(one.caption, one.extra) for one in samples_of(tmp_path / "root")] == [
         (f"alt {n}", {"score": n / 2, "width": 96}) for n in range(3)
     ]
@@ -469,6 +638,7 @@ def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
         ({}, (), "tars holds no .tar"),
         ({"a": tar_of(with_text("a", 0))[:-9000], "b": tar_of(with_text("b", 1))}, (), r"1 of 2 .*a\.tar ends early"),
         ({"a": b""}, (), r"a\.tar ends early"),
+        ({"a": gzip.compress(tar_of(with_text("a", 0)))}, (), r"a\.tar is packed"),
         ({"a": tar_of([("a.jpg", image_bytes(0))])}, (), "first samples have no .txt, and no .json"),
         ({"a": tar_of(with_json("a", 0, "jpg", text="b"))}, (), "caption, url, width, text; name the fields"),
         ({"a": tar_of(with_json("a", 0, "jpg"))}, ("url", "alt"), "no .json has a field 'alt'; there are caption, url"),

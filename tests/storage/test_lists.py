@@ -25,7 +25,7 @@ from storage.catalog import Catalog
 from storage.collect import collect
 from storage.collection_plan import CollectSettings, plan
 from storage.fetch import DownloadSettings
-from storage.lists import ListFile, find_reading, parse_rows, read_captions
+from storage.lists import ListFile, find_reading, license_of, parse_rows, read_captions
 from storage.object_store import open_store
 from storage.sample import sample_key
 from storage.settings import from_assignments
@@ -87,10 +87,21 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
         ("captions.txt", csv_of(("url", "caption"), *ROWS), "CSV with a header"),
         ("list.jsonl", lines(*OBJECTS), "JSON lines, URL in column url"),
         ("list.jsonl.gz", gzip.compress(lines(*OBJECTS)), "JSON lines, URL in column url"),
-        ("part-0.parquet", parquet(**LAION), "Parquet, URL in column URL, caption in column TEXT (as LAION)"),
+        (
+            "part-0.parquet",
+            parquet(**LAION),
+            "Parquet, URL in column URL, caption in column TEXT, LICENSE kept (as LAION)",
+        ),
         ("part-0.parquet", parquet(**COYO), "URL in column url, caption in column text (as COYO-700M)"),
         ("hub.parquet", parquet(image_url=URLS, user_id=CAPTIONS, caption=CAPTIONS), "(as SBU)"),
         ("hub.parquet", parquet(image_url=URLS, caption=CAPTIONS), "(as Conceptual Captions or CC12M)"),
+        (
+            "a.parquet",
+            parquet(url=pa.array(URLS, pa.string_view()), caption=pa.array(CAPTIONS, pa.large_string())),
+            "url",
+        ),
+        ("a.parquet", parquet(url=URLS, caption=pa.array(CAPTIONS).dictionary_encode(), license=[[1]] * 5), "url"),
+        ("a.jsonl", lines(*({**one, "license": {"id": 1}} for one in OBJECTS)), "JSON lines, URL in column url"),
         (
             "sbu-captions-all.json",
             json.dumps(SBU).encode(),
@@ -104,8 +115,9 @@ def test_a_list_of_each_shape_is_recognised_and_has_the_same_rows(name: str, dat
     file.write_bytes(data)
     assert said in str(find_reading(file))
     rows = list(read_captions(file))
+    extra = {"LICENSE": "?"} if "LICENSE kept" in said else None
     assert [(row.row, row.url, row.caption, row.extra) for row in rows] == [
-        (n, url, caption, None) for n, (url, caption) in enumerate(ROWS)
+        (n, url, caption, extra) for n, (url, caption) in enumerate(ROWS)
     ]
     assert list(read_captions(file, 1, 3)) == rows[1:3]
 
@@ -135,6 +147,8 @@ def test_columns_are_named_or_counted_and_further_ones_are_kept(
 
 
 FOUR = [("a", "b", "c", "d")]
+BROKEN = bytearray(parquet(url=URLS * 99, caption=CAPTIONS * 99))
+BROKEN[20:60] = bytes(40)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +162,20 @@ FOUR = [("a", "b", "c", "d")]
         ("a.parquet", parquet(**columns(n=[[1]] * 5)), "url,caption,n", "column n holds list"),
         ("a.parquet", parquet(**columns())[:-9], "", "a.parquet cannot be read"),
         ("a.parquet", b"<html>", "", "a.parquet is not a Parquet file"),
+        ("a.parquet", parquet(url=URLS, URL=URLS, caption=CAPTIONS), "", "url, URL, caption, several that may be"),
+        ("a.parquet", parquet(**columns(license=[[1]] * 5)), "url,caption,license", "column license holds list"),
+        ("a.parquet", BROKEN, "", r"a\.parquet cannot be read"),
+        ("a.json", b"[]", "", r"a\.json has no columns"),
+        ("a.csv", b"url,caption\ru,c\r", "", r"a\.csv, row 1: a carriage return"),
+        ("a.csv", b"url,caption\nu,c\n\nu,c\n", "", r"a\.csv, row 2: 0 columns, and 2 are expected; every row"),
+        ("a.csv", b'url,caption\nu,"c" d\n', "", r"a\.csv, row 1: .*write quotes"),
+        ("a.csv", "url,caption\nu,c\n".encode("utf-16"), "", r"a\.csv, row 1: not UTF-8 .*convert"),
+        (
+            "a.jsonl",
+            lines(OBJECTS[0], {**OBJECTS[0], "license": 1}, *[OBJECTS[0]] * 99, {**OBJECTS[0], "license": {}}),
+            "",
+            r"a\.jsonl:102: 'license' is {}",
+        ),
         ("a.tsv", tsv(*FOUR * 3), "", "4 columns and no header .* columns=2,1"),
         ("a.tsv", tsv(("url", "caption", "caption"), *FOUR), "url,caption", "2 columns 'caption'"),
         ("a.tsv", tsv(("url", "caption", "n"), *FOUR), "", r"a\.tsv:2: 4 columns, and 3 are expected"),
@@ -308,3 +336,24 @@ def test_the_code_of_the_page_writes_a_list_of_a_folder(tmp_path: Path, monkeypa
     reading = find_reading(tmp_path / "captions.jsonl", of_folder=True)
     rows = read_captions(tmp_path / "captions.jsonl", reading=reading)
     assert [(row.url, row.caption) for row in rows] == [(images[0]["file_name"], f"caption {n}") for n in range(2)]
+
+
+def test_a_folder_is_no_list(tmp_path: Path):
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder; name one list"):
+        find_reading(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        ({"LICENSE": "?"}, "?"),
+        ({"license_url": "http://a", "licence": "CC0"}, "CC0"),
+        ({"license": 4}, "4"),
+        ({"license": ""}, None),
+        ({"license": None, "n": 1}, None),
+        ({"n": "CC0"}, None),
+        (None, None),
+    ],
+)
+def test_the_licence_of_a_row_is_in_a_column_of_that_name(extra: dict | None, found: str | None):
+    assert license_of(extra) == found

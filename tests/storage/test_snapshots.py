@@ -148,6 +148,7 @@ def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_
             "width": np.ones(rows, np.int32),
             "height": np.ones(rows, np.int32),
             "num_regions": pa.nulls(rows, pa.int32()),
+            "license": pa.nulls(rows, pa.string()),
             "key": [chance.randbytes(10).hex() for _ in range(rows)],
             "url": [chance.randbytes(20).hex() for _ in range(rows)],
         }
@@ -186,7 +187,7 @@ def test_invalid_snapshots_are_named(catalog):
     table = pq.read_table(io.BytesIO(data))
     metadata = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"snapshot"])
     for change, message in [
-        ({"version": 1}, "is of version 1, this code reads 3"),
+        ({"version": 1}, "is of version 1, this code reads 4"),
         ({"random_init": True}, None),
         ({"stage": "regions/x"}, f"is snapshot {snapshot.id} of regions/x"),
         ({"shards": [metadata["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),

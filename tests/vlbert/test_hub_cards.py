@@ -37,6 +37,8 @@ from vlbert.variants import paper, published
 
 HOSTILE = "<script>alert(1)</script>|x"
 ESCAPED = r"\<script\>alert(1)\</script\>\|x"
+LICENCES = {0: None, 1: HOSTILE, 2: HOSTILE} | {number: f"own {number}" for number in range(3, 7)}  # of image 0, 1, ...
+SHOWN = f"CC BY 4.0 13, {ESCAPED} 2, own 3 1, own 4 1, own 5 1, others 1, not recorded 1"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tiny_root(folder, samples=20)
     (folder / "demo-root").symlink_to(root)
     samples = [dataclasses.replace(tiny_sample(i, regions=1 + i % 3), regions=None) for i in range(20)]
-    rows = [Row(i, one.key, "ok", url=one.url) for i, one in enumerate(samples)]
+    rows = [Row(i, one.key, "ok", "", one.url, LICENCES.get(i, "CC BY 4.0")) for i, one in enumerate(samples)]
     rows += [Row(20 + i, f"{i:020x}", status) for i, status in enumerate(["http_404", "http_404", HOSTILE])]
     meta = {"source": {"list": "/home/someone/captions.tsv sha256:ab", "rows": [0, 23]}}
     assert commit_shard(Catalog(open_store(str(root)), "captions"), "images", "00000", samples, rows, meta)
@@ -80,8 +82,8 @@ def test_a_model_card_has_the_numbers_of_its_run(root):
     assert settings["recipe"] == "tiny"
     assert settings["id"] == DETECTOR
     assert table(card, "dataset", "stage") == [
-        ["captions", "images", f"ok 20, http_404 2, {ESCAPED} 1", "not recorded"],
-        ["captions", f"regions/{DETECTOR}", "ok 20", "not recorded"],
+        ["captions", "images", f"ok 20, http_404 2, {ESCAPED} 1", SHOWN],
+        ["captions", f"regions/{DETECTOR}", "ok 20", "CC BY 4.0 7, not recorded 13"],
     ]
     costs = dict(table(card, "what"))
     assert costs["FLOPs of a step"] == "not recorded"
@@ -185,6 +187,7 @@ def test_a_dataset_card_has_the_numbers_of_its_manifests(root):
     assert front_matter(card)["size_categories"] == ["n<1K"]
     statuses = [row[1:] for row in table(card, "stage", "status") if row[0] == "images"]
     assert statuses == [["ok", "20"], ["http_404", "2"], [ESCAPED, "1"]]
+    assert [row[4] for row in table(card, "stage", "shards")] == [SHOWN, "CC BY 4.0 7, not recorded 13"]
     assert "<script>" not in card
     assert table(card, "host") == [["example.org", "20", "100.0%"]]
     assert table(card, "pixels") == [["width", *["96"] * 5], ["height", *["64"] * 5]]

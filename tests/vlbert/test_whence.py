@@ -86,6 +86,10 @@ def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tupl
     assert [(len(one := row["steps"]), one[0], one[-1]) for row in rows] == [
         (row["times"], row["first_step"], row["last_step"]) for row in rows
     ]
+    for row in rows:  # as tiny_root and commit_samples have them
+        number = int(row["url"].rpartition("/")[2][:6])
+        in_its_list = number % 200 if number < 300 else None
+        assert in_its_list is None or row["license"] == (None if in_its_list % 3 else "CC BY 4.0"), row
     return found
 
 
@@ -274,6 +278,9 @@ def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
         assert [(row[1], row[2], row[3]) for row in rows] == [("more", "00000", sample.key)] * len(rows)
         assert [int(row[4]) for row in rows] == sorted(int(row[4]) for row in rows)
         assert sorted(int(row[5]) for row in rows) == sorted(watched.steps[sample.key])
+        assert ["its", "licence,", "as", "its", "list", "says:", "CC", "BY", "4.0"] in lines
+    whence.main([f"{root}/runs/pretrain", tiny_sample(201, regions=2).url])
+    assert "licence" not in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         whence.main([f"{root}/runs/pretrain", "http://example.org/another.jpg?size=3"])
     assert ended.value.code == 1
