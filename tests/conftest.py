@@ -66,6 +66,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries report at the end of the interpreter what is still there
+
+
 @pytest.fixture(scope="module")
 def moto() -> Iterator[dict[str, str]]:
     """The environment of an S3 with an empty bucket `bucket`."""
