@@ -206,7 +206,7 @@ def here_report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             marked_step(step, batch, recorder)
     measured = {part: statistics.median(times) for part, times in found.items()}
     flops = {kind: matrix_flops(cpu, dtype) for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
-    x, y, few = *torch.randn(2, 50_000_000).unbind(), torch.randn(8)
+    x, y, few = *torch.ones(2, 50_000_000).unbind(), torch.randn(8)
     bandwidth = 3 * 4 * len(x) / _least(lambda: torch.add(x, y, out=x))
     launch = _least(lambda: few + few)
     predicted = dict.fromkeys(measured, 0.0)

@@ -245,7 +245,7 @@ def _res5_flops(config: ResNetConfig, roi_size: int, frozen: int, learns: bool) 
 
 def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Floating point operations a second of one large product of random matrices: what the device gives at best."""
-    size = 8192 if device.type == "cuda" else 2048
+    size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     clock = Clock(device)
     for _ in range(2):

@@ -4,6 +4,8 @@ Parameters are named as detectron2 names them (`res3.0.conv1.norm.weight`), so t
 Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from storage.settings import check, check_choices
 from training.precision import computed_in
@@ -241,6 +244,24 @@ def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) ->
         )
         for block in range(config.blocks[number - 2])
     ]
+
+
+class _Undrawn(TorchFunctionMode):
+    """Drawing numbers changes nothing: on the device meta torch takes seconds for it, and draws none."""
+
+    DRAWING = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func in self.DRAWING:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Networks made in the block have the shapes of their tensors and no values, on the device meta."""
+    with torch.device("meta"), _Undrawn():
+        yield
 
 
 def _initialise(module: nn.Module, config: ResNetConfig) -> None:

@@ -20,6 +20,7 @@ KNOW_DETECTORS = {
     "vlbert/config.py",
     "vlbert/recipes/demo.py",
     "vlbert/convert.py",
+    "vlbert/published.py",
     "vlbert/published_vilbert.py",
     "vlbert/published_vlbert.py",
     "vlbert/initial_weights.py",  # starts from a detector's weights

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from detectors.config import DetectionConfig
 from detectors.detect import describe_detector
 from detectors.faster_rcnn import PRESETS, FasterRCNNConfig
+from detectors.resnet import without_values
 from storage.claims import RENEWAL
 from storage.collect import IMAGES, SHARDS_AT_ONCE
 from storage.collection_plan import CollectSettings, Part
@@ -247,7 +247,7 @@ def checkpoint_of(recipe: Recipe, num_classes: int) -> tuple[int, int]:
     vocabulary = Vocabulary.read(recipe.vocabulary) if recipe.vocabulary else None
     vocabulary = vocabulary or Vocabulary([*SPECIALS, *(f"w{n}" for n in range(tokens - len(SPECIALS)))])
     task = make_task(dataclasses.replace(recipe.task, monitored_words=()), vocabulary, num_classes)
-    with torch.device("meta"):
+    with without_values():
         model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     moments = 1 if recipe.optimizer.kind == "sgd" else 2
     learned = sum(one.nbytes for one in model.parameters() if one.requires_grad)

@@ -58,11 +58,15 @@ def made_up_vocabulary() -> Vocabulary:
     return Vocabulary(pieces[:PIECES])
 
 
+@functools.cache
+def _whole_words() -> list[str]:
+    return [piece for piece in made_up_vocabulary().tokens[len(SPECIALS) + 52 :] if not piece.startswith("##")]
+
+
 def caption(rng: np.random.Generator, words: int | None = None) -> str:
     """Made-up words, the n-th of them n times as rare as the first, and one in ten of two pieces; as many as `words`,
     of one piece each, where that is given."""
-    pieces = made_up_vocabulary().tokens
-    known = [piece for piece in pieces[len(SPECIALS) + 52 :] if not piece.startswith("##")]
+    known = _whole_words()
     count = 3 + round(rng.gamma(2.6, 2.8)) if words is None else words
     chosen = [known[int(len(known) ** share) - 1] for share in rng.random(count)]
     if words is None:

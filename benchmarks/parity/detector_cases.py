@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.parity.cases import standard_normal
 from detectors.faster_rcnn import STRIDE, FasterRCNN, FasterRCNNConfig, cell_anchors
 from detectors.preprocess import PIXEL_MEAN_BGR
-from detectors.resnet import BATCH_NORM_EPS, ResNetConfig
+from detectors.resnet import BATCH_NORM_EPS, ResNetConfig, without_values
 
 BOXES_AT_ONCE = 16  # in res5: bounds the memory
 
@@ -234,7 +234,7 @@ def _drawn(metadata: dict, name: str, shape: tuple[int, ...]) -> Tensor:
 
 def build(config: FasterRCNNConfig, tensors: dict[str, Tensor]) -> FasterRCNN:
     """The network with these weights; ValueError naming tensors that are missing, not ours, or of another shape."""
-    with torch.device("meta"):
+    with without_values():
         network = FasterRCNN(config)
     ours = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -19,6 +19,7 @@ from detectors.resnet import (
     ResNetConfig,
     conv_relu,
     fold_norms,
+    without_values,
 )
 
 CONFIG = ResNetConfig(blocks=(1, 1, 2, 2), width=8)
@@ -300,3 +301,18 @@ def test_only_what_goes_in_and_comes_out_is_kept_of_a_convolution_with_its_relu(
     with torch.autocast("cpu", torch.bfloat16):
         kept = saved_by(lambda x: conv_relu(conv, x, beside), x)
     assert sorted(shape for shape in kept if shape[2:] == (5, 7)) == [(2, 4, 5, 7), (2, 6, 5, 7)]
+
+
+def test_a_network_without_values_has_all_tensors_and_draws_nothing():
+    def made() -> dict[str, Tensor]:
+        network = nn.ModuleList([ResNetC4(SMALL), Res5(SMALL), nn.Linear(3, 4), nn.Embedding(5, 6)])
+        return network.state_dict()
+
+    before = torch.get_rng_state()
+    with without_values():
+        shapes = made()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {tensor.device.type for tensor in shapes.values()} == {"meta"}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in shapes.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in made().items()
+    }

@@ -139,25 +139,24 @@ def test_a_command_that_is_not_there_is_named():
 
 def test_a_child_may_take_no_longer_than_its_timeout(mark: str):
     started = time.monotonic()
-    with pytest.raises(ChildTimedOut, match="longer than 3 s") as failed:
-        run_child(stubborn(mark), lambda line: None, timeout=3, grace=0.5)
-    assert 3 <= time.monotonic() - started < 10
+    with pytest.raises(ChildTimedOut, match="longer than 2 s") as failed:
+        run_child(stubborn(mark), lambda line: None, timeout=2, grace=0.5)
+    assert 2 <= time.monotonic() - started < 10
     assert sorted(failed.value.tail) == ["child", "grandchild"]
 
 
 def test_silence_is_counted_from_the_last_output_even_without_a_newline(mark: str):
-    program = "import sys, time\nfor i in range(20):\n    sys.stdout.write('.'); sys.stdout.flush(); time.sleep(0.1)"
+    program = "import sys, time\nfor i in range(17):\n    sys.stdout.write('.'); sys.stdout.flush(); time.sleep(0.1)"
     heard = []
-    run_child(python(program, mark), heard.append, silence=1.5)
-    run_child(python("import time\nfor i in range(20): print(flush=True); time.sleep(0.1)"), heard.append, silence=1.5)
-    assert heard == ["." * 20], "an empty line is a sign of life, and no line"
+    run_child(python("import time\nfor i in range(17): print(flush=True); time.sleep(0.1)"), heard.append, silence=1.5)
+    assert heard == [], "an empty line is a sign of life, and no line"
     with pytest.raises(ChildTimedOut, match="silent for 1.5 s") as failed:
         run_child(python(program + "\ntime.sleep(600)", mark), print, silence=1.5)
-    assert failed.value.tail == ["." * 20]
+    assert failed.value.tail == ["." * 17]
 
 
 def test_a_silent_child_with_another_sign_of_life_is_left_alone_as_long_as_that_comes(mark: str):
-    until = time.monotonic() + 1.5
+    until = time.monotonic() + 1
     with pytest.raises(ChildTimedOut, match="silent for 0.5 s"):
         run_child(
             python("import time; time.sleep(600)", mark),
@@ -169,7 +168,7 @@ def test_a_silent_child_with_another_sign_of_life_is_left_alone_as_long_as_that_
 
 
 def test_time_that_a_listener_takes_is_not_the_childs_silence():
-    program = "import time\nfor _ in range(3): print('at work', flush=True); time.sleep(0.2)"
+    program = "import time\nfor _ in range(2): print('at work', flush=True); time.sleep(0.2)"
     heard = []
 
     def listen(line: str) -> None:
@@ -177,7 +176,7 @@ def test_time_that_a_listener_takes_is_not_the_childs_silence():
         time.sleep(0.7)
 
     run_child(python(program), listen, silence=0.6, heard_elsewhere=begun(heard))
-    assert heard == ["at work"] * 3
+    assert heard == ["at work"] * 2
 
 
 def test_a_last_line_of_the_grace_period_is_kept(mark: str):

@@ -74,7 +74,8 @@ def test_the_same_samples_give_the_same_bytes(catalog, tmp_path):
     for each in (catalog, other):
         commit(each, 0, config={"b": 1, "a": 2})
         detect(each, 0)
-        time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the bytes
+        if each is catalog:
+            time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the bytes
     assert len(names(catalog.store)) == 4
     assert names(catalog.store) == names(other.store)
     for name in names(other.store):

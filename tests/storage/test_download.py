@@ -308,7 +308,7 @@ def test_a_dead_port_is_tried_for_every_row_and_is_no_fault_of_another_port(web:
     with Web() as gone:
         urls = [gone.url(f"/{i}.jpg") for i in range(50)]
     urls += [web.put(f"/live/{i}.jpg", send(JPEG)) for i in range(5)]
-    settings = settings_for(web, gone, retries=2, breaker=2)
+    settings = settings_for(web, gone, retries=1, breaker=2)
     results = downloaded(rows_of(*urls), settings)
     assert [item.status for item in results] == 50 * ["connect"] + 5 * ["ok"]
     assert len([item for item in results if "attempts" in item.detail]) <= 6  # no more retries when it is known

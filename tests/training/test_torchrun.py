@@ -560,7 +560,7 @@ def test_torchrun_gets_its_restarts_and_its_grace_to_save(tmp_path, monkeypatch)
     in_place_of_torchrun(tmp_path, SLOW_TO_END)
     monkeypatch.chdir(tmp_path)
     for grace, printed in ((0.1, ["ready"]), (20, ["ready", "saved"])):
-        processes = Processes(restarts=3, grace=grace, timeout=3)
+        processes = Processes(restarts=3, grace=grace, timeout=1.5)
         with pytest.raises(ChildTimedOut) as failed:
             torchrun("no.program", [], "root", "run", processes, lambda line: None)
         assert failed.value.tail == printed

@@ -305,6 +305,7 @@ def test_their_nan_counts_as_our_zero_only_where_nothing_is_asked(copy: Callable
     assert case.arrays["out/mvrc_loss"] + case.arrays["out/mlm_loss_aux"] == pytest.approx(sum(ours.losses.values()))
 
 
+@pytest.mark.slow
 @needs_shared
 def test_cases_of_other_networks_and_masking_run(tmp_path: Path):
     """A ResNet-50 without dilation, feature-level masking and frozen res5, of which we have no figures of theirs."""

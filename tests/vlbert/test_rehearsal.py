@@ -33,7 +33,10 @@ def counts(rehearsed) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+LONG = {"pretrain_vilbert_base", "pretrain_unicoder_vl_base"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in GOLDEN])
 def test_a_step_costs_what_it_did(name):
     recipe = RECIPES[name]()
     rehearsed = rehearse_training(recipe, PAIRS, PAIRS if recipe.data.text_batch else 0, marked_step)
@@ -76,7 +79,7 @@ def test_detection_has_all_proposals_of_all_images():
 
 
 def test_ranking_computes_every_pair_and_the_regions_of_an_image_once():
-    recipe = RECIPES["finetune_retrieval_base"]()
+    recipe = override(RECIPES["finetune_retrieval_base"](), SMALL)
     few, many = (rehearse_ranking(recipe, 2, captions) for captions in (4, 8))
     images = sum(one.flops for _, one in few.operations if "conv" in one.name)
     assert images == sum(one.flops for _, one in many.operations if "conv" in one.name) > 0
