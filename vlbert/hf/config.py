@@ -70,6 +70,8 @@ class VLBertConfig(PretrainedConfig):
         self.task = task
         self.settings = None if settings is None else _plain(_without_paths(dict(settings)))
         self.detector = None if detector is None else _plain(dict(detector))
+        if kwargs.get("id2label") is None:
+            kwargs.setdefault("num_labels", 0)  # a model for questions knows how many answers it has, all others none
         super().__init__(**kwargs)
 
     @property
@@ -128,7 +130,11 @@ class VLBertConfig(PretrainedConfig):
         if isinstance(kwargs.get("settings"), Mapping):
             before = config_dict.get("settings") or config_dict.get("recipe", {}).get("task") or {}
             given["settings"] = {**before, **kwargs.pop("settings")}
-        return super().from_dict(config_dict | given, **kwargs)
+        found = super().from_dict(config_dict | given, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        if "settings" in given:
+            _ = config.task_settings  # ValueError names a field that the task has not
+        return found
 
     def with_settings(self, settings: TaskSettings | None) -> "VLBertConfig":
         """The same model with another task."""
@@ -140,6 +146,9 @@ class VLBertConfig(PretrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         values = super().to_diff_dict()
         values.pop("_name_or_path", None)  # transformers 4 wrote where the model came from
+        if not self.num_labels:
+            values.pop("id2label", None)
+            values.pop("label2id", None)
         return values
 
 
