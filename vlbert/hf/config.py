@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Self
 
 from transformers import PretrainedConfig
 
@@ -124,7 +124,7 @@ class VLBertConfig(PretrainedConfig):
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "VLBertConfig":
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """kwargs: further arguments; of `model` and `settings` single fields may be given."""
         given = {name: kwargs.pop(name) for name in _MODEL_FIELDS & kwargs.keys()}
         if isinstance(kwargs.get("settings"), Mapping):
@@ -136,7 +136,7 @@ class VLBertConfig(PretrainedConfig):
             _ = config.task_settings  # ValueError names a field that the task has not
         return found
 
-    def with_settings(self, settings: TaskSettings | None) -> "VLBertConfig":
+    def with_settings(self, settings: TaskSettings | None) -> Self:
         """The same model with another task."""
         found = copy.deepcopy(self)
         found.task = None if settings is None else type(settings).__name__

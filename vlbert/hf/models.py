@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
+from transformers.utils.generic import ModelOutput
 
 from storage.runs import as_json
 from vlbert.checkpoint import TASK, Checkpoint, load_model, read_model
@@ -53,6 +54,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
     in autocast; norms and heads stay float32.
     """
 
+    config: VLBertConfig
     config_class = VLBertConfig
     base_model_prefix = "vlbert"
     main_input_name = "input_ids"
@@ -233,7 +235,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         torch_dtype: torch.dtype | str | None = None,
         device_map: str | int | torch.device | Mapping[str, Any] | None = None,
         **kwargs: Any,
-    ) -> "VLBertPreTrainedModel":
+    ) -> Self:
         """The model of a folder, of a run (ROOT/runs/RUN: its newest checkpoint), or of the hub; in eval mode.
 
         config      in the place of the folder's own, or where that is
@@ -256,7 +258,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
         of_head = {} if same_task else kwargs.pop("settings", {})
         if isinstance(config, str | os.PathLike):
-            config = VLBertConfig.from_pretrained(config, **hub)
+            config = VLBertConfig.from_pretrained(config, trust_remote_code=False, **hub)
         if config is None:
             config, kwargs = VLBertConfig.from_dict(saved.config, return_unused_kwargs=True, **kwargs)
         if kwargs:
@@ -297,7 +299,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
                 *(saved.where, type(self).__name__, taken),
             )
 
-    def _cast(self, dtype: torch.dtype) -> "VLBertPreTrainedModel":
+    def _cast(self, dtype: torch.dtype) -> Self:
         """With the weights of matrix products in another type."""
         for part in self.vlbert.modules():
             if isinstance(part, nn.Linear | nn.Conv2d | nn.Embedding):

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
@@ -214,7 +214,7 @@ class VLBertProcessor(ProcessorMixin):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
-    ) -> "VLBertProcessor":
+    ) -> Self:
         """Of a model's folder, of a run or checkpoint, or of the hub.
 
         detector  weight file, where that of the training is neither in the folder nor where it was
