@@ -565,6 +565,9 @@ def test_a_new_head_for_questions_has_the_labels_that_are_given(root, tmp_path, 
     again = kind.from_pretrained(str(tmp_path))
     assert again.saved == json.loads((tmp_path / "task.json").read_text()) == {"answers": ["yes", "no", "maybe"]}
     assert (again.config.num_labels, again.config.id2label[2]) == (3, "maybe")
+    if auto:  # it does not tell the config which task is meant
+        with pytest.raises(ValueError, match="VLBertConfig.settings: PretrainingSettings has no field answers"):
+            kind.from_pretrained(pretrained, settings={"answers": 2})
     for folder in (vqa, str(tmp_path)):
         with pytest.raises(ValueError, match="num_labels is 7, the head has 3 answers"):
             kind.from_pretrained(folder, num_labels=7)
