@@ -1,12 +1,13 @@
 """The programs of this project: what each is called, and the packages that it needs."""
 
 import argparse
+import difflib
 import importlib.metadata
 import importlib.util
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _NAMES: dict[str, str] = {}  # by module, of the program that runs: where it was not started as python -m MODULE
 
@@ -33,6 +34,12 @@ def make_parser(module: str, description: str, otherwise: str | None = None) -> 
     name = name_of(module, otherwise)
     text = description.replace(f"python -m {module} ", f"{name_of(module)} ")
     return argparse.ArgumentParser(name, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def nearest(typed: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the name that looks most like what was typed, or ""."""
+    found = difflib.get_close_matches(typed, known, 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from storage.programs import nearest
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -136,8 +138,9 @@ def _apply(kind: type[Any], config: Any, tree: dict[str, Any], given: dict[str, 
             first = change
             while isinstance(first, dict):
                 first = next(iter(first.values()))
-            known = ", ".join(one for one in types if one not in (given or {}))
-            raise ValueError(f"{first[1]}={first[0]}: {kind.__name__} has no field {name!r}; it has {known}")
+            known = [one for one in types if one not in (given or {})]
+            hint = f"it has {', '.join(known)}{nearest(name, known)}"
+            raise ValueError(f"{first[1]}={first[0]}: {kind.__name__} has no field {name!r}; {hint}")
         old = defaults[name] if config is None else getattr(config, name)
         if isinstance(change, dict) and not dataclasses.is_dataclass(old):
             raise ValueError(f"{name} of {kind.__name__} is a plain value and has no fields")

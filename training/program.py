@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from storage.programs import make_parser
+from storage.programs import make_parser, nearest
 from storage.settings import add_fields, override
 from training import distributed
 from training.distributed import FaultOfNode, World
@@ -101,6 +101,7 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str 
     if not separator:
         raise ValueError(
             f"there is no such {kind}, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
+            f"{nearest(name, recipes)}"
         )
     try:
         found = importlib.import_module(module)

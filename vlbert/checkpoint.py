@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # it reads models from here
 
 _COUNTER = ".num_batches_tracked"
 VOCABULARY, TASK = "vocab.txt", "task.json"
+DETECTOR = "detector.safetensors"  # weights of the detector that finds the regions: vlbert.hf saves them with a model
 MODEL_TYPE = "vlbert"  # tells transformers' Auto classes whose config.json it is (vlbert.hf)
 
 

@@ -1,14 +1,16 @@
 """`vlbert COMMAND`: the programs of this project under one name. `python -m MODULE` starts each of them, too."""
 
-import difflib
+import os
 import re
+import select
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from storage.programs import PackageMissing, run
+from storage.programs import PackageMissing, nearest, run
 
 # The module behind each command, in the order of use. Nothing here imports it before it runs.
 COMMANDS = {
@@ -40,6 +42,24 @@ _USAGE = "usage: vlbert COMMAND ...\n       vlbert COMMAND --help    its argumen
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Ends with 130 after Ctrl-C, and with 141 where nobody reads its output (`| head`), as the shell has it."""
+    try:
+        try:
+            _start(arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # it was another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes once more as it ends
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _start(arguments: Sequence[str] | None) -> None:
     command, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
         print(f"{_USAGE}\n\n{table(shutil.get_terminal_size((100, 24)).columns)}")
@@ -53,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except PackageMissing as missing:
             sys.exit(f"vlbert {command}: {missing}")
     else:
-        near = difflib.get_close_matches(command, COMMANDS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        print(f"vlbert: there is no command {command!r}; {hint}vlbert --help lists all", file=sys.stderr)
+        hint = f"vlbert --help lists all{nearest(command, COMMANDS)}"
+        print(f"vlbert: there is no command {command!r}; {hint}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -73,7 +92,7 @@ def table(width: int) -> str:
 
 def _purpose(module: str) -> str:
     """The first sentence of the module's docstring, without the name before it."""
-    paragraph = re.match(r'"""(.*?)("""|\n\n)', source_of(module).read_text(encoding="utf-8"), re.DOTALL)[1]
+    paragraph = re.split(r'"""|\n\n', source_of(module).read_text(encoding="utf-8"), maxsplit=2)[1]
     sentence = re.split(r"\.(?=\s)|[.:]$", " ".join(paragraph.split()))[0]
     sentence = re.sub(r"^(\w+|`[^`]+`): ", "", sentence)
     return sentence[0].upper() + sentence[1:]

@@ -35,7 +35,7 @@ from storage.programs import make_parser, name_of, require
 from storage.sample import Regions, Sample, check_sample
 from training.program import find_recipe
 from vlbert.attention_figure import write_attention
-from vlbert.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_config_at
+from vlbert.checkpoint import DETECTOR, Checkpoint, find_checkpoint, open_checkpoint, read_config_at
 from vlbert.config import Recipe
 from vlbert.data.batch import collate
 from vlbert.data.image_file import read_image
@@ -149,8 +149,10 @@ def open_ranker(checkpoint: str, detector: str | Path | None = None, overrides: 
 def remade_detector(checkpoint: Checkpoint, file: str | Path | None) -> FasterRCNNDetector:
     """The detector whose regions a checkpoint was trained on or, where it names none, the network of `file`.
 
-    file: its weights; None: those that the model's Fast R-CNN started from, if they are the same.
+    file: its weights; None: those beside the model, or that its Fast R-CNN started from, if they are the same.
     """
+    beside = Path(checkpoint.folder.where_of(DETECTOR))
+    file = file or (beside if beside.is_file() else None)
     recorded = checkpoint.config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
     if "network" in metadata and metadata["boxes"] != "given":

@@ -96,7 +96,28 @@ def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["evalute", "recipe"])
     assert ended.value.code == 2
-    assert "'evalute'; did you mean evaluate?" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("no command 'evalute'; vlbert --help lists all; did you mean evaluate?\n")
+    for arguments, near in [
+        (["train", "pretrain_vlbert_dem"], "pretrain_vlbert_demo"),
+        (["train", "pretrain_vlbert_demo", "data.rot=x"], "root"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert str(ended.value.code).endswith(f"; did you mean {near}?")
+
+
+def test_a_pipe_that_nobody_reads_and_ctrl_c_end_a_command_as_the_shell_has_it(tmp_path):
+    command = [sys.executable, "-m", "vlbert", "completion", "bash"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=PROJECT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")  # while it is imported
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)])}
+    command = [sys.executable, "-m", "vlbert", "convert", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 def test_a_program_runs_and_its_errors_call_it_as_it_was_called(capsys, tmp_path):

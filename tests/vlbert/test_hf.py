@@ -1,6 +1,7 @@
 """vlbert.hf: each class computes what ours computes, bit for bit; saving, loading, the hub, the Auto classes."""
 
 import dataclasses
+import inspect
 import json
 import logging
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from transformers import (
     AutoTokenizer,
     BertTokenizerFast,
 )
+from transformers.utils.generic import find_labels
 
 from storage.settings import to_json
 from vlbert.checkpoint import TASK, model_files
@@ -117,6 +119,10 @@ def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: s
     (tmp_path / "files").mkdir()
     model, batch = task_batch(name, tmp_path / "files", config)
     theirs = HEADS[name].from_pretrained(save_ours(tmp_path / "ours", model))
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = HEADS[name].from_pretrained(tmp_path / "theirs").state_dict()
+    assert all(torch.equal(one, again.pop(key)) for key, one in theirs.state_dict().items())
+    assert not again
     inputs, labels = from_batch(batch), labels_of(name, batch)
     with torch.no_grad():
         encoded = model.vlbert(batch)
@@ -226,12 +232,83 @@ def test_inputs_have_defaults():
         ({"visual_embeds": torch.zeros(1, 2, 64)}, "visual_embeds need boxes"),
         ({"visual_embeds": torch.zeros(1, 2, 64), "boxes": torch.zeros(1, 3, 4)}, r"have \[2, 3\] regions"),
         ({"labels": torch.zeros(1)}, "VLBertModel takes no labels"),
+        ({"input_ids": torch.tensor([2, 7, 3])}, r"input_ids is \[3\]; it must be \[texts, tokens\]"),
+        (
+            {"visual_embeds": torch.zeros(1, 1, 64), "boxes": torch.zeros(1, 1, 4).bfloat16()},
+            "boxes are torch.bfloat16",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(changes: dict, named: str):
     model = VLBertModel(VLBertConfig(JOINT, vocab_size=20)).eval()
     with pytest.raises(ValueError, match=named):
-        model(torch.tensor([[2, 7, 3]]), **changes)
+        model(**{"input_ids": torch.tensor([[2, 7, 3]])} | changes)
+
+
+# --- trained as transformers trains -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        (VLBertModel, []),
+        (VLBertForPreTraining, ["labels", "region_labels", "sentence_image_labels"]),
+        (VLBertForQuestionAnswering, ["labels"]),
+        (VLBertForVisualCommonsenseReasoning, ["labels", "region_labels"]),
+        (VLBertForReferringExpression, ["labels"]),
+        (VLBertForImageTextRetrieval, ["labels"]),
+    ],
+)
+def test_trainer_evaluates_a_loss_with_the_labels_that_a_class_takes(kind, labels):
+    assert find_labels(kind) == labels  # a batch that lacks one of them has no loss in Trainer.evaluate
+    assert {"input_ids", "pixel_values", "return_dict"} <= {*inspect.signature(kind.forward).parameters}
+
+
+@pytest.mark.parametrize("config", [JOINT, END_TO_END], ids=["J", "TXTVX"])
+def test_checkpointed_activations_give_the_same_gradients(tmp_path: Path, config: ModelConfig):
+    model, batch = task_batch("pre-training", tmp_path, config)
+    theirs = VLBertForPreTraining.from_pretrained(save_ours(tmp_path / "ours", model)).train()
+    inputs, calls = from_batch(batch) | labels_of("pre-training", batch), []
+    layer = theirs.vlbert.encoder.layers[0]
+    module = next(part for part in layer.modules() if isinstance(part, torch.nn.LayerNorm))
+    module.register_forward_hook(lambda *_: calls.append(1))
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        theirs.zero_grad()
+        theirs(**inputs).loss.backward()
+        return [one.grad for one in theirs.parameters() if one.grad is not None]
+
+    plain = gradients()
+    once = len(calls)
+    theirs.gradient_checkpointing_enable()
+    theirs.gradient_checkpointing_enable()
+    assert theirs.is_gradient_checkpointing
+    checkpointed = gradients()
+    assert len(calls) == 3 * once, "forward, and again in the backward pass"
+    assert all(torch.equal(*both) for both in zip(plain, checkpointed, strict=True))
+    theirs.gradient_checkpointing_disable()
+    assert not theirs.is_gradient_checkpointing
+    gradients()
+    assert len(calls) == 4 * once
+
+
+def test_words_can_be_added(root, tmp_path):
+    model = VLBertForPreTraining.from_pretrained(root / "runs/pretraining")
+    tokens, count = torch.tensor([[2, 7, 3]]), len(WORDS)
+    before = model(tokens).prediction_logits
+    model.resize_token_embeddings(count + 2)
+    assert model.config.vocab_size == model.vlbert.vocab_size == count + 2
+    after = model(tokens).prediction_logits
+    assert torch.allclose(after[..., :count], before, atol=1e-6)
+    assert after.shape[2] == count + 2
+    model.save_pretrained(tmp_path)
+    assert torch.equal(VLBertForPreTraining.from_pretrained(tmp_path)(tokens).prediction_logits, after)
+    assert model.resize_token_embeddings(count).weight.shape[0] == count
+    assert torch.allclose(model(tokens).prediction_logits, before, atol=1e-6)
+    published = dataclasses.replace(JOINT, special_tokens="vocabulary", masked_region_token=False)
+    with pytest.raises(ValueError, match="the word table ends with \\[IMG\\] and \\[END\\]"):
+        VLBertModel(VLBertConfig(published, vocab_size=20)).resize_token_embeddings(24)
 
 
 # --- images and texts -------------------------------------------------------------------------------------------------
@@ -293,6 +370,10 @@ def test_boxes_are_pixels_of_the_image_as_it_was_given(root):
     assert inputs["visual_attention_mask"].tolist() == [[1, 1], [1, 0]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert max(inputs["image_sizes"][0].tolist()) <= regions.long_side
+    one = processor(images=large, text=["red"], boxes=[[]])
+    assert torch.equal(one["pixel_values"], inputs["pixel_values"][1:])
+    mixed = processor(images=[large, None], text=["a", "red"], boxes=[[[6, 4, 12, 8]], None])
+    assert mixed["visual_attention_mask"].tolist() == [[1, 1], [0, 0]]
     alone = processor(text="a red square")
     assert sorted(alone) == ["attention_mask", "input_ids", "token_type_ids"]
     ids = AutoTokenizer.from_pretrained(str(root / "runs/pretraining/step-0000001"))("a red square")
@@ -306,6 +387,8 @@ def test_features_of_your_own_keep_all_their_digits():
     boxes = [[0, 0, 30, 30], [10, 10, 50, 40]]
     inputs = processor(text="a square", boxes=boxes, visual_embeds=features, image_sizes=(64, 96))
     np.testing.assert_array_equal(inputs["visual_embeds"][0, 1:].numpy(), features)
+    listed = processor(text="a square", boxes=[boxes], visual_embeds=features[None], image_sizes=[(64, 96)])
+    assert all(torch.equal(inputs[name], listed[name]) for name in inputs)
     np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.mean(0), atol=1e-6)
     assert inputs["image_sizes"].tolist() == [[64, 96]]
     assert VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
@@ -326,6 +409,17 @@ def test_features_of_your_own_keep_all_their_digits():
         ({"text": "a", "images": "none.jpg"}, "none.jpg cannot be read"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, 9]], "mask_regions": [2]}, "there is no region 2"),
         ({"text": "a", "return_tensors": "np"}, "return_tensors='pt'"),
+        ({"text": "a", "padding": "max_length"}, "padding=True"),
+        ({"text": []}, "text is missing"),
+        ({"text": 3}, "text is 3; it must be a string"),
+        ({"text": [["a", "red"]]}, "text is .'a', 'red'.; it must be a string"),
+        ({"text": "a \udcff"}, "is no Unicode text"),
+        ({"text": ["a", "b"], "images": "photo.jpg"}, "2 texts and 1 images"),
+        ({"text": "a", "images": np.zeros((40, 40, 3), np.uint8)}, "images has a ndarray; give files, bytes or Pillow"),
+        ({"text": "a", "images": "photo.jpg", "boxes": [[1, 2, 3, 4, 0.9]]}, r"boxes of an image are \[1, 5\]"),
+        ({"text": "a", "images": "photo.jpg", "boxes": [1, 2, 3, 4] * 2}, r"boxes of an image are \[8\]"),
+        ({"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, 9], [9, 9, 3, 12]]}, "box 1 is .*x1 <= x2"),
+        ({"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, np.nan]]}, "box 0 is .*nan"),
     ],
 )
 def test_the_processor_refuses_by_name(root, monkeypatch, arguments: dict, named: str):
@@ -360,9 +454,8 @@ def test_a_saved_folder_has_no_path_of_this_machine_and_loads_equal(root, tmp_pa
         assert torch.equal(model(**inputs).logits, again(**same).logits)
     ours = VLBert.from_pretrained(saved)
     assert all(torch.equal(one, model.vlbert.state_dict()[name]) for name, one in ours.state_dict().items())
-    detector = saved / "detector.safetensors"
-    found = (Predictor(str(one), detector)(root / "photo.jpg", "is a square red").row for one in (saved, run))
-    assert next(found)["ranking"] == next(found)["ranking"]
+    of_run = Predictor(str(run), saved / "detector.safetensors")(root / "photo.jpg", "is a square red")
+    assert Predictor(str(saved))(root / "photo.jpg", "is a square red").row["ranking"] == of_run.row["ranking"]
 
 
 def test_config_classes_and_models_are_found_by_config_json(root):
@@ -379,7 +472,7 @@ def test_config_classes_and_models_are_found_by_config_json(root):
     assert new.get_input_embeddings().weight.shape == (20, 8)
 
 
-def test_weights_may_be_of_another_type_and_on_a_device(root):
+def test_weights_may_be_of_another_type_and_on_a_device(root, tmp_path):
     run = root / "runs/pretraining"
     inputs = VLBertProcessor.from_pretrained(run)(images=str(root / "photo.jpg"), text="a [MASK] square")
     full = VLBertForPreTraining.from_pretrained(run, device_map={"": "cpu"})
@@ -394,6 +487,51 @@ def test_weights_may_be_of_another_type_and_on_a_device(root):
         VLBertModel.from_pretrained(run, device_map={"vlbert": "cpu", "head": "cuda:1"})
     with pytest.raises(TypeError, match="takes no hiden_size; the config has no such field"):
         VLBertModel.from_pretrained(run, hiden_size=3)
+    with pytest.raises(ValueError, match="dtype is bf16; it must be auto, float32, bfloat16, float16"):
+        VLBertModel.from_pretrained(run, dtype="bf16")
+    half.save_pretrained(tmp_path)
+    for _ in range(8):  # the order of tensors in a file is that of a hash map
+        assert VLBertForPreTraining.from_pretrained(tmp_path).dtype == torch.bfloat16
+    again = AutoModelForPreTraining.from_pretrained(str(tmp_path), dtype="auto")
+    assert torch.equal(again(**inputs).prediction_logits, half(**inputs).prediction_logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"dtype": torch.float64}, "dtype is float64; it must be"),
+        ({"dtype": torch.int8}, "dtype is int8; it must be"),
+        ({"device_map": "gpu"}, "device_map is 'gpu'; name auto or one device"),
+        ({"device_map": {"": "disk"}}, "device_map is 'disk'; name auto"),
+        ({"device_map": {}}, "device_map names no device"),
+        ({"attn_implementation": "flash_attention_2"}, "does not support Flash Attention 2"),
+        ({"settings": {"answer": 3}}, "settings"),
+    ],
+)
+@pytest.mark.parametrize("kind", [VLBertForPreTraining, AutoModelForPreTraining])
+def test_what_a_model_cannot_be_loaded_as_is_refused(root, kind, given: dict, named: str):
+    with pytest.raises((ValueError, ImportError), match=named):
+        kind.from_pretrained(str(root / "runs/pretraining/step-0000001"), **given)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_attention_is_named_as_transformers_does(root, kernel):
+    step = str(root / "runs/pretraining/step-0000001")
+    model = AutoModel.from_pretrained(step, attn_implementation=kernel)
+    tokens = torch.tensor([[2, 7, 3]])
+    assert torch.equal(model(tokens)[0], VLBertModel.from_pretrained(step, config=step)(tokens)[0])
+    assert len(model(tokens, output_attentions=True).attentions) == 2
+
+
+def test_all_weights_are_in_the_one_file_that_is_read(root, tmp_path):
+    model = VLBertForQuestionAnswering.from_pretrained(root / "runs/vqa")
+    model.save_pretrained(tmp_path / "small", max_shard_size="10KB")
+    assert {file.name for file in (tmp_path / "small").iterdir()} == {"config.json", "model.safetensors", "task.json"}
+    with pytest.raises(ValueError, match="variant is 'fp16'"):
+        model.save_pretrained(tmp_path / "variant", variant="fp16")
+    model.save_pretrained(tmp_path / "other-rank", is_main_process=False)
+    assert not (tmp_path / "variant").exists()
+    assert not list((tmp_path / "other-rank").glob("*"))
 
 
 def test_a_new_head_starts_as_in_a_run_and_says_so(root, caplog, monkeypatch):
@@ -411,6 +549,29 @@ def test_a_new_head_starts_as_in_a_run_and_says_so(root, caplog, monkeypatch):
     assert all(torch.equal(one, zero_shot.state_dict()[name]) for name, one in ranker.state_dict().items())
     with pytest.raises(ValueError, match="ForQuestionAnswering needs VQASettings; the config has the head of Pre"):
         VLBertForQuestionAnswering(source.config)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_new_head_for_questions_has_the_labels_that_are_given(root, tmp_path, monkeypatch, auto):
+    fits = dataclasses.replace(VLBertForQuestionAnswering.new_settings, question_length=58)
+    monkeypatch.setattr(VLBertForQuestionAnswering, "new_settings", fits)
+    kind = AutoModelForVisualQuestionAnswering if auto else VLBertForQuestionAnswering
+    pretrained, vqa = (str(root / f"runs/{run}/step-0000001") for run in ("pretraining", "vqa"))
+    assert kind.from_pretrained(pretrained).config.num_labels == 3129
+    two = kind.from_pretrained(pretrained, num_labels=2)
+    assert (two.task.settings.answers, two.config.num_labels, two.saved) == (2, 2, {})
+    named = kind.from_pretrained(pretrained, id2label={0: "yes", 1: "no", 2: "maybe"})
+    named.save_pretrained(tmp_path)
+    again = kind.from_pretrained(str(tmp_path))
+    assert again.saved == json.loads((tmp_path / "task.json").read_text()) == {"answers": ["yes", "no", "maybe"]}
+    assert (again.config.num_labels, again.config.id2label[2]) == (3, "maybe")
+    if auto:  # it does not tell the config which task is meant
+        with pytest.raises(ValueError, match="VLBertConfig.settings: PretrainingSettings has no field answers"):
+            kind.from_pretrained(pretrained, settings={"answers": 2})
+    for folder in (vqa, str(tmp_path)):
+        with pytest.raises(ValueError, match="num_labels is 7, the head has 3 answers"):
+            kind.from_pretrained(folder, num_labels=7)
+    assert kind.from_pretrained(vqa, id2label={0: "a", 1: "b", 2: "c"}).saved == {"answers": ["a", "b", "c"]}
 
 
 @pytest.fixture

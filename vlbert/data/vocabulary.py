@@ -81,8 +81,11 @@ class Vocabulary:
         return len(self.tokens)
 
     def encode(self, text: str) -> np.ndarray:
-        """int64 [t]: the tokens of `text`, without special tokens."""
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        """int64 [t]: the tokens of `text`, without special tokens. ValueError where it is no Unicode text."""
+        try:
+            return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        except TypeError as error:  # half of a surrogate pair, as a command line that is not UTF-8 has it
+            raise ValueError(f"{text!r} is no Unicode text") from error
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text, on all cores."""

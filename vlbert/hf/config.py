@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Self
 
 from transformers import PretrainedConfig
 
@@ -70,6 +70,8 @@ class VLBertConfig(PretrainedConfig):
         self.task = task
         self.settings = None if settings is None else _plain(_without_paths(dict(settings)))
         self.detector = None if detector is None else _plain(dict(detector))
+        if kwargs.get("id2label") is None:
+            kwargs.setdefault("num_labels", 0)  # a model for questions knows how many answers it has, all others none
         super().__init__(**kwargs)
 
     @property
@@ -122,15 +124,19 @@ class VLBertConfig(PretrainedConfig):
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "VLBertConfig":
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """kwargs: further arguments; of `model` and `settings` single fields may be given."""
         given = {name: kwargs.pop(name) for name in _MODEL_FIELDS & kwargs.keys()}
         if isinstance(kwargs.get("settings"), Mapping):
             before = config_dict.get("settings") or config_dict.get("recipe", {}).get("task") or {}
             given["settings"] = {**before, **kwargs.pop("settings")}
-        return super().from_dict(config_dict | given, **kwargs)
+        found = super().from_dict(config_dict | given, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        if "settings" in given:
+            _ = config.task_settings  # ValueError names a field that the task has not
+        return found
 
-    def with_settings(self, settings: TaskSettings | None) -> "VLBertConfig":
+    def with_settings(self, settings: TaskSettings | None) -> Self:
         """The same model with another task."""
         found = copy.deepcopy(self)
         found.task = None if settings is None else type(settings).__name__
@@ -140,6 +146,9 @@ class VLBertConfig(PretrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         values = super().to_diff_dict()
         values.pop("_name_or_path", None)  # transformers 4 wrote where the model came from
+        if not self.num_labels:
+            values.pop("id2label", None)
+            values.pop("label2id", None)
         return values
 
 

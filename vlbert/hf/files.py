@@ -4,15 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vlbert.checkpoint import CONFIG, TASK, VOCABULARY, find_checkpoint
+from vlbert.checkpoint import CONFIG, DETECTOR, TASK, VOCABULARY, find_checkpoint
 from vlbert.model.vlbert import download_model
 
-DETECTOR = "detector.safetensors"  # weights of a processor's detector, beside its other files
 PROCESSOR = "processor_config.json"
 HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  # options of hf_hub_download
 # What Auto classes and transformers' own loader take, and what has no meaning here.
-IGNORED = {"adapter_kwargs", "attn_implementation", "code_revision", "low_cpu_mem_usage", "trust_remote_code"}
-IGNORED |= {"use_safetensors", "weights_only"}
+IGNORED = {"adapter_kwargs", "code_revision", "low_cpu_mem_usage", "trust_remote_code", "use_fast", "use_safetensors"}
+IGNORED |= {"weights_only"}
 
 
 def find_folder(name: str | os.PathLike) -> str:

@@ -39,6 +39,12 @@ def to_batch(
     cells: Tensor | None = None,
 ) -> Batch:
     """The Batch, without labels; `keys` are numbers, one a text. ValueError where the inputs do not fit together."""
+    if input_ids.ndim not in (2, 3):
+        raise ValueError(
+            f"input_ids is {list(input_ids.shape)}; it must be [texts, tokens] or [texts, choices, tokens]"
+        )
+    if boxes is not None and boxes.dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(f"boxes are {boxes.dtype}, which rounds pixels; move inputs with .to(device), without a dtype")
     count, choices = len(input_ids), 1 if input_ids.ndim == 2 else input_ids.shape[1]
     tokens = input_ids.flatten(0, -2)
     text_mask = _mask(attention_mask, input_ids, "attention_mask").flatten(0, -2)

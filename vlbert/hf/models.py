@@ -1,16 +1,20 @@
 """The models: VLBert alone, and with the head of each task."""
 
+import functools
+import inspect
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
+from transformers.utils.generic import ModelOutput
 
 from storage.runs import as_json
 from vlbert.checkpoint import TASK, Checkpoint, load_model, read_model
@@ -25,6 +29,7 @@ from vlbert.hf.outputs import (
     VLBertTaskOutput,
 )
 from vlbert.initial_weights import start_head
+from vlbert.model.execution import activation_checkpointing, blocks
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.ranking import ranking_recipe
 from vlbert.tasks import make_task
@@ -37,6 +42,8 @@ from vlbert.tasks.vqa import VQASettings
 
 logger = logging.get_logger(__name__)
 
+_DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)}
+_ONE_FILE = 2**62  # bytes
 _NO_LABEL = -100  # in labels of tokens, regions and choices, as everywhere in transformers
 
 
@@ -47,11 +54,30 @@ class VLBertPreTrainedModel(PreTrainedModel):
     in autocast; norms and heads stay float32.
     """
 
+    config: VLBertConfig
     config_class = VLBertConfig
     base_model_prefix = "vlbert"
     main_input_name = "input_ids"
     input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
     new_settings: ClassVar[TaskSettings | None] = None  # of a new head, where a checkpoint of another task is loaded
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """Trainer computes a loss where a batch has all labels of the signature of `forward`: not those of others."""
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            return
+        whole, taken = VLBertPreTrainedModel.forward, inspect.signature(cls._labelled).parameters
+
+        @functools.wraps(whole)
+        def forward(self: VLBertPreTrainedModel, *args: Any, **kwargs: Any) -> ModelOutput | tuple:
+            return whole(self, *args, **kwargs)
+
+        signature = inspect.signature(whole)
+        kept = [one for name, one in signature.parameters.items() if "label" not in name or name in taken]
+        forward.__signature__ = signature.replace(parameters=kept)
+        cls.forward = forward
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -83,6 +109,25 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.vlbert.embedding.words = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As in transformers; the bias of new words is 0. ValueError where [IMG] and [END] are words, the last ones."""
+        if self.config.model_config.word_rows(0):
+            raise ValueError("the word table ends with [IMG] and [END] (special_tokens=vocabulary): it keeps its size")
+        table = super().resize_token_embeddings(*args, **kwargs)
+        self.vlbert.vocab_size = self.config.vocab_size
+        bias = getattr(self.head, "word_bias", None) if self.task is not None else None
+        if bias is not None:
+            self.head.word_bias = nn.Parameter(F.pad(bias.detach(), (0, self.config.vocab_size - len(bias))))
+        return table
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, every_n_layers: int = 1, **__: Any) -> None:
+        """Compute the activations of layers and of ResNet's blocks again in the backward pass, or no longer."""
+        self.gradient_checkpointing = enable
+        for block in blocks(self.vlbert):
+            block.__dict__.pop("forward", None)
+        for block in blocks(self.vlbert)[::every_n_layers] if enable else ():
+            activation_checkpointing(block)
 
     def forward(
         self,
@@ -164,28 +209,37 @@ class VLBertPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Writes config.json, model.safetensors and, of a model for questions, task.json with its answers. A processor
         writes its own files into the same folder. `VLBert.from_pretrained` and vlbert.predict read the folder, too.
+
+        All weights are in one file, whatever `max_shard_size` says. ValueError where `variant` would give it a name
+        that is not read.
         """
+        if kwargs.get("variant"):
+            raise ValueError(
+                f"variant is {kwargs['variant']!r}; a folder has one model.safetensors: name another folder"
+            )
         folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / TASK).unlink(missing_ok=True)
-        if self.saved:
-            (folder / TASK).write_bytes(as_json(self.saved))
-        super().save_pretrained(folder, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / TASK).unlink(missing_ok=True)
+            if self.saved:
+                (folder / TASK).write_bytes(as_json(self.saved))
+        super().save_pretrained(folder, *args, **kwargs | {"max_shard_size": _ONE_FILE})
 
     @classmethod
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | os.PathLike,
         *,
-        config: VLBertConfig | None = None,
+        config: VLBertConfig | str | os.PathLike | None = None,
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device_map: str | int | torch.device | Mapping[str, Any] | None = None,
         **kwargs: Any,
-    ) -> "VLBertPreTrainedModel":
+    ) -> Self:
         """The model of a folder, of a run (ROOT/runs/RUN: its newest checkpoint), or of the hub; in eval mode.
 
-        dtype       of the weights of matrix products; None or "auto": that of the file
+        config      in the place of the folder's own, or where that is
+        dtype       of the weights of matrix products, float32, bfloat16 or float16; None or "auto": that of the file
         device_map  the device that holds all of the model; "auto": a GPU if there is one
         kwargs      `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `hf_hub_download`; all
                     others are fields of the config
@@ -195,13 +249,16 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """
         hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
         kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
-        device, folder = _one_device(device_map), fetch_folder(pretrained_model_name_or_path, **hub)
+        device, wanted = _one_device(device_map), _dtype_of(torch_dtype if dtype is None else dtype)
+        folder = fetch_folder(pretrained_model_name_or_path, **hub)
         try:
             saved = read_model(folder)
         except ValueError as error:
             raise OSError(str(error)) from error
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
         of_head = {} if same_task else kwargs.pop("settings", {})
+        if isinstance(config, str | os.PathLike):
+            config = VLBertConfig.from_pretrained(config, trust_remote_code=False, **hub)
         if config is None:
             config, kwargs = VLBertConfig.from_dict(saved.config, return_unused_kwargs=True, **kwargs)
         if kwargs:
@@ -210,15 +267,12 @@ class VLBertPreTrainedModel(PreTrainedModel):
             )
         config = config.with_settings(cls._new_settings(config, saved, of_head))
         config.name_or_path = str(pretrained_model_name_or_path)
-        if same_task and "answers" in saved.saved:
+        if same_task and "answers" in saved.saved and not config.num_labels:
             config.id2label = dict(enumerate(saved.saved["answers"]))
             config.label2id = {answer: number for number, answer in config.id2label.items()}
         model = cls(config)
         model._load(saved, same_task)
-        found = next((one.dtype for one in saved.model.values() if one.is_floating_point()), torch.float32)
-        dtype = torch_dtype if dtype is None else dtype
-        dtype = found if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        return model._cast(dtype).to(device).eval()
+        return model._cast(wanted or saved.model["vlbert.embedding.words.weight"].dtype).to(device).eval()
 
     @classmethod
     def _new_settings(cls, config: VLBertConfig, saved: Checkpoint, changes: Mapping[str, Any]) -> TaskSettings | None:
@@ -231,7 +285,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
     def _load(self, saved: Checkpoint, same_task: bool) -> None:
         """The weights of a checkpoint."""
         if same_task:
-            self.saved = saved.saved
+            self.saved = saved.saved | self.saved  # `id2label` may have given answers other names
             load_model(self, saved.model, saved.where)
             return
         load_model(self.vlbert, saved.part("vlbert."), saved.where)
@@ -245,26 +299,39 @@ class VLBertPreTrainedModel(PreTrainedModel):
                 *(saved.where, type(self).__name__, taken),
             )
 
-    def _cast(self, dtype: torch.dtype) -> "VLBertPreTrainedModel":
+    def _cast(self, dtype: torch.dtype) -> Self:
         """With the weights of matrix products in another type."""
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype is {dtype}; it must be a type of floating-point numbers")
         for part in self.vlbert.modules():
             if isinstance(part, nn.Linear | nn.Conv2d | nn.Embedding):
                 part.to(dtype)
         return self
 
 
+def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """None: that of the file. ValueError where a model cannot be of this type."""
+    if dtype in (None, "auto"):
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype is {name}; it must be auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
 def _one_device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> torch.device:
-    """The device that a device_map names; ValueError where it names several."""
+    """The device that a device_map names; ValueError where it names several, or one that torch does not know."""
     if isinstance(device_map, Mapping):
         if len(devices := {str(device) for device in device_map.values()}) != 1:
-            raise ValueError(f"device_map names {', '.join(sorted(devices))}; the model runs on one device: name one")
+            raise ValueError(
+                f"device_map names {', '.join(sorted(devices)) or 'no device'}; the model runs on one device: name one"
+            )
         (device_map,) = devices
         device_map = int(device_map) if device_map.isdecimal() else device_map
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         device_map = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device("cpu" if device_map is None else device_map)
+    try:
+        return torch.device("cpu" if device_map is None else device_map)
+    except RuntimeError as error:
+        raise ValueError(f"device_map is {device_map!r}; name auto or one device, such as cpu or cuda:0") from error
 
 
 class VLBertModel(VLBertPreTrainedModel):
@@ -319,12 +386,27 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
 
 
 class VLBertForQuestionAnswering(VLBertPreTrainedModel):
-    """VQA: one of a list of answers, which are `config.id2label`.
+    """VQA: one of a list of answers, which are `config.id2label`. `num_labels` or `id2label` size a new head.
 
     labels  float [N, answers]  the soft score of each answer
     """
 
     new_settings = VQASettings(answers_from_words=False)
+
+    def __init__(self, config: VLBertConfig):
+        super().__init__(config)
+        if config.num_labels not in (0, count := self.task.settings.answers):
+            raise ValueError(f"num_labels is {config.num_labels}, the head has {count} answers (settings.answers)")
+        if not config.num_labels:
+            config.num_labels = count
+        elif (names := list(config.id2label.values())) != [f"LABEL_{number}" for number in range(count)]:
+            self.saved = {"answers": names}
+
+    @classmethod
+    def _new_settings(cls, config: VLBertConfig, saved: Checkpoint, changes: Mapping[str, Any]) -> TaskSettings | None:
+        return super()._new_settings(
+            config, saved, {"answers": config.num_labels or cls.new_settings.answers} | changes
+        )
 
     def _labelled(self, batch: Batch, labels: Tensor | None = None) -> Batch:
         length, place = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 
 @dataclass

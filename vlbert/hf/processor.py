@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
@@ -20,13 +20,13 @@ from storage.object_store import LocalStore
 from storage.runs import Folder
 from storage.safe_json import parse_json
 from storage.sample import Regions, Sample, sample_key
-from vlbert.checkpoint import CONFIG, VOCABULARY, Checkpoint
+from vlbert.checkpoint import CONFIG, DETECTOR, VOCABULARY, Checkpoint
 from vlbert.data.batch import Example, TextInput, collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import PreparedImage, prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import VLBertConfig
-from vlbert.hf.files import DETECTOR, HUB, IGNORED, PROCESSOR, fetch_folder
+from vlbert.hf.files import HUB, IGNORED, PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch
 from vlbert.predict import remade_detector, trained_from, with_regions
 from vlbert.tasks import make_task
@@ -107,23 +107,25 @@ class VLBertProcessor(ProcessorMixin):
 
         ValueError where an image cannot be read, or the task does not take these arguments.
         """
-        if return_tensors not in ("pt", None) or not padding:
+        if return_tensors not in ("pt", None) or padding not in (True, "longest"):
             raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
-        if text is None:
+        if text is None or text in ([], ()):
             raise ValueError("text is missing; a model reads a text with each image")
+        if wrong := [one for one in (text if _is_list(text) else [text]) if not isinstance(one, str)]:
+            raise ValueError(f"text is {wrong[0]!r}; it must be a string, or a list of strings")
         given = {"images": images, "boxes": boxes, "visual_embeds": visual_embeds, "image_sizes": image_sizes}
         given |= {"choices": choices, "answer": answer or None, "mask_regions": mask_regions or None}
         given = {name: values for name, values in given.items() if values is not None}
         if isinstance(text, str):
-            several = isinstance(images, Sequence) and not isinstance(images, str | bytes)
-            given = {name: values if name == "images" and several else [values] for name, values in given.items()}
-            text = [text]
+            text, given = [text], {name: _listed(name, values) for name, values in given.items()}
+        elif images is not None and not _is_list(images):
+            given["images"] = [images]
         if wrong := [f"{len(values)} {name}" for name, values in given.items() if len(values) != len(text)]:
             raise ValueError(f"there are {len(text)} texts and {', '.join(wrong)}; each text needs one")
         examples = [
             self._example(one, **{name: values[i] for name, values in given.items()}) for i, one in enumerate(text)
         ]
-        return BatchFeature(from_batch(collate(examples)))
+        return BatchFeature(from_batch(collate([_unlabelled(one) for one in examples])))
 
     def _example(
         self,
@@ -163,11 +165,15 @@ class VLBertProcessor(ProcessorMixin):
         elif isinstance(image, Sample):
             sample, scale = image, 1.0
         else:
+            if not isinstance(image, str | Path | bytes | Image.Image):
+                raise ValueError(
+                    f"images has a {type(image).__name__}; give files, bytes or Pillow's (Image.fromarray)"
+                )
             sample = read_image(image)
             scale = np.array([sample.width, sample.height] * 2) / (_upright_size(image) * 2) if boxes is not None else 1
         if boxes is None:
             return sample if sample.regions is not None else with_regions(sample, self.detector)
-        boxes = np.asarray(boxes, np.float64).reshape(-1, 4) * scale
+        boxes = _checked(np.asarray(boxes, np.float64)) * scale
         return _with_boxes(sample, boxes.astype(np.float32), self.config.num_classes)
 
     def _prepared(self, sample: Sample, visual_embeds: Any) -> PreparedImage:
@@ -208,7 +214,7 @@ class VLBertProcessor(ProcessorMixin):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
-    ) -> "VLBertProcessor":
+    ) -> Self:
         """Of a model's folder, of a run or checkpoint, or of the hub.
 
         detector  weight file, where that of the training is neither in the folder nor where it was
@@ -229,6 +235,38 @@ class VLBertProcessor(ProcessorMixin):
         if detector is None:
             detector = folder / DETECTOR if (folder / DETECTOR).is_file() else trained_from(values)
         return cls(_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str | bytes)
+
+
+# Axes of these arguments for one text; with one more they are a list for one text, too.
+_AXES = {"boxes": 2, "visual_embeds": 2, "image_sizes": 1, "mask_regions": 1, "choices": 1}
+
+
+def _listed(name: str, values: Any) -> Any:
+    """An argument for one text as a list of one."""
+    listed = _is_list(values) if name == "images" else np.ndim(values) > _AXES.get(name, 0)
+    return values if listed else [values]
+
+
+def _unlabelled(example: Example) -> Example:
+    """Without labels: those of examples with an image differ from those of texts alone."""
+    plain = [replace(part, label_masks={}, labels={}) for part in example.texts]
+    image = example.image and replace(example.image, label_masks={}, labels={})
+    return replace(example, text=plain[0], more=tuple(plain[1:]), image=image)
+
+
+def _checked(boxes: np.ndarray) -> np.ndarray:
+    """[n, 4]; ValueError where they are none."""
+    boxes = boxes.reshape(0, 4) if not boxes.size else boxes
+    if boxes.ndim != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"boxes of an image are {list(boxes.shape)}; they must be [n, 4]: x1 y1 x2 y2")
+    wrong = ~(np.isfinite(boxes).all(axis=1) & (boxes[:, 2:] >= boxes[:, :2]).all(axis=1))
+    if wrong.any():
+        raise ValueError(f"box {wrong.argmax()} is {boxes[wrong.argmax()].tolist()}; x1 <= x2 and y1 <= y2 must hold")
+    return boxes
 
 
 def _tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
