@@ -328,7 +328,10 @@ def test_regions_of_a_row_get_the_names_of_their_classes():
     assert [one["answer"] for one in named["ranking"]] == ["3 c", "1 a", "4 d"]
     assert (named["answer"], named["boxes"]) == ("3 c", [{"name": "3 c", "box": [0, 0, 9, 9], "region": 3}])
     assert with_class_names(row, ["1", "2", "3", "4"], None)["answer"] == "region 3"
-    row |= {"masked_regions": [{"region": 2, "detected": 0, "guesses": [{"class": 1, "probability": 0.5}]}]}
+    row |= {
+        "masks": [],
+        "masked_regions": [{"region": 2, "detected": 0, "guesses": [{"class": 1, "probability": 0.5}]}],
+    }
     (masked,) = with_class_names(row, ["1 a", "2 b", "3 c", "4 d"], ["a", "b", "c", "d"])["masked_regions"]
     assert (masked["detected_name"], masked["guesses"][0]["answer"]) == ("background", "a")
 
