@@ -68,7 +68,7 @@ def write_report(
         "steps": log["pretrain"]["validation"][-1]["step"],
         "scenes": held_out_scenes(store, data, f"regions/{pipeline.pretrained.detector}"),
         "most_boxes": MOST_BOXES,
-        "curves": {title: draw({title: lines}, width=6) for title, lines in curves_of(shown, log).items()},
+        "curves": {title: draw({"": lines}, width=4.6) for title, lines in curves_of(shown, log).items()},
         "tasks": [
             {
                 "name": name,

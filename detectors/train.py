@@ -95,8 +95,6 @@ class DetectorRun(Run):
         return self._validate if self.truth.held_out else None
 
     def _validate(self) -> tuple[dict[str, float], list[dict]]:
-        # Live norms have statistics of their own on each rank; those of rank 0 are validated and saved.
-        distributed.share_buffers(self.network, self.world)
         return validate(self.network, self.recipe, self.truth.held_out, self.truth.classes, self.world)
 
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:

@@ -74,7 +74,8 @@ class AddressGuard:
         if f"{host.lower()}:{port}" in self.allowed:
             self.allowed_addresses.add(f"{address}:{port}")
         elif not is_public(address):
-            raise Refused("blocked_address", f"{host} is {address}, which is not a public address")
+            same = host == str(address)
+            raise Refused("blocked_address", f"{host} is {'' if same else f'{address}, which is '}not a public address")
 
     def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
         """The socket of one connection; the last check of the address that is really connected to."""

@@ -68,7 +68,7 @@ _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
 _WAYS_OUT = {  # by the most frequent status, if no row of a list is ok
     "blocked_address": "If you trust this server, set download.allowed_hosts to its host:port",
-    "bad_url": "Name the column of the URLs under columns",
+    "bad_url": "Name the column of the URLs under columns; if they are names of files, their folder under images",
     "noindex": "If its owner allows this use, set download.obey_noindex=false",
     "robots_txt": "If its owner allows this use, set download.obey_robots_txt=false",
     **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),

@@ -181,6 +181,8 @@ def between_steps(
             log.training(done, line, run.optimizer.param_groups[0]["lr"])
     if validates and run.validate:
         with since.paused(), log.during("validating") if log else contextlib.nullcontext():
+            # Live norms have statistics of their own on each rank; those of rank 0 are validated and saved.
+            distributed.share_buffers(run.model, world)
             metrics, rows = run.validate()
         if log:
             log.validation(done, metrics, rows)

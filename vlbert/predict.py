@@ -41,7 +41,7 @@ from vlbert.data.batch import collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.evaluate import load_task_model
-from vlbert.prediction import Prediction, class_name, predict_in_turn
+from vlbert.prediction import Prediction, class_name, drawn_shapes_alone, predict_in_turn
 from vlbert.prediction_server import PORT, serve
 from vlbert.ranking import Ranker, Ranking, ranking_recipe, read_captions
 from vlbert.recipes import RECIPES
@@ -282,6 +282,8 @@ def predictions_of(options: argparse.Namespace) -> list[Prediction]:
     if "," in options.checkpoint and not (options.choices and options.rationales):
         raise ValueError("2 checkpoints: two are for VCR alone, with --choices and --rationales")
     predictors = _predictors(options)
+    if drawn := drawn_shapes_alone(predictors[0].detector.metadata):
+        print(f"note: {drawn}", file=sys.stderr)
     _check_used(options, *(predictor.subtask for predictor in predictors))
     if len(predictors) == 2:
         _share_detector(*predictors)

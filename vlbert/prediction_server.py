@@ -8,7 +8,6 @@ import base64
 import http.server
 import json
 import os
-import re
 import secrets
 import signal
 import sys
@@ -27,7 +26,7 @@ from storage.sample import Sample
 from storage.settings import from_json
 from vlbert.attention_figure import panel_images
 from vlbert.data.image_file import IMAGES
-from vlbert.prediction import Prediction, predict_in_turn
+from vlbert.prediction import Prediction, drawn_shapes_alone, predict_in_turn
 from vlbert.ranking import Ranker
 from vlbert.results_page import render
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -45,7 +44,6 @@ _MOST_SAMPLES = 16  # images whose regions are kept, the last ones that were use
 _MOST_QUESTION = 2**20  # bytes of a question
 _SILENT_SECONDS = 30  # that a client may take for its next bytes
 # The classes of the demo's detector.
-_DRAWN = re.compile("(red|yellow|green|blue|purple|white) (circle|square|triangle|star|cross|ring)")
 
 
 @dataclass(frozen=True)
@@ -269,17 +267,6 @@ class PredictionServer:
             "boxes": [],
             "attention": [_uri("image/png", image) for image in images],
         }
-
-
-def drawn_shapes_alone(metadata: dict[str, Any]) -> str:
-    """A sentence where the classes that a detector recorded are the drawn shapes of the demo, else ""."""
-    classes = metadata.get("classes") or []
-    if not classes or not all(_DRAWN.fullmatch(name) for name in classes):
-        return ""
-    return (
-        f"This checkpoint knows drawn shapes only: its detector was trained on {len(classes)} classes, {classes[0]} to "
-        f"{classes[-1]}. Regions and answers for a photograph mean nothing."
-    )
 
 
 def facts_of(predictor: "Predictor") -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ import training.distributed
 from demo.data import CATEGORIES, DemoDataSettings, captioned_scenes, coco_file, draw_into
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import read_ground_truth
+from detectors.losses import Losses
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, detector_demo, detector_vg_resnet101
 from detectors.train import main, train
 from detectors.validate import validate
@@ -349,9 +350,9 @@ def norms_at_validation(recipe: DetectorRecipe, rank: int, folder: Path) -> None
         buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
         save_file(buffers, folder / f"{rank}-{when}.safetensors")
 
-    def share_and_keep(network: FasterRCNN, world: World) -> None:
-        keep(network, "trained")
-        share_buffers(network, world)
+    def share_and_keep(model: Losses, world: World) -> None:
+        keep(model.network, "trained")
+        share_buffers(model, world)
 
     def validate_and_keep(network: FasterRCNN, *rest: Any) -> Any:
         keep(network, "validated")

@@ -352,6 +352,7 @@ def listed(*lines: str, columns: str = "") -> Callable[[Path], list[str]]:
             "download.allowed_hosts",
         ),
         (listed("a\tno", "b\taddress"), "list.tsv:1 has 'no' as its URL"),
+        (listed("a\t0001.jpg"), "if they are names of files, their folder under images"),
         (
             listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc", columns="2,1"),
             "list.tsv:2: the URL is in the column of the caption",

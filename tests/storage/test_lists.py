@@ -326,7 +326,7 @@ def test_the_commands_of_the_pages_are_settings(command: list[str]):
 
 
 def test_the_code_of_the_page_writes_a_list_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == 10
     images = [{"id": 9, "file_name": "COCO_train2014_000000000009.jpg"}]
     annotations = [{"image_id": 9, "id": n, "caption": f"caption {n}"} for n in range(2)]
     (tmp_path / "captions_train2014.json").write_text(json.dumps({"images": images, "annotations": annotations}))

@@ -282,7 +282,8 @@ def test_what_completes_a_first_argument_belongs_to_a_command():
 
 def test_the_page_names_commands_and_extras_that_exist(capsys):
     page = (PROJECT / "docs" / "commands.md").read_text()
-    assert {*re.findall(r"vlbert ([a-z][a-z-]+)", page)} <= {*COMMANDS}
+    for text in (page, (PROJECT / "README.md").read_text()):
+        assert {*re.findall(r"(?:^ {4}|`)vlbert ([a-z][a-z-]+)", text, re.MULTILINE)} <= {*COMMANDS}
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {*re.findall(r"vlbert\[(\w+)\]", page)} <= {*extras}
     for line in re.findall(r'^ +(eval ".*?")', page, re.MULTILINE):

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from browser import chromium
 from compared import FINETUNING, TASKS, compared_root
 from places import PROJECT
 
@@ -352,6 +353,20 @@ def test_the_page_has_the_table_what_differs_the_curves_and_the_paper(root):
     assert "in the paper 1" in text
     assert page.count("data:image/svg+xml") == len(re.findall("<img", page)) >= 2  # words, text_words
     assert "://" not in re.sub(r"data:[^\"]+", "", page)  # self-contained
+
+
+@pytest.mark.slow
+def test_the_page_can_be_read_on_a_phone(root):
+    compare(compared.plan(), str(root), report=lambda line: None)
+    with chromium() as browser:
+        shown = browser.new_page(viewport={"width": 390, "height": 844})
+        shown.goto(f"file://{root}/comparisons/tiny/index.html")
+        assert shown.evaluate("document.documentElement.scrollWidth") == 390
+        heads = shown.locator(".cost thead th")
+        assert {heads.nth(n).bounding_box()["height"] for n in range(8)} == {heads.first.bounding_box()["height"]}
+        assert heads.first.bounding_box()["height"] < 40, "one line: no word is broken"
+        table = shown.locator(".table").first
+        assert table.evaluate("one => one.scrollWidth - one.clientWidth") == 0, "the paper's numbers are not cut off"
 
 
 # --- stopped, and failed ----------------------------------------------------------------------------------------------

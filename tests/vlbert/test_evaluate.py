@@ -18,9 +18,10 @@ import pytest
 import torch
 from PIL import Image
 from places import PROJECT
+from programs import torchrun
 from refcoco_files import change_refs, write_refcoco
 from seeded import reseal
-from tiny import DETECTOR, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny import DETECTOR, TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 from vcr_files import write_vcr
 from vqa_files import ANNOTATORS, coco, write_vqa
 
@@ -345,6 +346,23 @@ def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path
     assert "words_accuracy_shuffled" in summary["metrics"]
     assert not summary["trained_on_this_split"]
     assert evaluate(recipe, [f"{root}/runs/pretrained"], "captions", [], None, ALONE)["trained_on_this_split"]
+
+
+@pytest.mark.slow
+def test_two_processes_with_live_norms_validate_what_they_save(tmp_path):
+    root = tiny_root(tmp_path)
+    live = dataclasses.replace(TINY_MODEL.regions.resnet, norm="batch")
+    regions = dataclasses.replace(TINY_MODEL.regions, resnet=live)
+    changes = {"model": dataclasses.replace(TINY_MODEL, dropout=0.0, regions=regions), "steps": 4, "save_every": 4}
+    result = torchrun(root, "live", 2, **changes)
+    assert result.returncode == 0, result.stderr[-3000:]
+    evaluate(tiny_recipe(root, **changes), [f"{root}/runs/live"], "held-out", [], None, ALONE)
+    (folder,) = (root / "runs/live/evaluations").iterdir()
+    evaluated = {row["key"]: row["probability"] for row in pq.read_table(folder / "predictions.parquet").to_pylist()}
+    lines = (root / "runs/live/predictions.jsonl").read_text().splitlines()
+    validated = {row["key"]: row["probability"] for row in map(json.loads, lines)}
+    assert validated.keys() == evaluated.keys()
+    assert validated == pytest.approx(evaluated, abs=1e-5), "the second process had its own statistics"
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_masked_regions_are_predicted_by_the_names_of_the_detectors_classes(root
     classes = pretrained.detector.metadata["classes"]
     assert masked[0]["detected_name"] == classes[larger.regions.labels_background_first()[1] - 1]
     for guess in masked[0]["guesses"]:
-        assert guess["answer"] == ["nothing", *classes][guess["class"]]
+        assert guess["answer"] == ["background", *classes][guess["class"]]
     first, _ = prediction.row["boxes"]
     np.testing.assert_allclose(first["box"], larger.regions.boxes[1], atol=3.1)  # the model's image is a third as wide
     assert first["name"] == f"2: {masked[0]['guesses'][0]['answer']}?"
@@ -226,7 +226,8 @@ def test_both_vcr_runs_get_the_regions_of_one_detector(root):
 
 def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
     main([str(root / "runs/pretraining"), str(root / "photo.jpg"), "task.max_elements=30"])
-    printed = capsys.readouterr().out
+    printed, notes = capsys.readouterr()
+    assert notes.startswith("note: This checkpoint knows drawn shapes only")
     assert re.search(r"^\d+ regions: 1 \w+ \w+, 2 ", printed)
     assert f"drawn: {root / 'photo-regions.png'}\n" in printed
     with Image.open(root / "photo-regions.png") as drawn:
@@ -327,6 +328,12 @@ def test_regions_of_a_row_get_the_names_of_their_classes():
     assert [one["answer"] for one in named["ranking"]] == ["3 c", "1 a", "4 d"]
     assert (named["answer"], named["boxes"]) == ("3 c", [{"name": "3 c", "box": [0, 0, 9, 9], "region": 3}])
     assert with_class_names(row, ["1", "2", "3", "4"], None)["answer"] == "region 3"
+    row |= {
+        "masks": [],
+        "masked_regions": [{"region": 2, "detected": 0, "guesses": [{"class": 1, "probability": 0.5}]}],
+    }
+    (masked,) = with_class_names(row, ["1 a", "2 b", "3 c", "4 d"], ["a", "b", "c", "d"])["masked_regions"]
+    assert (masked["detected_name"], masked["guesses"][0]["answer"]) == ("background", "a")
 
 
 def test_a_prediction_shows_itself_in_a_line_and_in_a_notebook(pretrained, sample):

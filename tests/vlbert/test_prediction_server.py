@@ -27,7 +27,8 @@ from demo.serve import png_bomb
 from vlbert import prediction_server
 from vlbert.data.image_file import IMAGES
 from vlbert.predict import Predictor
-from vlbert.prediction_server import PredictionServer, drawn_shapes_alone
+from vlbert.prediction import drawn_shapes_alone
+from vlbert.prediction_server import PredictionServer
 from vlbert.ranking import Ranker
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings

@@ -16,7 +16,7 @@ def page(summary: Mapping[str, Any], curves: Mapping[str, Lines]) -> bytes:
         "orders": {name: orders(task) for name, task in summary["tasks"].items() if task["paper"]},
         "by_chance": round(0.05 * pairs),
         "pairs": pairs,
-        "curves": {title: draw({title: lines}, width=9) for title, lines in curves.items()},
+        "curves": {title: draw({title: lines}, width=6) for title, lines in curves.items()},
     }
     template = Path(__file__).parents[1] / "comparison.html.j2"
     return render(template, values, percent=percent, points=points, short=short, whole="{:,}".format).encode()
