@@ -547,8 +547,9 @@ def test_a_training_goes_on_only_with_the_answer_list_of_its_head(vqa, tmp_path)
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join([*LISTED[:2], *LISTED[:1:-1]]))
     start = f"{folder}/storage/runs/tuned/step-0000001"
     started = vqa_recipe(folder, run="more", init_from=start, random_init=False)
-    named = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left'"
-    for recipe in (vqa_recipe(folder, steps=2), started):
+    other = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left'"
+    changed = f"{folder}/vqa/answers_vqa.txt has changed: {start} was trained with another one"
+    for recipe, named in ((vqa_recipe(folder, steps=2), changed), (started, other)):
         with pytest.raises(ValueError, match=re.escape(named)):
             train(recipe, ALONE)
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))

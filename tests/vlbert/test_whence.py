@@ -346,7 +346,7 @@ def test_the_commands_of_the_page_run(pretrained, tmp_path, monkeypatch, capsys)
     assert sample.url in page
     assert sample.key in printed[1]
     assert printed[1].splitlines()[1:] == [line for line in printed[2].splitlines()[1:] if "the URL of" not in line]
-    assert pq.read_schema("seen.parquet").names == re.findall(r"`(\w+)`", page.partition("The file has ")[2])[:9]
+    assert pq.read_schema("seen.parquet").names == re.findall(r"`(\w+)`", page.partition("The file has ")[2])[:10]
     assert printed[4].startswith("1 URLs are forgotten now")
     assert "forgotten images" in printed[5]
 
