@@ -30,7 +30,7 @@ from detectors import Detector
 from detectors.config import DetectionConfig
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.claims import Claims, exit_at_sigterm
+from storage.claims import Claims, exit_at_sigterm, exit_if_told
 from storage.forgotten import FORGOTTEN, forgotten_urls
 from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
@@ -118,6 +118,7 @@ def _found(
     rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
+        exit_if_told()
         group = list(islice(samples, _GROUP))
         good = [sample for sample in group if isinstance(sample, Sample) and sample.url not in forgotten]
         found = dict(zip([sample.key for sample in good], detector.detect(good), strict=True))

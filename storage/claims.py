@@ -87,7 +87,8 @@ def exit_at_sigterm() -> None:
     """From now on SIGTERM ends this program as sys.exit does, with status 143, so that its claims are released.
 
     Only from the main thread. Python drops what is raised while it calls a finalizer or the callback of a weak
-    reference, as in an import. A program that went on after that ends before the next claim.
+    reference, as in an import. A program that went on after that ends at the next `exit_if_told`: before each claim,
+    and where long work calls it.
     """
 
     def end(number: int, frame: object) -> None:
@@ -100,7 +101,8 @@ def exit_at_sigterm() -> None:
 _told: list[int] = []  # the statuses with which signals wanted to end this program
 
 
-def _end_if_told() -> None:
+def exit_if_told() -> None:
+    """End this program where a SIGTERM wanted to end it before."""
     if _told:
         sys.exit(_told[0])
 
@@ -129,7 +131,7 @@ class Claims:
 
     def take(self, shards: Sequence[str]) -> str | None:
         """Claim one of these shards, a random one of those that nobody is at work on; None if there is none."""
-        _end_if_told()
+        exit_if_told()
         listed = self._listed()
         free = [shard for shard in shards if shard not in listed]
         now = self.store.now()
@@ -184,7 +186,7 @@ class Claims:
                     left = pending(left)
             finally:
                 self.release(shard)
-        _end_if_told()
+        exit_if_told()
 
     def wait(
         self,
