@@ -123,6 +123,7 @@ class Claims:
         self.worker = f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}"
         self.held: dict[str, tuple[str, bytes]] = {}
         self._lock = threading.Lock()  # of a renewal and a release: a claim that was released is not written again
+        self._begun: tuple[str, bytes] | None = None  # path and content of a claim that is being put or deleted
         self._end = threading.Event()
 
     def found(self) -> dict[str, Claim]:
@@ -149,9 +150,15 @@ class Claims:
     def release(self, shard: str) -> None:
         """Delete our claim, and the dead ones that it replaced; where the storage is away, it expires."""
         with self._lock:
-            path, _ = self.held.pop(shard)
+            self._begun = self.held[shard]
+            del self.held[shard]
+        self._delete(self._begun[0])
+        self._begun = None
+
+    def _delete(self, path: str) -> None:
+        _, shard, last = CLAIM.fullmatch(path).groups()
         with contextlib.suppress(StorageUnreachable):
-            for number in range(1, int(CLAIM.fullmatch(path)[3]) + 1):
+            for number in range(1, int(last) + 1):
                 self.store.delete(self._path(shard, number))
 
     def renew(self) -> None:
@@ -224,6 +231,11 @@ class Claims:
         self._thread.join()
         for shard in [*self.held]:
             self.release(shard)
+        if self._begun:  # a signal came meanwhile
+            path, data = self._begun
+            with contextlib.suppress(ObjectMissing, StorageUnreachable):
+                if self.store.get(path) == data:
+                    self._delete(path)
 
     def _renew_until_end(self) -> None:
         while not self._end.wait(RENEWAL):
@@ -236,11 +248,13 @@ class Claims:
         pid, started = _process(os.getpid())
         content = {"worker": self.worker, "since": now, "machine": _machine(), "process": [pid, started]}
         data, path = json.dumps(content).encode(), self._path(shard, number)
-        if not self.store.put(path, data, if_absent=True):
-            return False
-        with self._lock:
-            self.held[shard] = path, data
-        return True
+        self._begun = path, data
+        ours = self.store.put(path, data, if_absent=True)
+        if ours:
+            with self._lock:
+                self.held[shard] = path, data
+        self._begun = None
+        return ours
 
     def _listed(self) -> dict[str, tuple[str, int, float]]:
         """Shard -> its name, number and time of the newest claim on it."""

@@ -211,6 +211,45 @@ def test_an_ended_with_releases_all_also_after_an_error(catalog):
     assert list(catalog.store.list()) == []
 
 
+def interrupted(call, told: list[int], before: bool = False):
+    """As `call`, but the first time it ends the program, after the call or before it."""
+
+    def done(*arguments, **options):
+        first = not told
+        told.append(143)
+        if first and before:
+            sys.exit(143)
+        result = call(*arguments, **options)
+        if first:
+            sys.exit(143)
+        return result
+
+    return done
+
+
+def test_a_signal_while_a_claim_is_put_leaves_none_of_ours_and_that_of_another(tmp_path, monkeypatch):
+    store = LocalStore(str(tmp_path))
+    for others in ([], ["captions/images/claims/00000-1.json"]):
+        monkeypatch.setattr(store, "put", interrupted(store.put, []))
+        claims = Claims(store, "captions/images")
+        with pytest.raises(SystemExit), claims:
+            claims._put("00000", 1, store.now())
+        monkeypatch.undo()
+        assert [info.path for info in store.list()] == others
+        Claims(store, "captions/images").take(["00000"])
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_signal_while_a_claim_is_released_leaves_none(tmp_path, monkeypatch, before):
+    store = LocalStore(str(tmp_path))
+    claims = Claims(store, "captions/images")
+    claims.take(["00000"])
+    monkeypatch.setattr(store, "delete", interrupted(store.delete, [], before))
+    with pytest.raises(SystemExit), claims:
+        claims.release("00000")
+    assert list(store.list()) == []
+
+
 def test_claims_are_renewed_within_with_though_a_renewal_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RENEWAL", 0.01)
     store, refused = LocalStore(str(tmp_path)), []
