@@ -283,7 +283,7 @@ def kinds_below(kind: type) -> set[type]:
     return {kind}.union(*(kinds_below(type(value)) for value in values if dataclasses.is_dataclass(value)))
 
 
-@pytest.mark.parametrize("kind", {type(config) for config in SETTINGS}, ids=lambda kind: kind.__qualname__)
+@pytest.mark.parametrize("kind", dict.fromkeys(map(type, SETTINGS)), ids=lambda kind: kind.__qualname__)
 def test_every_field_has_help(kind: type):
     without = [name for one in kinds_below(kind) for name, words in field_words(one).items() if not words]
     assert not without, f"{kind.__name__}: say what these are for: {without}"
