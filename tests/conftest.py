@@ -58,8 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 3 if "pipeline_run" not in needs else 2 if "pipeline_rerun" in needs else 1
 
     items.sort(key=turn)
-    for item in items:  # of two processes one takes all that use the server, and else a file at a time
-        item.add_marker(pytest.mark.xdist_group("served" if turn(item) else str(item.path)))
 
 
 def pytest_collection_finish() -> None:
