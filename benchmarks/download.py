@@ -215,7 +215,9 @@ def run(options: argparse.Namespace) -> int:
                 facts = measured(
                     server, rows(server, options.images, hosts=hosts), replace(settings, obey_robots_txt=obey)
                 )
-                what = f"{len(hosts)} host{'s'[: len(hosts) - 1]}, {'with' if obey else 'without'} robots.txt"
+                what = (
+                    f"{len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}, {'with' if obey else 'without'} robots.txt"
+                )
                 report["robots_txt"].setdefault(what, []).append(facts)
                 cost = 1000 * facts["cpu_seconds"] / options.images
                 passed.append(check(f"round {number + 1}: {what}: CPU-ms an image", cost, "CPU-ms an image"))

@@ -12,6 +12,7 @@ import re
 import struct
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -58,7 +59,7 @@ _ZIP_HEADER = struct.Struct("<4s5H3I2H")
 _STORED, _DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 
 
-class FeatureFile:
+class FeatureFile(ABC):
     """One file or folder of rows."""
 
     kind: str
@@ -68,20 +69,20 @@ class FeatureFile:
         self.open()
         self.index: FeatureIndex = open_index(path, self.made_of(), " ".join(self.columns), self.scan)
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027  a folder needs nothing
         """Open what `read` needs; ValueError names the file where it is of another form."""
 
     def made_of(self) -> str:
         """Changes when the file does."""
         return _state(self.path.stat())
 
+    @abstractmethod
     def scan(self, digest: "hashlib._Hash") -> Iterator[Place]:
         """The rows in their order, once `digest` has got the content."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, place: Place) -> dict[str, Any]:
         """The fields of a row; ValueError says what is wrong with it, without the file's name."""
-        raise NotImplementedError
 
     def where(self, place: Place) -> str:
         """Names a row in messages, without the folder: they are stored."""
@@ -406,7 +407,7 @@ def _text(name: Any) -> str:
 
 
 def _unpacked(value: bytes) -> Any:
-    """A value of msgpack, with arrays and numbers as msgpack-numpy packs them (pypi.org/project/msgpack-numpy)."""
+    """A value of msgpack, with arrays and numbers as the package msgpack-numpy packs them."""
 
     def array_or_number(found: dict[Any, Any]) -> Any:
         if b"nd" not in found:

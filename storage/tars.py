@@ -142,7 +142,10 @@ class TarSet:
         settings: DownloadSettings,
         spool: Spool,
     ) -> tuple[list[StoredRow], list[Download]]:
-        """The samples from byte `offset` of a tar on, the first of them row `first`; errors and duplicates as above."""
+        """The samples from byte `offset` of a tar on, the first of them row `first`, and a Download of each.
+
+        duplicates: row -> the first row with the same URL and caption. ValueError if the tar is torn or damaged.
+        """
         rows = []
 
         def images() -> Iterator[tuple[int, bytes | Refused]]:

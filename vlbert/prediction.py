@@ -17,6 +17,7 @@ from vlbert.data.batch import Batch
 from vlbert.model.vlbert import Encoded
 
 SIDE = 800  # pixels of the longer side of what is drawn
+# The classes of the demo's detector.
 _DRAWN = re.compile("(red|yellow|green|blue|purple|white) (circle|square|triangle|star|cross|ring)")
 
 

@@ -43,7 +43,6 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST_SAMPLES = 16  # images whose regions are kept, the last ones that were used
 _MOST_QUESTION = 2**20  # bytes of a question
 _SILENT_SECONDS = 30  # that a client may take for its next bytes
-# The classes of the demo's detector.
 
 
 @dataclass(frozen=True)

@@ -103,16 +103,16 @@ def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
     copied = shutil.copytree(root / "runs/pretrain", tmp_path / "root/runs/fine")
     state = json.loads((copied / "step-0000006/state.json").read_text())
     del state["own_sha256"]
-    start = {"checkpoint": "/home/someone/converted", "model": None}
+    start = {"checkpoint": "/elsewhere/converted", "model": None}
     first = {"run": "first", "step": 1200, "batch": 8, "init_from": start}
-    first |= {"checkpoint": "/home/someone/root/runs/first/step-0001200", "data": state["data"]}
+    first |= {"checkpoint": "/elsewhere/root/runs/first/step-0001200", "data": state["data"]}
     (copied / "step-0000006/state.json").write_bytes(sealed_json(state | {"init_from": first}))
     card = model_card(str(copied))
     assert table(card, "run", "steps") == [
         ["first", "1,200", "9,600", f"captions/regions/{DETECTOR}"],
         ["converted", *["not recorded"] * 3],
     ]
-    assert "/home/" not in card
+    assert "/elsewhere/" not in card
     assert "Before it" not in model_card(str(root / "runs/pretrain"))
 
 

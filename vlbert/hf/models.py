@@ -204,6 +204,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         return batch
 
     def _outputs(self, encoded: Encoded, batch: Batch) -> ModelOutput:
+        """What `forward` returns, but loss, states and attentions; each class has its own."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
