@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from detectors.select import SelectionSettings, select_regions
-from storage.lists import read_captions
+from storage.collect.lists import read_captions
 from vlbert.data.boxes import geometry_embedding
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets import refcoco, retrieval, vcr, vqa

@@ -6,7 +6,7 @@ A server of its own process answers on loopback addresses, each of which is a ho
 alone (500 x 375 pixels, about 50 kB, no two the same), then rows of which some name servers that never answer or that
 send a byte at a time, then rows of one host alone, which takes 0.1 s for each and never answers one in fifty. Last come
 good images of one host and of a thousand, with robots.txt and without.
-`storage.collect` downloads, checks, hashes and commits them to a local folder, in a process of its own: its CPU time
+`vlbert collect` downloads, checks, hashes and commits them to a local folder, in a process of its own: its CPU time
 and memory are measured, its children's included, the server's not.
 """
 
@@ -28,9 +28,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.measure import machine, parser, write_json
-from storage.collect import collect
-from storage.collection_plan import CollectSettings
-from storage.download import DownloadSettings
+from storage.collect.download import DownloadSettings
+from storage.collect.plan import CollectSettings
+from storage.collect.run import collect
 
 IN_FLIGHT = 64
 GOOD_HOSTS = [f"127.0.0.{number}" for number in range(2, 52)]

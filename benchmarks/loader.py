@@ -30,9 +30,9 @@ from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.manifests import Header
 from storage.object_store import ObjectStore, open_store
+from storage.order import shuffled, take
 from storage.reading import ShardSamples
 from storage.shards import span_members
-from storage.shuffle import shuffled, take
 from storage.snapshots import write_snapshot
 from vlbert.config import RegionConfig
 from vlbert.data.corpus import TextCorpus, encode_corpus

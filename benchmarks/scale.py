@@ -54,12 +54,12 @@ from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import newer_snapshot
-from vlbert.forget import occurrences, report, sightings
-from vlbert.provenance import lineage, record_of
+from vlbert.evaluation.forget import occurrences, report, sightings
+from vlbert.evaluation.provenance import lineage, record_of
+from vlbert.evaluation.whence import tell
 from vlbert.recipes import RECIPES
 from vlbert.synthetic import CLASSES, DETECTOR, drawn_sample, made_up_vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
-from vlbert.whence import tell
 
 DATASET, STAGE = "made-up", f"regions/{DETECTOR}"
 SEED, EPOCH = 0, 2  # a run resumes in the middle of this epoch
@@ -310,7 +310,7 @@ def checkpoints_of(store: ObjectStore, made_up: MadeUp, snapshot: str) -> tuple[
 
 
 def tell_one(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
-    """As `python -m vlbert.whence CHECKPOINT URL`: every step of twenty epochs."""
+    """As `vlbert whence CHECKPOINT URL`: every step of twenty epochs."""
     store, urls = prepared
     runs, _ = lineage(read_checkpoint(store, checkpoints(store, "second")[-1], tensors=False))
     lines, _ = tell(runs, urls[len(urls) // 2])
@@ -319,7 +319,7 @@ def tell_one(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
 
 
 def forget_many(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
-    """As `python -m vlbert.forget ROOT urls=FILE`."""
+    """As `vlbert forget ROOT urls=FILE`."""
     store, urls = prepared
     assert len(forget(store, urls)) == len(urls) == sum(found.total() for found in occurrences(store, urls).values())
     table, unknown = sightings(store, urls)

@@ -1,4 +1,4 @@
-"""`make compare`: the demo's data with features kept, then the family of models compared on them (vlbert/plans.py)."""
+"""`make compare`: the demo's data with features kept, then models compared on them (vlbert/comparison/plans.py)."""
 
 import shutil
 import sys
@@ -12,11 +12,11 @@ from demo.deployments import SHIPPED_DETECTOR, detection_of_demo, sources_of
 from demo.serve import DemoServer, free_port
 from demo.task_files import ANSWERS
 from flows.supervisor import run_child
-from storage.collect import collect
-from storage.collection_plan import CollectSettings
+from storage.collect.plan import CollectSettings
+from storage.collect.run import collect
 from storage.settings import assignments_of
-from vlbert.compare import compare, table
-from vlbert.plans import PLANS
+from vlbert.comparison.compare import compare, table
+from vlbert.comparison.plans import PLANS
 
 PLAN = "family_demo"
 BUDGET = 2400  # seconds that all of it may take on two cores: a goal, not a gate

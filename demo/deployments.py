@@ -21,7 +21,7 @@ from flows.settings import (
     Processes,
     TrainDetectorSettings,
 )
-from storage.download import DownloadSettings
+from storage.collect.download import DownloadSettings
 
 PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
 PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"

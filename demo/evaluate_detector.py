@@ -1,4 +1,4 @@
-"""How right a detector is on the held-out scenes of demo data, as `python -m detectors.train` reports it."""
+"""How right a detector is on the held-out scenes of demo data, as `vlbert train-detector` reports it."""
 
 import dataclasses
 import json

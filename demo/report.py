@@ -15,14 +15,14 @@ from demo.scenes import COLOURS, SHAPES
 from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
 from storage.catalog import Catalog
-from storage.download import STATUSES
+from storage.collect.download import STATUSES
 from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
 from storage.sample import Sample
 from training.curves import Lines, draw
 from training.log import read_metrics
+from vlbert.evaluation.results_page import draw_answer, render
 from vlbert.recipes import RECIPES
-from vlbert.results_page import draw_answer, render
 from vlbert.tasks import task_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Every setting of detection: which detector, and how it runs. `python -m detectors.run` and the flows take them.
+"""Every setting of detection: which detector, and how it runs. `vlbert detect` and the flows take them.
 
 Without torch: a flow reads its parameters before any network is needed.
 """

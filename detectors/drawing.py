@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from storage.normalise import STORED_FORMATS
+from storage.collect.normalise import STORED_FORMATS
 from storage.sample import Sample
 
 IMAGE_SIDE = 480  # pixels of the longer side of an image on a page, which shows it at about half that

@@ -13,8 +13,8 @@ from detectors.ground_truth import LabelledImage
 from detectors.losses import Target
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, resize, resized_size, to_input
 from detectors.recipes import DataConfig
-from storage.normalise import FILE_FORMATS
-from storage.shuffle import mix, take
+from storage.collect.normalise import FILE_FORMATS
+from storage.order import mix, take
 from training.distributed import World
 from training.log import Unreadable
 

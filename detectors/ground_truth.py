@@ -19,7 +19,7 @@ from detectors.names import Names, read_lines
 from detectors.preprocess import BAD_IMAGE
 from detectors.recipes import DataConfig
 from detectors.visual_genome import AnnotatedImage, AnnotatedObject, attribute_numbers, read_visual_genome
-from storage.normalise import FILE_FORMATS
+from storage.collect.normalise import FILE_FORMATS
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from detectors.faster_rcnn import FasterRCNNConfig
-from storage.normalise import STORED_FORMATS
+from storage.collect.normalise import STORED_FORMATS
 
 # Pixels that the stem needs each way: its convolution and an unpadded pool leave nothing of fewer.
 NARROWEST_INPUT = 3

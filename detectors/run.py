@@ -1,8 +1,8 @@
 """Detect regions in every image shard that has none yet from this detector.
 
-    python -m detectors.run ROOT DATASET weights=FILE [field=value ...]
-    python -m detectors.run ROOT DATASET backend=annotated annotations=FILE
-    python -m detectors.run ROOT DATASET backend=imported imported.files=FILE keep_features=true
+    vlbert detect ROOT DATASET weights=FILE [field=value ...]
+    vlbert detect ROOT DATASET backend=annotated annotations=FILE
+    vlbert detect ROOT DATASET backend=imported imported.files=FILE keep_features=true
 
 ROOT is a local folder or s3://bucket/prefix. Prints a line per shard, and one about the whole stage at the end; each is
 a JSON object with --json.

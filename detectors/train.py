@@ -1,6 +1,6 @@
 """Train the detector of faster_rcnn.py on annotated images.
 
-    python -m detectors.train RECIPE [field=value ...]
+    vlbert train-detector RECIPE [field=value ...]
     torchrun --nproc-per-node N -m detectors.train RECIPE [field=value ...]
 
 RECIPE is a function of detectors/recipes.py; fields are those of its dataclasses, such as root=FOLDER or
@@ -27,9 +27,9 @@ from detectors.validate import validate
 from detectors.weights.files import COUNTER, write_weights
 from detectors.weights.init_from import init_from
 from storage.object_store import open_store
+from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 from storage.settings import differing_fields, flat, to_json
-from storage.shuffle import mix
 from training import distributed
 from training.checkpoint_files import (
     MODEL,

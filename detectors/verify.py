@@ -1,8 +1,8 @@
 """Draw what the weights of a file detect: boxes with names and scores, on images of your own.
 
-    python -m detectors.verify WEIGHTS IMAGE... [--out DIR] [--classes objects_vocab.txt] [--attributes ...]
+    vlbert verify-detector WEIGHTS IMAGE... [--out DIR] [--classes objects_vocab.txt] [--attributes ...]
 
-WEIGHTS is a safetensors file (`python -m detectors.weights` makes one of a published file). Each image is normalised as
+WEIGHTS is a safetensors file (`vlbert convert-detector` makes one of a published file). Each image is normalised as
 in a collection and detected as in detectors.run. Correct weights name what is there, with scores near 1. Classes in a
 wrong order give confident nonsense; wrong tensors give low scores. If the image with red and blue swapped scores
 higher, the channels are swapped somewhere.
@@ -25,7 +25,7 @@ from detectors.drawing import colour_of, draw_boxes, write_below
 from detectors.faster_rcnn import PRESETS, FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import LoadedWeights, load_weights, read_config, read_names_of
-from storage.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
+from storage.collect.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
 from storage.programs import make_parser
 from storage.sample import Regions, Sample
 

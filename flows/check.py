@@ -10,7 +10,7 @@ from detectors.weights.files import read_config
 from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import check_overrides
-from storage.collection_plan import find_columns, image_files
+from storage.collect.plan import find_columns, image_files
 from storage.settings import as_text, differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares

@@ -1,4 +1,4 @@
-"""The Prefect side of collecting: `storage.collect` does the work, here it is retried, monitored and reported."""
+"""The Prefect side of collecting: `storage.collect.run` does the work, here it is retried, monitored and reported."""
 
 import os
 import time
@@ -25,8 +25,8 @@ from flows.artifacts import (
 )
 from flows.machines import cancel_others, cancel_waiting, start_others
 from storage.catalog import Catalog
-from storage.collect import IMAGES, Collected, Group, OnCommit, collect, collect_group
-from storage.collection_plan import CollectSettings
+from storage.collect.plan import CollectSettings
+from storage.collect.run import IMAGES, Collected, Group, OnCommit, collect, collect_group
 from storage.manifests import OK
 from storage.object_store import ObjectStore, StorageUnreachable, open_store
 

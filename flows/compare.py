@@ -38,10 +38,10 @@ def compare(
 
     show: called after each line of output with the name of the plan. ChildFailed where it does not come to a page.
     """
-    from vlbert.plans import find_plan  # here, because it brings torch: other stages need none
+    from vlbert.comparison.plans import find_plan  # here, because it brings torch: other stages need none
 
     plan = find_plan(settings.plan).name
-    command = [sys.executable, "-m", "vlbert.compare", settings.plan, f"data.root={root}", *settings.fields]
+    command = [sys.executable, "-m", "vlbert.comparison.compare", settings.plan, f"data.root={root}", *settings.fields]
     command += ["--seeds", ",".join(map(str, settings.seeds))] if settings.seeds else []
     command += ["--jobs", str(settings.jobs)] if settings.jobs else []
 
@@ -102,7 +102,7 @@ def compare_flow(root: str, settings: CompareSettings) -> Compared:
 
 def read_progress(root: str, plan: str) -> Mapping[str, Any] | None:
     """What the comparison last wrote of itself; None before it began to train."""
-    from vlbert.compare import progress_file  # here, as above
+    from vlbert.comparison.compare import progress_file  # here, as above
 
     store, path = open_store(root, write=False), progress_file(plan)
     return parse_json(store.get(path), store.where(path)) if store.exists(path) else None
@@ -125,7 +125,7 @@ def table_of_trainings(progress: Mapping[str, Any] | None) -> str:
 
 def table_of_comparison(root: str, compared: Compared) -> str:
     """The means, %, with their 95 % intervals, and which pairs differ."""
-    from vlbert.compare import table  # here, as above
+    from vlbert.comparison.compare import table  # here, as above
 
     store, path = open_store(root, write=False), f"comparisons/{compared.plan}/numbers.json"
     summary = parse_json(store.get(path), store.where(path))

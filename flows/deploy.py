@@ -1,7 +1,7 @@
 """Deploy: the work pools, the alarms, and the deployments of a file such as prefect.yaml, at the server of
 PREFECT_API_URL.
 
-    python -m flows.deploy [FILE] [--notify TYPE/NAME]
+    vlbert deploy [FILE] [--notify TYPE/NAME]
 
 `make serve` does it by itself. Do it again after a change of the file. `prefect deploy` alone makes no alarm.
 """

@@ -79,7 +79,7 @@ def detect(
     on_shard: Callable[[dict], None] = lambda report: None,
     silence: float | None = SILENCE,
 ) -> Detected:
-    """Run `python -m detectors.run` over the dataset; ChildFailed carries its last words. Only from the main thread.
+    """Run `vlbert detect` over the dataset; ChildFailed carries its last words. Only from the main thread.
 
     No process is started where the catalog says that no shard is left to detect.
     `on_shard` gets what the detector reports of each shard, with new_shards and new_images, this run's own so far.

@@ -59,7 +59,7 @@ def pretrain(
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], None]) -> None:
-    """Tokenise the text into `folder` with `python -m vlbert.data.corpus`; a corpus of the same files is left alone."""
+    """Tokenise the text into `folder` with `vlbert corpus`; a corpus of the same files is left alone."""
     files, size = [Path(file) for file in settings.text], settings.vocabulary_size or _VOCABULARY_SIZE
     captions = [Path(file) for file in settings.vocabulary_captions]
     metadata = find_corpus(folder, files, Path(settings.vocabulary) if settings.vocabulary else None, size, captions)

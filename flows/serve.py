@@ -1,6 +1,6 @@
 """Serve the deployments of prefect.yaml on this machine: Prefect's server, a worker, the alarms for runs that died.
 
-    python -m flows.serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]  until Ctrl-C
+    vlbert serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]  until Ctrl-C
 
 Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. A server
 that dies is replaced, and runs go on meanwhile. A worker that dies is replaced; its runs have died with it.

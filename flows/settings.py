@@ -11,7 +11,7 @@ from typing import Literal
 
 from detectors.config import AnnotationConfig, DetectionConfig
 from flows.supervisor import GRACE
-from storage.collection_plan import CollectSettings
+from storage.collect.plan import CollectSettings
 from storage.settings import FORM
 
 
@@ -92,7 +92,7 @@ class TrainDetectorSettings(AnnotationConfig):
     init_from: str | None = None
     """Weight file to start from: an ImageNet ResNet's, or a detector's."""
     overrides: tuple[str, ...] = ()
-    """field=value, as `python -m detectors.train` takes them."""
+    """field=value, as `vlbert train-detector` takes them."""
     processes: Processes = Processes()
     """The processes that it runs in."""
 
@@ -122,7 +122,7 @@ class PretrainSettings:
     monitored_words: tuple[str, ...] = ()
     """Words that only the image tells: validation has metrics of them alone."""
     overrides: tuple[str, ...] = ()
-    """field=value, as `python -m vlbert.train` takes them."""
+    """field=value, as `vlbert train` takes them."""
     processes: Processes = Processes()
     """The processes that it runs in."""
 
@@ -161,7 +161,7 @@ class FinetuneSettings:
     """Splits, as the task's files name them, to evaluate the last checkpoint on: predictions, a page, and the files for
     a leaderboard."""
     overrides: tuple[str, ...] = ()
-    """field=value, as `python -m vlbert.train` takes them."""
+    """field=value, as `vlbert train` takes them."""
     processes: Processes = Processes()
     """The processes that it runs in."""
 
@@ -195,9 +195,9 @@ class CompareSettings:
     __pydantic_config__ = FORM
 
     plan: str = "family_demo"
-    """Of vlbert/plans.py, or MODULE:FUNCTION."""
+    """Of vlbert/comparison/plans.py, or MODULE:FUNCTION."""
     fields: tuple[str, ...] = ()
-    """[SCOPE:]field=value, as `python -m vlbert.compare` takes them."""
+    """[SCOPE:]field=value, as `vlbert compare` takes them."""
     seeds: tuple[int, ...] = ()
     """In place of the plan's."""
     jobs: int | None = None

@@ -122,9 +122,9 @@ def evaluate(
     processes: Processes,
     log: Callable[[str], None],
 ) -> Trained:
-    """Evaluate the run's last checkpoint on each split with `python -m vlbert.evaluate`, except where the same settings
+    """Evaluate the run's last checkpoint on each split with `vlbert evaluate`, except where the same settings
     have evaluated it before."""
-    from vlbert.evaluate import find_evaluation  # here, as above
+    from vlbert.evaluation.evaluate import find_evaluation  # here, as above
 
     store = open_store(root, write=False)
     run, step = trained.checkpoint.rsplit("/", 2)[1:]
@@ -137,7 +137,7 @@ def evaluate(
             log(f"{run}: evaluated already, by the same settings: {store.where(folder)}")
         else:
             arguments = [recipe, trained.checkpoint, split, *given]
-            finished = torchrun("vlbert.evaluate", arguments, root, run, processes, log)
+            finished = torchrun("vlbert.evaluation.evaluate", arguments, root, run, processes, log)
             peak_bytes = max(peak_bytes, finished.peak_bytes)
             found = parse_json(store.get(f"{folder}/metrics.json"), store.where(f"{folder}/metrics.json"))
         submission = tuple(found["submission"])

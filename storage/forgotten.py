@@ -3,7 +3,7 @@
     ROOT/forgotten/<16 hex>.json     a tombstone: URLs, and since when
 
 A tombstone is put once and never changed. It holds for all datasets of the root, from the next snapshot on; the bytes
-go with `python -m storage.catalog gc ROOT --delete` (storage/erase.py). To take a tombstone back, delete its file.
+go with `vlbert catalog gc ROOT --delete` (storage/erase.py). To take a tombstone back, delete its file.
 """
 
 import functools

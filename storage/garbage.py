@@ -1,6 +1,6 @@
 """Garbage collection: what nothing names any more, by age, and what was forgotten.
 
-`python -m storage.catalog gc` lists or deletes it.
+`vlbert catalog gc` lists or deletes it.
 """
 
 from collections.abc import Callable

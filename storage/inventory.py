@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog
 from storage.claims import CLAIM, Claims
+from storage.collect.spool import PARTIAL
 from storage.manifests import Header
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.runs import STATE, read_state
 from storage.snapshots import Snapshot, read_snapshot
-from storage.spool import PARTIAL
 
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")

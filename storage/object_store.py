@@ -328,7 +328,7 @@ def _changing(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageUnreachable(
-            f"cannot write or remove {file}: {error}. Free disk space (`python -m storage.catalog gc` lists what may "
+            f"cannot write or remove {file}: {error}. Free disk space (`vlbert catalog gc` lists what may "
             "be deleted) or make it writable for this user, then run again: what is committed stays"
         ) from error
 

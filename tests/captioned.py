@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from demo.data import DemoData
-from storage.collection_plan import CollectSettings
-from storage.fetch import DownloadSettings
+from storage.collect.fetch import DownloadSettings
+from storage.collect.plan import CollectSettings
 
 _Settings = TypeVar("_Settings", bound=CollectSettings)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from refcoco_files import write_refcoco
 from tiny import commit_samples, tiny_recipe, tiny_root, tiny_sample
 
+from vlbert.comparison.plans import ComparedTask, Plan, Training, Variant
 from vlbert.config import DataConfig, Recipe
-from vlbert.plans import ComparedTask, Plan, Training, Variant
 from vlbert.tasks.refcoco import RefCOCOSettings
 
 VOCABULARY = "vocabulary={root}/text/vocab.txt"

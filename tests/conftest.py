@@ -24,7 +24,7 @@ from demo.deployments import PIPELINE, write_deployments
 from demo.serve import DemoServer, free_port
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
-from storage.collect import collect
+from storage.collect.run import collect
 from storage.object_store import open_store
 
 _home = tempfile.TemporaryDirectory(prefix="prefect-home-")  # removed when the interpreter ends

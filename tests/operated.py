@@ -1,4 +1,4 @@
-"""`python -m flows.serve` on a free port, with its server and processes for tests to query."""
+"""`vlbert serve` on a free port, with its server and processes for tests to query."""
 
 import os
 import sys
@@ -105,7 +105,7 @@ class Operated:
         return next(pid for pid, command in self.processes(run).items() if command.endswith("-m flows.engine"))
 
     def serve(self) -> int:
-        """Process id of `python -m flows.serve` itself."""
+        """Process id of `vlbert serve` itself."""
         ours = f"\0-m\0flows.serve\0--home\0{self.home}\0"
         return next(pid for pid, command, _ in running() if ours in command and "supervisor.py" not in command)
 

@@ -17,10 +17,10 @@ import multidict
 import yarl
 from web import draw, encode
 
-from storage.download import Download, Downloader
-from storage.fetch import DownloadSettings
-from storage.lists import CaptionRow
-from storage.spool import Spool
+from storage.collect.download import Download, Downloader
+from storage.collect.fetch import DownloadSettings
+from storage.collect.lists import CaptionRow
+from storage.collect.spool import Spool
 
 JPEG = encode(draw(32, 32))
 

@@ -15,14 +15,14 @@ ONLY_IN = {"prefect": "flows/", "boto3": "storage/object_store.py", "detectron2"
 # Every file may import detectors.drawing.
 KNOW_DETECTORS = {
     "vlbert/model/fast_rcnn.py",
-    "vlbert/predict.py",
+    "vlbert/predict/command.py",
     "vlbert/hf/processor.py",  # has a detector inside
     "vlbert/config.py",
     "vlbert/recipes/demo.py",
-    "vlbert/convert.py",
-    "vlbert/published.py",
-    "vlbert/published_vilbert.py",
-    "vlbert/published_vlbert.py",
+    "vlbert/published/convert.py",
+    "vlbert/published/checkpoints.py",
+    "vlbert/published/vilbert.py",
+    "vlbert/published/vlbert.py",
     "vlbert/initial_weights.py",  # starts from a detector's weights
     "vlbert/needs.py",  # what a detection needs, too
     "vlbert/plan.py",

@@ -107,7 +107,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 def test_the_wheel_holds_all_modules_and_all_that_they_read(installed):
     with zipfile.ZipFile(installed.wheel) as opened:
         held = set(opened.namelist())
-    read = ("vlbert/py.typed", "vlbert/results.html.j2", "demo/report.html.j2", "demo/detector.safetensors")
+    read = ("vlbert/py.typed", "vlbert/evaluation/results.html.j2", "demo/report.html.j2", "demo/detector.safetensors")
     assert {*read} <= held
     patterns = ("*.py", "*.j2", "*.safetensors", "py.typed")
     tops = [name.rstrip("*") for name in DECLARED["tool"]["setuptools"]["packages"]["find"]["include"]]

@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 from PIL import Image
 
-from storage.download import Download, Downloader
-from storage.fetch import DownloadSettings
-from storage.lists import CaptionRow
-from storage.spool import Spool
+from storage.collect.download import Download, Downloader
+from storage.collect.fetch import DownloadSettings
+from storage.collect.lists import CaptionRow
+from storage.collect.spool import Spool
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 

@@ -24,20 +24,20 @@ from vlbert.commands import COMMANDS, source_of
 
 # What a command takes as field=value: those of a dataclass, or those of the recipe that is its first argument.
 FIELDS = {
-    "collect": "storage.collection_plan:CollectSettings",
+    "collect": "storage.collect.plan:CollectSettings",
     "detect": "detectors.config:DetectionConfig",
     "evaluate": "vlbert.recipes:RECIPES",
-    "forget": "vlbert.forget:ForgetSettings",
+    "forget": "vlbert.evaluation.forget:ForgetSettings",
     "plan": "vlbert.recipes:RECIPES",
-    "replay": "vlbert.replay:ReplaySettings",
+    "replay": "vlbert.evaluation.replay:ReplaySettings",
     "train": "vlbert.recipes:RECIPES",
     "train-detector": "detectors.recipes:RECIPES",
-    "whence": "vlbert.whence:WhenceSettings",
+    "whence": "vlbert.evaluation.whence:WhenceSettings",
 }
 # What else may be a command's first argument.
 FIRST = {
     "catalog": "storage.catalog.__main__:COMMANDS",
-    "compare": "vlbert.plans:PLANS",
+    "compare": "vlbert.comparison.plans:PLANS",
     "completion": "vlbert.completion:SCRIPTS",
 }
 

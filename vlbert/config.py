@@ -203,7 +203,7 @@ class DataConfig:
     detector: str | None = None  # id of the detector whose regions to read; None: the only one there is
     batch: int = 128  # examples with an image of one optimizer step, over all ranks
     text_batch: int = 0  # text-only rows beside them (the paper's ratio is 1:1)
-    text_corpus: str | None = None  # folder made by `python -m vlbert.data.corpus`; needed where text_batch > 0
+    text_corpus: str | None = None  # folder made by `vlbert corpus`; needed where text_batch > 0
     unreadable: float = 0.1  # share of the samples that may be unreadable; more end the run
     gradient_accumulation: int = 1  # batches are cut into this many parts, one backward pass each
     flip: float = 0.0  # probability of mirroring an image

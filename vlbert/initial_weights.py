@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from storage.order import mix
 from storage.reading import ShardSamples
 from storage.settings import differing_fields
-from storage.shuffle import mix
 from training import distributed
 from training.distributed import World
 from vlbert.checkpoint import Checkpoint, check_saved, load_model, vocabulary_of
@@ -27,7 +27,7 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
     if recipe.data.text_batch and not recipe.data.text_corpus:
         raise ValueError(
             f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with "
-            "`python -m vlbert.data.corpus` and give data.text_corpus=FOLDER, or train without text-only rows: "
+            "`vlbert corpus` and give data.text_corpus=FOLDER, or train without text-only rows: "
             "data.text_batch=0"
         )
     regions = recipe.model.regions

@@ -1,7 +1,7 @@
 """What the road from a caption list to a pre-trained model needs: bytes, requests, hours, and what does not fit.
 
 `make_plan` computes it from settings, without downloading or training. What no setting decides stands in FIGURES, with
-its source; seconds on a card are those of vlbert/rehearsal.py. `python -m vlbert.plan` prints it.
+its source; seconds on a card are those of vlbert/rehearsal.py. `vlbert plan` prints it.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from detectors.detect import describe_detector
 from detectors.faster_rcnn import PRESETS, FasterRCNNConfig
 from detectors.resnet import without_values
 from storage.claims import RENEWAL
-from storage.collect import IMAGES, SHARDS_AT_ONCE
-from storage.collection_plan import CollectSettings, Part
-from storage.download import image_config
-from storage.lists import CaptionRow
+from storage.collect.download import image_config
+from storage.collect.lists import CaptionRow
+from storage.collect.plan import CollectSettings, Part
+from storage.collect.run import IMAGES, SHARDS_AT_ONCE
 from storage.manifests import OK, Row, manifest_bytes
 from storage.sample import Regions, pack_regions, sample_key
 from storage.shards import Span

@@ -1,7 +1,7 @@
 """Plan: what the road from a caption list to a pre-trained model will need, before anything is downloaded or rented.
 
-    python -m vlbert.plan pretrain_vlbert_base --list captions.tsv --card h100 --cards 8 --price 2.5
-    python -m vlbert.plan pretrain_vlbert_base --rows 3300000 data.cache=/scratch data.cache_gb=400 --json plan.json
+    vlbert plan pretrain_vlbert_base --list captions.tsv --card h100 --cards 8 --price 2.5
+    vlbert plan pretrain_vlbert_base --rows 3300000 data.cache=/scratch data.cache_gb=400 --json plan.json
 
 Prints one page: images that survive, GB, requests to a bucket, hours and cost of each stage, and what does not fit.
 --sample requests URLs of the list, and counts how they end.
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
-from storage.collection_plan import CollectSettings, find_columns, rows_of
-from storage.collection_plan import plan as shards_of
-from storage.download import Download, Downloader
-from storage.lists import CaptionRow, ListFile
+from storage.collect.download import Download, Downloader
+from storage.collect.lists import CaptionRow, ListFile
+from storage.collect.plan import CollectSettings, find_columns, rows_of
+from storage.collect.plan import plan as shards_of
+from storage.collect.spool import Spool
 from storage.programs import make_parser
 from storage.settings import override
-from storage.spool import Spool
 from training.program import add_recipe_fields, find_recipe
 from vlbert.needs import (
     FIGURES,
@@ -106,7 +106,7 @@ def assumed(share: float | None, image: float | None, settings: CollectSettings)
 
 
 def sample(listed: CaptionList, settings: CollectSettings, image: float | None) -> Survival:
-    """Download the list's examples, as storage.collect does it, and keep none; ValueError where none is an image."""
+    """Download the list's examples, as a collection does, and keep none; ValueError where none is an image."""
     settled: list[float] = []
 
     async def download(spool: Spool) -> list[Download]:
@@ -223,7 +223,7 @@ def _parser(cards: "Mapping[str, Card]", arguments: Sequence[str] | None) -> arg
     add("--bandwidth", type=float, default=1000, help="megabits a second of the machine that collects (%(default)s)")
     add("--disk", type=float, metavar="GB", help="free on each machine")
     add("--preset", choices=PRESETS, default="vg_resnet101", help="of the detector (%(default)s)")
-    add("--collect", action="append", default=[], metavar="field=value", help="a setting of storage.collect")
+    add("--collect", action="append", default=[], metavar="field=value", help="a setting of storage.collect.run")
     add("--detect", action="append", default=[], metavar="field=value", help="a setting of detectors.run")
     add("--json", metavar="FILE", help="write it to a file, as JSON")
     return parser

@@ -102,7 +102,7 @@ def without_files(recipe: Recipe, task: type = PretrainingSettings) -> Recipe:
     task, pre-training or retrieval."""
     if not isinstance(recipe.task, task):
         wanted = "pre-training" if task is PretrainingSettings else "retrieval"
-        raise ValueError(f"recipe {recipe.name} is no {wanted}; python -m vlbert.recipes lists all")
+        raise ValueError(f"recipe {recipe.name} is no {wanted}; vlbert recipes lists all")
     regions = dataclasses.replace(recipe.model.regions, random_init=True, weights=None, pixel_std=60.0)
     model = dataclasses.replace(recipe.model, regions=regions, visual_gain_words=1.0, visual_gain_regions=1.0)
     return dataclasses.replace(recipe, model=model, bert=None)

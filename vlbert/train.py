@@ -1,6 +1,6 @@
 """Train a recipe: data -> model -> task -> loop.
 
-    python -m vlbert.train RECIPE [field=value ...]
+    vlbert train RECIPE [field=value ...]
     torchrun --nproc-per-node N -m vlbert.train RECIPE [field=value ...]
 
 The first is one process, on one GPU if there is any; the second one process for each of N GPUs. RECIPE is a function of
@@ -16,8 +16,8 @@ import torch
 
 from storage.catalog import Catalog
 from storage.object_store import ObjectStore, open_store
+from storage.order import mix
 from storage.reading import ShardSamples
-from storage.shuffle import mix
 from training import distributed
 from training.distributed import World
 from training.loading import EXPECTED, batches

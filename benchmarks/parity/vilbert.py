@@ -22,7 +22,7 @@ from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.boxes import box_iou_with_borders
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.published_vilbert import names
+from vlbert.published.vilbert import names
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 
 KINDS = ("pretrain", "vqa", "refcoco", "retrieval", "vcr", "single_stream")

@@ -28,11 +28,11 @@ from benchmarks.parity.vlbert_cases import (
 )
 from detectors.resnet import freeze_module
 from vlbert.checkpoint import load_model
-from vlbert.convert import convert
 from vlbert.data.batch import Batch
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.published_vlbert import PublishedVLBert
+from vlbert.published.convert import convert
+from vlbert.published.vlbert import PublishedVLBert
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining

@@ -12,8 +12,8 @@ from benchmarks.parity.cases import Case
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import Expression
-from vlbert.published import Hints
-from vlbert.published_vlbert import PublishedVLBert
+from vlbert.published.checkpoints import Hints
+from vlbert.published.vlbert import PublishedVLBert
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.tasks.refcoco import RefCOCO

@@ -1,6 +1,6 @@
 """Convert the published weights of the Visual Genome detector.
 
-    python -m detectors.weights IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
+    vlbert convert-detector IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
 Prints what became of every tensor. See docs/detector.md.
 """

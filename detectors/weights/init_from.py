@@ -106,7 +106,7 @@ def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Pat
     if "layer1.0.conv1.weight" not in tensors or "fc.weight" not in tensors:
         raise ValueError(
             f"{file} is no ResNet of torchvision's (layer1..4 and fc); make a safetensors file of published weights "
-            f"first: python -m detectors.weights {file} OUT.safetensors"
+            f"first: vlbert convert-detector {file} OUT.safetensors"
         )
     resnet = network.config.resnet
     if resnet.stride_in_1x1 or resnet.stem_pool != "torch":

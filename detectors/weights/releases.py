@@ -1,7 +1,7 @@
 """Converts published weight files of the Visual Genome network to our names: one short table per release.
 
 A file's release is recognised by the names of its tensors. It is converted completely or not at all, and the report
-says what became of every tensor. The command is `python -m detectors.weights`.
+says what became of every tensor. The command is `vlbert convert-detector`.
 Shape letters: A anchors a cell, C classes without background, D channels of res5.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m storage.catalog`: what a root holds, whether it is undamaged, and what may be deleted.
+"""`vlbert catalog`: what a root holds, whether it is undamaged, and what may be deleted.
 
 status ROOT                        stages, rows by status, snapshots, what each training run pinned
 history ROOT [DATASET]             what was committed when, by which settings or detector

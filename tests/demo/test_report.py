@@ -22,11 +22,11 @@ from detectors.drawing import GREEN, RED
 from detectors.run import detect_shard
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.lists import read_captions
+from storage.collect.lists import read_captions
 from storage.manifests import OK, Row
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key
-from vlbert.results_page import draw_answer
+from vlbert.evaluation.results_page import draw_answer
 
 TINY = DemoDataSettings(train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, task_train=1, task_held_out=6)
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'

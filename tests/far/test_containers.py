@@ -25,7 +25,7 @@ from detectors.annotated import annotated_id
 from detectors.config import DetectionConfig
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
-from storage.collection_plan import CollectSettings
+from storage.collect.plan import CollectSettings
 from storage.object_store import open_store
 from storage.settings import from_assignments, override
 from vlbert.recipes import RECIPES

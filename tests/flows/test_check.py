@@ -19,7 +19,7 @@ from flows.check import check
 from flows.collect import collect_flow
 from flows.pipeline import pretrain_vlbert
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
-from storage.collection_plan import CollectSettings
+from storage.collect.plan import CollectSettings
 from storage.settings import override
 from vlbert.recipes import RECIPES
 

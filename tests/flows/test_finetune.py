@@ -128,7 +128,7 @@ def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training
         with pytest.raises(ChildFailed) as failed:
             evaluate(root, *given)
         command = failed.value.command
-        assert command[command.index("vlbert.evaluate") + 1 :] == [
+        assert command[command.index("vlbert.evaluation.evaluate") + 1 :] == [
             *("finetune_vqa_base", f"{root}/runs/tuned/step-0000100", split),
             *(f"data.root={root}", "data.datasets=vqa", "task.folder=vqa", "model.layers=JJ"),
         ]

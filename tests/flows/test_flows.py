@@ -45,7 +45,7 @@ from flows.pretrain import pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
-from storage.collect import NothingStored
+from storage.collect.run import NothingStored
 from storage.object_store import StorageUnreachable, open_store
 from training.log import last_metrics
 
@@ -168,7 +168,7 @@ def test_detecting_finds_what_is_missing_until_the_detector_is_another_one(
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """From here on, `python -m detectors.run` is this program."""
+    """From here on, `vlbert detect` is this program."""
     (folder / "detectors").mkdir(exist_ok=True)
     (folder / "detectors" / "__init__.py").touch()
     (folder / "detectors" / "run.py").write_text(program)
@@ -193,7 +193,7 @@ def test_a_detector_that_fails_is_run_again_only_where_the_storage_was_away(
 
 
 def real_detector() -> str:
-    """A program that goes on as the real `python -m detectors.run`."""
+    """A program that goes on as the real `vlbert detect`."""
     return (
         f"import os, sys; os.chdir({str(PROJECT)!r}); "
         "os.execv(sys.executable, [sys.executable, '-m', 'detectors.run', *sys.argv[1:]])"
@@ -430,7 +430,10 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
         ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, processes=3))),
         ("vlbert.train", lambda: finetune(str(root), work, dataclasses.replace(tuning, run="other"))),
         ("vlbert.train", lambda: finetune(str(root), work, with_overrides(tuning, "task.train_on=val"))),
-        ("vlbert.evaluate", lambda: finetune(str(root), work, dataclasses.replace(tuning, evaluate=("testB",)))),
+        (
+            "vlbert.evaluation.evaluate",
+            lambda: finetune(str(root), work, dataclasses.replace(tuning, evaluate=("testB",))),
+        ),
     ):
         with pytest.raises(Started, match=rf"-m {program} "):
             again()

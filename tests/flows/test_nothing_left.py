@@ -17,8 +17,8 @@ from operated import ENDED, Operated, operated, running, tiny_pipeline, wait_unt
 from pydantic import TypeAdapter
 
 from demo.data import DemoData
-from storage.collect import collect
-from storage.collection_plan import CollectSettings
+from storage.collect.plan import CollectSettings
+from storage.collect.run import collect
 
 pytestmark = pytest.mark.slow
 

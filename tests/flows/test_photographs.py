@@ -16,8 +16,8 @@ from flows.detect import detect
 from flows.pretrain import pretrain
 from flows.settings import Dataset, PretrainSettings, Processes
 from storage.catalog import Catalog
-from storage.collect import collect
-from storage.download import DownloadSettings
+from storage.collect.download import DownloadSettings
+from storage.collect.run import collect
 from storage.object_store import open_store
 from training.log import read_metrics
 from vlbert.recipes import RECIPES

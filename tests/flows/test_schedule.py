@@ -11,8 +11,8 @@ from places import PROJECT
 from pydantic import TypeAdapter
 
 from demo.data import DemoData
-from storage.collect import collect
-from storage.collection_plan import CollectSettings
+from storage.collect.plan import CollectSettings
+from storage.collect.run import collect
 
 
 def scheduled(served: Operated) -> list[str]:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from web import Web, downloaded, draw, encode, send
 
-from storage.addresses import AddressGuard, is_public, parse_url
-from storage.fetch import DownloadSettings, Fetcher
-from storage.hosts import Transient
-from storage.lists import CaptionRow
-from storage.normalise import Refused
+from storage.collect.addresses import AddressGuard, is_public, parse_url
+from storage.collect.fetch import DownloadSettings, Fetcher
+from storage.collect.hosts import Transient
+from storage.collect.lists import CaptionRow
+from storage.collect.normalise import Refused
 from storage.redact import redacted, shown_url
 
 JPEG = encode(draw())
@@ -132,7 +132,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str, error: OSError | N
             raise error
         return list(addresses)
 
-    monkeypatch.setattr("storage.addresses.system_lookup", lookup)
+    monkeypatch.setattr("storage.collect.addresses.system_lookup", lookup)
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["::1"], ["2606:4700::1", "fe80::1%lo"]])

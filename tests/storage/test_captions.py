@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import DATA
 
-from storage.lists import PLAIN, CaptionRow, parse_rows, read_captions
+from storage.collect.lists import PLAIN, CaptionRow, parse_rows, read_captions
 
 CONFORMANCE = DATA / "conceptual_captions"
 

@@ -28,15 +28,24 @@ from web import Web, draw, encode, in_turn, raw, send, silent
 from demo.data import DemoData
 from storage.catalog import Catalog
 from storage.claims import Claims
-from storage.collect import SHARDS_AT_ONCE, Group, NothingStored, OnCommit, check_network, collect, collect_group, main
-from storage.collection_plan import CollectSettings, Part, plan
-from storage.download import Download, commit_images
-from storage.fetch import DownloadSettings
+from storage.collect.download import Download, commit_images
+from storage.collect.fetch import DownloadSettings
+from storage.collect.lists import CaptionRow
+from storage.collect.normalise import NormalisedImage, normalise
+from storage.collect.plan import CollectSettings, Part, plan
+from storage.collect.run import (
+    SHARDS_AT_ONCE,
+    Group,
+    NothingStored,
+    OnCommit,
+    check_network,
+    collect,
+    collect_group,
+    main,
+)
 from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
-from storage.lists import CaptionRow
-from storage.normalise import NormalisedImage, normalise
 from storage.object_store import open_store
 from storage.verify import verify
 
@@ -258,7 +267,7 @@ def test_an_image_with_many_captions_is_decoded_once(tmp_path: Path, monkeypatch
         decoded.append(data)
         return normalise(data, settings)
 
-    monkeypatch.setattr("storage.download.normalise", counted)
+    monkeypatch.setattr("storage.collect.download.normalise", counted)
     text = "".join(f"{name}\tcaption {n}\n" for n in range(5) for name in ("a.jpg", "b.PNG"))
     quietly(tmp_path / "root", captioned_folder(tmp_path, "captions.tsv", text))
     assert (len(decoded), statuses(tmp_path / "root")) == (2, 10 * ["ok"])
@@ -577,7 +586,7 @@ def test_progress_is_logged_with_rows_by_status(web: Web, tmp_path: Path, monkey
     settings = served(web, tmp_path / "list.tsv", *lines)
     often, seldom = [], []
     collect(str(tmp_path / "one"), settings, seldom.append)
-    monkeypatch.setattr("storage.collect._REPORT_SECONDS", 0)
+    monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0)
     collect(str(tmp_path / "two"), settings, often.append)
     assert any(line.startswith("captions: 6 of 6 rows: 3 http_404, 3 ok; ") for line in often)
     done = [int(line.split()[1]) for line in often if " rows: " in line]
@@ -602,7 +611,7 @@ SECRET = "s3cr3t"
 def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
     web: Web, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("storage.collect._REPORT_SECONDS", 0)
+    monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0)
     ways = {
         "gone": send(b"", 404, **{"X-Note": SECRET}),
         "page": send(b"<html>"),
@@ -717,7 +726,7 @@ def test_an_import_leaves_a_shard_to_the_worker_that_has_claimed_it(local: Catal
 def test_the_program_collects_and_goes_on_where_it_was(web: Web, tmp_path: Path):
     web.put("/program.jpg", send(encode(draw(600, 300))))
     served(web, tmp_path / "list.tsv", "a\t/program.jpg", "b\t/gone.jpg", "c\t/program.jpg")
-    command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions"]
+    command = [sys.executable, "-m", "storage.collect.run", str(tmp_path / "root"), "captions"]
     command += [f"captions={tmp_path / 'list.tsv'}", "rows_per_shard=2", f"download.allowed_hosts={web.host}"]
     command += ["download.max_side=300", "download.deadline=5", "download.contact=tests@example.org"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
@@ -740,7 +749,7 @@ def test_a_full_disk_is_named_with_the_way_out(ready: str, web: Web, tmp_path: P
         web.put(f"/large.jpg?{i}", send(large))
     # No file may be larger than this: enough for one image, and too little for a tar of it, or for four of them.
     limit = (len(large) + 512) // 1024 + (0 if rows == 1 else 1)
-    program = f"{sys.executable} -m storage.collect {tmp_path}/root captions captions={settings.captions}"
+    program = f"{sys.executable} -m storage.collect.run {tmp_path}/root captions captions={settings.captions}"
     program += f" rows_per_shard={rows} download.allowed_hosts={web.host} download.retries=0 download.second_pass=0"
     command = ["bash", "-c", f"ulimit -f {limit + 1}; export TMPDIR={tmp_path}; exec {program}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
@@ -766,7 +775,7 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(
         handler.server.stopping.wait(20)
 
     settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
-    command = [sys.executable, "-m", "storage.collect", local.store.where(), "captions"]
+    command = [sys.executable, "-m", "storage.collect.run", local.store.where(), "captions"]
     command += [f"captions={settings.captions}", f"download.allowed_hosts={web.host}"]
     # Under nohup, or in the background of a script, it would not heed SIGINT.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -797,7 +806,7 @@ def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: We
         web.put(path, silent(60))
     lines = [f"caption {path}\t{path}" for path in (*good[:10], slow[0], *good[10:], slow[1])]
     settings = served(web, tmp_path / "list.tsv", *lines)
-    command = [sys.executable, "-m", "storage.collect", local.store.where(), "captions", "rows_per_shard=11"]
+    command = [sys.executable, "-m", "storage.collect.run", local.store.where(), "captions", "rows_per_shard=11"]
     command += [f"captions={settings.captions}", f"download.allowed_hosts={web.host}"]
     command += ["save_every=0.2", "download.breaker=9"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PROJECT)
@@ -861,7 +870,7 @@ def test_images_are_saved_while_another_shard_is_being_committed(web: Web, tmp_p
         seen.append(partials(of(root)))
         return commit_images(*arguments, **options)
 
-    monkeypatch.setattr("storage.collect.commit_images", slow_commit)
+    monkeypatch.setattr("storage.collect.run.commit_images", slow_commit)
     quietly(root, settings)
     assert any("/00001-" in path for path in seen[0])
 

@@ -17,13 +17,13 @@ from places import PROJECT
 from web import Answer, Web, downloaded, draw, drip, encode, endless, in_turn, raw, send, silent
 
 from storage.catalog import Catalog
-from storage.download import STATUSES, Download, Downloader, commit_images
-from storage.fetch import DownloadSettings
-from storage.lists import CaptionRow
-from storage.normalise import FLAGS
+from storage.collect.download import STATUSES, Download, Downloader, commit_images
+from storage.collect.fetch import DownloadSettings
+from storage.collect.lists import CaptionRow
+from storage.collect.normalise import FLAGS
+from storage.collect.spool import Spool
 from storage.object_store import open_store
 from storage.sample import sample_key
-from storage.spool import Spool
 
 JPEG = encode(draw())
 PNG = encode(draw(), "PNG")
@@ -349,7 +349,7 @@ def test_an_error_of_the_program_names_its_url_and_leaves_nothing_running(web: W
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("storage.download.normalise", broken)
+    monkeypatch.setattr("storage.collect.download.normalise", broken)
     begin = time.monotonic()
     with pytest.raises(ZeroDivisionError) as raised:
         downloaded(rows_of(*urls), settings_for(web, deadline=30))

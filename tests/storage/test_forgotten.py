@@ -10,15 +10,15 @@ from stores import Recorded
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
+from storage.collect.normalise import NormalisedImage
+from storage.collect.spool import PartialShard, Spool
 from storage.forgotten import forget, forgotten_urls
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row
-from storage.normalise import NormalisedImage
 from storage.object_store import Content, LocalStore, ObjectStore, open_store
 from storage.reading import ShardSamples
 from storage.sample import Sample
-from storage.spool import PartialShard, Spool
 from storage.verify import verify
 
 REGIONS = f"regions/{DETECTOR}"

@@ -19,11 +19,11 @@ from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
+from storage.collect.download import Download, ImageSettings, commit_images
+from storage.collect.lists import CaptionRow
+from storage.collect.normalise import NormalisedImage
 from storage.digests import is_whole
-from storage.download import Download, ImageSettings, commit_images
-from storage.lists import CaptionRow
 from storage.manifests import MANIFEST_VERSION, SCHEMA, Row
-from storage.normalise import NormalisedImage
 from storage.object_store import LocalStore
 from storage.runs import CHECKPOINT_VERSION
 from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
@@ -36,7 +36,7 @@ MANIFEST = f"captions/{STAGE}/00000.parquet"
 TAR = f"captions/{STAGE}/00000-6d277ce0f700.tar"
 IMAGES_MANIFEST = "captions/images/00002.parquet"
 IMAGES_TAR = "captions/images/00002-d14c3e377c55.tar"
-# What storage.download.commit_images records beside the rows.
+# What storage.collect.download.commit_images records beside the rows.
 IMAGES_META = {
     "source": {"list": f"list.tsv sha256:{'5' * 64}", "rows": [20, 24]},
     "config": {

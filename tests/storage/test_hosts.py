@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Answer, Simulated, downloaded
 
-from storage.fetch import DownloadSettings
-from storage.hosts import Hosts
+from storage.collect.fetch import DownloadSettings
+from storage.collect.hosts import Hosts
 
 
 def run(work: Coroutine) -> None:

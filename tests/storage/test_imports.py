@@ -23,16 +23,16 @@ from places import PROJECT
 from web import draw, encode
 
 from storage.catalog import Catalog
-from storage.collect import collect
-from storage.collection_plan import CollectSettings
-from storage.download import STATUSES
-from storage.fetch import DownloadSettings
+from storage.collect.download import STATUSES
+from storage.collect.fetch import DownloadSettings
+from storage.collect.img2dataset import status_of
+from storage.collect.imports import StoredRow
+from storage.collect.plan import CollectSettings
+from storage.collect.run import collect
+from storage.collect.tfrecord import masked_crc32c, read_examples
 from storage.forgotten import forget
-from storage.img2dataset import status_of
-from storage.imports import StoredRow
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key
-from storage.tfrecord import masked_crc32c, read_examples
 
 IMAGES = "images"
 
@@ -433,7 +433,7 @@ def test_a_table_that_unpacks_to_much_text_is_refused_in_little_memory(tmp_path:
     assert (folder / "00000.parquet").stat().st_size < 1_000_000
     (folder / "00000_stats.json").write_text(json.dumps({"count": rows}))
     code = (
-        "import resource; import storage.collect as c; import pyarrow.parquet\n"
+        "import resource; import storage.collect.run as c; import pyarrow.parquet\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         f"settings = c.CollectSettings('imported', img2dataset={str(folder)!r})\n"
         f"try: c.collect({str(tmp_path / 'root')!r}, settings, print)\n"

@@ -1,4 +1,4 @@
-"""`python -m storage.catalog`: status, history, verify and gc."""
+"""`vlbert catalog`: status, history, verify and gc."""
 
 import dataclasses
 import io

@@ -22,10 +22,10 @@ from places import PROJECT
 from web import Web, draw, encode, send
 
 from storage.catalog import Catalog
-from storage.collect import collect
-from storage.collection_plan import CollectSettings, plan
-from storage.fetch import DownloadSettings
-from storage.lists import ListFile, find_reading, license_of, parse_rows, read_captions
+from storage.collect.fetch import DownloadSettings
+from storage.collect.lists import ListFile, find_reading, license_of, parse_rows, read_captions
+from storage.collect.plan import CollectSettings, plan
+from storage.collect.run import collect
 from storage.object_store import open_store
 from storage.sample import sample_key
 from storage.settings import from_assignments
@@ -291,7 +291,7 @@ def test_a_large_parquet_is_read_in_little_memory(tmp_path: Path):
         for _ in range(rows // len(batch)):
             writer.write_table(batch, row_group_size=len(batch))
     code = (
-        "import re; from pathlib import Path; from storage.lists import read_captions\n"
+        "import re; from pathlib import Path; from storage.collect.lists import read_captions\n"
         "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         f"before = peak(); rows = sum(1 for _ in read_captions(Path({str(file)!r})))\n"
         "print(rows, peak() - before)"

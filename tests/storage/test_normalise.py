@@ -17,8 +17,8 @@ from PIL import Image
 from places import PROJECT
 from web import draw, encode
 
-from storage.download import STATUSES
-from storage.normalise import FLAGS, ImageSettings, Refused, normalise
+from storage.collect.download import STATUSES
+from storage.collect.normalise import FLAGS, ImageSettings, Refused, normalise
 
 SETTINGS = ImageSettings(max_side=512)
 
@@ -292,8 +292,8 @@ def test_image_settings_are_refused_by_field(settings: dict[str, object], messag
 def test_a_machine_out_of_open_files_is_no_fault_of_an_image(tmp_path: Path):
     (tmp_path / "a.jpg").write_bytes(JPEG)
     code = (
-        "import os, resource, sys; from pathlib import Path; from storage.download import read_file;"
-        "from storage.normalise import ImageSettings, normalise;"
+        "import os, resource, sys; from pathlib import Path; from storage.collect.download import read_file;"
+        "from storage.collect.normalise import ImageSettings, normalise;"
         "file, settings = Path(sys.argv[1]), ImageSettings(); data = file.read_bytes();"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
         "used = [os.dup(0) for _ in range(64 - len(os.listdir('/proc/self/fd')) + 1)];"

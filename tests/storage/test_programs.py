@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from storage.fetch import DownloadSettings, Fetcher
+from storage.collect.fetch import DownloadSettings, Fetcher
 from storage.object_store import open_store
 from storage.programs import PackageMissing, require
 from training.curves import draw

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from web import Answer, Web, downloaded, draw, drip, encode, endless, in_turn, raw, send, silent
 
-from storage.download import Download, Downloader
-from storage.fetch import DownloadSettings
-from storage.lists import CaptionRow
-from storage.robots import MAX_BYTES, RobotsTxt, Rules
-from storage.spool import Spool
+from storage.collect.download import Download, Downloader
+from storage.collect.fetch import DownloadSettings
+from storage.collect.lists import CaptionRow
+from storage.collect.robots import MAX_BYTES, RobotsTxt, Rules
+from storage.collect.spool import Spool
 
 JPEG = encode(draw())
 FORBID_ALL = b"User-agent: *\nDisallow: /\n"
@@ -471,7 +471,7 @@ def test_a_retry_after_of_robots_txt_is_waited_for():
 
 
 def test_it_is_kept_for_a_day_and_a_failure_for_a_minute_and_few_bytes_of_them(monkeypatch: pytest.MonkeyPatch):
-    from storage.hosts import Transient
+    from storage.collect.hosts import Transient
 
     requests: list[str] = []
 
@@ -498,7 +498,7 @@ def test_it_is_kept_for_a_day_and_a_failure_for_a_minute_and_few_bytes_of_them(m
         await ask("fails", 0, 2, loop.time() - 1)  # it failed after the URL did
         await asyncio.sleep(1)
         await ask("fails", 0, 3, loop.time() - 0.5)
-        monkeypatch.setattr("storage.robots.KEPT_BYTES", 2000)
+        monkeypatch.setattr("storage.collect.robots.KEPT_BYTES", 2000)
         for number in range(4):
             await ask(f"h{number}", 0, 1)
         await ask("h3", 0, 1)

@@ -19,9 +19,9 @@ from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
-from storage import collect
-from storage.collection_plan import CollectSettings
-from storage.download import DownloadSettings
+from storage.collect.download import DownloadSettings
+from storage.collect.plan import CollectSettings
+from storage.collect.run import run as collect
 from storage.settings import (
     assignments_of,
     default_of,
@@ -33,9 +33,10 @@ from storage.settings import (
     to_json,
 )
 from training.optimizer import OptimizerConfig
-from vlbert import evaluate, train
+from vlbert import train
 from vlbert.config import DataConfig, ModelConfig, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.evaluation import evaluate
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings

@@ -1,4 +1,4 @@
-"""storage.shuffle: the chunked order of an epoch."""
+"""storage.order: the chunked order of an epoch."""
 
 import itertools
 from collections import Counter
@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.shuffle import draws_in, interleaved, positions_of, shuffled, slots_of
+from storage.order import draws_in, interleaved, positions_of, shuffled, slots_of
 from vlbert.data.order import CAPTIONS, SnapshotSpan, drawn
 
 SEED, STREAM = 5, CAPTIONS

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from storage.catalog import Catalog
+from storage.collect.normalise import NormalisedImage
+from storage.collect.spool import PartialShard, Spool, remove_partial
 from storage.garbage import find_garbage
-from storage.normalise import NormalisedImage
 from storage.object_store import StorageUnreachable
-from storage.spool import PartialShard, Spool, remove_partial
 
 
 def image(number: int) -> NormalisedImage:
@@ -42,7 +42,7 @@ def partials(catalog: Catalog) -> list[str]:
 
 
 def test_a_shard_in_progress_is_saved_in_several_objects_and_read_back(catalog: Catalog, monkeypatch):
-    monkeypatch.setattr("storage.spool._OBJECT_BYTES", 1000)
+    monkeypatch.setattr("storage.collect.spool._OBJECT_BYTES", 1000)
 
     def lost(*_: object) -> None:
         raise StorageUnreachable("away")

@@ -10,7 +10,12 @@ from PIL import Image
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
 from detectors.drawing import colour_of
-from vlbert.attention_figure import (
+from vlbert.config import ModelConfig
+from vlbert.data.batch import collate
+from vlbert.data.images import prepare_image
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.vlbert import VLBert
+from vlbert.predict.attention import (
     MOST_REGIONS,
     Attention,
     Map,
@@ -22,12 +27,7 @@ from vlbert.attention_figure import (
     title,
     write_attention,
 )
-from vlbert.config import ModelConfig
-from vlbert.data.batch import collate
-from vlbert.data.images import prepare_image
-from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.model.vlbert import VLBert
-from vlbert.prediction import Prediction
+from vlbert.predict.prediction import Prediction
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "square", "<", "/", "script", ">", "$"])

@@ -31,13 +31,13 @@ from demo.data import VISUAL_WORDS
 from storage.object_store import ObjectStore, open_store
 from training.distributed import World
 from training.program import STOPPED
-from vlbert.compare import Comparison, compare, device_of, main
 from vlbert.comparison import intervals
 from vlbert.comparison.cells import Cell, cells_of, count_step, folder_of_evaluation, note_start
+from vlbert.comparison.compare import Comparison, compare, device_of, main
 from vlbert.comparison.intervals import check_same, interval, t_quantile, weighted
 from vlbert.comparison.page import orders, page
+from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Plan, Variant
 from vlbert.comparison.summary import read_scores, score_of, summarise
-from vlbert.plans import DEMO_WORDS, PLANS, ComparedTask, Plan, Variant
 
 ALONE = World(0, 1, torch.device("cpu"))
 NUMBERS = "comparisons/tiny/numbers.json"
@@ -428,7 +428,7 @@ def test_a_failure_is_the_exit_status(root, partly, capsys):
 def started(root: Path, lines: Path) -> subprocess.Popen:
     """A comparison in a process of its own, two of whose trainings have begun."""
     environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "vlbert.compare", "compared:plan", f"data.root={root}", "steps=100000"]
+    command = [sys.executable, "-m", "vlbert.comparison.compare", "compared:plan", f"data.root={root}", "steps=100000"]
     with open(lines, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=PROJECT)
     deadline = time.monotonic() + 100

@@ -19,11 +19,11 @@ from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
-from vlbert.convert import REPORT, main, read_file, to_ours, to_theirs
 from vlbert.initial_weights import make_model
 from vlbert.model.vlbert import VLBert
-from vlbert.published import Hints
-from vlbert.published_vlbert import PublishedVLBert
+from vlbert.published.checkpoints import Hints
+from vlbert.published.convert import REPORT, main, read_file, to_ours, to_theirs
+from vlbert.published.vlbert import PublishedVLBert
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
@@ -362,7 +362,7 @@ def test_fine_tuning_takes_vl_bert_and_one_transform_and_all_else_is_new(convert
 
 def test_the_command_converts_both_ways_and_prints_what_became_of_each_key(tmp_path, monkeypatch, capsys):
     def command(*arguments: object) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["vlbert.convert", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["vlbert.published.convert", *map(str, arguments)])
         main()
         return capsys.readouterr().out.splitlines()
 

@@ -28,12 +28,12 @@ from benchmarks.parity.vilbert import make_batch
 from storage.settings import differing_fields, to_json
 from vlbert.checkpoint import load_model, model_files, open_checkpoint, read_model
 from vlbert.config import ModelConfig, Recipe, RegionConfig, architecture
-from vlbert.convert import KEPT, REPORT, main, to_ours, to_theirs, understand
-from vlbert.evaluate import load_task_model
+from vlbert.evaluation.evaluate import load_task_model
 from vlbert.initial_weights import make_model
 from vlbert.model.vlbert import VLBert
-from vlbert.published import NO_HINTS, Hints
-from vlbert.published_vilbert import PublishedViLBert
+from vlbert.published.checkpoints import NO_HINTS, Hints
+from vlbert.published.convert import KEPT, REPORT, main, to_ours, to_theirs, understand
+from vlbert.published.vilbert import PublishedViLBert
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -490,7 +490,7 @@ def test_another_architecture_is_refused_by_name(converted):
 
 def test_the_command_prints_what_became_of_each_key(tmp_path, monkeypatch, capsys):
     def command(*arguments: object) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["vlbert.convert", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["vlbert.published.convert", *map(str, arguments)])
         main()
         return capsys.readouterr().out.splitlines()
 

@@ -30,11 +30,11 @@ from storage.sample import Sample
 from training.distributed import World
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
-from vlbert.evaluate import evaluate, find_evaluation, load_task_model, main
+from vlbert.evaluation.evaluate import evaluate, find_evaluation, load_task_model, main
+from vlbert.evaluation.results import SplitPredictions, problems_of, warnings
+from vlbert.evaluation.results_page import worst_and_best
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.results import SplitPredictions, problems_of, warnings
-from vlbert.results_page import worst_and_best
 from vlbert.tasks.base import Examples
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -371,7 +371,13 @@ def test_two_processes_write_what_one_writes_to_the_byte(refcoco, tmp_path):
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     for processes, done in ((1, 0), (2, 0), (2, 1)):
         command = [sys.executable, "-m", *(launch if processes == 2 else [])]
-        command += ["vlbert.evaluate", "finetune_refcoco_base", f"{refcoco}/storage/runs/tuned", "val", *given]
+        command += [
+            "vlbert.evaluation.evaluate",
+            "finetune_refcoco_base",
+            f"{refcoco}/storage/runs/tuned",
+            "val",
+            *given,
+        ]
         ended = subprocess.run(
             [*command, "--out", str(tmp_path / str(processes))],
             cwd=PROJECT,

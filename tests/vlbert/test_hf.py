@@ -44,7 +44,7 @@ from vlbert.hf import (
 )
 from vlbert.hf.inputs import from_batch, to_batch
 from vlbert.model.vlbert import VLBert
-from vlbert.predict import Predictor, open_ranker
+from vlbert.predict.command import Predictor, open_ranker
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -65,7 +65,7 @@ HEADS = {
 
 
 def save_ours(folder: Path, model: TaskModel) -> Path:
-    """The model's folder, as `python -m vlbert.convert` writes one."""
+    """The model's folder, as `vlbert convert` writes one."""
     task = model.task
     metadata = {"task": type(task.settings).__name__, "settings": to_json(task.settings)}
     beside = {TASK: json.dumps({name: getattr(task, name) for name in task.saved}).encode()} if task.saved else {}

@@ -30,8 +30,8 @@ from storage.settings import to_json
 from storage.verify import verify
 from training.log import read_metrics
 from vlbert import VLBert
-from vlbert.hub_cards import main, model_card, write_data_card, write_model_card
-from vlbert.replay import main as replay
+from vlbert.evaluation.replay import main as replay
+from vlbert.hf.cards import main, model_card, write_data_card, write_model_card
 from vlbert.train import train
 from vlbert.variants import paper, published
 
@@ -286,6 +286,6 @@ def test_the_commands_of_the_pages_run(root, monkeypatch):
     assert len(commands) == 3
     for command in commands:
         program, *arguments = shlex.split(command)[2:]
-        {"vlbert.replay": replay, "vlbert.hub_cards": main}[program](arguments)
+        {"vlbert.evaluation.replay": replay, "vlbert.hf.cards": main}[program](arguments)
     for written in ("step-3.html", "demo-root/captions/croissant.json", "mine/README.md"):
         assert (root.parent / written).is_file()

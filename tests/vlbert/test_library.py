@@ -222,7 +222,7 @@ def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
             monkeypatch.setattr(sys, "argv", [module, *arguments])
             monkeypatch.delitem(sys.modules, module, raising=False)
             runpy.run_module(module, run_name="__main__")
-    assert ran.count("vlbert.convert") == 4
+    assert ran.count("vlbert.published.convert") == 4
     assert ran.count("vlbert.train") >= 1
     assert ran.count("python") >= 3
     assert names["encoded"].text.shape[2] == 64

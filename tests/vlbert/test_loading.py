@@ -14,7 +14,7 @@ from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
-from storage.shuffle import mix, shuffled, take
+from storage.order import mix, shuffled, take
 from training.distributed import World
 from training.loading import batches
 from vlbert.config import DataConfig

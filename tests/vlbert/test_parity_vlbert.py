@@ -27,7 +27,7 @@ from vlbert.data.images import resized
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import overlap
 from vlbert.model.fast_rcnn import FastRCNN
-from vlbert.published_vlbert import PublishedVLBert
+from vlbert.published.vlbert import PublishedVLBert
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 HERE = DATA / "parity"

@@ -18,7 +18,7 @@ from demo.deployments import SHIPPED_DETECTOR, detection_of_demo
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.run import detect_pending, make_detector, stage_of, stage_size
 from storage.catalog import Catalog
-from storage.collect import IMAGES, collect
+from storage.collect.run import IMAGES, collect
 from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
 from storage.settings import assignments_of, override

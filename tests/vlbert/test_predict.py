@@ -33,10 +33,10 @@ from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Sample
 from vlbert.config import RegionConfig
-from vlbert.convert import to_ours
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
-from vlbert.predict import Predictor, main, parse, predictions_of, region_names, with_class_names
+from vlbert.predict.command import Predictor, main, parse, predictions_of, region_names, with_class_names
+from vlbert.published.convert import to_ours
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -544,7 +544,7 @@ def test_the_code_of_the_documents_runs(root, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_command_of_the_readme_runs(root):
-    command = [sys.executable, "-m", "vlbert.predict", str(root / "runs/pretraining"), str(root / "photo.jpg")]
+    command = [sys.executable, "-m", "vlbert.predict.command", str(root / "runs/pretraining"), str(root / "photo.jpg")]
     run = subprocess.run([*command, "a [MASK] square", "--attention"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "drawn: " in run.stdout

@@ -1,4 +1,4 @@
-"""The page of `vlbert.predict --serve`: what it answers is the predictor's, and nobody else's page may ask."""
+"""The page of `vlbert predict --serve`: what it answers is the predictor's, and nobody else's page may ask."""
 
 import base64
 import html
@@ -24,12 +24,12 @@ from tiny import tiny_sample
 
 from demo.scenes import COLOURS, SHAPES
 from demo.serve import png_bomb
-from vlbert import prediction_server
 from vlbert.data.image_file import IMAGES
-from vlbert.predict import Predictor
-from vlbert.prediction import drawn_shapes_alone
-from vlbert.prediction_server import PredictionServer
-from vlbert.ranking import Ranker
+from vlbert.predict.command import Predictor
+from vlbert.predict.command import page as prediction_server
+from vlbert.predict.page import PredictionServer
+from vlbert.predict.prediction import drawn_shapes_alone
+from vlbert.predict.ranking import Ranker
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
@@ -321,7 +321,7 @@ def test_what_goes_wrong_stands_on_the_page(server, predictor, browser):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it_at_once(every_task):
-    command = [sys.executable, "-m", "vlbert.predict", f"{every_task}/runs/retrieval", "--serve", "--port", "0"]
+    command = [sys.executable, "-m", "vlbert.predict.command", f"{every_task}/runs/retrieval", "--serve", "--port", "0"]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = re.search(r"http://127.0.0.1:\d+/", process.stdout.readline())[0]

@@ -8,7 +8,7 @@ from PIL import Image
 from predicted import STARTED, demo_detector, recorded, save_model
 from tiny import tiny_sample
 
-from vlbert.predict import main, open_ranker
+from vlbert.predict.command import main, open_ranker
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
@@ -102,7 +102,7 @@ def test_what_cannot_be_ranked_is_one_line(root, tmp_path, arguments, named, cap
         (tmp_path / name).mkdir()
     (tmp_path / "texts" / "b.txt").write_text(" \n")
     arguments = [one.replace("RUNS", f"{root}/runs").replace("FOLDER", str(tmp_path)) for one in arguments]
-    with pytest.raises(SystemExit, match=rf"(?s)^python -m vlbert.predict: .*{named}") as raised:
+    with pytest.raises(SystemExit, match=rf"(?s)^vlbert predict: .*{named}") as raised:
         main(arguments)
     assert "\n" not in str(raised.value)
 

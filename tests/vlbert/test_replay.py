@@ -39,9 +39,18 @@ from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.boxes import masked_pixels
 from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.evaluation.replay import (
+    Replay,
+    ReplaySettings,
+    load_model,
+    losses_of_rows,
+    main,
+    mean_losses,
+    replay,
+    write_replay,
+)
+from vlbert.evaluation.replay_page import seen_by_the_network
 from vlbert.recipes import RECIPES
-from vlbert.replay import Replay, ReplaySettings, load_model, losses_of_rows, main, mean_losses, replay, write_replay
-from vlbert.replay_page import seen_by_the_network
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
@@ -258,7 +267,7 @@ def unchanged(root: Path) -> str:
 def test_what_cannot_be_replayed_is_one_line(trained, tmp_path, change: Callable[[Path], str], step: int):
     root = shutil.copytree(trained[0], tmp_path / "root")
     named, settings = change(root), [f"text_corpus={root}/text"]
-    with pytest.raises(SystemExit, match=f"^python -m vlbert.replay: .*{named}") as refused:
+    with pytest.raises(SystemExit, match=f"^vlbert replay: .*{named}") as refused:
         main([str(root / "runs/run"), str(step), *settings])
     assert "\n" not in str(refused.value)
 

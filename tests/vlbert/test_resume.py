@@ -21,9 +21,9 @@ from storage.catalog import Catalog
 from storage.catalog.__main__ import main
 from storage.inventory import Inventory
 from storage.object_store import open_store
+from storage.order import shuffled
 from storage.reading import ShardSamples
 from storage.runs import Best, checkpoints, open_folder, sealed_json
-from storage.shuffle import shuffled
 from storage.verify import verify
 from training.distributed import World
 from training.loading import batches
@@ -36,7 +36,7 @@ from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import CAPTIONS, SnapshotSpan, drawn
 from vlbert.data.samples import newer_snapshot
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.predict import Predictor
+from vlbert.predict.command import Predictor
 from vlbert.tasks import make_task
 from vlbert.train import train
 

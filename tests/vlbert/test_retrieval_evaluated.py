@@ -14,14 +14,14 @@ from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
 from storage.object_store import open_store
 from training.distributed import World
-from vlbert import evaluation_blocks
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import with_texts
 from vlbert.data.loading import ValidationData
 from vlbert.data.samples import open_samples
 from vlbert.datasets.retrieval import ranks
-from vlbert.evaluate import evaluate, load_task_model
+from vlbert.evaluation import blocks as evaluation_blocks
+from vlbert.evaluation.evaluate import evaluate, load_task_model
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.retrieval import Retrieval
 from vlbert.train import train

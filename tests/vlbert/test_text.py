@@ -261,7 +261,7 @@ def shifted(folder: Path) -> None:
     (np.fromfile(folder / "offsets.i64", "<i8") + 1).tofile(folder / "offsets.i64")
 
 
-NO_CORPUS = "corpus holds no corpus.json that describes a corpus; make it with `python -m vlbert.data.corpus"
+NO_CORPUS = "corpus holds no corpus.json that describes a corpus; make it with `vlbert corpus"
 DAMAGED = [
     *((lambda folder, text=text: (folder / "corpus.json").write_text(text), NO_CORPUS) for text in ("{}", "[]", "7")),
     (lambda folder: (folder / "corpus.json").write_text('{"version": 1, "vocabulary": "x", "lines": "3"}'), NO_CORPUS),

@@ -150,5 +150,5 @@ def test_the_document_holds_the_tables():
     for lines in (table().splitlines(), numbers(RECIPES).splitlines()):
         assert len({line.count("|") for line in lines}) == 1, "a row has more or fewer cells than the head"
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert table() in text, "docs/variants.md is behind: python -m vlbert.recipes prints its tables"
-    assert numbers(RECIPES) in text, "docs/variants.md is behind: python -m vlbert.recipes prints its tables"
+    assert table() in text, "docs/variants.md is behind: vlbert recipes prints its tables"
+    assert numbers(RECIPES) in text, "docs/variants.md is behind: vlbert recipes prints its tables"

@@ -44,7 +44,7 @@ from vlbert.config import DataConfig, ModelConfig, Recipe
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.evaluate import evaluate
+from vlbert.evaluation.evaluate import evaluate
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks.base import TaskModel, TaskSettings
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings

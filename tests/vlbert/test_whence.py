@@ -32,12 +32,12 @@ from storage.manifests import Row
 from storage.object_store import open_store
 from storage.runs import checkpoints, open_folder
 from training.log import read_metrics
-from vlbert import forget as forgetting
-from vlbert import whence
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
-from vlbert.provenance import lineage, seen
-from vlbert.replay import ReplaySettings, replay
+from vlbert.evaluation import forget as forgetting
+from vlbert.evaluation import whence
+from vlbert.evaluation.provenance import lineage, seen
+from vlbert.evaluation.replay import ReplaySettings, replay
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.train import train
@@ -337,7 +337,11 @@ def test_the_commands_of_the_page_run(pretrained, tmp_path, monkeypatch, capsys)
     page = (PROJECT / "docs" / "provenance.md").read_text()
     found = [line.partition("#")[0].split()[2:] for line in page.splitlines() if line.startswith("    python -m ")]
     assert len(found) == 6
-    programs = {"vlbert.whence": whence.main, "vlbert.forget": forgetting.main, "storage.catalog": catalog_main}
+    programs = {
+        "vlbert.evaluation.whence": whence.main,
+        "vlbert.evaluation.forget": forgetting.main,
+        "storage.catalog": catalog_main,
+    }
     printed = []
     for program, *arguments in found:
         arguments = [sample.key if re.fullmatch("[0-9a-f]{20}", one) else one for one in arguments]
@@ -377,7 +381,7 @@ def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
         assert lines[1].endswith("are 1 of them: http://example.org/nowhere.jpg")
         assert lines[2] == f"rows that have them: 1 of captions/{STAGE}, 1 of other/{STAGE}"
         assert [line.split() for line in lines[4:-1]] == [["runs/one/step-0000004", "one", "1", "of", "2", "3"]]
-        assert lines[-1].startswith("to take their bytes out of the tars: python -m storage.catalog gc")
+        assert lines[-1].startswith("to take their bytes out of the tars: vlbert catalog gc")
         (row,) = pq.read_table(out).to_pylist()
         assert (row["key"], row["times"], row["first_step"], row["last_step"]) == (late, 1, 3, 3)
     forgotten(root, "urls=none", "http://example.org/b.jpg?out=1")

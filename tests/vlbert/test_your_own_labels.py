@@ -113,7 +113,7 @@ def test_the_commands_of_the_page_train_a_classifier_that_needs_image_and_text(l
         '"look what I made"': f'"look what I made" {overrides} --detector demo/detector.safetensors',
     }
     ran = run_commands(PAGE, tmp_path, monkeypatch, replaced)
-    assert ran[-1] == "vlbert.predict"
+    assert ran[-1] == "vlbert.predict.command"
     (place,) = (tmp_path / "my-root/runs/finetune_labels/evaluations").iterdir()
     metrics = json.loads((place / "metrics.json").read_text())["metrics"]
     truths = Counter(label for *_, label in rows["val"])

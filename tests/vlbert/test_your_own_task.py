@@ -117,7 +117,12 @@ def test_it_is_evaluated_from_its_folder(folder: Path, trained: str):
     recipe = recipe_of(folder)
     model = as_overrides(dataclasses.replace(recipe, model=TINY_MODEL), recipe)
     ended = program(
-        folder, "vlbert.evaluate", "colours:finetune_colours", "root/runs/finetune_colours", "held-out", *model
+        folder,
+        "vlbert.evaluation.evaluate",
+        "colours:finetune_colours",
+        "root/runs/finetune_colours",
+        "held-out",
+        *model,
     )
     assert ended.returncode == 0, ended.stderr
     place = folder / "root/runs/finetune_colours/evaluations/held-out-step-0000060"

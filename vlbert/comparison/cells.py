@@ -29,12 +29,12 @@ from training.precision import autocast, in_precision_of
 from training.program import STOPPED, find_recipe
 from training.stopping import Stopped
 from vlbert.checkpoint import open_checkpoint, read_config_at
+from vlbert.comparison.plans import Plan, Training
 from vlbert.config import Recipe
 from vlbert.data.loading import TrainingData
-from vlbert.evaluate import evaluate, find_evaluation
+from vlbert.evaluation.evaluate import evaluate, find_evaluation
 from vlbert.initial_weights import check_complete, make_model
 from vlbert.model.heads import count_parameters
-from vlbert.plans import Plan, Training
 from vlbert.recipes import RECIPES
 from vlbert.resume import find_complete, open_data
 from vlbert.train import train

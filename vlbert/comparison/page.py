@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from training.curves import Lines, draw
-from vlbert.results_page import render
+from vlbert.evaluation.results_page import render
 
 
 def page(summary: Mapping[str, Any], curves: Mapping[str, Lines]) -> bytes:
@@ -18,7 +18,7 @@ def page(summary: Mapping[str, Any], curves: Mapping[str, Lines]) -> bytes:
         "pairs": pairs,
         "curves": {title: draw({title: lines}, width=6) for title, lines in curves.items()},
     }
-    template = Path(__file__).parents[1] / "comparison.html.j2"
+    template = Path(__file__).parent / "comparison.html.j2"
     return render(template, values, percent=percent, points=points, short=short, whole="{:,}".format).encode()
 
 

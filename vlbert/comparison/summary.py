@@ -16,8 +16,8 @@ from training.curves import Lines
 from training.log import last_metrics, read_metrics
 from vlbert.comparison.cells import Cell, costs_file, folder_of_evaluation, read_costs
 from vlbert.comparison.intervals import REPLICATES, check_same, interval, weighted
-from vlbert.plans import ComparedTask, Plan
-from vlbert.results import METRICS, PREDICTIONS, warnings
+from vlbert.comparison.plans import ComparedTask, Plan
+from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 _OF_COST = ("seconds", "cpu_seconds", "flops")
 

@@ -1,6 +1,6 @@
 """Tokenise a text-only corpus into one flat file of token ids.
 
-python -m vlbert.data.corpus OUT --vocabulary vocab.txt FILES...     tokenise a text-only corpus, one document a line
+vlbert corpus OUT --vocabulary vocab.txt FILES...     tokenise a text-only corpus, one document a line
 
 FILES are UTF-8, plain or gzip, of any size: neither a file nor a long line is ever in memory as a whole.
 """
@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from storage.lists import read_captions
+from storage.collect.lists import read_captions
 from storage.programs import make_parser
 from storage.safe_json import parse_json
 from vlbert.data.vocabulary import Vocabulary
@@ -49,22 +49,21 @@ class TextCorpus:
         metadata = _read_metadata(folder)
         if metadata is None:
             raise ValueError(
-                f"{folder} holds no corpus.json that describes a corpus; make it with "
-                f"`python -m vlbert.data.corpus {folder} ...`"
+                f"{folder} holds no corpus.json that describes a corpus; make it with `vlbert corpus {folder} ...`"
             )
         if metadata["version"] != CORPUS_VERSION or metadata["vocabulary"] != vocabulary.hash:
             raise ValueError(
                 f"{folder} was made with version {metadata['version']} and vocabulary {metadata['vocabulary']}, this "
-                f"run has {CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `python -m vlbert.data.corpus`"
+                f"run has {CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `vlbert corpus`"
             )
         torn = _torn(folder, metadata)
         if torn:
-            raise ValueError(f"{torn}; tokenise it again with `python -m vlbert.data.corpus`")
+            raise ValueError(f"{torn}; tokenise it again with `vlbert corpus`")
         self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
         # As plain arrays: cutting a slice from a memmap takes longer than copying it.
         self.offsets = np.asarray(np.memmap(folder / "offsets.i64", dtype="<i8", mode="r"))
         self.tokens = np.asarray(np.memmap(folder / "tokens.u16", dtype="<u2", mode="r"))
-        again = "; tokenise it again with `python -m vlbert.data.corpus`"
+        again = "; tokenise it again with `vlbert corpus`"
         backwards = np.flatnonzero(self.offsets[1:] <= self.offsets[:-1])
         if len(backwards):
             raise ValueError(f"{folder / 'offsets.i64'} is damaged: line {backwards[0]} ends before it begins{again}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from storage.normalise import FILE_FORMATS, ImageSettings, Refused, normalise
+from storage.collect.normalise import FILE_FORMATS, ImageSettings, Refused, normalise
 from storage.sample import Sample, sample_key
 
 # As at ingest, but for the size of the file: cameras write larger ones than a caption list's server should send.

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from storage.order import interleaved, shuffled, take
 from storage.reading import Samples
 from storage.sample import Sample
-from storage.shuffle import interleaved, shuffled, take
 from training.distributed import World
 from training.log import Unreadable
 from vlbert.config import DataConfig, RegionConfig

@@ -1,6 +1,6 @@
 """Which example each slot of a run is: a pure function of (seed, weights, snapshots), whatever the ranks and workers.
 
-The slots of a run are numbered through all epochs. storage.shuffle.interleaved says which dataset a slot
+The slots of a run are numbered through all epochs. storage.order.interleaved says which dataset a slot
 belongs to, and which draw of that dataset it is; the dataset's spans say over which snapshot, and in which epoch.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from storage.shuffle import mix, shuffled
+from storage.order import mix, shuffled
 
 CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet; samples.ANYWHERE is the fourth
 
@@ -49,7 +49,7 @@ def drawn(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> list[tuple[int, int, int]]:
     """Of one dataset the `count` samples after the first `consumed` ones, as (index in `spans`, epoch, question); chunk
-    as in storage.shuffle.shuffled."""
+    as in storage.order.shuffled."""
     ends = [span.consumed for span in spans[1:]] + [consumed + count]
     found = []
     for index, (span, end) in enumerate(zip(spans, ends, strict=True)):

@@ -7,9 +7,9 @@ import numpy as np
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.object_store import ObjectStore
+from storage.order import mix, shuffled
 from storage.reading import Samples, ShardSamples
 from storage.sample import Sample
-from storage.shuffle import mix, shuffled
 from storage.snapshots import Snapshot
 from training.distributed import World, from_first
 from vlbert.config import DataConfig

@@ -1,6 +1,6 @@
 """VQA 2.0's official files, accuracy and list of answers. A ValueError names the file, the entry and the remedy.
 
-python -m vlbert.datasets.vqa FOLDER OUT --splits train2014 val2014      writes the answer list
+vlbert vqa-answers FOLDER OUT --splits train2014 val2014      writes the answer list
 """
 
 import functools
@@ -187,7 +187,7 @@ def read_answers(file: Path, count: int) -> list[str]:
     authors read them."""
     if not file.is_file():
         raise ValueError(
-            f"there is no answer list {file}; make one with `python -m vlbert.datasets.vqa {file.parent} {file}`, put "
+            f"there is no answer list {file}; make one with `vlbert vqa-answers {file.parent} {file}`, put "
             "yours there, or set task.answer_list"
         )
     if file.suffix == ".json":

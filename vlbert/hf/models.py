@@ -31,7 +31,7 @@ from vlbert.hf.outputs import (
 from vlbert.initial_weights import start_head
 from vlbert.model.execution import activation_checkpointing, blocks
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.ranking import ranking_recipe
+from vlbert.predict.ranking import ranking_recipe
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskSettings
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -209,7 +209,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Writes config.json, model.safetensors and, of a model for questions, task.json with its answers. A processor
-        writes its own files into the same folder. `VLBert.from_pretrained` and vlbert.predict read the folder, too.
+        writes its own files into the same folder. `VLBert.from_pretrained` and vlbert predict read the folder, too.
 
         All weights are in one file, whatever `max_shard_size` says. ValueError where `variant` would give it a name
         that is not read.

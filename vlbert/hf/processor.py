@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import BatchFeature, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
 from detectors.detect import FasterRCNNDetector
-from storage.normalise import FILE_FORMATS
+from storage.collect.normalise import FILE_FORMATS
 from storage.object_store import LocalStore
 from storage.runs import Folder
 from storage.safe_json import parse_json
@@ -28,7 +28,7 @@ from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import VLBertConfig
 from vlbert.hf.files import HUB, IGNORED, PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch
-from vlbert.predict import remade_detector, trained_from, with_regions
+from vlbert.predict.command import remade_detector, trained_from, with_regions
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
@@ -97,7 +97,7 @@ class VLBertProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Of some texts, each with its image, the inputs as vlbert/hf/inputs.py lists them, padded to the longest.
 
-        images         files, their bytes, Pillow's images or samples (vlbert.predict); None: texts alone, or features
+        images         files, their bytes, Pillow's images or samples (vlbert predict); None: texts alone, or features
         text           one text, or a list; the other arguments are then lists too, one entry a text
         boxes          of each image float [n, 4], x1 y1 x2 y2 in its pixels; None: the detector finds them
         visual_embeds  of each image float [n, D], the features of its boxes, for models that take such

@@ -44,7 +44,7 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
     """Fast R-CNN features, the visual-linguistic embedding and the encoder (paper, figure 1).
 
     `VLBert.from_pretrained(folder or hub name)` reads what `save_pretrained(folder)`, a training run (into its step-*
-    folders) or `python -m vlbert.convert` wrote: config.json, model.safetensors and vocab.txt. `vocabulary` is that
+    folders) or `vlbert convert` wrote: config.json, model.safetensors and vocab.txt. `vocabulary` is that
     of the weights, where they came with one.
     """
 

@@ -1,5 +1,5 @@
 """Recipes of Unicoder-VL (AAAI 2020). Its program is not published: where the paper is silent or can be read in two
-ways, these do what the programs nearest to it do; `_paper` is the literal reading. `python -m vlbert.recipes` prints
+ways, these do what the programs nearest to it do; `_paper` is the literal reading. `vlbert recipes` prints
 how they differ.
 """
 

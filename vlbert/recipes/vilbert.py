@@ -1,5 +1,5 @@
 """Recipes of ViLBERT, with the rules of its authors' first program, that of the paper (NeurIPS 2019); `_multi_task` are
-those of its successor (12-in-1), where the two differ. `python -m vlbert.recipes` prints how.
+those of its successor (12-in-1), where the two differ. `vlbert recipes` prints how.
 """
 
 from dataclasses import replace

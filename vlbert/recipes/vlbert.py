@@ -98,7 +98,7 @@ def _finetuning(recipe: Recipe, epoch: int) -> Recipe:
 def finetune_vcr_base() -> Recipe:
     """20 epochs of 64 questions, with four choices each, a step; SGD, its rate falling at the end of epochs 14 and 18.
 
-    Q->A and QA->R are two runs: task.subtask=answer and task.subtask=rationale; evaluated together (vlbert.evaluate)
+    Q->A and QA->R are two runs: task.subtask=answer and task.subtask=rationale; evaluated together (vlbert evaluate)
     they give Q->AR and the leaderboard's file. Starts from an end-to-end model.
     """
     epoch = 3_327

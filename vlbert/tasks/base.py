@@ -145,8 +145,8 @@ class Task(ABC):
     joins: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
     saved: tuple[str, ...] = ()  # attributes, lists, that give the head's outputs their meaning, as VQA's `answers`:
     #                              they are saved with each checkpoint, and loaded from there
-    evaluation: Mapping[str, Any] = MappingProxyType({})  # fields of the settings that vlbert.evaluate changes
-    evaluated_at_once: int = 64  # examples of a batch of vlbert.evaluate at most
+    evaluation: Mapping[str, Any] = MappingProxyType({})  # fields of the settings that vlbert evaluate changes
+    evaluated_at_once: int = 64  # examples of a batch of vlbert evaluate at most
     zero_shot: str = ""  # the part of pre-training's head without which a pre-trained model cannot be evaluated on the
     #                      task as it is; "": none can
 
@@ -173,7 +173,7 @@ class Task(ABC):
     def annotation_for(
         self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
     ) -> Any:
-        """The annotation, for `example`, of a user's own question (vlbert.predict). ValueError where it does not fit
+        """The annotation, for `example`, of a user's own question (vlbert predict). ValueError where it does not fit
         the task."""
         raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
 

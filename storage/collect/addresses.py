@@ -1,0 +1,187 @@
+"""Which addresses may be requested: http and https, ports 80 and 443, public addresses, and those of an allow-list.
+
+A caption list is untrusted. Every address is checked when the connection is made, so that neither a redirect nor a name
+that resolves to another address can lead into a private network.
+"""
+
+import asyncio
+import concurrent.futures
+import ipaddress
+import re
+import socket
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from storage.collect.normalise import Refused
+from storage.redact import shown_url
+
+if TYPE_CHECKING:
+    import yarl
+
+_PORTS = {80, 443}
+# A URL of only these characters is sent as it is in the list; any other is quoted first.
+_PLAIN_URL = re.compile(r"(?:[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=]|%[0-9A-Fa-f]{2})*")
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# Not public, though the ipaddress module of some Python 3.11 says so, or though they are routed.
+_REFUSED_NETWORKS: tuple[Network, ...] = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "100.64.0.0/10",  # shared by carriers (RFC 6598)
+        "168.63.129.16/32",  # the platform service inside Azure
+        "192.0.0.0/24",  # protocol assignments (RFC 6890)
+        "192.88.99.0/24",  # 6to4 relays (RFC 7526)
+        "64:ff9b:1::/48",  # NAT64 of local use (RFC 8215)
+        "2001::/23",  # protocol assignments, Teredo among them (RFC 2928, 4380)
+        "3fff::/20",  # documentation (RFC 9637)
+        "5f00::/16",  # segment routing (RFC 9602)
+        "fec0::/10",  # site-local (RFC 3879)
+    )
+)
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_COMPATIBLE = ipaddress.ip_network("::/96")
+
+
+class AddressGuard:
+    """Checks URLs and addresses: http and https, ports 80 and 443, public addresses, and the allow-list."""
+
+    def __init__(self, allowed_hosts: Iterable[str]):
+        self.allowed = {entry.lower().replace("[", "").replace("]", "") for entry in allowed_hosts}
+        self.allowed_addresses: set[str] = set()  # address:port of allowed names, as the resolver found them
+
+    def check_url(self, url: str) -> "yarl.URL":
+        """The URL as it is sent; Refused if its form, its port or an address written in it is not allowed."""
+        parsed = parse_url(url)
+        host, port = parsed.host, parsed.port
+        if f"{host}:{port}" in self.allowed:
+            return parsed
+        if port not in _PORTS:
+            raise Refused("blocked_address", f"port {port} is not 80 or 443, and {host}:{port} is not allowed")
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError as error:
+            if ":" in host:  # aiohttp connects to some texts that are not IPv6 addresses
+                raise Refused("bad_url", f"[{host[:200]}] is not an address: {error}") from error
+            return parsed  # a name: the resolver and open_socket check its addresses
+        self.check_address(host, port, address)
+        return parsed
+
+    def check_address(self, host: str, port: int, address: Address) -> None:
+        """Refused if `address`, which `host` resolves to, is not public and host:port is not in the allow-list."""
+        if f"{host.lower()}:{port}" in self.allowed:
+            self.allowed_addresses.add(f"{address}:{port}")
+        elif not is_public(address):
+            same = host == str(address)
+            raise Refused("blocked_address", f"{host} is {'' if same else f'{address}, which is '}not a public address")
+
+    def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
+        """The socket of one connection; the last check of the address that is really connected to."""
+        family, kind, protocol, _, (host, port, *_) = address_info
+        if f"{host}:{port}" not in self.allowed_addresses:
+            self.check_address(host, port, ipaddress.ip_address(host))
+        return socket.socket(family, kind, protocol)
+
+
+def is_public(address: Address) -> bool:
+    """Whether this is an address of the public internet; forms that contain an IPv4 address are judged by that."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None:  # it picks one of this machine's interfaces
+            return False
+        inner = address.ipv4_mapped or address.sixtofour
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(inner)
+        if address in _COMPATIBLE or address.is_site_local:
+            return False
+        if int(address) >> 32 & 0xFFFFFFFF in (0x5EFE, 0x02005EFE):  # ISATAP: the last 32 bits are an IPv4 address
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    if address.is_multicast or address.is_reserved or address.is_unspecified or not address.is_global:
+        return False
+    return not any(address in network for network in _REFUSED_NETWORKS if network.version == address.version)
+
+
+async def system_lookup(host: str, port: int) -> list[str]:
+    # A daemon thread for each look-up, because one without an answer cannot be ended. In asyncio's few shared threads,
+    # dead names would keep living names waiting, and the program could not end before them.
+    answer: concurrent.futures.Future[list[tuple[Any, ...]]] = concurrent.futures.Future()
+    threading.Thread(target=_look_up, args=(host, port, answer), name=f"look up {host}", daemon=True).start()
+    return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in await asyncio.wrap_future(answer)))
+
+
+def _look_up(host: str, port: int, answer: concurrent.futures.Future) -> None:
+    answer.set_running_or_notify_cancel()  # from here on, it cannot be cancelled
+    try:
+        answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG))
+    except Exception as error:  # noqa: BLE001  raised again where the answer is awaited
+        answer.set_exception(error)
+
+
+def guarded_resolver(guard: AddressGuard) -> Any:
+    """aiohttp's resolver of names, which checks every address that the system finds.
+
+    aiohttp caches an answer for ten seconds; `open_socket` checks the address of each connection again.
+    """
+    from aiohttp.abc import AbstractResolver
+
+    class Resolver(AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[dict[str, Any]]:
+            try:
+                addresses = [ipaddress.ip_address(address) for address in await system_lookup(host, port)]
+            except UnicodeError as error:  # a label that is empty or over 63 characters
+                raise Refused("bad_url", f"host {host!r} is not a name: {error}") from error
+            for address in addresses:
+                guard.check_address(host, port, address)
+            return [
+                {
+                    "hostname": host,
+                    "host": str(address),
+                    "port": port,
+                    "family": socket.AF_INET if address.version == 4 else socket.AF_INET6,
+                    "proto": 0,
+                    "flags": socket.AI_NUMERICHOST,
+                }
+                for address in addresses
+            ]
+
+        async def close(self) -> None:
+            pass
+
+    return Resolver()
+
+
+def _unquoted(error: Exception) -> str:
+    """The text of an error up to its first quote, which may hold a part of a password."""
+    return re.split("['\"]", str(error), maxsplit=1)[0].rstrip(" :")
+
+
+def parse_url(url: str) -> "yarl.URL":
+    import yarl
+
+    text = url.strip(" ")
+    shown = repr(shown_url(url))
+    if not text.isprintable() or "\\" in text:
+        raise Refused("bad_url", f"{shown} has control characters or a backslash")
+    match = re.match(r"(https?)://([^/?# ]*)(.*)", text, re.IGNORECASE)
+    if not match or not match[2] or match[3].startswith(" "):
+        raise Refused("bad_url", f"{shown} is not http://host/... or https://host/...")
+    text = f"{match[1].lower()}://{match[2].lower()}{match[3]}"
+    if "@" in match[2]:
+        raise Refused("bad_url", f"{shown} has a user name")
+    try:
+        parsed = yarl.URL(text, encoded=_PLAIN_URL.fullmatch(text) is not None)
+        host, port = parsed.host, parsed.port
+        if not host or not port:
+            raise ValueError("no host")
+        parsed.raw_host.encode("ascii")
+    except ValueError as error:  # UnicodeError among them
+        raise Refused("bad_url", f"{shown}: {_unquoted(error)}") from error
+    try:
+        # 2130706433, 0x7f.1 and 0177.0.0.1 are 127.0.0.1 to the system; written out, every check recognises it.
+        dotted = socket.inet_ntoa(socket.inet_aton(host))
+    except OSError:
+        return parsed
+    return parsed if dotted == host else parsed.with_host(dotted)

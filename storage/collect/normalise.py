@@ -1,0 +1,265 @@
+"""Image bytes as downloaded -> the JPEG that is stored, or the reason why there is none.
+
+A JPEG that needs no change is stored byte for byte. All others are decoded, turned upright, converted to RGB or grey,
+made smaller if they are too large, and encoded once. libjpeg decodes every stored image without a warning.
+"""
+
+import errno
+import hashlib
+import io
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from storage.settings import FORM, check, check_choices
+
+FLAGS: dict[str, str] = {
+    "png": "came as PNG",
+    "gif": "came as GIF",
+    "webp": "came as WebP",
+    "bmp": "came as BMP",
+    "animated": "the first of several frames",
+    "exif_rotated": "turned upright as its EXIF orientation said",
+    "exif_unreadable": "its EXIF block is damaged: taken as upright",
+    "resized": "made smaller to `max_side`",
+    "cmyk": "converted from CMYK",
+    "palette": "converted from a palette",
+    "alpha": "its transparent parts were laid onto white",
+    "16_bit": "reduced from 16 to 8 bits",
+    "repaired": "a JPEG whose decoder warned of stray bytes: decoded and encoded anew",
+}
+
+# The formats that are decoded, with their first bytes. Few on purpose: every decoder reads untrusted bytes.
+_MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", "WEBP": b"RIFF", "BMP": b"BM"}
+
+# What Pillow's decoders raise on damaged data (found by fuzzing, tests/storage/test_normalise.py).
+_DAMAGE = (OSError, EOFError, SyntaxError, ValueError, IndexError, KeyError, TypeError, OverflowError)
+_DAMAGE += (struct.error, zlib.error)
+Image.init()  # loads all of Pillow's readers now: later, it would skip one that it cannot load
+# The formats that Pillow may open, here and elsewhere. It knows more: for an EPS, it starts Ghostscript.
+STORED_FORMATS = ("JPEG", "PNG")  # an image of a shard
+COLLECTED_FORMATS = tuple(_MAGIC)  # an image of the web
+FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys()))  # an image file of one's own
+
+# What this machine may run out of, and what to do. These errors are not a row's status.
+_RUN_OUT = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
+_RUN_OUT |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency or decode_threads")
+_RUN_OUT |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there")
+
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# A progressive JPEG is decoded once per scan; encoders write about ten, a file made to take hours has thousands.
+_MAX_SCANS = 100
+
+
+class Refused(Exception):
+    """An image that is not stored: `status` is a key of storage.collect.download.STATUSES, `detail` has more."""
+
+    def __init__(self, status: str, detail: str):
+        super().__init__(status, detail)
+        self.status = status
+        self.detail = detail
+
+    def bare(self) -> Self:
+        """The same without its traceback, whose frames hold the image's bytes."""
+        self.__traceback__ = self.__cause__ = self.__context__ = None
+        return self
+
+
+def run_out(error: BaseException) -> str:
+    """What to do if this machine has run out of something; "" for every other error."""
+    return _RUN_OUT.get(error.errno, "") if isinstance(error, OSError) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """Which images are stored, and in which form. Every field decides bytes, so all go into a shard's manifest."""
+
+    __pydantic_config__ = FORM
+
+    max_bytes: int = 20 * 2**20
+    """The largest file that is accepted, as it comes, in bytes."""
+    max_pixels: int = 50_000_000
+    """The most pixels that are decoded, from the file's header; decoding takes up to 25 bytes of memory for each."""
+    max_side: int = 1024
+    """The longer side of a stored image is at most this, in pixels."""
+    min_side: int = 32
+    """An image whose shorter side is under this, in pixels, is refused."""
+    max_aspect: float = 8.0
+    """An image whose longer side is more than this times the shorter is refused: a banner or a rule."""
+    jpeg_quality: int = 95
+    """libjpeg's quality, 1..100, of images that have to be encoded anew."""
+
+    def __post_init__(self):
+        check_choices(self)
+        for name in ("max_bytes", "max_pixels", "max_side", "min_side"):
+            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check(self, 1 <= self.jpeg_quality <= 100, "jpeg_quality", "from 1 to 100")
+        check(self, self.max_aspect >= 1, "max_aspect", "at least 1: the longer over the shorter side")
+        if self.max_side < self.min_side * self.max_aspect:
+            raise ValueError(
+                f"max_side {self.max_side} is under min_side {self.min_side} x max_aspect {self.max_aspect}: "
+                "making a long image smaller would bring its shorter side under min_side; raise max_side"
+            )
+        if Image.MAX_IMAGE_PIXELS is not None and self.max_pixels > Image.MAX_IMAGE_PIXELS:
+            raise ValueError(
+                f"max_pixels is {self.max_pixels}, over Pillow's own limit {Image.MAX_IMAGE_PIXELS}; "
+                "raise PIL.Image.MAX_IMAGE_PIXELS first if you mean it"
+            )
+
+
+@dataclass(frozen=True)
+class NormalisedImage:
+    """A JPEG as it is stored, its size in pixels, the sha256 of the original bytes, and what was changed (FLAGS)."""
+
+    jpeg: bytes
+    width: int
+    height: int
+    sha256: str
+    flags: tuple[str, ...]
+
+
+def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
+    """The stored form of an image file; Refused says why there is none. Equal input gives equal output."""
+    if len(data) > settings.max_bytes:
+        raise Refused("too_big", f"{len(data)} bytes, more than {settings.max_bytes}")
+    image = _open(data)
+    width, height = image.size
+    _check_size(width, height, settings)
+    flags = []
+    try:
+        # Pillow's name for a JPEG with several images is MPO; its first image is an ordinary JPEG.
+        if image.format in ("JPEG", "MPO"):
+            flags += _jpeg_flags(data, image)
+        else:
+            flags.append(image.format.lower())
+            if getattr(image, "is_animated", False):
+                flags.append("animated")
+            if image.format == "PNG" and data[24] == 16:  # IHDR's bit depth; Pillow itself reduces colour to 8 bits
+                flags.append("16_bit")
+            image.load()
+        orientation, readable = _orientation(image)
+        flags += [] if readable else ["exif_unreadable"]
+        needs = set(flags) - {"exif_unreadable"} or orientation != 1 or max(image.size) > settings.max_side
+        if not needs and image.mode in ("RGB", "L"):
+            return NormalisedImage(data, width, height, hashlib.sha256(data).hexdigest(), tuple(flags))
+        image.load()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise Refused("too_many_pixels", str(error)) from error
+    except _DAMAGE as error:
+        if run_out(error):
+            raise
+        raise Refused("truncated", f"{image.format}: {type(error).__name__}: {error}") from error
+    image = _to_rgb_or_grey(image, flags)
+    if orientation != 1:
+        image = image.transpose(_UPRIGHT[orientation])
+        flags.append("exif_rotated")
+    if max(image.size) > settings.max_side:
+        scale = settings.max_side / max(image.size)
+        size = tuple(max(1, round(side * scale)) for side in image.size)
+        image = image.resize(size, Image.Resampling.LANCZOS)  # in Pillow, antialiased wherever it reduces
+        flags.append("resized")
+    image.info = {}  # else a comment in it would be written again
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=settings.jpeg_quality, subsampling="4:2:0", optimize=False)
+    return NormalisedImage(file.getvalue(), *image.size, hashlib.sha256(data).hexdigest(), tuple(flags))
+
+
+def _open(data: bytes) -> Image.Image:
+    """The image with only its header read. The content tells the format, not the name or the Content-Type."""
+    start = data[:16]
+    try:
+        return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise Refused("too_many_pixels", str(error)) from error
+    except _DAMAGE as error:  # UnidentifiedImageError is an OSError
+        if run_out(error):
+            raise
+        names = [name for name, magic in _MAGIC.items() if start.startswith(magic)]
+        if not names:
+            raise Refused("not_image", f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {start!r}") from error
+        # Pillow's message holds a memory address.
+        reason = "" if isinstance(error, UnidentifiedImageError) else f": {type(error).__name__}: {error}"
+        raise Refused("truncated", f"starts as {names[0]}, but its header cannot be read{reason}") from error
+
+
+def _check_size(width: int, height: int, settings: ImageSettings) -> None:
+    if width * height > settings.max_pixels:
+        raise Refused("too_many_pixels", f"{width}x{height}, more than {settings.max_pixels}")
+    shorter, longer = sorted((width, height))
+    if shorter < settings.min_side:
+        raise Refused("bad_geometry", f"{width}x{height}: the shorter side is under {settings.min_side}")
+    if longer > settings.max_aspect * shorter:
+        raise Refused("bad_geometry", f"{width}x{height}: one side is over {settings.max_aspect:g} times the other")
+
+
+def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
+    """["repaired"] if libjpeg warns of stray bytes, [] if not; Refused if data are missing.
+
+    Pillow ignores libjpeg's warnings; simplejpeg, which training uses, does not. All coefficients are decoded here, but
+    only to an eighth of the size and to grey: half the time of a full image.
+    """
+    import simplejpeg
+
+    scans = data.count(b"\xff\xda")
+    if scans > _MAX_SCANS:
+        raise Refused("too_many_pixels", f"{scans} scans of {image.width}x{image.height}, more than {_MAX_SCANS}")
+    height, width = simplejpeg.decode_jpeg_header(data)[:2]
+    if (width, height) != image.size:
+        raise Refused("truncated", f"two sizes in one JPEG: {width}x{height} and {image.width}x{image.height}")
+    try:
+        simplejpeg.decode_jpeg(data, colorspace="GRAY", min_height=1, min_width=1, min_factor=8)
+    except ValueError as error:
+        if "extraneous bytes" not in str(error):
+            raise
+        return ["repaired"]
+    return []
+
+
+def _orientation(image: Image.Image) -> tuple[int, bool]:
+    """EXIF orientation 1..8, and whether EXIF could be read; if not, the image is taken as upright."""
+    exif = Image.Exif()
+    try:
+        # Not image.getexif(): it hides errors from opening the JPEG, and it uses XMP, which browsers do not.
+        exif.load(image.info.get("exif", b""))
+        orientation = exif.get(_ORIENTATION, 1)
+    except _DAMAGE:
+        return 1, False
+    return (int(orientation), True) if orientation in range(1, 9) else (1, True)
+
+
+def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
+    """The decoded image in mode RGB or L; appends to `flags` what was changed."""
+    grey = image.mode in ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")
+    if image.mode.startswith("I"):
+        pixels = np.asarray(image)
+        if pixels.min() < 0 or pixels.max() > 65535:
+            raise Refused("not_image", f"pixel values {pixels.min()}..{pixels.max()} are not 16-bit grey")
+        reduced = np.empty(pixels.shape, dtype=np.uint8)
+        for i, line in enumerate(pixels):  # by line: a 32-bit copy of the image would be large
+            reduced[i] = (line.astype(np.uint32) + 128) // 257  # 257 = 65535 / 255
+        return Image.fromarray(reduced)
+    if image.mode in ("P", "PA"):
+        flags.append("palette")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        if image.getchannel("A").getextrema()[0] < 255:
+            flags.append("alpha")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    elif image.mode == "CMYK":
+        flags.append("cmyk")
+    elif image.mode not in ("1", "L", "RGB", "P"):
+        raise Refused("not_image", f"pixels of mode {image.mode} cannot be converted to RGB or grey")
+    return image.convert("L" if grey else "RGB")

@@ -1,0 +1,351 @@
+"""Compare: train variants x tasks x seeds on one root, and write one page about what differs.
+
+    vlbert compare PLAN data.root=ROOT [[SCOPE:]field=value ...]
+
+PLAN is a function of vlbert/comparison/plans.py, or MODULE:FUNCTION. A field is given to every training or, with a
+SCOPE before it, to those of `pretraining`, of a task or of a variant: vqa:task.folder=FOLDER. Each training is a run of
+its own, ROOT/runs/compare-*, and what is complete is not repeated: a stopped comparison goes on. One that fails is
+named with its reason, and the others go on; the exit status is then 1. Writes index.html, scores.parquet and, last,
+numbers.json to ROOT/comparisons/PLAN. How to read them: docs/results.md.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from storage.object_store import ObjectStore, open_store
+from storage.programs import make_parser, require
+from storage.progress import clock
+from storage.runs import as_json
+from storage.settings import add_fields
+from training.loading import EXPECTED
+from training.log import read_heartbeat
+from training.program import STOPPED
+from vlbert.comparison.cells import Cell, cells_of, check_steps, costs_file, is_done, note_start, read_costs, run_cell
+from vlbert.comparison.page import page
+from vlbert.comparison.plans import PLANS, Plan, find_plan
+from vlbert.comparison.summary import curves_of, summarise
+
+_BETWEEN_LINES = 30.0  # seconds between lines about what is running
+_POLL = 0.5  # seconds between looks at the processes
+
+
+@dataclass(eq=False)
+class Running:
+    """A process at work on a cell."""
+
+    cell: Cell
+    process: BaseProcess
+    slot: int
+    began: float
+    output: Path
+
+
+@dataclass(eq=False)
+class Comparison:
+    """The trainings of a plan: `run` does those that are left, several at a time.
+
+    jobs    how many at a time; on GPUs each has one of its own, in turn
+    report  called with each line of progress
+    failed  run -> reason
+    """
+
+    plan: Plan
+    root: str
+    cells: Sequence[Cell]
+    jobs: int
+    report: Callable[[str], None]
+    failed: dict[str, str] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    seconds: dict[tuple[str, str | None], list[float]] = field(default_factory=dict)  # by kind of cell
+    stopping: bool = False
+    _running: Sequence[Running] = ()
+
+    def run(self) -> bool:
+        """Do what is left; False where it was told to stop (SIGTERM or SIGINT): what runs then saves."""
+        for cell in self.cells:
+            check_steps(cell, self.root)
+        self.done |= {cell.run for cell in self._complete()}
+        store = open_store(self.root, write=False)
+        for cell in self.cells:
+            if cell.run in self.done and "seconds" in (spent := read_costs(store, costs_file(self.plan, cell))):
+                self.seconds.setdefault(cell.kind, []).append(spent["seconds"])
+        waiting = [cell for cell in self.cells if cell.run not in self.done]
+        self.report(f"{self.plan.name}: {len(self.cells)} trainings, {len(self.done)} of them complete")
+        running: list[Running] = []
+        context = multiprocessing.get_context("forkserver")  # of processes that have torch imported, and nothing done
+        context.set_forkserver_preload(["vlbert.comparison.cells"])
+        with tempfile.TemporaryDirectory() as folder, self._ending(running):
+            lines = time.monotonic()
+            while waiting or running:
+                self._skip_what_cannot_start(waiting)
+                while (cell := self._next(waiting, running)) is not None:
+                    waiting.remove(cell)
+                    running.append(self._start(cell, running, context, Path(folder)))
+                if running:
+                    connection.wait([one.process.sentinel for one in running], _POLL)
+                for one in [one for one in running if not one.process.is_alive()]:
+                    running.remove(one)
+                    self._end(one, waiting, running)
+                    self._put_progress(waiting, running)
+                if time.monotonic() - lines >= _BETWEEN_LINES:
+                    lines = time.monotonic()
+                    self._report_running(store, running)
+                    self._put_progress(waiting, running)
+                if self.stopping and not running:
+                    return False
+        return True
+
+    def _complete(self) -> Iterator[Cell]:
+        """What is not repeated. A fine-tuning whose pre-training is not there any more, or changed, is not in it."""
+        found: set[str] = set()
+        for cell in self.cells:  # pre-trainings first
+            if (cell.needs is None or cell.needs in found) and is_done(cell, self.root):
+                try:
+                    note_start(cell, self.root, costs_file(self.plan, cell))
+                except ValueError:  # its process says so
+                    continue
+                found.add(cell.run)
+                yield cell
+
+    def _next(self, waiting: Sequence[Cell], running: Sequence[Running]) -> Cell | None:
+        if self.stopping or len(running) >= self.jobs:
+            return None
+        return next((cell for cell in waiting if cell.needs is None or cell.needs in self.done), None)
+
+    def _skip_what_cannot_start(self, waiting: list[Cell]) -> None:
+        for cell in [cell for cell in waiting if cell.needs in self.failed]:
+            waiting.remove(cell)
+            self._fail(cell, f"not started: {cell.needs}, from which it starts, failed")
+
+    def _start(
+        self, cell: Cell, running: Sequence[Running], context: multiprocessing.context.BaseContext, folder: Path
+    ) -> Running:
+        slot = next(number for number in range(self.jobs) if number not in {one.slot for one in running})
+        threads, output = max(1, len(os.sched_getaffinity(0)) // self.jobs), folder / f"{cell.run}.log"
+        given = cell, self.root, costs_file(self.plan, cell), output, device_of(slot), threads
+        process = context.Process(target=run_cell, args=given, name=cell.run)
+        process.start()
+        self.report(f"{cell.run}: started")
+        return Running(cell, process, slot, time.monotonic(), output)
+
+    def _end(self, one: Running, waiting: Sequence[Cell], running: Sequence[Running]) -> None:
+        seconds, status = time.monotonic() - one.began, one.process.exitcode
+        if status == 0:
+            self.done.add(one.cell.run)
+            self.seconds.setdefault(one.cell.kind, []).append(seconds)
+            left = self.left(waiting, running)
+            self.report(
+                f"{one.cell.run}: done after {clock(seconds)}; {len(self.done)} of {len(self.cells)}"
+                + ("" if left is None else f"; about {clock(left)} left")
+            )
+        elif self.stopping or status == STOPPED:
+            self.stopping = True  # also where only the training was told to
+            self.report(f"{one.cell.run}: stopped; it goes on with the next start")
+        else:
+            self._fail(one.cell, _reason(one, status))
+
+    def _fail(self, cell: Cell, reason: str) -> None:
+        self.failed[cell.run] = reason
+        self.report(f"{cell.run}: FAILED: {reason}")
+
+    def _report_running(self, store: ObjectStore, running: Sequence[Running]) -> None:
+        for one in running:
+            step = 0
+            try:
+                beat = read_heartbeat(store, one.cell.run)
+                step = beat["step"] if beat else 0
+            except (*EXPECTED, OSError):  # it is only for the line
+                pass
+            self.report(f"{one.cell.run}: step {step} of {one.cell.steps}")
+
+    def _put_progress(self, waiting: Sequence[Cell], running: Sequence[Running]) -> None:
+        progress = {"trainings": len(self.cells), "done": len(self.done), "failed": self.failed}
+        progress |= {"running": [one.cell.run for one in running], "seconds_left": self.left(waiting, running)}
+        try:
+            open_store(self.root).put(progress_file(self.plan.name), as_json(progress))
+        except (*EXPECTED, OSError) as error:  # trainings go on without it
+            self.report(f"{progress_file(self.plan.name)} is not written: {error}")
+
+    def left(self, waiting: Sequence[Cell], running: Sequence[Running]) -> float | None:
+        """Seconds that the rest takes; None before trainings of all its kinds or tasks have been timed."""
+        now = time.monotonic()
+        expected = [(self._expected(cell), 0.0) for cell in waiting]
+        expected += [(self._expected(one.cell), now - one.began) for one in running]
+        if any(seconds is None for seconds, _ in expected):
+            return None
+        return sum(max(0.0, seconds - gone) for seconds, gone in expected) / self.jobs
+
+    def _expected(self, cell: Cell) -> float | None:
+        """The mean of the timed trainings of its kind, else of its task; None: there is none."""
+        alike = [seconds for (_, task), of in self.seconds.items() if task == cell.task for seconds in of]
+        timed = self.seconds.get(cell.kind) or alike
+        return sum(timed) / len(timed) if timed else None
+
+    @contextmanager
+    def _ending(self, running: Sequence[Running]) -> Iterator[None]:
+        """SIGTERM and SIGINT stop the processes, and none is left after an error."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():  # nowhere else may handlers be set
+            before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self._running = running
+            yield
+        finally:
+            for one in running:
+                one.process.terminate()
+            for one in running:
+                one.process.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+        for one in self._running:
+            if one.process.is_alive():
+                one.process.terminate()  # SIGTERM: a training saves
+
+
+def progress_file(plan: str) -> str:
+    """Under the root: how far a comparison is, written whenever a training ends and every half minute."""
+    return f"comparisons/{plan}/progress.json"
+
+
+def device_of(slot: int) -> dict[str, str]:
+    """The environment in which a process has one GPU, if there are any."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if devices else {}
+
+
+def _reason(one: Running, status: int) -> str:
+    """Why a process failed."""
+    file = one.output.with_suffix(".reason")
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    lines = one.output.read_text(encoding="utf-8", errors="replace").splitlines() if one.output.exists() else []
+    return ": ".join([how, *lines[-1:]])
+
+
+def compare(
+    plan: Plan,
+    root: str,
+    fields: Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
+    jobs: int | None = None,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any] | None:
+    """Train and evaluate what is left of a plan, then write its page; the content of numbers.json.
+
+    seeds: None: the plan's. jobs: trainings at a time; None: one a GPU or, without any, one a core. None is returned
+    where it was told to stop. ValueError where the plan, a field or the seeds do not fit, before anything is trained.
+    """
+    root = absolute(root)
+    jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    comparison = Comparison(plan, root, cells_of(plan, root, fields, seeds or plan.seeds), jobs, report)
+    if not comparison.run():
+        return None
+    return write(comparison)
+
+
+def absolute(root: str) -> str:
+    """A root in the one spelling that trainings record: a folder from / on."""
+    return root if "://" in root else os.path.abspath(os.path.expanduser(root))
+
+
+def write(comparison: Comparison) -> dict[str, Any]:
+    """ROOT/comparisons/PLAN/: the page, the scores and, last, numbers.json, whose content is returned."""
+    plan, store, failed = comparison.plan, open_store(comparison.root), comparison.failed
+    summary, scores = summarise(plan, store, comparison.cells, failed)
+    folder = f"comparisons/{plan.name}"
+    store.delete(f"{folder}/numbers.json")
+    store.put(f"{folder}/scores.parquet", scores)
+    store.put(f"{folder}/index.html", page(summary, curves_of(plan, store, comparison.cells, failed)))
+    store.put(f"{folder}/numbers.json", (json.dumps(summary, indent=1) + "\n").encode())
+    return summary
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The means with their intervals, %, as Markdown."""
+    tasks = summary["tasks"]
+    rows = [["", *(task["title"] for task in tasks.values())], ["---"] * (1 + len(tasks))]
+    for name, variant in summary["variants"].items():
+        found = [(task, tasks[task]["means"].get(name)) for task in tasks]
+        rows.append([variant["title"], *(_shown(one) if one else _why_none(task, variant) for task, one in found)])
+    chances = [task["chance"] for task in tasks.values()]
+    rows.append(["chance", *("–" if chance is None else f"{100 * chance:.1f}" for chance in chances)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _why_none(task: str, variant: Mapping[str, Any]) -> str:
+    return "failed" if task in variant["tasks"] else "–"
+
+
+def _shown(found: Mapping[str, float]) -> str:
+    return f"{100 * found['mean']:.1f} ({100 * found['low']:.1f} to {100 * found['high']:.1f})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("vlbert.comparison.compare", __doc__)
+    parser.add_argument("plan", metavar="PLAN", help=f"{', '.join(sorted(PLANS))}, or MODULE:FUNCTION")
+    parser.add_argument("--seeds", metavar="0,1,2", help="in place of the plan's; more can be added later")
+    parser.add_argument("--jobs", type=int, help="trainings at a time; by default one a GPU or, without any, a core")
+    add_fields(parser, None, "Those of the recipes: vlbert train RECIPE --help lists them.")
+    options = parser.parse_intermixed_args(arguments)
+    name = f"{parser.prog} {options.plan}"
+    try:
+        require("matplotlib", "the page of a comparison")
+        plan = find_plan(options.plan)
+        roots = [one.partition("=")[2] for one in options.fields if one.startswith("data.root=")]
+        if not roots:
+            raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
+        if options.jobs is not None and options.jobs < 1:
+            raise ValueError(f"--jobs is {options.jobs}; it must be at least 1")
+        seeds = _numbers(options.seeds) if options.seeds else None
+        fields = [one for one in options.fields if not one.startswith("data.root=")]
+        summary = compare(plan, roots[-1], fields, seeds, options.jobs, _print)
+    except EXPECTED as error:
+        sys.exit(f"{name}: {error}")
+    if summary is None:
+        print(f"{name}: stopped; start it again, and it goes on", file=sys.stderr, flush=True)
+        sys.exit(STOPPED)
+    where = open_store(roots[-1], write=False).where(f"comparisons/{plan.name}/index.html")
+    print(f"\n{table(summary)}\n\n{where}", flush=True)
+    if broken := [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]:
+        sys.exit(f"{name}: no numbers of {'; '.join(broken)}")
+    if summary["failed"]:
+        sys.exit(f"{name}: {len(summary['failed'])} trainings failed; start it again, and they are tried again")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [int(one) for one in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--seeds is {text!r}; give numbers with commas, as in 0,1,2") from error
+    if len({*found}) < len(found) or min(found) < 0:
+        raise ValueError(f"--seeds is {text!r}; give different numbers, from 0")
+    return found
+
+
+def _print(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

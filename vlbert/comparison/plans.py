@@ -1,0 +1,263 @@
+"""What `vlbert compare` compares: one function a plan, as a recipe is a function in vlbert/recipes/."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from training.program import find_recipe
+from vlbert.recipes import RECIPES
+
+_NAME = re.compile(r"[a-z0-9_]+")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of a recipe of vlbert/recipes.py, or of MODULE:FUNCTION.
+
+    changes: field=value, as `vlbert train` takes them; {root} in one stands for data.root.
+    """
+
+    recipe: str
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A line of the comparison: a model that is pre-trained, then fine-tuned on each task.
+
+    pretraining  None: each fine-tuning starts without one
+    finetunings  by the name of the task; it is not trained on one that is missing
+    paper        what a paper reports, %: by the name of the task
+    """
+
+    title: str
+    pretraining: Training | None
+    finetunings: Mapping[str, Training]
+    paper: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ComparedTask:
+    """A column of the comparison: what a fine-tuned model is evaluated on, and by which number.
+
+    split    as vlbert evaluate takes it
+    metric   the mean of `column` of predictions.parquet over the examples
+    within   the column has ranks, and counts how many are at most so large: 5 makes recall@5; None: it has scores
+    chance   the metric of metrics.json that tells what a blind choice gets; None: there is none
+    """
+
+    title: str
+    split: str
+    metric: str
+    column: str = "score"
+    within: int | None = None
+    chance: str | None = "chance"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Variants x tasks x seeds: each pair of a variant and a task is trained once a seed.
+
+    pretraining_metrics  of the last validation of each pre-training: they stand on the page, too
+    paper                where the numbers in Variant.paper come from
+    """
+
+    name: str
+    title: str
+    variants: Mapping[str, Variant]
+    tasks: Mapping[str, ComparedTask]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pretraining_metrics: tuple[str, ...] = ()
+    paper: str = ""
+
+    def __post_init__(self):
+        for kind in ("variants", "tasks", "seeds"):
+            if not getattr(self, kind):
+                raise ValueError(f"plan {self.name} has no {kind}; name at least one")
+        if len({*self.seeds}) < len(self.seeds):
+            raise ValueError(f"plan {self.name} has a seed twice: {self.seeds}")
+        for name in (self.name, *self.variants, *self.tasks):
+            if not _NAME.fullmatch(name) or name == "pretraining":
+                raise ValueError(
+                    f"{name!r} of plan {self.name} is no name; take small letters, digits and _, and not `pretraining`"
+                )
+        if both := self.variants.keys() & self.tasks.keys():
+            raise ValueError(
+                f"plan {self.name} has a variant and a task of one name, {', '.join(sorted(both))}; rename one of "
+                "them: NAME:field=value must say which"
+            )
+        for name, variant in self.variants.items():
+            other = variant.finetunings.keys() - self.tasks.keys()
+            if other:
+                raise ValueError(
+                    f"variant {name} of plan {self.name} has a fine-tuning for {', '.join(sorted(other))}; the tasks "
+                    f"are {', '.join(self.tasks)}"
+                )
+
+
+# --- on the demo's drawn world: `make compare` makes what they read below data.root -----------------------------------
+
+# Words of the captions that only the image tells: demo/scenes.py.
+DEMO_WORDS = (
+    "blue",
+    "circle",
+    "cross",
+    "green",
+    "purple",
+    "red",
+    "ring",
+    "square",
+    "star",
+    "triangle",
+    "white",
+    "yellow",
+)
+_DEMO_WEIGHTS = "model.regions.weights={root}/detector.safetensors"
+_DEMO_VOCABULARY = "vocabulary={root}/text/vocab.txt"
+_DEMO_TASKS = {
+    "vqa": ComparedTask("VQA", "val2014", "accuracy"),
+    "refcoco": ComparedTask("RefCOCO+", "val", "accuracy_published"),
+    "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
+}
+_RETRIEVAL = {"retrieval": ComparedTask("Retrieval, caption → image, R@1", "val", "image_r1", "image_ranks", within=1)}
+_DEMO_FIELDS = {
+    "vqa": ("task.folder={root}/data/vqa", "task.answers=18"),
+    "refcoco": ("task.folder={root}/data/refcoco+",),
+    "vcr": ("task.folder={root}/data/vcr", "task.subtask=answer"),
+    "retrieval": ("task.folder={root}/data/retrieval",),
+}
+_DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regions_accuracy_grounding_gap")
+
+
+def _demo(recipe: str, *changes: str) -> Training:
+    """A training whose words are those of the corpus; features that are precomputed need no weights."""
+    precomputed = RECIPES[recipe]().model.regions.features == "precomputed"
+    return Training(recipe, (*([] if precomputed else [_DEMO_WEIGHTS]), _DEMO_VOCABULARY, *changes))
+
+
+def _demo_pretraining(recipe: str, *changes: str) -> Training:
+    words = f"task.monitored_words={','.join(DEMO_WORDS)}"
+    return _demo(recipe, "data.text_corpus={root}/text", words, *changes)
+
+
+def family_demo() -> Plan:
+    """VL-BERT, Unicoder-VL and ViLBERT at equal steps of 32 captions, on the drawn world."""
+    # In the 600 steps of the recipes the two others only begin to tell which captions and images belong together.
+    longer = ("steps=1000", "validate_every=500", "save_every=500")
+    lines = {
+        "vlbert": ("VL-BERT, end to end", "vlbert_demo"),
+        "precomputed": ("VL-BERT, precomputed features", "vlbert_demo_precomputed"),
+        "unicoder_vl": ("Unicoder-VL", "unicoder_vl_demo"),
+        "vilbert": ("ViLBERT", "vilbert_demo"),
+    }
+    tasks = _DEMO_TASKS | _RETRIEVAL
+    return Plan(
+        name="family_demo",
+        title="VL-BERT, Unicoder-VL and ViLBERT on the drawn world",
+        variants={
+            name: Variant(
+                title,
+                _demo_pretraining(f"pretrain_{model}", *longer),
+                {
+                    task: _demo(f"finetune_{task}_{model.removeprefix('vlbert_')}", *_DEMO_FIELDS[task])
+                    for task in tasks
+                },
+            )
+            for name, (title, model) in lines.items()
+        },
+        tasks=tasks,
+        pretraining_metrics=_DEMO_METRICS,
+    )
+
+
+# --- VL-BERT's Table 4 ------------------------------------------------------------------------------------------------
+
+# By line: its title, the changes of the pre-training (None: without one), and the paper's % on VQA test-dev, RefCOCO+
+# val with detected regions, VCR Q->A val and QA->R val.
+_ALONE, _FIXED = "data.text_batch=0", "model.regions.frozen_stages=5"
+_TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
+    "without": ("without pre-training", None, (69.5, 62.7, 72.9, 73.0)),
+    "a": ("(a) masked words", (_ALONE, _FIXED, "task.regions.probability=0"), (71.0, 69.1, 72.9, 73.1)),
+    "b": ("(b) + masked regions", (_ALONE, _FIXED), (71.1, 70.7, 73.0, 73.1)),
+    "c": (
+        "(c) as (b), + sentence-image relationship",
+        (_ALONE, _FIXED, "task.relationship=true", "task.mismatched=0.5"),
+        (70.3, 69.5, 72.2, 72.4),
+    ),
+    "d": ("(d) as (b), + text-only corpus", (_FIXED,), (71.1, 70.7, 73.4, 73.8)),
+    "full": ("as (d), + tuned Fast R-CNN", (), (71.2, 71.1, 73.8, 73.9)),
+}
+_TABLE4_PAPER = "VL-BERT, table 4, base: VQA test-dev, RefCOCO+ val on detected regions, VCR val"
+
+
+def table4_demo() -> Plan:
+    """VL-BERT's Table 4 at equal steps of 32 captions, on the drawn world: each line changes fields of one recipe."""
+    finetunings = {task: _demo(f"finetune_{task}_demo", *_DEMO_FIELDS[task]) for task in _DEMO_TASKS}
+    return Plan(
+        name="table4_demo",
+        title="VL-BERT's Table 4 on the drawn world",
+        variants={
+            name: Variant(
+                title,
+                None if changes is None else _demo_pretraining("pretrain_vlbert_demo", *changes),
+                finetunings,
+                dict(zip(_DEMO_TASKS, paper, strict=False)),
+            )
+            for name, (title, changes, paper) in _TABLE4.items()
+        },
+        tasks=_DEMO_TASKS,
+        pretraining_metrics=_DEMO_METRICS,
+        paper=_TABLE4_PAPER,
+    )
+
+
+def table4() -> Plan:
+    """VL-BERT's Table 4 on the real data, end to end, with half the epochs of the authors' fine-tunings.
+
+    Give model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. The annotations lie in ROOT/vqa,
+    ROOT/refcoco+ and ROOT/vcr, or where vqa:task.folder=FOLDER says. VQA is evaluated on val2014: no one has the
+    answers of test-dev.
+    """
+    vcr = ("task.folder={root}/vcr", "steps=33270", "optimizer.decay_at=23288,29942")
+    finetunings = {
+        "vqa": Training(
+            "finetune_vqa_base", ("task.folder={root}/vqa", "steps=4335", "model.regions.features=end_to_end")
+        ),
+        "refcoco": Training("finetune_refcoco_base_detected", ("task.folder={root}/refcoco+", "steps=37560")),
+        "vcr": Training("finetune_vcr_base", vcr),
+        "vcr_rationales": Training("finetune_vcr_base", (*vcr, "task.subtask=rationale")),
+    }
+    from_bert = {
+        name: Training(one.recipe, (*one.changes, "bert=bert-base-uncased")) for name, one in finetunings.items()
+    }
+    return Plan(
+        name="table4",
+        title="VL-BERT's Table 4",
+        variants={
+            name: Variant(
+                title,
+                None if changes is None else Training("pretrain_vlbert_base", changes),
+                from_bert if changes is None else finetunings,
+                dict(zip(finetunings, paper, strict=True)),
+            )
+            for name, (title, changes, paper) in _TABLE4.items()
+        },
+        tasks={
+            "vqa": ComparedTask("VQA", "val2014", "accuracy"),
+            "refcoco": ComparedTask("RefCOCO+, detected", "val", "accuracy_published"),
+            "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
+            "vcr_rationales": ComparedTask("VCR, QA→R", "val", "rationale_accuracy"),
+        },
+        paper=_TABLE4_PAPER,
+    )
+
+
+PLANS = {plan.__name__: plan for plan in (family_demo, table4_demo, table4)}
+
+
+def find_plan(name: str) -> Plan:
+    """The plan of this name, or that of MODULE:FUNCTION; ValueError where there is none."""
+    found = find_recipe(name, PLANS, "plan")()
+    if not isinstance(found, Plan):
+        raise ValueError(f"{name} returns {type(found).__name__}, no Plan; docs/results.md has one")
+    return found

@@ -1,0 +1,334 @@
+"""Evaluate: all examples of a split -> predictions, metrics, the files that leaderboards take, and a page.
+
+    torchrun --nproc-per-node N -m vlbert.evaluation.evaluate RECIPE CHECKPOINT SPLIT [field=value ...] [--out FOLDER]
+
+RECIPE is the one that CHECKPOINT was trained with; it says which data is read. A recipe of retrieval also takes a
+pre-training with the relationship head, as it is. CHECKPOINT is ROOT/runs/RUN/step-*,
+ROOT/runs/RUN (the newest of the run), ROOT/runs/RUN/best or a local folder with a model and its task's head; two,
+joined by a comma, are VCR's runs for answers and for rationales. SPLIT is named as in the task's files (val2014, testA,
+...); a task without splits takes the name of a dataset. Fields are the recipe's. By default data.root is the
+checkpoint's, and the task's settings are those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*,
+metrics.json last, or to FOLDER (s3:// too). An evaluation that was stopped goes on where it was. One with the same
+settings that exists already is kept; --again repeats it.
+"""
+
+import functools
+import hashlib
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from storage.object_store import ObjectStore, open_store
+from storage.programs import make_parser
+from storage.progress import clock
+from storage.settings import differing_fields, from_json, override, to_json
+from training.checkpoint_files import MODEL
+from training.distributed import World, from_first, gather_on_first
+from training.loading import EXPECTED
+from training.program import add_recipe_fields, find_recipe, run_in_world
+from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, restore_saved, vocabulary_of
+from vlbert.config import Recipe, architecture
+from vlbert.data.loading import ValidationData
+from vlbert.data.samples import open_cache, open_samples
+from vlbert.evaluation.blocks import Blocks, delete_blocks
+from vlbert.evaluation.results import (
+    PAGE,
+    SplitPredictions,
+    inputs_of,
+    name_of,
+    output_folder,
+    print_summary,
+    read_summary,
+    summarise,
+    write,
+)
+from vlbert.initial_weights import check_one_dataset, start_head
+from vlbert.model.vlbert import VLBert
+from vlbert.recipes import RECIPES
+from vlbert.tasks import make_task, settings_named, task_of
+from vlbert.tasks.base import TaskModel, TaskSettings
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.validate import Predicted, because_of, predict_all
+
+_PROGRESS_SECONDS = 30.0  # between lines of progress
+
+
+def load_task_model(
+    checkpoint: Checkpoint, overrides: Sequence[str] = (), recipe: Recipe | None = None
+) -> tuple[TaskModel, Recipe]:
+    """The model of a checkpoint with its head, in eval mode, and its recipe.
+
+    The recipe is `recipe` or, where it is None, the one that the checkpoint was trained with. Its task and model are
+    always those of the training, changed by `overrides` ("task.folder=vqa"); the task's saved attributes (Task.saved)
+    are loaded too. A pre-trained model may be that of another task's recipe, if the task can do with it as it is
+    (Task.zero_shot): then the task is the recipe's. ValueError where the checkpoint has no head, or one of another task
+    or architecture.
+    """
+    config, where = checkpoint.config, checkpoint.where
+    if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
+        raise ValueError(f"{where} holds a VL-BERT without the head of a task: name a checkpoint of a training run")
+    named = config["task"]
+    zero_shot = recipe is not None and named == PretrainingSettings.__name__ and bool(task_of(recipe.task).zero_shot)
+    if recipe and not zero_shot and named != type(recipe.task).__name__:
+        raise ValueError(
+            f"{where} was trained for another task than recipe {recipe.name}: its settings are {named}, the recipe's "
+            f"{type(recipe.task).__name__}; name the recipe that it was trained with"
+        )
+    trained = recipe_of(checkpoint)
+    settings = recipe.task if zero_shot else trained.task
+    recipe = recipe or trained
+    wanted = override(recipe, list(overrides)).model
+    differing = differing_fields(architecture(wanted), architecture(checkpoint.model_config))
+    if differing:
+        name, here, there = differing[0]
+        raise ValueError(
+            f"{where} has another architecture than recipe {recipe.name}: model.{name} is {there} there and {here} "
+            "here; name the recipe that it was trained with, and its model.* overrides"
+        )
+    recipe = override(replace(recipe, task=settings, model=checkpoint.model_config), list(overrides))
+    task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
+    restore_saved(task, checkpoint)
+    model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size, task.vocabulary), task)
+    if zero_shot:
+        _load_pretrained(model, checkpoint)
+    else:
+        load_model(model, checkpoint.model, where)
+    return model.eval(), recipe
+
+
+def recipe_of(checkpoint: Checkpoint) -> Recipe:
+    """The recipe that a checkpoint of a task was trained with; ValueError where the task is unknown."""
+    config, where = checkpoint.config, checkpoint.where
+    kind = settings_named(config["task"])
+    if kind is None:
+        raise ValueError(
+            f"{where} was trained for an unknown task, with {config['task']}; name its recipe, MODULE:FUNCTION"
+        )
+    settings = from_json(kind, checkpoint.task_settings, f"{where}/config.json")
+    values = config.get("recipe", {"name": Path(where).name}) | {"task": settings}
+    return replace(from_json(Recipe, values, f"{where}/config.json"), model=checkpoint.model_config)
+
+
+def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:
+    """The weights of a pre-trained model, with all of the task's head from that of the pre-training."""
+    if not checkpoint.part(f"head.{model.task.zero_shot}."):
+        raise ValueError(
+            f"{checkpoint.where} was pre-trained without the {model.task.zero_shot} head that "
+            f"{type(model.task).__name__} takes: fine-tune it first, or pre-train with task.{model.task.zero_shot}=true"
+        )
+    load_model(model.vlbert, checkpoint.part("vlbert."), checkpoint.where)
+    start_head(model.task, model.head, checkpoint, same_task=False)
+
+
+def evaluate(
+    recipe: Recipe,
+    paths: Sequence[str],
+    split: str,
+    overrides: Sequence[str],
+    out: str | None,
+    world: World,
+    again: bool = False,
+) -> dict[str, Any]:
+    """Evaluates the checkpoints of `paths` on a split. Returns the contents of metrics.json on rank 0, elsewhere {}.
+
+    An evaluation with the same settings that exists already is returned, and no model is read, unless `again`.
+    ValueError where something does not fit: a checkpoint of another task, a missing split, a folder with an evaluation
+    with other settings.
+    """
+    task_class = task_of(recipe.task)
+    limit = 2 if task_class.joins else 1
+    if len(paths) > limit:
+        raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes {limit} at most")
+    names = [_find(path, world) for path in paths]
+    root = override(recipe, list(overrides)).data.root or names[0].rpartition("/runs/")[0]
+    if not root:
+        raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
+    inputs = inputs_of(recipe, names, split, overrides)
+    store, folder = from_first(output_folder(out, names, split, inputs) if world.first else None, world)
+    where = store.where(folder.rstrip("/")) if folder else str(out)
+    done = None if again else from_first(world.first and read_summary(store, folder), world)
+    if done:
+        if world.first:
+            print(f"evaluated already, with the same settings: {where}; --again repeats it", flush=True)
+            print_summary(done, where)
+        return done if world.first else {}
+    checkpoints = [open_checkpoint(name) for name in names]
+    if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
+        raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
+    changed = [f"task.{name}={_text(value)}" for name, value in task_class.evaluation.items()]
+    overrides = [*changed, *overrides, f"data.root={root}"]
+    if again:
+        from_first(world.first and delete_blocks(store, folder), world)  # before anyone reads them
+    predicted = []
+    for checkpoint in checkpoints:
+        decided = inputs | {"checkpoint": checkpoint.where, "model": checkpoint.folder.hashes.get(MODEL)}
+        blocks = functools.partial(_blocks, store, folder, decided)
+        predicted.append(_predict(recipe, checkpoint, split, overrides, world, blocks))
+    if not world.first:
+        return {}
+    rows = [row for one in predicted for row in one.rows]
+    if not rows:
+        why = because_of([reason for one in predicted for _, reason in one.missing])
+        raise ValueError(f"none of the {sum(len(one.examples) for one in predicted)} examples can be read{why}")
+    summary, files = summarise(predicted, rows, split)
+    summary |= {"inputs": inputs, "files": [*files, PAGE], "code": version("vlbert")}
+    from vlbert.evaluation.results_page import page  # here: it imports jinja2, which training does without
+
+    write(store, folder, files | {PAGE: page(summary, predicted)}, summary)
+    delete_blocks(store, folder)
+    print_summary(summary, where)
+    return summary
+
+
+def find_evaluation(name: str, path: str, split: str, overrides: Sequence[str]) -> dict[str, Any] | None:
+    """The contents of metrics.json of an evaluation with these arguments; None where there is none yet, and where
+    anything is wrong, which the program then reports."""
+    try:
+        recipe = find_recipe(name, RECIPES)()
+        override(recipe, list(overrides))
+        store, folder = find_checkpoint(path)
+        names = [store.where(folder).rstrip("/")]
+        store, folder = output_folder(None, names, split, inputs_of(recipe, names, split, overrides))
+        return read_summary(store, folder)
+    except (*EXPECTED, OSError):
+        return None
+
+
+def _find(path: str, world: World) -> str:
+    """The checkpoint's folder, the same on every rank: a run that goes on may write a newer one meanwhile."""
+    if not world.first:
+        return from_first(None, world)
+    store, folder = find_checkpoint(path)
+    return from_first(store.where(folder).rstrip("/"), world)
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _blocks(store: ObjectStore, folder: str, decided: dict[str, Any], settings: TaskSettings, data: dict) -> Blocks:
+    """What was predicted already, where all that decides it is the same: the task's files too."""
+    files = [Path(settings.folder) / name for name in settings.files]
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+    return Blocks(store, folder, decided | {"code": version("vlbert"), "files": hashes} | data)
+
+
+def _predict(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    split: str,
+    overrides: Sequence[str],
+    world: World,
+    blocks_of: Callable[[TaskSettings, dict], Blocks],
+) -> SplitPredictions:
+    """One checkpoint's predictions for the whole split, gathered on rank 0."""
+    model, recipe = load_task_model(checkpoint, overrides, recipe)
+    check_one_dataset(recipe)
+    model, config = model.to(world.device), recipe.data
+    has_splits = recipe.task.validate_on is not None
+    dataset = (config.held_out or config.dataset_names)[0] if has_splits else split
+    store = open_store(config.root)
+    detector = config.detector or _its_detector(store, dataset, checkpoint)
+    samples, pinned = open_samples(store, dataset, detector, None, world, open_cache(store, config))
+    examples = model.task.examples(samples, split if has_splits else None)
+    # The same batches in every world, so that every world gives the same numbers.
+    batch = max(1, min(model.task.evaluated_at_once, config.batch // config.gradient_accumulation))
+    data = ValidationData(samples, examples, model.task, config, recipe.model.regions, world, None, batch)
+    if world.first:
+        print(
+            f"{name_of(checkpoint.where)}: {len(examples)} examples of {split} on {len(samples)} samples of "
+            f"{dataset}/{pinned['stage']} (snapshot {pinned['snapshot']}), on {world.size} x {world.device.type}",
+            flush=True,
+        )
+    settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
+    decides = {"data": pinned, "examples": len(examples), "batch": batch, "seed": config.seed}
+    decides |= {"task": to_json(settings), "model": to_json(recipe.model), "precision": recipe.precision}
+    blocks = blocks_of(settings, decides)
+    found = _predict_rest(model, data, recipe, world, blocks)
+    rows = sorted(gather_on_first(list(zip(found.numbers, found.rows, strict=True)), world), key=itemgetter(0))
+    return SplitPredictions(
+        checkpoint=checkpoint,
+        recipe=recipe,
+        task=model.task,
+        samples=samples,
+        pinned=pinned,
+        examples=examples,
+        numbers=[number for number, _ in rows],
+        rows=model.task.assemble([row for _, row in rows]),
+        shuffled=gather_on_first(found.shuffled, world),
+        missing=sorted(gather_on_first(list(found.unreadable.items()), world), key=itemgetter(0)),
+    )
+
+
+def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world: World, blocks: Blocks) -> Predicted:
+    """The predictions of this rank's batches: those of the blocks, and the others computed. Keeps these as blocks."""
+    firsts, before = [data.start + index * data.size for index in range(len(data))], blocks.read()
+    rest = [index for index, first in enumerate(firsts) if first not in before]
+    if world.first and before:
+        print(f"{len(before)} of {-(-len(data.numbers) // data.size)} batches are predicted already", flush=True)
+    progress = _progress(len(rest), world)
+
+    def after(index: int, predicted: Predicted) -> None:
+        blocks.add(firsts[index], predicted)
+        progress()
+
+    now = predict_all(model, data, recipe, world, rest, after)
+    found = Predicted()
+    for one in (*(before[first] for first in firsts if first in before), now):
+        found.add(one)
+    return found
+
+
+def _progress(batches: int, world: World) -> Callable[[], None]:
+    """Prints at intervals how far the first rank is, and how long it will take; called after each of its batches."""
+    began = printed = time.monotonic()
+    done = 0
+
+    def progress() -> None:
+        nonlocal printed, done
+        now, done = time.monotonic(), done + 1
+        if world.first and now - printed > _PROGRESS_SECONDS:
+            printed, left = now, (now - began) / done * (batches - done)
+            print(f"predicted {done} of {batches} batches  {clock(now - began)} gone  {clock(left)} left", flush=True)
+
+    return progress
+
+
+def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> str | None:
+    """The detector whose regions it was trained on, where the dataset has them."""
+    stage = next((saved["stage"] for saved in checkpoint.state.get("data", [])), None)  # of all datasets
+    found = stage and next(iter(store.list(f"{dataset}/{stage}/")), None)
+    return stage.removeprefix("regions/") if found else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("vlbert.evaluation.evaluate", __doc__)
+    parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(RECIPES))}, or MODULE:FUNCTION")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="one, or two joined by a comma")
+    parser.add_argument("split", metavar="SPLIT", nargs="?", help="as in the task's files")
+    add_recipe_fields(parser, RECIPES, arguments)
+    parser.add_argument("--out", metavar="FOLDER", help="where to write; needed where CHECKPOINT belongs to no run")
+    parser.add_argument("--again", action="store_true", help="repeat an evaluation with the same settings")
+    options = parser.parse_intermixed_args(arguments)
+    name = f"{parser.prog} {options.recipe}"
+    try:
+        for given in ("checkpoint", "split"):
+            value = getattr(options, given)
+            if not value or re.match(r"[a-z_.]+=", value):
+                raise ValueError(f"{given.upper()} is missing; say RECIPE CHECKPOINT SPLIT, then any field=value")
+        recipe = find_recipe(options.recipe, RECIPES)()
+        override(recipe, options.fields)
+    except ValueError as error:
+        sys.exit(f"{name}: {error}")
+    paths, given = options.checkpoint.split(","), (options.split, options.fields, options.out)
+    run_in_world(name, lambda world: evaluate(recipe, paths, *given, world, options.again))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The page of an evaluation: its numbers beside the paper's, and the worst and the best samples, drawn."""
+
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from detectors.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
+from storage.sample import Sample
+from vlbert.evaluation.results import SplitPredictions, warnings
+
+_DRAWN = 12  # samples of each kind
+_MOST_CANDIDATES = 12  # regions drawn beside the chosen one
+Place = tuple[int, int]  # which of the checkpoints, which of its rows
+
+
+def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> bytes:
+    """index.html, with all images in it."""
+    worst, best = worst_and_best(predicted)
+    scored = bool(worst) and _row(predicted, worst[0])["score"] is not None
+    galleries = [
+        ("Worst" if scored else "Least confident", [_drawn(predicted, place) for place in worst]),
+        ("Best" if scored else "Most confident", [_drawn(predicted, place) for place in best]),
+    ]
+    whole, parts = [], []
+    for name, value in summary["metrics"].items():
+        (parts if "/" in name else whole).append((name, value))
+    values = {"summary": summary, "warnings": warnings(summary), "galleries": galleries, "whole": whole, "parts": parts}
+    return render(Path(__file__).parent / "results.html.j2", values).encode()
+
+
+def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
+    """The page of a template that extends page.html.j2; every value is escaped, and one that is missing is an error."""
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= filters
+    return environment.get_template(template.name).render(values)
+
+
+def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
+    """The image with the boxes of a prediction as the src of an img; None where it does not decode.
+
+    A chosen region is green where it is right, and red where it is wrong: then the true box is green. Other candidates
+    are thin, if they are the sample's own regions. Boxes that are no choice (objects that a text mentions) have turning
+    colours.
+    """
+    right, drawn = (row["score"] or 0) >= 0.5, []
+    if "candidates" in row and _is_region(sample, row["boxes"]):
+        drawn = [(box, OTHERS, "") for box in sample.regions.boxes[:_MOST_CANDIDATES]]
+    for number, one in enumerate(row["boxes"]):
+        name, colour = one["name"], BOX_COLOURS[number % len(BOX_COLOURS)]
+        if name == "ground truth" and right:
+            continue  # the chosen box is good enough
+        if row["score"] is not None and name in (row["answer"], "ground truth"):
+            colour = GREEN if right or name == "ground truth" else RED
+        drawn.append((np.array(one["box"], np.float32), colour, name))
+    try:
+        return data_uri(draw_boxes(sample, drawn))
+    except (OSError, ValueError):  # precomputed features need no image that decodes
+        return None
+
+
+def _is_region(sample: Sample, boxes: Sequence[dict[str, Any]]) -> bool:
+    """Whether the first box is one of the sample's regions, and not an annotated object or from a file of boxes."""
+    return any(np.allclose(box, one["box"], atol=0.01) for one in boxes[:1] for box in sample.regions.boxes)
+
+
+def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
+    """The rows with the lowest scores, the surest of them first, and those with the highest; of a split without truths,
+    the least sure and the surest. No row is in both."""
+    places = [(number, row) for number, one in enumerate(predicted) for row in range(len(one.rows))]
+    scored = [place for place in places if _row(predicted, place)["score"] is not None]
+
+    def worth(place: Place) -> tuple[float, float]:
+        row = _row(predicted, place)
+        return (row["score"], -row["probability"]) if scored else (row["probability"], 0)
+
+    def best_first(place: Place) -> tuple[float, float]:
+        row = _row(predicted, place)
+        return (-row["score"] if scored else 0, -row["probability"])
+
+    places = scored or places
+    worst = heapq.nsmallest(min(count, (len(places) + 1) // 2), places, worth)
+    best = heapq.nsmallest(min(count, len(places) // 2), set(places) - set(worst), lambda p: (best_first(p), p))
+    return worst, best
+
+
+def _row(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any]:
+    return predicted[place[0]].rows[place[1]]
+
+
+def _drawn(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any]:
+    one, row = predicted[place[0]], _row(predicted, place)
+    try:
+        image = draw_answer(one.samples.sample(int(one.examples.samples[one.numbers[place[1]]])), row)
+    except (OSError, ValueError):  # the sample cannot be read
+        image = None
+    return {"row": row, "image": image}

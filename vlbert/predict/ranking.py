@@ -1,0 +1,111 @@
+"""Rank a person's own images by how well they fit a text, or captions by how well they fit an image."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.sample import Sample
+from storage.settings import from_json
+from vlbert.checkpoint import CONFIG
+from vlbert.config import ModelConfig, Recipe
+from vlbert.data.batch import collate
+from vlbert.data.images import prepare_image
+from vlbert.datasets.files import read_text
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.retrieval import OTHER_TOKENS, HeldOutImage, Retrieval, RetrievalSettings
+
+Ranking = list[tuple[str, float]]  # what is ranked, and the probability that it fits; the likeliest first
+
+
+@dataclass(frozen=True, eq=False)
+class Ranker:
+    """A model of retrieval, made by vlbert.predict.command.open_ranker:
+
+        ranker = open_ranker("vl-root/runs/finetune_retrieval_base")
+        ranker.images("photos", "a red circle")                 # [("IMG_3.jpg", 0.91), ...]
+        ranker.captions("photo.jpg", ["a red circle", "a blue star"])
+
+    detect: an image file, its bytes or Pillow's image -> its sample with regions. ValueError where the model is none of
+    retrieval.
+    """
+
+    model: TaskModel
+    recipe: Recipe
+    detect: Callable[[Any], Sample]
+
+    def __post_init__(self):
+        if not isinstance(self.model.task, Retrieval):
+            raise ValueError(
+                f"the checkpoint is one of {type(self.recipe.task).__name__}; to rank images or captions, name one of "
+                "retrieval, or of a pre-training with the relationship head"
+            )
+
+    def images(self, folder: str | Path, text: str, skipped: Callable[[str], None] = lambda line: None) -> Ranking:
+        """The names of the images of a folder, not of those below it, by how well they fit the text.
+
+        skipped: called with why a file was passed over, a line each. ValueError where the folder is missing, or none of
+        its files can be ranked.
+        """
+        folder, annotation = Path(folder), self._candidates([text])
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
+        files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+        if not files:
+            raise ValueError(f"{folder} holds no file; name a folder with images")
+        found, reason = [], ""
+        for file in files:
+            try:
+                found.append((file.name, float(self._probabilities(self.detect(file), annotation)[0])))
+            except ValueError as error:
+                reason = str(error)
+                skipped(reason)
+        if not found:
+            raise ValueError(f"none of the {len(files)} files of {folder} can be ranked; the last: {reason}")
+        return sorted(found, key=lambda one: -one[1])
+
+    def captions(self, image: str | Path | bytes | Sample, captions: Sequence[str]) -> Ranking:
+        """Captions by how well they fit an image, or a sample that `detect` returned. ValueError where the image cannot
+        be read or a caption has no words."""
+        annotation = self._candidates(captions)
+        sample = image if isinstance(image, Sample) else self.detect(image)
+        found = zip(captions, self._probabilities(sample, annotation).tolist(), strict=True)
+        return sorted(found, key=lambda one: -one[1])
+
+    def _candidates(self, texts: Sequence[str]) -> HeldOutImage:
+        for text in texts:
+            self.model.task.annotation_for(text)  # refuses one without words
+        assert isinstance(self.model.task, Retrieval)
+        return self.model.task.ranked([HeldOutImage("", tuple(texts))])[0]
+
+    def _probabilities(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
+        """float64 [texts]."""
+        prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
+        batch = collate([self.model.task.example(sample, prepared, annotation, np.random.default_rng(0))])
+        with torch.inference_mode():
+            (row,) = self.model.predict(batch)
+        return 1 / (1 + np.exp(-row["scores"].astype(np.float64)))
+
+
+def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
+    """The recipe of retrieval for a pre-trained model, given config.json of the checkpoint: it reads texts and regions
+    as in the pre-training. None for a checkpoint of another task."""
+    if config.get("task") != PretrainingSettings.__name__:
+        return None
+    settings = config["settings"] if "settings" in config else config["recipe"]["task"]
+    model = from_json(ModelConfig, config["model"], CONFIG)
+    length = min(settings["caption_length"], model.max_positions - OTHER_TOKENS)
+    task = RetrievalSettings(caption_length=length, max_regions=settings["max_regions"])
+    return Recipe("retrieval", task, model)
+
+
+def read_captions(file: str | Path) -> list[str]:
+    """The captions of a text file, one a line; empty lines are passed over. ValueError where there is none."""
+    captions = [line.strip() for line in read_text(Path(file)).splitlines() if line.strip()]
+    if not captions:
+        raise ValueError(f"{file} holds no caption; write one a line")
+    return captions

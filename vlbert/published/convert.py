@@ -1,0 +1,293 @@
+"""Convert the checkpoints of VL-BERT's and ViLBERT's authors to our models, and back:
+
+    vlbert convert vl-bert-base-e2e.model OUT --vocabulary vocab.txt
+    vlbert convert OUT vl-bert-base-e2e.model
+    vlbert convert pytorch_model_9.bin OUT --vocabulary vocab.txt
+
+The keys of a file tell whose it is. OUT is a model's folder (docs/formats.md): `VLBert.from_pretrained(OUT)` and
+`init_from=OUT` read it. Its published.json says what each key of the file became, and published.safetensors has the
+tensors that no model of ours has; with them, converting back gives the same bits.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from detectors.weights.torch_pickle import named_tensors, read_weight_file
+from storage.programs import make_parser
+from storage.safe_json import parse_json
+from storage.settings import differing_fields, from_json, to_json
+from training.checkpoint_files import load_tensors
+from vlbert.checkpoint import CONFIG, Checkpoint, check_tensors, model_files, read_model
+from vlbert.config import architecture
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, has_any
+from vlbert.published.vilbert import TASKS, PublishedViLBert, is_vilbert
+from vlbert.published.vlbert import PublishedVLBert
+from vlbert.tasks.retrieval import RetrievalSettings
+
+REPORT, KEPT = "published.json", "published.safetensors"
+
+
+def convert(
+    theirs: dict[str, Tensor], what: Published, where: str, whole: bool = False
+) -> tuple[dict[str, Tensor], list[dict]]:
+    """(our tensors in float32, a report with one entry a key). ValueError names the keys that are unexpected, missing
+    or wrong.
+
+    An entry has `theirs` (the key), `dtype`, and one of `ours` (our name), `repeats` (the key that it is equal to),
+    `kept` (the shape of a tensor that nothing of ours reads, and that is kept beside) or `counts` (batches, which a
+    frozen norm does not use). Entries at the end with `ours` alone are tensors that the file lacks and its task does
+    not read; they become zeros. `whole`: keys of the last three kinds must be there too, as in every file that their
+    code saved.
+    """
+    wanted = what.skeleton()
+    expected = {entry["theirs"]: entry for entry in what.standard(wanted)}
+    plain = {what.plain_name(key): tensor for key, tensor in theirs.items()}
+    times = Counter(map(what.plain_name, theirs))
+    tensors, report, problems = {}, [], []
+    for key, tensor in theirs.items():
+        known = expected.get(what.in_file(what.plain_name(key)))
+        twice = times[what.plain_name(key)] > 1
+        if problem := "the file has it under two names" if twice else _problem(tensor, known, wanted, plain, what):
+            problems.append(f"{key}: {problem}")
+            continue
+        assert known is not None  # else there was a problem
+        became = {name: known[name] for name in ("ours", "repeats", "kept") if name in known}
+        report.append({"theirs": key, "dtype": _dtype(tensor)} | (became or {"counts": int(tensor)}))
+        if "ours" in known:
+            tensors[known["ours"]] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    found = {what.in_file(name) for name in plain}
+    problems += [
+        f"{name}: it is missing"
+        for name, entry in expected.items()
+        if name not in found and entry.get("ours") not in what.optional and (whole or "ours" in entry)
+    ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{where} is not converted. {'; '.join(problems[:5])}{more}")
+    for name in sorted(wanted.keys() - tensors.keys()):
+        tensors[name] = torch.zeros(wanted[name].shape)
+        report.append({"ours": name, "zeros": True})
+    return tensors, report
+
+
+def _problem(
+    tensor: Tensor, known: dict | None, wanted: dict[str, Tensor], plain: dict[str, Tensor], what: Published
+) -> str:
+    """What is wrong with a tensor, given what it should be; "" where nothing is."""
+    kind = f"{_dtype(tensor)} {list(tensor.shape)}"
+    if not known:
+        return "no model of this kind has it"
+    if "counts" in known:
+        return "" if not tensor.shape and tensor.dtype == torch.int64 else f"it should be one int64, and is {kind}"
+    if "repeats" in known:
+        original = plain.get(what.plain_name(known["repeats"]))
+        same = original is not None and original.dtype == tensor.dtype and torch.equal(original, tensor)
+        return "" if same else f"it should repeat {known['repeats']}, and does not: the file is damaged"
+    shape = known["kept"] if "kept" in known else list(wanted[known["ours"]].shape)
+    if list(tensor.shape) != shape:
+        return f"it is {list(tensor.shape)} and should be {shape}"
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it is {kind}; float32, float16 and bfloat16 are understood"
+    return "" if tensor.isfinite().all() else "it holds NaN or infinity"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def restore(
+    tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], what: Published, where: str
+) -> dict[str, Tensor]:
+    """Our tensors as theirs: the keys and dtypes of the report. ValueError where they are not those it was made of.
+
+    kept: the tensors that ours lack, by key; zeros where they are not in it.
+    """
+    found: dict[str, Tensor] = {}
+    original = {what.plain_name(e["theirs"]): e["ours"] for e in report if "theirs" in e and "ours" in e}
+    made: dict[tuple[str, str], Tensor] = {}  # keys that repeat each other share memory, and are stored once
+    for entry in report:
+        if "theirs" not in entry:
+            continue
+        key, dtype = entry["theirs"], getattr(torch, entry["dtype"])
+        if "counts" in entry:
+            found[key] = torch.tensor(entry["counts"], dtype=dtype)
+            continue
+        if "kept" in entry:
+            found[key] = kept[key] if key in kept else torch.zeros(entry["kept"], dtype=dtype)
+            continue
+        ours = entry.get("ours") or original.get(what.plain_name(entry["repeats"]))
+        if ours not in tensors:
+            raise ValueError(f"{where} is not of this model: it names {ours}; delete it, and all is written anew")
+        if (ours, entry["dtype"]) not in made:
+            tensor = made[ours, entry["dtype"]] = tensors[ours].to(dtype)
+            if not torch.equal(tensor.float(), tensors[ours]):
+                raise ValueError(
+                    f"{where} says that {key} was {entry['dtype']}, which cannot hold today's {ours}: the weights have "
+                    "changed since. Delete it, and all is written in float32"
+                )
+        found[key] = made[ours, entry["dtype"]]
+    return found
+
+
+def read_file(file: Path) -> dict[str, Tensor]:
+    """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
+    _, loaded = read_weight_file(file)
+    tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
+    if not isinstance(tensors, dict) or not tensors:
+        raise ValueError(f"{file} holds no state dict: a dict of named tensors, or one below 'state_dict', is needed")
+    tensors = named_tensors(file, tensors)
+    prefixed = [key for key in tensors if key.startswith("module.")]
+    if prefixed and len(prefixed) < len(tensors):
+        bare = next(key for key in tensors if not key.startswith("module."))
+        raise ValueError(f"{file} holds keys with and without module., such as {prefixed[0]} and {bare}: it is mixed")
+    return tensors
+
+
+def understand(theirs: dict[str, Tensor], hints: Hints = NO_HINTS) -> Published:
+    """What their tensors are; ValueError where they are neither a VL-BERT nor a ViLBERT."""
+    if is_vilbert(map(PublishedViLBert.plain_name, theirs)):
+        kind = PublishedViLBert
+    elif has_any(map(PublishedVLBert.plain_name, theirs), ("vlbert.", "image_feature_extractor.")):
+        kind = PublishedVLBert
+    else:
+        raise ValueError(
+            f"it has keys such as {next(iter(theirs))}, and none of a VL-BERT (vlbert.*) or a ViLBERT "
+            "(bert.v_embeddings.*): it is no model of their authors"
+        )
+    return kind.understand({kind.plain_name(key): tuple(tensor.shape) for key, tensor in theirs.items()}, hints)
+
+
+def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hints = NO_HINTS) -> list[dict]:
+    """Convert their file to a model's folder, and return the report. ValueError where either is no good."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; give a new folder, or an empty one")
+    theirs = read_file(file)
+    try:
+        what = understand(theirs, hints)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    tensors, report = convert(theirs, what, str(file), whole=True)
+    words = Vocabulary.read(vocabulary) if vocabulary else None
+    if words and len(words) != what.vocab_size:
+        raise ValueError(
+            f"{vocabulary} has {len(words)} tokens, {file} was trained with {what.vocab_size}: not its own"
+        )
+    task = {} if what.task is None else {"task": type(what.task).__name__, "settings": to_json(what.task)}
+    metadata = {"num_classes": what.num_classes} | task
+    kept = {entry["theirs"]: theirs[entry["theirs"]].clone() for entry in report if "kept" in entry}
+    beside = {KEPT: save(kept)} if kept else {}
+    files = model_files(tensors, what.model, what.vocab_size, words, metadata, beside)
+    files[REPORT] = (json.dumps(report, indent=0) + "\n").encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in sorted(files, key=lambda name: name == CONFIG):  # it goes last: without it the folder is no model
+        (folder / name).write_bytes(files[name])
+    return report
+
+
+def to_theirs(folder: Path, file: Path) -> list[dict]:
+    """Convert a model's folder to a file of theirs, bit-equal to the one that it came from, if it came from one.
+
+    Returns the report. ValueError where their code has no such model.
+    """
+    if file.exists():
+        raise ValueError(f"{file} is there already; give a new name")
+    saved = read_model(folder)
+    what, written = _published(saved, folder), folder / REPORT
+    tensors = {name: tensor for name, tensor in saved.model.items() if not name.endswith(COUNTER)}
+    wanted = what.skeleton()
+    check_tensors(wanted, tensors, str(folder))
+    kept: dict[str, Tensor] = {}
+    if written.is_file():
+        report = parse_json(written.read_bytes(), str(written), list)
+        kept = load_tensors(saved.folder, KEPT) if any("kept" in entry for entry in report) else {}
+    else:
+        report = [entry | {"theirs": f"{what.prefix}{entry['theirs']}"} for entry in what.standard(wanted)]
+        _check_theirs(
+            what, {what.plain_name(e["theirs"]): tuple(wanted[e["ours"]].shape) for e in report if "ours" in e}
+        )
+    restored = restore(tensors, kept, report, what, str(written))
+    part = file.with_name(f"{file.name}.part")
+    torch.save({what.below: restored} if what.below else restored, part)
+    part.rename(file)
+    return report
+
+
+def _published(saved: Checkpoint, folder: Path) -> Published:
+    """The file that this model would be; ValueError where their code has no such task."""
+    config, where = saved.config, f"{folder}/{CONFIG}"
+    kinds = {kind.__name__: kind for kind in TASKS.values()}
+    vilbert = saved.model_config.embedding == "separate"
+    if vilbert and "task" not in config and any(name.startswith("head.") for name in saved.model):
+        return PublishedViLBert(None, saved.model_config, saved.vocab_size, saved.num_classes)
+    if config.get("task") not in kinds:
+        raise ValueError(f"{where} names no task, and their files belong to one; convert a run's checkpoint")
+    task = from_json(kinds[config["task"]], saved.task_settings, where)
+    if not vilbert and isinstance(task, RetrievalSettings):
+        raise ValueError(f"{where} is of a VL-BERT for retrieval, which their code does not know")
+    if not vilbert:
+        return PublishedVLBert(task, saved.model_config, saved.vocab_size)
+    return PublishedViLBert(task, saved.model_config, saved.vocab_size, saved.num_classes)
+
+
+def _check_theirs(what: Published, shapes: dict[str, tuple[int, ...]]) -> None:
+    """ValueError where the model follows a rule that their code has not."""
+    theirs = what.understand(shapes, what.hints)
+    for name, ours, published in differing_fields(architecture(what.model), architecture(theirs.model)):
+        stages = name.startswith("regions.resnet.") and not name.endswith((".blocks", ".width", ".stem_pool"))
+        if not stages and name not in what.configured:
+            raise ValueError(f"their code has no such model: model.{name} is {ours}, theirs is {published}")
+    alone = what.head().state_dict().keys() ^ theirs.head().state_dict().keys()
+    if alone:
+        raise ValueError(f"their code has no such model: one of the two alone has head.{min(alone)}")
+
+
+def main() -> None:
+    parser = make_parser("vlbert.published.convert", "Convert the authors' checkpoints.")
+    parser.add_argument("source", type=Path, metavar="IN", help="their file, or a model's folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for their file, a new file for a folder")
+    parser.add_argument("--vocabulary", type=Path, help="vocab.txt of the BERT that they started from")
+    parser.add_argument(
+        "--num-heads",
+        type=_numbers,
+        metavar="12,8,8",
+        help="attention heads, where one has not 64 channels; of a ViLBERT those of text, regions and co-attention",
+    )
+    parser.add_argument("--task", choices=TASKS, help="of a fine-tuned ViLBERT: whose heads to take")
+    parser.add_argument("--task-token", type=int, metavar="N", help="of 12-in-1: the task's row in its table, from 0")
+    options = parser.parse_args()
+    try:
+        if options.source.is_dir():
+            report = to_theirs(options.source, options.out)
+        else:
+            hints = Hints(options.num_heads, options.task, options.task_token)
+            report = to_ours(options.source, options.out, options.vocabulary, hints)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    anew = options.source.is_dir() and not (options.source / REPORT).is_file()
+    for entry in report:
+        became = entry.get("ours", "counts batches: not needed")
+        if "repeats" in entry:
+            became = f"repeats {entry['repeats']}"
+        if "kept" in entry:
+            became = "not in our model: zeros" if anew else f"not in our model: kept in {KEPT}"
+        print(f"{entry.get('theirs', '(not in their file: zeros)')} -> {became}")
+    print(f"{options.out}: {sum('theirs' in entry for entry in report)} keys")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 12,8,8") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The checkpoints of ViLBERT's authors: what their files hold, and which of our tensors each key is.
+
+Both programs are known: `paper` (jiasenlu/vilbert_beta) and `multi_task` (facebookresearch/vilbert-multi-task), whose
+encoder, poolers and pre-training heads are the same. The single-stream baseline of the first has layers J.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from detectors.resnet import ResNetConfig
+from vlbert.config import ModelConfig, RegionConfig
+from vlbert.model.heads import Pooler
+from vlbert.published.checkpoints import CLASSES, NO_HINTS, Hints, Published, Shapes, count, has_any
+from vlbert.recipes.vilbert import (
+    finetune_refcoco_vilbert_base,
+    finetune_retrieval_vilbert_base,
+    finetune_vcr_vilbert_base,
+    finetune_vqa_vilbert_base,
+    finetune_vqa_vilbert_base_multi_task,
+    pretrain_vilbert_base,
+)
+from vlbert.tasks import task_of
+from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.retrieval import RetrievalSettings
+from vlbert.tasks.vcr import VCRHead, VCRSettings
+from vlbert.tasks.vqa import OTHER_TOKENS, VQASettings
+
+TEXT_HEAD, REGION_HEAD = 64, 128  # channels of an attention head: of the text, and of regions and co-attention
+
+_SELF_ATTENTION = {
+    "attention.self.query": "query",
+    "attention.self.key": "key",
+    "attention.self.value": "value",
+    "attention.output.dense": "attention_output",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "intermediate",
+    "output.dense": "output",
+    "output.LayerNorm": "output_norm",
+}
+_CO_ATTENTION = {  # 1 stands for the regions in their names, 2 for the text
+    f"{theirs}": f"{stream}.{ours}"
+    for stream, number, letter in (("regions", 1, "v"), ("text", 2, "t"))
+    for theirs, ours in (
+        (f"biattention.query{number}", "query"),
+        (f"biattention.key{number}", "key"),
+        (f"biattention.value{number}", "value"),
+        (f"biOutput.dense{number}", "attention_output"),
+        (f"biOutput.LayerNorm{number}", "attention_norm"),
+        (f"{letter}_intermediate.dense", "intermediate"),
+        (f"{letter}_output.dense", "output"),
+        (f"{letter}_output.LayerNorm", "output_norm"),
+    )
+}
+_PARTS = {  # letter -> the list of layers in their names, and its parts
+    "J": ("layer", _SELF_ATTENTION),
+    "T": ("layer", _SELF_ATTENTION),
+    "V": ("v_layer", _SELF_ATTENTION),
+    "X": ("c_layer", _CO_ATTENTION),
+}
+_TEXT = {
+    "bert.embeddings.word_embeddings": "words",
+    "bert.embeddings.position_embeddings": "positions",
+    "bert.embeddings.token_type_embeddings": "segments",
+    "bert.embeddings.task_embeddings": "tasks",
+    "bert.embeddings.LayerNorm": "norm",
+}
+_REGIONS = {
+    "image_embeddings": "visual",
+    "image_location_embeddings": "location",
+    "token_type_embeddings": "region_segments",
+    "LayerNorm": "region_norm",
+}
+_HEADS = {
+    "cls.predictions.transform.dense": "word_transform.dense",
+    "cls.predictions.transform.LayerNorm": "word_transform.norm",
+    "cls.imagePredictions.transform.dense": "region_transform.dense",
+    "cls.imagePredictions.transform.LayerNorm": "region_transform.norm",
+    "cls.imagePredictions.decoder": "region_classifier",
+}
+# What differs with the number of streams: where the regions' embedding stands, and the names of poolers and pair head.
+_ONE_STREAM = "bert.image_embeddings", {"bert.pooler.dense": "pooler.dense", "cls.seq_relationship": "relationship"}
+_TWO_STREAMS = (
+    "bert.v_embeddings",
+    {
+        "bert.t_pooler.dense": "pooler.dense",
+        "bert.v_pooler.dense": "pooler.region_dense",
+        "cls.bi_seq_relationship": "relationship",
+    },
+)
+_WORD_BIAS = {"cls.predictions.bias": "head.word_bias"}
+_WORDS, _DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+_DEAD = ("q_dense1", "q_dense2")  # layers of each co-attention layer's biOutput that nothing uses
+# Beginnings of keys of an encoder that was saved without the `bert.` of the model around it.
+_BARE = ("embeddings.", "v_embeddings.", "image_embeddings.", "encoder.", "t_pooler.", "v_pooler.", "pooler.")
+_OF_TASKS = ("vil_", "vision_logit.", "linguisic_logit.")  # beginnings of keys of fine-tuning's heads
+# All that such heads have: answers of the paper's program, answers and pairs of images of 12-in-1, single layers.
+_ANSWERS = (
+    {"main.0": "first", "main.3": "output"},
+    {"weight_v": "direction.weight", "weight_g": "gain", "bias": "direction.bias"},
+)
+_ANSWERS_OF_MULTI_TASK = (
+    {"logit_fc.0": "first", "logit_fc.2": "norm", "logit_fc.3": "output"},
+    {"weight": "weight", "bias": "bias"},
+)
+_TASK_KEYS = {
+    *(f"vil_prediction.{layer}.{kind}" for layer in _ANSWERS[0] for kind in _ANSWERS[1]),
+    *(
+        f"{head}.{layer}.{kind}"
+        for head in ("vil_prediction", "vil_prediction_gqa", "vil_binary_prediction")
+        for layer in _ANSWERS_OF_MULTI_TASK[0]
+        for kind in _ANSWERS_OF_MULTI_TASK[1]
+    ),
+    *(
+        f"{head}.{kind}"
+        for head in ("vil_logit", "vil_tri_prediction", "vision_logit", "linguisic_logit")
+        for kind in ("weight", "bias")
+    ),
+}
+TASKS = {
+    "pretraining": PretrainingSettings,
+    "vqa": VQASettings,
+    "vcr": VCRSettings,
+    "refcoco": RefCOCOSettings,
+    "retrieval": RetrievalSettings,
+}
+
+
+def layer_names(layers: str) -> Iterator[tuple[str, str]]:
+    """(their name, ours) of each module of an encoder: theirs count the layers of each kind by themselves."""
+    seen = dict.fromkeys(("layer", "v_layer", "c_layer"), 0)
+    for number, letter in enumerate(layers):
+        kind, parts = _PARTS[letter]
+        for theirs, ours in parts.items():
+            yield f"bert.encoder.{kind}.{seen[kind]}.{theirs}", f"vlbert.encoder.layers.{number}.{ours}"
+        seen[kind] += 1
+
+
+def names(layers: str) -> dict[str, str]:
+    """Their parameter -> ours, of the encoder and of the heads of pre-training."""
+    regions, of_streams = _ONE_STREAM if "J" in layers else _TWO_STREAMS
+    modules = dict(layer_names(layers))
+    modules |= {theirs: f"vlbert.embedding.{ours}" for theirs, ours in _TEXT.items()}
+    modules |= {f"{regions}.{theirs}": f"vlbert.embedding.{ours}" for theirs, ours in _REGIONS.items()}
+    modules |= {theirs: f"head.{ours}" for theirs, ours in (_HEADS | of_streams).items()}
+    kinds = ("weight", "bias")
+    return _WORD_BIAS | {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in modules.items() for kind in kinds}
+
+
+def names_of_task(task: Any) -> dict[str, str]:
+    """Their parameter -> ours, of the classifier that a fine-tuned task has."""
+    if isinstance(task, VQASettings):
+        known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
+        layers, kinds = known.get(task.classifier, ({}, {}))
+        return {
+            f"vil_prediction.{layer}.{kind}": f"head.classifier.{ours}.{our_kind}"
+            for layer, ours in layers.items()
+            for kind, our_kind in kinds.items()
+        }
+    theirs, ours = {
+        VCRSettings: ("vil_logit", "head.score.output"),
+        RetrievalSettings: ("vil_logit", "head.score"),
+        RefCOCOSettings: ("vision_logit", "head.output"),
+    }.get(type(task), ("", ""))
+    return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")} if theirs else {}
+
+
+@dataclass(frozen=True)
+class PublishedViLBert(Published):
+    """A ViLBERT of its authors with the heads of one task, or its encoder alone; or their single-stream baseline.
+
+    others  key -> shape of the heads that a fine-tuned file has beside those of the task
+    """
+
+    others: Shapes = field(default_factory=dict)
+
+    kind: ClassVar[str] = "ViLBERT"
+    configured: ClassVar[frozenset[str]] = frozenset(
+        {"layers", "num_heads", "region_num_heads", "coattention_num_heads", "task_token"}
+    )
+
+    @property
+    def hints(self) -> Hints:
+        model = self.model
+        heads = (model.num_heads, model.regions_stream.num_heads, model.coattention.num_heads)
+        name = next((name for name, kind in TASKS.items() if isinstance(self.task, kind)), None)
+        fine_tuned = None if name == "pretraining" else name
+        return Hints(heads[:1] if "J" in model.layers else heads, fine_tuned, model.task_token)
+
+    @staticmethod
+    def plain_name(key: str) -> str:
+        """Without module., with the names that LayerNorms have since (gamma is weight, beta bias), and with the bert.
+        that an encoder saved by itself lacks."""
+        name = key.removeprefix("module.").replace("gamma", "weight").replace("beta", "bias")
+        return f"bert.{name}" if name.startswith(_BARE) else name
+
+    @classmethod
+    def understand(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
+        """What no shape tells is as published: the order of layers (co-attention begins with the last text layers, and
+        each is followed by a text and a region layer), and heads of 64 channels in the text and of 128 in regions and
+        co-attention, unless `hints` has the number of heads of each of the three.
+        """
+        model = _model(shapes, hints)
+        vocab_size, _ = cls.matrix(shapes, _WORDS)
+        fine_tuned = has_any(shapes, _OF_TASKS)
+        if hints.task and not fine_tuned:
+            raise ValueError("it is pre-trained and has no heads of fine-tuned tasks: give no task")
+        if not fine_tuned and not has_any(shapes, "cls."):
+            return cls(None, model, vocab_size)
+        task = _task(shapes, hints, model.max_positions) if fine_tuned else pretrain_vilbert_base().task
+        classes = shapes.get("cls.imagePredictions.decoder.weight", (CLASSES,))[0]
+        what = cls(task, model, vocab_size, classes - 1)
+        if not fine_tuned:
+            return what
+        read = {entry["theirs"] for entry in what.standard(what.skeleton())}
+        heads = {key for key, ours in names(model.layers).items() if ours.startswith("head.")} | _TASK_KEYS
+        return replace(what, others={key: shape for key, shape in shapes.items() if key in heads - read})
+
+    def head(self) -> nn.Module:
+        if self.task is None:
+            return nn.ModuleDict({"pooler": Pooler(self.model)})
+        if isinstance(self.task, PretrainingSettings):
+            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
+        if isinstance(self.task, VCRSettings):
+            return VCRHead(self.model, self.task)
+        return task_of(self.task)(self.task, None, self.num_classes).head(self.model)
+
+    def standard(self, ours: Iterable[str]) -> list[dict]:
+        theirs = {name: key for key, name in (names(self.model.layers) | names_of_task(self.task)).items()}
+        if unknown := [name for name in ours if name not in theirs]:
+            raise ValueError(f"their code has no such model: it has nothing for {unknown[0]}")
+        entries = [{"theirs": theirs[name], "dtype": "float32", "ours": name} for name in ours]
+        if self.task is not None:
+            entries.append({"theirs": _DECODER, "dtype": "float32", "repeats": _WORDS})
+        kept = self._dead() | self.others
+        return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
+
+    def _dead(self) -> Shapes:
+        """Key -> shape of what every co-attention layer of theirs has and nothing uses."""
+        inputs = self.model.coattention.hidden_size
+        widths = zip(_DEAD, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
+        modules = {
+            f"bert.encoder.c_layer.{number}.biOutput.{name}": width
+            for name, width in widths
+            for number in range(self.model.layers.count("X"))
+        }
+        return {f"{name}.weight": (width, inputs) for name, width in modules.items()} | {
+            f"{name}.bias": (width,) for name, width in modules.items()
+        }
+
+
+def is_vilbert(shapes: Iterable[str]) -> bool:
+    """Whether these plain names are of one of their models."""
+    return has_any(shapes, (f"{_ONE_STREAM[0]}.", f"{_TWO_STREAMS[0]}.", "bert.encoder.c_layer."))
+
+
+def _task(shapes: Shapes, hints: Hints, positions: int) -> Any:
+    """The settings of the task of a fine-tuned file."""
+    multi_task = has_any(shapes, "vil_prediction.logit_fc.")
+    last = "vil_prediction.logit_fc.3.weight" if multi_task else "vil_prediction.main.3.weight_v"
+    several = shapes.get(last, (1,))[:1] != (1,)
+    name = hints.task or ("vqa" if several and not multi_task else None)
+    if name is None:
+        heads = "heads of several tasks" if multi_task else "the heads of VCR, RefCOCO+ or retrieval"
+        raise ValueError(f"it has {heads}, and its tensors do not tell which to take: name one, --task NAME")
+    if name == "vqa":
+        recipe = finetune_vqa_vilbert_base_multi_task if multi_task else finetune_vqa_vilbert_base
+        task, answers = recipe().task, PublishedViLBert.matrix(shapes, last)[0]
+        return replace(task, answers=answers, question_length=min(task.question_length, positions - OTHER_TOKENS))
+    recipes = {
+        "pretraining": pretrain_vilbert_base,
+        "vcr": finetune_vcr_vilbert_base,
+        "refcoco": finetune_refcoco_vilbert_base,
+        "retrieval": finetune_retrieval_vilbert_base,
+    }
+    return recipes[name]().task
+
+
+def _model(shapes: Shapes, hints: Hints) -> ModelConfig:
+    def matrix(name: str) -> tuple[int, int]:
+        return PublishedViLBert.matrix(shapes, f"{name}.weight")
+
+    one_stream = has_any(shapes, _ONE_STREAM[0])
+    _, hidden_size = matrix("bert.embeddings.word_embeddings")
+    region_size, channels = matrix(f"{(_ONE_STREAM if one_stream else _TWO_STREAMS)[0]}.image_embeddings")
+    sizes = {"text": hidden_size}
+    two_streams: dict[str, Any] = {}
+    if not one_stream:
+        sizes |= {"regions": region_size, "co-attention": matrix("bert.encoder.c_layer.0.biattention.query1")[0]}
+        two_streams = {
+            "region_hidden_size": region_size,
+            "region_intermediate_size": matrix("bert.encoder.v_layer.0.intermediate.dense")[0],
+            "coattention_size": sizes["co-attention"],
+            "pooler": "product",
+        }
+    if hints.num_heads and len(hints.num_heads) != len(sizes):
+        raise ValueError(f"the number of heads is needed of {', '.join(sizes)}; given are {len(hints.num_heads)}")
+    if "bert.embeddings.task_embeddings.weight" not in shapes:
+        if hints.task_token is not None:
+            raise ValueError("it has no table of task tokens: give no task token")
+    elif hints.task_token is None:
+        raise ValueError("it has a table of task tokens, and they do not tell which is your task's: --task-token N")
+    channels_of = {"text": TEXT_HEAD}
+    heads = hints.num_heads or [max(1, size // channels_of.get(kind, REGION_HEAD)) for kind, size in sizes.items()]
+    kinds = ("num_heads", "region_num_heads", "coattention_num_heads")
+    return ModelConfig(
+        layers=_layers(shapes, one_stream),
+        hidden_size=hidden_size,
+        intermediate_size=matrix("bert.encoder.layer.0.intermediate.dense")[0],
+        max_positions=matrix("bert.embeddings.position_embeddings")[0],
+        embedding="separate",
+        region_segment=one_stream,
+        whole_image="mean",
+        task_token=hints.task_token,
+        regions=RegionConfig(
+            features="precomputed",
+            resnet=ResNetConfig(width=channels // 32, stem_pool="torch"),
+            masked_features="zeros",
+        ),
+        **dict(zip(kinds, heads, strict=False)),
+        **two_streams,
+    )
+
+
+def _layers(shapes: Shapes, one_stream: bool) -> str:
+    """ModelConfig.layers of these tensors, in the published order (co-attention with the last text layers)."""
+    text, regions, both = (
+        count(shapes, rf"bert\.encoder\.{kind}\.(\d+)\.") for kind in ("layer", "v_layer", "c_layer")
+    )
+    if one_stream:
+        return "J" * text
+    if regions != both or both > text:
+        raise ValueError(
+            f"it has {text} layers of text, {regions} of regions and {both} of co-attention; published models have as "
+            "many of regions as of co-attention, and no fewer of text"
+        )
+    return "T" * (text - both) + "XTV" * both

@@ -1,0 +1,255 @@
+"""The checkpoints of VL-BERT's authors: what their files hold, and which of our tensors each key is."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from detectors.resnet import ResNetConfig
+from vlbert.config import ModelConfig, RegionConfig
+from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, Shapes, count, has_any
+from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
+from vlbert.tasks.vcr import VCRHead, VCRSettings
+from vlbert.tasks.vqa import OTHER_TOKENS, VQA, VQASettings
+
+HEAD_CHANNELS = 64  # channels of an attention head in every BERT
+
+# The authors' name <-> ours; {} is a number. The first match counts, in either direction.
+_BLOCKS = [
+    (f"{theirs}.{{}}.{part}", f"{ours}.{{}}.{our_part}")
+    for theirs, ours in (
+        *((f"image_feature_extractor.backbone.layer{n}", f"vlbert.fast_rcnn.backbone.res{n + 1}") for n in (1, 2, 3)),
+        ("image_feature_extractor.roi_head_feature_extractor", "vlbert.fast_rcnn.res5"),
+    )
+    for part, our_part in (
+        ("bn{}.", "conv{}.norm."),
+        ("downsample.1.", "shortcut.norm."),
+        ("downsample.0.", "shortcut."),
+        ("conv{}.", "conv{}."),
+    )
+]
+_CORE = [
+    ("image_feature_extractor.backbone.bn1.", "vlbert.fast_rcnn.backbone.stem.conv1.norm."),
+    ("image_feature_extractor.backbone.conv1.", "vlbert.fast_rcnn.backbone.stem.conv1."),
+    *_BLOCKS,
+    ("image_feature_extractor.obj_downsample.1.", "vlbert.embedding.visual."),
+    ("object_linguistic_embeddings.", "vlbert.embedding.region_token."),
+    ("object_mask_word_embedding.", "vlbert.embedding.masked_region_token."),
+    ("object_mask_visual_embedding.", "vlbert.embedding.masked_appearance."),
+    ("aux_text_visual_embedding.", "vlbert.embedding.no_image_embedding."),
+    ("vlbert.word_embeddings.", "vlbert.embedding.words."),
+    ("vlbert.end_embedding.", "vlbert.embedding.end_token."),
+    ("vlbert.position_embeddings.", "vlbert.embedding.positions."),
+    ("vlbert.token_type_embeddings.", "vlbert.embedding.segments."),
+    ("vlbert.embedding_LayerNorm.", "vlbert.embedding.norm."),
+    ("vlbert.visual_1x1_text.", "vlbert.embedding.text_visual.to_hidden."),
+    ("vlbert.visual_1x1_object.", "vlbert.embedding.region_visual.to_hidden."),
+    ("vlbert.visual_ln_text.", "vlbert.embedding.text_visual.norm."),
+    ("vlbert.visual_ln_object.", "vlbert.embedding.region_visual.norm."),
+    ("vlbert.visual_scale_text", "vlbert.embedding.text_visual.scale"),
+    ("vlbert.visual_scale_object", "vlbert.embedding.region_visual.scale"),
+    *(
+        (f"vlbert.encoder.layer.{{}}.{theirs}.", f"vlbert.encoder.layers.{{}}.{ours}.")
+        for theirs, ours in (
+            ("attention.self.query", "query"),
+            ("attention.self.key", "key"),
+            ("attention.self.value", "value"),
+            ("attention.output.dense", "attention_output"),
+            ("attention.output.LayerNorm", "attention_norm"),
+            ("intermediate.dense", "intermediate"),
+            ("output.dense", "output"),
+            ("output.LayerNorm", "output_norm"),
+        )
+    ),
+    ("vlbert.pooler.", "head.pooler."),
+]
+_CLASSIFIER = {  # by our kind of classifier
+    "linear": [("final_mlp.1.", "output.")],
+    "two_layers": [("final_mlp.1.", "first."), ("final_mlp.4.", "output.")],
+    "words": [
+        ("final_mlp.0.dense.", "transform.dense."),
+        ("final_mlp.0.LayerNorm.", "transform.norm."),
+        ("final_mlp.2.", "output."),
+    ],
+    "regions": [("final_mlp.0.dense.", "transform.dense."), ("final_mlp.2.", "output.")],
+}
+_PRETRAINING = [
+    ("vlbert.mlm_head.predictions.bias", "head.word_bias"),
+    ("vlbert.mlm_head.predictions.transform.dense.", "head.word_transform.dense."),
+    ("vlbert.mlm_head.predictions.transform.LayerNorm.", "head.word_transform.norm."),
+    ("vlbert.mvrc_head.transform.dense.", "head.region_transform.dense."),
+    ("vlbert.mvrc_head.region_cls_pred.", "head.region_classifier."),
+    ("vlbert.relationsip_head.caption_image_relationship.", "head.relationship."),
+]
+_VCR_REGIONS = {
+    "contextual": [
+        ("cnn_loss_reg.0.dense.", "head.region_transform.dense."),
+        ("cnn_loss_reg.2.", "head.region_classifier."),
+    ],
+    "appearance": [("image_feature_extractor.regularizing_predictor.", "head.region_classifier.")],
+    "none": [],
+}
+_WORDS = "vlbert.word_embeddings.weight"
+# Prefixes of keys that repeat others -> the prefixes of those.
+_ALIASES = {
+    "image_feature_extractor.head.0.": "image_feature_extractor.roi_head_feature_extractor.",
+    "vlbert.mlm_head.predictions.decoder.weight": _WORDS,
+}
+# Zeros where the file lacks them: only text-only rows read the first, and only pre-training reads the others.
+_TEXT_ONLY = ("vlbert.embedding.no_image_embedding.weight",)
+_ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("masked_region_token", "masked_appearance"))
+
+
+@dataclass(frozen=True)
+class PublishedVLBert(Published):
+    """A file of VL-BERT's authors, of any of their tasks."""
+
+    kind: ClassVar[str] = "VL-BERT"
+    prefix: ClassVar[str] = "module."
+    below: ClassVar[str | None] = "state_dict"
+    optional: ClassVar[tuple[str, ...]] = _TEXT_ONLY
+    configured: ClassVar[frozenset[str]] = frozenset(
+        {"num_heads", "regions.features", "regions.masking", "regions.roi_size"}
+        | {"regions.pixel_mean", "regions.pixel_std"}
+    )
+
+    @staticmethod
+    def plain_name(key: str) -> str:
+        """Without the wrappers of data-parallel training (module.) and of VCR's four choices (_module.)."""
+        return re.sub(r"^vlbert\._module\.", "vlbert.", key.removeprefix("module."))
+
+    def in_file(self, name: str) -> str:
+        """VCR wraps the core in a module for its four choices."""
+        return re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
+
+    @classmethod
+    def understand(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
+        """What no shape tells is as published: 64 channels an attention head (unless `hints` says how many those are),
+        the stride in 1x1 convolutions, a dilated res5, how images are padded, VCR's sigmoid, its images of 600/1200
+        pixels and its question, answer or rationale.
+        """
+        if hints.num_heads and len(hints.num_heads) != 1:
+            raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")
+        if hints.task or hints.task_token is not None:
+            raise ValueError("it is a VL-BERT, whose tensors tell its task: give no task and no task token")
+        vocab_size, hidden_size = cls.matrix(shapes, _WORDS)
+        task = _task(shapes)
+        visual, _ = cls.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
+        tokens, _ = cls.matrix(shapes, "object_linguistic_embeddings.weight")
+        model = ModelConfig(
+            layers="J" * count(shapes, r"vlbert\.encoder\.layer\.(\d+)\."),
+            hidden_size=hidden_size,
+            num_heads=hints.num_heads[0] if hints.num_heads else max(1, hidden_size // HEAD_CHANNELS),
+            intermediate_size=cls.matrix(shapes, "vlbert.encoder.layer.0.intermediate.dense.weight")[0],
+            max_positions=cls.matrix(shapes, "vlbert.position_embeddings.weight")[0],
+            visual_embedding_size=None if visual == hidden_size else visual,
+            visual_norm="layer_norm" if has_any(shapes, "vlbert.visual_ln_") else "scale",
+            region_classes=None if tokens == 1 else tokens,
+            regions=_regions(shapes, task),
+        )
+        return cls(task, model, vocab_size)
+
+    def head(self) -> nn.Module:
+        if isinstance(self.task, PretrainingSettings):
+            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
+        if isinstance(self.task, VCRSettings):
+            return VCRHead(self.model, self.task)
+        task = VQA if isinstance(self.task, VQASettings) else RefCOCO
+        return task(self.task, None, 0).head(self.model)
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """(beginning of their name, beginning of ours) of everything in the model."""
+        if isinstance(self.task, PretrainingSettings):
+            return _CORE + _PRETRAINING
+        if isinstance(self.task, VCRSettings):
+            score = [(theirs, f"head.score.{ours}") for theirs, ours in _CLASSIFIER[self.task.classifier]]
+            return _CORE + score + _VCR_REGIONS[self.task.region_loss]
+        kind = self.task.classifier if isinstance(self.task, VQASettings) else "regions"
+        return _CORE + [(theirs, f"head.{ours}") for theirs, ours in _CLASSIFIER[kind]]
+
+    def ours(self) -> Callable[[str], str | None]:
+        """Their name -> ours, None where there is none."""
+        return _renaming(self.pairs())
+
+    def theirs(self) -> Callable[[str], str | None]:
+        """Our name -> theirs, None where there is none."""
+        rename = _renaming([(ours, theirs) for theirs, ours in self.pairs()])
+        return lambda name: self.in_file(rename(name) or "") or None
+
+    def standard(self, ours: Iterable[str]) -> list[dict]:
+        """The visual embedding of text-only rows is in it, though their code leaves it out where it trained without
+        any."""
+        pretraining = isinstance(self.task, PretrainingSettings)
+        unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
+        back = self.theirs()
+        read = [name for name in ours if name not in unread]
+        if unknown := [name for name in read if back(name) is None]:
+            raise ValueError(f"their code has no such model: it has nothing for {unknown[0]}")
+        entries = [{"theirs": back(name), "dtype": "float32", "ours": name} for name in read]
+        norms = [e["theirs"].removesuffix(".running_var") for e in entries if e["theirs"].endswith(".running_var")]
+        entries += [{"theirs": f"{norm}{COUNTER}", "dtype": "int64", "counts": 0} for norm in norms]
+        for alias, of in _ALIASES.items():
+            for entry in [e for e in entries if e["theirs"].startswith(of)] if pretraining or of != _WORDS else ():
+                became = {"counts": 0} if "counts" in entry else {"repeats": entry["theirs"]}
+                entries.append({"theirs": entry["theirs"].replace(of, alias, 1), "dtype": entry["dtype"]} | became)
+        return entries
+
+
+def _renaming(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
+    patterns = [(re.compile("^" + re.escape(old).replace(r"\{\}", r"(\d+)")), new) for old, new in pairs]
+
+    def rename(name: str) -> str | None:
+        for pattern, new in patterns:
+            match = pattern.match(name)
+            if match:
+                return new.format(*match.groups()) + name[match.end() :]
+        return None
+
+    return rename
+
+
+def _regions(shapes: Shapes, task: Any) -> RegionConfig:
+    """Where such a model's appearance features come from."""
+    _, inputs = PublishedVLBert.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
+    from_pixels = has_any(shapes, "image_feature_extractor.backbone.")
+    stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
+    blocks = tuple(count(shapes, rf"image_feature_extractor\.{re.escape(stage)}\.(\d+)\.") for stage in stages)
+    width = (inputs - ModelConfig.geometry_channels) // 32  # of what comes in, res5 puts out 32 times its stem's
+    regions = RegionConfig(
+        features="end_to_end" if from_pixels else "precomputed",
+        resnet=ResNetConfig(blocks=blocks if from_pixels else (3, 4, 23, 3), width=width, stem_pool="torch"),
+        masking="features" if from_pixels and "object_mask_visual_embedding.weight" in shapes else "pixels",
+        padding="batch",
+    )
+    return replace(regions, long_side=1200, padding="fixed") if isinstance(task, VCRSettings) else regions
+
+
+def _task(shapes: Shapes) -> Any:
+    """The settings of the task that has these tensors."""
+    if has_any(shapes, "vlbert.mlm_head."):
+        return PretrainingSettings(relationship=has_any(shapes, "vlbert.relationsip_head."))
+    if not has_any(shapes, "final_mlp."):
+        raise ValueError("it has neither pre-training's heads (vlbert.mlm_head) nor a classifier of a task (final_mlp)")
+    if has_any(shapes, "final_mlp.0.dense."):
+        kind = "words" if has_any(shapes, "final_mlp.0.LayerNorm.") else "regions"
+    else:
+        kind = "two_layers" if has_any(shapes, "final_mlp.4.") else "linear"
+    last = {"linear": "final_mlp.1.weight", "two_layers": "final_mlp.4.weight"}.get(kind, "final_mlp.2.weight")
+    outputs, _ = PublishedVLBert.matrix(shapes, last)
+    contextual = has_any(shapes, "cnn_loss_reg.")
+    appearance = has_any(shapes, "image_feature_extractor.regularizing_predictor.")
+    positions, _ = PublishedVLBert.matrix(shapes, "vlbert.position_embeddings.weight")
+    if outputs > 1:
+        return VQASettings(answers=outputs, classifier=kind, question_length=min(512, positions) - OTHER_TOKENS)
+    if kind == "regions" and not contextual and not appearance:
+        return RefCOCOSettings(whole_image_competes=True)
+    return VCRSettings(
+        max_tokens=min(VCRSettings.max_tokens, positions - 5),
+        pooled=has_any(shapes, "vlbert.pooler."),
+        classifier=kind,
+        classifier_width=PublishedVLBert.matrix(shapes, "final_mlp.1.weight")[0] if kind == "two_layers" else 1024,
+        region_loss="contextual" if contextual else "appearance" if appearance else "none",
+    )
