@@ -307,7 +307,7 @@ def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("detectors.run", __doc__)
+    parser = make_parser("vlbert detect", __doc__)
     parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
     parser.add_argument("dataset", metavar="DATASET", help="the dataset below it, such as captions")
     parser.add_argument("--json", action="store_true", help="lines of JSON instead of those for people")

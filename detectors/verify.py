@@ -114,7 +114,7 @@ def _mean_of_best(regions: Regions) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("detectors.verify", __doc__.split("\n")[0])
+    parser = make_parser("vlbert verify-detector", __doc__.split("\n")[0])
     parser.add_argument("weights", type=Path, metavar="WEIGHTS", help="safetensors file")
     parser.add_argument("images", type=Path, metavar="IMAGE", nargs="+")
     parser.add_argument("--out", type=Path, default=Path("verified"), help="folder of the drawings (verified)")

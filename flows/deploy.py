@@ -130,7 +130,7 @@ def set_automation(name: str, wanted: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("flows.deploy", __doc__)
+    parser = make_parser("vlbert deploy", __doc__)
     parser.add_argument(
         "file", metavar="FILE", nargs="?", type=Path, default=Path("prefect.yaml"), help="(%(default)s)"
     )

@@ -227,7 +227,7 @@ def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY
 
 
 def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = os.environ) -> None:
-    parser = make_parser("flows.serve", __doc__)
+    parser = make_parser("vlbert serve", __doc__)
     home = Path(variables.get("PREFECT_HOME") or ".prefect")
     parser.add_argument("--deployments", type=Path, default=Path("prefect.yaml"), help="file (%(default)s)")
     parser.add_argument("--home", type=Path, default=home, help="folder for all that Prefect keeps (%(default)s)")

@@ -5,35 +5,14 @@ import difflib
 import importlib.metadata
 import importlib.util
 import re
-import runpy
-import sys
-from collections.abc import Iterable, Sequence
-
-_NAMES: dict[str, str] = {}  # by module, of the program that runs: where it was not started as python -m MODULE
+from collections.abc import Iterable
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def run(module: str, name: str, arguments: Sequence[str]) -> None:
-    """Do what `python -m MODULE ARGUMENTS` does; usage and errors call the program `name`."""
-    sys.argv = [name, *arguments]
-    _NAMES[module] = name
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    finally:
-        del _NAMES[module]
-
-
-def name_of(module: str, otherwise: str | None = None) -> str:
-    """What a program is called: `vlbert COMMAND` where it was started so, else `otherwise`, `python -m MODULE`."""
-    return _NAMES.get(module) or otherwise or f"python -m {module}"
-
-
-def make_parser(module: str, description: str, otherwise: str | None = None) -> argparse.ArgumentParser:
-    """A parser that calls the program by name_of, in the lines of its description, too."""
-    name = name_of(module, otherwise)
-    text = description.replace(f"python -m {module} ", f"{name_of(module)} ")
-    return argparse.ArgumentParser(name, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser of the program `name`, as `vlbert collect`."""
+    return argparse.ArgumentParser(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def nearest(typed: str, known: Iterable[str]) -> str:

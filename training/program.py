@@ -32,19 +32,19 @@ _BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends becau
 
 
 def run_program(
+    program: str,
     module: str,
     description: str,
     recipes: Mapping[str, Callable[[], Any]],
     check_complete: Callable[[Any], None],
     train: Callable[[Any, World], Any],
     arguments: Sequence[str] | None,
-    otherwise: str | None = None,
 ) -> None:
     """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line.
 
-    module, otherwise: see name_of.
+    program: what it is called, as `vlbert train`; module: behind torchrun's -m.
     """
-    parser = make_parser(module, description, otherwise)
+    parser = make_parser(program, description)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
     add_recipe_fields(parser, recipes, arguments)
     options = parser.parse_args(arguments)

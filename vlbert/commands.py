@@ -1,5 +1,6 @@
-"""`vlbert COMMAND`: the programs of this project under one name. `python -m MODULE` starts each of them, too."""
+"""`vlbert COMMAND`: the programs of this project under one name."""
 
+import importlib
 import os
 import re
 import select
@@ -10,15 +11,15 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from storage.programs import PackageMissing, nearest, run
+from storage.programs import PackageMissing, nearest
 
-# The module behind each command, in the order of use. Nothing here imports it before it runs.
+# The module whose `main` each command calls, in the order of use. None is imported before it runs.
 COMMANDS = {
     "plan": "vlbert.plan",
     "collect": "storage.collect.run",
     "detect": "detectors.run",
     "corpus": "vlbert.data.corpus",
-    "recipes": "vlbert.recipes",
+    "recipes": "vlbert.recipes.__main__",
     "train": "vlbert.train",
     "evaluate": "vlbert.evaluation.evaluate",
     "predict": "vlbert.predict.command",
@@ -27,15 +28,14 @@ COMMANDS = {
     "forget": "vlbert.evaluation.forget",
     "replay": "vlbert.evaluation.replay",
     "card": "vlbert.hf.cards",
-    "catalog": "storage.catalog",
+    "catalog": "storage.catalog.__main__",
     "convert": "vlbert.published.convert",
-    "convert-detector": "detectors.weights",
+    "convert-detector": "detectors.weights.__main__",
     "verify-detector": "detectors.verify",
     "train-detector": "detectors.train",
     "vqa-answers": "vlbert.datasets.vqa",
     "serve": "flows.serve",
     "deploy": "flows.deploy",
-    "completion": "vlbert.completion",
 }
 
 _USAGE = "usage: vlbert COMMAND ...\n       vlbert COMMAND --help    its arguments and fields\n       vlbert --version"
@@ -69,7 +69,7 @@ def _start(arguments: Sequence[str] | None) -> None:
         print(f"vlbert {vlbert.__version__}")
     elif command in COMMANDS:
         try:
-            run(COMMANDS[command], f"vlbert {command}", others)
+            importlib.import_module(COMMANDS[command]).main(others)
         except PackageMissing as missing:
             sys.exit(f"vlbert {command}: {missing}")
     else:
@@ -99,6 +99,5 @@ def _purpose(module: str) -> str:
 
 
 def source_of(module: str) -> Path:
-    """The file that `python -m MODULE` runs."""
-    path = Path(__file__).parents[1].joinpath(*module.split("."))
-    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    """The source file of a module."""
+    return Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")

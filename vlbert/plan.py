@@ -205,7 +205,7 @@ def main(
 
 
 def _parser(cards: "Mapping[str, Card]", arguments: Sequence[str] | None) -> argparse.ArgumentParser:
-    parser = make_parser("vlbert.plan", __doc__)
+    parser = make_parser("vlbert plan", __doc__)
     parser.add_argument("recipe", metavar="RECIPE", help="a pre-training, or MODULE:FUNCTION")
     add_recipe_fields(parser, RECIPES, arguments)
     which = parser.add_mutually_exclusive_group(required=True)

@@ -229,7 +229,7 @@ def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    run_program("vlbert.train", __doc__, RECIPES, check_complete, train, arguments, "torchrun -m vlbert.train")
+    run_program("vlbert train", "vlbert.train", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

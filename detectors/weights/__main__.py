@@ -15,7 +15,7 @@ from storage.programs import make_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("detectors.weights", "Convert published weights.")
+    parser = make_parser("vlbert convert-detector", "Convert published weights.")
     parser.add_argument("source", type=Path, metavar="IN", help="a published file: .pkl, .pth, .bin or .model")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new safetensors file")
     parser.add_argument("--classes", type=Path, help="objects_vocab.txt: the classes' names, one a line")

@@ -54,7 +54,7 @@ def _print_faults(inventory: Inventory) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("storage.catalog", "What is committed under a root.")
+    parser = make_parser("vlbert catalog", "What is committed under a root.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, description in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)

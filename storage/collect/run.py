@@ -488,7 +488,7 @@ def _import_captioned(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(
-        "storage.collect.run",
+        "vlbert collect",
         "Download a caption list, or import images, into shards; goes on where it was stopped.\n\n"
         "    vlbert collect ROOT DATASET captions=LIST download.contact=me@example.org",
     )

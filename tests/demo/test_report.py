@@ -273,7 +273,7 @@ def test_the_page_says_where_the_files_are_and_how_to_go_on(page: str, made: tup
     paths = re.findall(r"<code>([^<]*)</code>", section)
     assert {"data", "captions/images", "coco/images", "runs/pretrain-seed0", "runs/vqa-without-seed0"} <= set(paths)
     assert all((root / path).exists() for path in paths)
-    for command in ("make ui ROOT=", "make demo ROOT=", "-m storage.catalog status "):
+    for command in ("make ui ROOT=", "make demo ROOT=", "vlbert catalog status "):
         assert f"{command}'{root}'" in html.unescape(section)
 
 

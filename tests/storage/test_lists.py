@@ -316,7 +316,7 @@ PAGES = [PROJECT / "docs" / name for name in ("data.md", "download.md")]
 COMMANDS = [
     found.replace("\\\n", " ").split()
     for page in PAGES
-    for found in re.findall(r"^    python -m storage\.collect (\S+ \S+(?:.*\\\n)*.*)$", page.read_text(), re.MULTILINE)
+    for found in re.findall(r"^    vlbert collect (\S+ \S+(?:.*\\\n)*.*)$", page.read_text(), re.MULTILINE)
 ]
 
 

@@ -19,9 +19,9 @@ from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
+from storage.collect import run as collect
 from storage.collect.download import DownloadSettings
 from storage.collect.plan import CollectSettings
-from storage.collect.run import run as collect
 from storage.settings import (
     assignments_of,
     default_of,

@@ -30,7 +30,7 @@ from storage.settings import to_json
 from storage.verify import verify
 from training.log import read_metrics
 from vlbert import VLBert
-from vlbert.evaluation.replay import main as replay
+from vlbert.commands import main as run_command
 from vlbert.hf.cards import main, model_card, write_data_card, write_model_card
 from vlbert.train import train
 from vlbert.variants import paper, published
@@ -282,10 +282,9 @@ def test_the_commands_of_the_pages_run(root, monkeypatch):
     VLBert(TINY_MODEL, 50).save_pretrained("mine")
     pages = [PROJECT / "docs" / f"{name}.md" for name in ("operating", "download", "library")]
     lines = [line for page in pages for line in page.read_text().splitlines()]
-    commands = [line for line in lines if re.match(r" {4}python -m vlbert\.(replay|hub_cards) ", line)]
+    commands = [line for line in lines if re.match(r" {4}vlbert (replay|card) ", line)]
     assert len(commands) == 3
     for command in commands:
-        program, *arguments = shlex.split(command)[2:]
-        {"vlbert.evaluation.replay": replay, "vlbert.hf.cards": main}[program](arguments)
+        run_command(shlex.split(command)[1:])
     for written in ("step-3.html", "demo-root/captions/croissant.json", "mine/README.md"):
         assert (root.parent / written).is_file()

@@ -25,8 +25,8 @@ from tiny import tiny_sample
 from demo.scenes import COLOURS, SHAPES
 from demo.serve import png_bomb
 from vlbert.data.image_file import IMAGES
+from vlbert.predict import page as prediction_server
 from vlbert.predict.command import Predictor
-from vlbert.predict.command import page as prediction_server
 from vlbert.predict.page import PredictionServer
 from vlbert.predict.prediction import drawn_shapes_alone
 from vlbert.predict.ranking import Ranker

@@ -23,7 +23,6 @@ from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage import snapshots
 from storage.catalog import Catalog
-from storage.catalog.__main__ import main as catalog_main
 from storage.catalog.commit import commit_shard
 from storage.forgotten import forget
 from storage.garbage import collect_garbage
@@ -32,6 +31,7 @@ from storage.manifests import Row
 from storage.object_store import open_store
 from storage.runs import checkpoints, open_folder
 from training.log import read_metrics
+from vlbert.commands import main as run_command
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
 from vlbert.evaluation import forget as forgetting
@@ -335,17 +335,12 @@ def test_the_commands_of_the_page_run(pretrained, tmp_path, monkeypatch, capsys)
     (copy / "runs" / "pretrain").rename(copy / "runs" / "finetune-vqa")
     monkeypatch.chdir(tmp_path)
     page = (PROJECT / "docs" / "provenance.md").read_text()
-    found = [line.partition("#")[0].split()[2:] for line in page.splitlines() if line.startswith("    python -m ")]
+    found = [line.partition("#")[0].split()[1:] for line in page.splitlines() if line.startswith("    vlbert ")]
     assert len(found) == 6
-    programs = {
-        "vlbert.evaluation.whence": whence.main,
-        "vlbert.evaluation.forget": forgetting.main,
-        "storage.catalog": catalog_main,
-    }
     printed = []
-    for program, *arguments in found:
+    for command, *arguments in found:
         arguments = [sample.key if re.fullmatch("[0-9a-f]{20}", one) else one for one in arguments]
-        programs[program](arguments)
+        run_command([command, *arguments])
         printed.append(capsys.readouterr().out)
     assert sample.url in page
     assert sample.key in printed[1]
@@ -435,7 +430,7 @@ def test_a_resumed_run_leaves_a_forgotten_sample_out_and_then_enters_a_snapshot_
     sample = next(sample for sample in samples if sample.key not in watched.steps)  # still to come in this epoch
     forgotten(root, sample.url)
     if collected:
-        catalog_main(["gc", str(root), "--delete"])
+        run_command(["catalog", "gc", str(root), "--delete"])
     capsys.readouterr()
     train(run_of(root, "run", 8, batch=4), ALONE, watched)
     assert sample.key not in watched.steps

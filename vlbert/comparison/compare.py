@@ -302,7 +302,7 @@ def _shown(found: Mapping[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert.comparison.compare", __doc__)
+    parser = make_parser("vlbert compare", __doc__)
     parser.add_argument("plan", metavar="PLAN", help=f"{', '.join(sorted(PLANS))}, or MODULE:FUNCTION")
     parser.add_argument("--seeds", metavar="0,1,2", help="in place of the plan's; more can be added later")
     parser.add_argument("--jobs", type=int, help="trainings at a time; by default one a GPU or, without any, a core")

@@ -329,15 +329,15 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
             yield stream
 
 
-def main() -> None:
-    parser = make_parser("vlbert.data.corpus", "Tokenise a text-only corpus.")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("vlbert corpus", "Tokenise a text-only corpus.")
     parser.add_argument("out", type=Path, help="folder to write, vocab.txt included")
     parser.add_argument("files", type=Path, nargs="+", help="text files, plain or gzip, one document a line")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--vocabulary", type=Path, help="vocab.txt to use, such as BERT's")
     source.add_argument("--build", type=int, metavar="SIZE", help="build a vocabulary of at most SIZE tokens")
     parser.add_argument("--captions", type=Path, nargs="*", default=[], help="caption lists (TSV) to build it from too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments)
     start = time.perf_counter()
     try:
         metadata, made = make_corpus(

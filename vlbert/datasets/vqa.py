@@ -339,7 +339,7 @@ def _misshapen(file: Path, entry: str, reason: str) -> ValueError:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser("vlbert.datasets.vqa", frequent_answers.__doc__)
+    parser = make_parser("vlbert vqa-answers", frequent_answers.__doc__)
     parser.add_argument("folder", type=Path, help="holds v2_mscoco_SPLIT_annotations.json")
     parser.add_argument("out", type=Path, help="the list: .json, or text with one answer a line")
     parser.add_argument("--splits", nargs="+", default=["train2014", "val2014"])

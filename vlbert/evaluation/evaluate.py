@@ -308,7 +308,7 @@ def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert.evaluation.evaluate", __doc__)
+    parser = make_parser("vlbert evaluate", __doc__)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(RECIPES))}, or MODULE:FUNCTION")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="one, or two joined by a comma")
     parser.add_argument("split", metavar="SPLIT", nargs="?", help="as in the task's files")

@@ -153,7 +153,7 @@ def report(store: ObjectStore, table: pa.Table, unknown: Sequence[str], count: i
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert.evaluation.forget", __doc__)
+    parser = make_parser("vlbert forget", __doc__)
     parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
     add_fields(parser, ForgetSettings)
     parser.usage = "%(prog)s ROOT URL ... [field=value ...]"

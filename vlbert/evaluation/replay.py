@@ -265,7 +265,7 @@ def _progress() -> Callable[[int, int], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert.evaluation.replay", __doc__)
+    parser = make_parser("vlbert replay", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="ROOT/runs/RUN, /best or /step-*, or a copied folder")
     parser.add_argument("step", metavar="STEP", type=int, help="number of the step, from 1")
     add_fields(parser, ReplaySettings)

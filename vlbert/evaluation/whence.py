@@ -154,7 +154,7 @@ def is_field(argument: str, settings: type) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert.evaluation.whence", __doc__)
+    parser = make_parser("vlbert whence", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     add_fields(parser, WhenceSettings)
     parser.usage = "%(prog)s CHECKPOINT [KEY|URL] [field=value ...]"

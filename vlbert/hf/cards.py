@@ -565,7 +565,7 @@ def write_data_card(root: str, dataset: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert.hf.cards", __doc__)
+    parser = make_parser("vlbert card", __doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     model = kinds.add_parser("model", help="of a checkpoint, or of a model in any folder")
     model.add_argument("checkpoint", metavar="CHECKPOINT", help="ROOT/runs/RUN, /best or /step-*, or a folder")

@@ -31,7 +31,7 @@ from PIL import Image
 
 from detectors.detect import FasterRCNNDetector
 from detectors.rebuild import detector_of_file, rebuild_detector
-from storage.programs import make_parser, name_of, require
+from storage.programs import make_parser, require
 from storage.sample import Regions, Sample, check_sample
 from training.program import find_recipe
 from vlbert.checkpoint import DETECTOR, Checkpoint, find_checkpoint, open_checkpoint, read_config_at
@@ -225,7 +225,7 @@ def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | N
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("vlbert.predict.command", "\n\n".join(__doc__.split("\n\n")[:2]))
+    parser = make_parser("vlbert predict", "\n\n".join(__doc__.split("\n\n")[:2]))
     parser.add_argument("checkpoint", help="ROOT/runs/RUN, ROOT/runs/RUN/step-*, or a folder; for VCR two, by a comma")
     parser.add_argument("image", nargs="?", help="an image of any usual format; with --among the text")
     parser.add_argument("text", nargs="?", help="the question; without it the regions are drawn with their numbers")
@@ -444,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:  # while the checkpoint is loaded
             sys.exit(130)
         except (ValueError, OSError) as error:
-            sys.exit(f"{name_of('vlbert.predict.command')}: {error}")
+            sys.exit(f"vlbert predict: {error}")
 
 
 if __name__ == "__main__":

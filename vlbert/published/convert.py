@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -249,8 +250,8 @@ def _check_theirs(what: Published, shapes: dict[str, tuple[int, ...]]) -> None:
         raise ValueError(f"their code has no such model: one of the two alone has head.{min(alone)}")
 
 
-def main() -> None:
-    parser = make_parser("vlbert.published.convert", "Convert the authors' checkpoints.")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("vlbert convert", "Convert the authors' checkpoints.")
     parser.add_argument("source", type=Path, metavar="IN", help="their file, or a model's folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for their file, a new file for a folder")
     parser.add_argument("--vocabulary", type=Path, help="vocab.txt of the BERT that they started from")
@@ -262,7 +263,7 @@ def main() -> None:
     )
     parser.add_argument("--task", choices=TASKS, help="of a fine-tuned ViLBERT: whose heads to take")
     parser.add_argument("--task-token", type=int, metavar="N", help="of 12-in-1: the task's row in its table, from 0")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         if options.source.is_dir():
             report = to_theirs(options.source, options.out)
