@@ -1,10 +1,6 @@
-"""Detect regions in every image shard that has none yet from this detector.
+"""Detect regions in every image shard that has none yet from this detector: `vlbert detect`.
 
-    vlbert detect ROOT DATASET weights=FILE [field=value ...]
-    vlbert detect ROOT DATASET backend=annotated annotations=FILE
-    vlbert detect ROOT DATASET backend=imported imported.files=FILE keep_features=true
-
-ROOT is a local folder or s3://bucket/prefix. Prints a line per shard, and one about the whole stage at the end; each is
+Prints a line per shard, and one about the whole stage at the end; each is
 a JSON object with --json.
 Any number of these may run at once, on any machines: each claims the shard that it is at work on (storage/claims.py).
 One that finds no shard free waits for those of the others. A run that was stopped goes on where it was.
@@ -22,9 +18,10 @@ from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow.compute as pc
+import tyro
 
 from detectors import Detector
 from detectors.config import DetectionConfig
@@ -34,10 +31,9 @@ from storage.claims import Claims, exit_at_sigterm, exit_if_told
 from storage.forgotten import FORGOTTEN, forgotten_urls
 from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
-from storage.programs import make_parser
+from storage.programs import Dataset, Flat, Root, command
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
-from storage.settings import add_fields, from_assignments
 
 if TYPE_CHECKING:
     from detectors.faster_rcnn import FasterRCNNConfig
@@ -306,30 +302,40 @@ def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
     return stage_size(catalog, stage)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert detect", __doc__)
-    parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
-    parser.add_argument("dataset", metavar="DATASET", help="the dataset below it, such as captions")
-    parser.add_argument("--json", action="store_true", help="lines of JSON instead of those for people")
-    parser.add_argument("--shard", action="append", help="only this one; may be given several times")
-    add_fields(parser, DetectionConfig)
-    options = parser.parse_intermixed_args(arguments)
+def detect(
+    root: Root,
+    dataset: Dataset,
+    config: Annotated[DetectionConfig, Flat],
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    shard: tuple[str, ...] = (),
+) -> None:
+    """Detect regions in every image shard that has none yet from this detector.
+
+        vlbert detect ROOT DATASET --weights FILE
+        vlbert detect ROOT DATASET --backend annotated --annotations FILE
+        vlbert detect ROOT DATASET --backend imported --imported.files FILE --keep_features
+
+    Args:
+        dataset: the images, as they were collected
+        as_json: print lines of JSON instead of those for people
+        shard: only these
+    """
+    catalog = Catalog(open_store(root), dataset)
+    detector = make_detector(config)
+    if detector.metadata["random_init"]:
+        print("the network has random weights: its regions mean nothing", file=sys.stderr)
+    line_of = json.dumps if as_json else Progress(dataset).line
+    say = partial(print, flush=True)
     try:
-        config = from_assignments(DetectionConfig, options.fields)
-        catalog = Catalog(open_store(options.root), options.dataset)
-        detector = make_detector(config)
-        if detector.metadata["random_init"]:
-            print("the network has random weights: its regions mean nothing", file=sys.stderr)
-        line_of = json.dumps if options.json else Progress(options.dataset).line
-        say = partial(print, flush=True)
-        detect_pending(catalog, detector, lambda report: say(line_of(report)), options.shard, say)
+        detect_pending(catalog, detector, lambda report: say(line_of(report)), shard, say)
         size = stage_size(catalog, stage_of(detector))
-        print(json.dumps(size) if options.json else f"{options.dataset}: {size_line(size)}", flush=True)
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(STORAGE_UNREACHABLE)
-    except ValueError as error:
-        sys.exit(str(error))
+    print(json.dumps(size) if as_json else f"{dataset}: {size_line(size)}", flush=True)
+
+
+main = command("vlbert detect", detect)
 
 
 if __name__ == "__main__":

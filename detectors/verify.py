@@ -16,8 +16,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+import tyro
 from PIL import Image
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector
@@ -26,7 +28,7 @@ from detectors.faster_rcnn import PRESETS, FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import LoadedWeights, load_weights, read_config, read_names_of
 from storage.collect.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
-from storage.programs import make_parser
+from storage.programs import Positional, command
 from storage.sample import Regions, Sample
 
 _LONGER_SIDE = 900  # pixels of a drawing
@@ -113,63 +115,63 @@ def _mean_of_best(regions: Regions) -> float:
     return float(np.sort(regions.scores)[-10:].mean())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("vlbert verify-detector", __doc__.split("\n")[0])
-    parser.add_argument("weights", type=Path, metavar="WEIGHTS", help="safetensors file")
-    parser.add_argument("images", type=Path, metavar="IMAGE", nargs="+")
-    parser.add_argument("--out", type=Path, default=Path("verified"), help="folder of the drawings (verified)")
-    parser.add_argument("--classes", type=Path, help="objects_vocab.txt, where the weights name no classes")
-    parser.add_argument("--attributes", type=Path, help="attributes_vocab.txt, where the weights name no attributes")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="the network, where the weights do not name it")
-    parser.add_argument("--regions", type=int, default=15, help="draw so many, the most probable (15)")
-    parser.add_argument("--boxes", choices=["proposals", "regressed"], default="proposals", help="which (proposals)")
-    return parser
+def verify(
+    weights: Annotated[Path, Positional, tyro.conf.arg(metavar="WEIGHTS")],
+    images: Annotated[tuple[Path, ...], Positional, tyro.conf.arg(metavar="IMAGE ...")],
+    out: Path = Path("verified"),
+    classes: Path | None = None,
+    attributes: Path | None = None,
+    preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None,
+    regions: int = 15,
+    boxes: Literal["proposals", "regressed"] = "proposals",
+) -> None:
+    """Draw what the weights of a file detect: boxes with names and scores, on images of your own.
 
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        if options.regions < 1:
-            raise ValueError(f"--regions is {options.regions}, must be at least 1")
-        detector, loaded = open_detector(options.weights, options.preset, options.boxes)
-        config = detector.network.config
-        classes, attributes = loaded.classes, loaded.attribute_names
-        if options.classes:
-            classes = read_names_of(options.classes, "classes", config.num_classes)
-        if options.attributes:
-            count = config.num_attributes if loaded.attributes else 0
-            attributes = read_names_of(options.attributes, "attributes", count)
-        options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+    Args:
+        weights: safetensors file
+        images: each is drawn
+        out: folder of the drawings
+        classes: objects_vocab.txt, if the weights name no classes
+        attributes: attributes_vocab.txt, if the weights name no attributes
+        preset: the network, if the weights do not name it
+        regions: draw so many, the most probable
+        boxes: which to draw
+    """
+    if regions < 1:
+        raise ValueError(f"--regions is {regions}; it must be at least 1")
+    detector, loaded = open_detector(weights, preset, boxes)
+    config = detector.network.config
+    names = loaded.classes if classes is None else read_names_of(classes, "classes", config.num_classes)
+    attribute_names = loaded.attribute_names
+    if attributes:
+        attribute_names = read_names_of(attributes, "attributes", config.num_attributes if loaded.attributes else 0)
+    out.mkdir(parents=True, exist_ok=True)
     print(f"{loaded.file}: release {loaded.release or 'none'}, anchors {loaded.anchors}", end=", ")
     print("attributes present" if loaded.attributes else "attributes absent")
     for difference in loaded.differences:
         print(f"NOT THE SAME as in the release: {difference}")
     failed = False
-    for file in options.images:
+    for file in images:
         try:
             sample = read_sample(file)
-            regions, swapped = detector.detect([sample, swap_red_and_blue(sample)])
-            if isinstance(regions, str):
-                raise ValueError(f"{file}: {regions}")
+            found, swapped = detector.detect([sample, swap_red_and_blue(sample)])
+            if isinstance(found, str):
+                raise ValueError(f"{file}: {found}")
         except ValueError as error:
-            print(f"{parser.prog}: {error}", file=sys.stderr)
+            print(f"vlbert verify-detector: {error}", file=sys.stderr)
             failed = True
             continue
-        named = name_regions(regions, classes, attributes)[: options.regions]
-        print(f"{file.name}: {sample.width}x{sample.height}, {len(regions)} regions, the first {len(named)}:")
+        named = name_regions(found, names, attribute_names)[:regions]
+        print(f"{file.name}: {sample.width}x{sample.height}, {len(found)} regions, the first {len(named)}:")
         for number, region in enumerate(named, start=1):
             print(f"  {number:2} {region}")
-        print(f"  mean score of the best ten: {_mean_of_best(regions):.2f}", end="")
+        print(f"  mean score of the best ten: {_mean_of_best(found):.2f}", end="")
         print("" if isinstance(swapped, str) else f"; with red and blue swapped {_mean_of_best(swapped):.2f}")
-        target = options.out / f"{file.name}.png"
+        target = out / f"{file.name}.png"
         draw(sample, named).save(target)
         print(f"  drawn in {target}")
     if failed:
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert verify-detector", verify)

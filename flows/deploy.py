@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 import yaml
 
 from flows.engine import NO_SIGN
 from flows.supervisor import ChildFailed, run_child
-from storage.programs import make_parser
+from storage.programs import Positional, command
 
 HEARTBEAT = 30  # seconds between two signs of life of a flow run: the least that Prefect takes
 SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
@@ -129,32 +130,33 @@ def set_automation(name: str, wanted: dict[str, Any]) -> None:
     found.update()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert deploy", __doc__)
-    parser.add_argument(
-        "file", metavar="FILE", nargs="?", type=Path, default=Path("prefect.yaml"), help="(%(default)s)"
-    )
-    parser.add_argument("--notify", metavar="TYPE/NAME", help="block that announces failed and crashed runs")
-    chosen = parser.parse_args(arguments)
+def deploy_file(
+    file: Annotated[Path, Positional, tyro.conf.arg(metavar="FILE")] = Path("prefect.yaml"), notify: str | None = None
+) -> None:
+    """Deploy the work pools, the alarms and the deployments of a file, at the server of PREFECT_API_URL.
+
+    Args:
+        file: such as prefect.yaml
+        notify: TYPE/NAME of the block that announces failed and crashed runs
+    """
     import httpx  # here, as prefect: --help is fast
     from prefect.settings import PREFECT_API_URL
 
     server = PREFECT_API_URL.value()
     if server is None:
-        sys.exit("PREFECT_API_URL is not set; it says where the server is, such as http://127.0.0.1:4200/api")
+        raise ValueError("PREFECT_API_URL is not set; it says where the server is, such as http://127.0.0.1:4200/api")
     try:
-        deploy(chosen.file, chosen.notify)
+        deploy(file, notify)
     except httpx.HTTPStatusError as error:
         if error.response.status_code != httpx.codes.UNAUTHORIZED:
             raise
-        sys.exit(f"{server} refuses the password; set PREFECT_API_AUTH_STRING to the server's user:password")
+        raise ValueError(
+            f"{server} refuses the password; set PREFECT_API_AUTH_STRING to the server's user:password"
+        ) from error
     except httpx.TransportError as error:
-        sys.exit(f"cannot reach {server}: {error}; start the server, or set PREFECT_API_URL")
-    except FileNotFoundError:
-        sys.exit(f"there is no file {chosen.file}; name one such as prefect.yaml")
-    except (ChildFailed, ValueError) as error:
-        sys.exit(str(error))
+        raise ValueError(f"cannot reach {server}: {error}; start the server, or set PREFECT_API_URL") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no file {file}; name one such as prefect.yaml") from error
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert deploy", deploy_file, ChildFailed)

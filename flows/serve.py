@@ -25,7 +25,7 @@ from uuid import UUID
 from flows.deploy import HEARTBEAT, deploy, work_pools
 from flows.settings import quiet_prefect
 from flows.supervisor import background
-from storage.programs import make_parser
+from storage.programs import command
 
 POOL = "local"  # which the worker serves
 PORT = 4200  # Prefect's own
@@ -226,31 +226,33 @@ def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY
             time.sleep(_POLL)
 
 
-def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = os.environ) -> None:
-    parser = make_parser("vlbert serve", __doc__)
-    home = Path(variables.get("PREFECT_HOME") or ".prefect")
-    parser.add_argument("--deployments", type=Path, default=Path("prefect.yaml"), help="file (%(default)s)")
-    parser.add_argument("--home", type=Path, default=home, help="folder for all that Prefect keeps (%(default)s)")
-    parser.add_argument("--port", type=int, default=PORT, help="of the server and its UI (%(default)s)")
-    parser.add_argument("--limit", type=int, help="runs at once (no limit); 1 where runs share a GPU")
-    parser.add_argument("--query", type=float, default=QUERY, help="seconds between looks for new runs (%(default)g)")
-    chosen = parser.parse_args(arguments)
-    if not chosen.deployments.is_file():
-        sys.exit(f"there is no file {chosen.deployments}; --deployments names one such as prefect.yaml")
-    if other := [pool for pool in work_pools(chosen.deployments) if pool != POOL]:
-        sys.exit(
-            f"{chosen.deployments} has deployments for the work pools {', '.join(other)}, and the worker that is "
+def serve_file(
+    deployments: Path = Path("prefect.yaml"),
+    home: Path | None = None,
+    port: int = PORT,
+    limit: int | None = None,
+    query: float = QUERY,
+) -> None:
+    """Serve the deployments of a file on this machine: Prefect's server with its UI, and a worker.
+
+    Args:
+        deployments: the file
+        home: folder for all that Prefect keeps; by default PREFECT_HOME, or .prefect
+        port: of the server and its UI
+        limit: runs at once; 1 where runs share a GPU
+        query: seconds between looks for new runs
+    """
+    home = home or Path(os.environ.get("PREFECT_HOME") or ".prefect")
+    if not deployments.is_file():
+        raise ValueError(f"there is no file {deployments}; --deployments names one such as prefect.yaml")
+    if other := [pool for pool in work_pools(deployments) if pool != POOL]:
+        raise ValueError(
+            f"{deployments} has deployments for the work pools {', '.join(other)}, and the worker that is "
             f"started here serves {POOL} alone: their runs would wait for ever. Name {POOL} there, or start a "
             "worker for each pool as docs/operating.md has it under Several machines"
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
-    try:
-        serve(chosen.home.absolute(), chosen.port, chosen.deployments, chosen.query, chosen.limit)
-    except RuntimeError as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    serve(home.absolute(), port, deployments, query, limit)
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert serve", serve_file, RuntimeError)

@@ -1,24 +1,44 @@
-"""The programs of this project: what each is called, and the packages that it needs."""
+"""What all commands share: how they are called, how they end, and the packages that only some of them need."""
 
-import argparse
-import difflib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterable
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
-# --- names ------------------------------------------------------------------------------------------------------------
+import tyro
+
+# The arguments of many commands.
+Positional = tyro.conf.Positional
+Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
+Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder of the root, as captions")]
+# Of a parameter that is a dataclass: its fields stand on the command line without a prefix.
+Flat = tyro.conf.arg(name="")
+
+Main = Callable[[Sequence[str] | None], None]
 
 
-def make_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser of the program `name`, as `vlbert collect`."""
-    return argparse.ArgumentParser(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command(
+    program: str, function: Callable[..., Any] | dict[str, Callable[..., Any]], *expected: type[Exception]
+) -> Main:
+    """Return the `main(arguments)` of a command: it calls the function with what the command line says.
 
+    Several functions are called by their names, the command's first argument. ValueError, OSError and the errors that
+    are `expected` end it with one line and status 1, and Ctrl-C with 130.
+    """
+    parse = tyro.extras.subcommand_cli_from_dict if isinstance(function, dict) else tyro.cli
 
-def nearest(typed: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the name that looks most like what was typed, or ""."""
-    found = difflib.get_close_matches(typed, known, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+    def main(arguments: Sequence[str] | None = None) -> None:
+        try:
+            parse(function, args=arguments, prog=program, use_underscores=True)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
+        except (ValueError, OSError, *expected) as error:
+            sys.exit(f"{program}: {error}")
+
+    return main
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------
@@ -29,7 +49,7 @@ class PackageMissing(ImportError, ValueError):
 
 
 def require(package: str, purpose: str) -> None:
-    """PackageMissing where the package is not installed; it names the extra of pyproject.toml that brings it."""
+    """Raises PackageMissing if the package is not installed; it names the extra of pyproject.toml that brings it."""
     if importlib.util.find_spec(package) is None:
         wanted = f"vlbert[{extra}]" if (extra := _extra_of(package)) else package
         raise PackageMissing(f"{purpose} needs {package}, which is not installed: pip install '{wanted}'")

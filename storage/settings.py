@@ -1,10 +1,8 @@
-"""Settings as frozen dataclasses: checked when made, read from field=value and JSON, written back as both.
+"""Settings as frozen dataclasses: checked when made, read from command lines by tyro, kept as JSON.
 
-A program lists the fields of its settings in --help, and the flow UI shows them as a form. Both take the words from the
-docstring below a field, or from the comment beside it.
+A comment beside a field, or the docstring below it, is what `--help` and the flow UI show.
 """
 
-import argparse
 import ast
 import contextlib
 import dataclasses
@@ -15,22 +13,24 @@ import math
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from storage.programs import nearest
+import tyro
+
+T = TypeVar("T")
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def check(config: Any, holds: Any, name: str, wanted: str) -> None:
+    """Raises ValueError, which names the field and its value, unless `holds`."""
     if not holds:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 
 
 def check_choices(config: Any) -> None:
-    """ValueError where a field of Literal type has none of its values, or a number is not finite: code, files and the
-    command line may name any."""
+    """Raises ValueError if a field of Literal type has none of its values, or a number is not finite."""
     for name, kind in _types_of(type(config)).items():
         value = getattr(config, name)
         numbers = value if isinstance(value, tuple) else (value,)
@@ -53,147 +53,118 @@ def _types_of(kind: type[Any]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-# --- field=value ------------------------------------------------------------------------------------------------------
+# --- command lines ----------------------------------------------------------------------------------------------------
 
 
-def override(config: Any, assignments: Sequence[str]) -> Any:
-    """The config with every `a.b=value` applied, all at once, so that fields that belong together may change together.
+def parse(
+    kind: Callable[..., T],
+    arguments: Sequence[str] | None,
+    program: str | None = None,
+    default: Any = tyro.MISSING_NONPROP,
+    **options: Any,
+) -> T:
+    """Return `kind` called with, or made of, command-line arguments, as `--data.root vl-root --steps 100`.
 
-    ValueError names a field that does not exist, with those that do.
+    Fields that no argument names have their value of `default`. With a `program`, help and errors are printed, and end
+    it; without, ValueError is raised, which names the argument.
     """
-    return _apply(type(config), config, _tree(assignments))
+    make = functools.partial(tyro.cli, kind, args=arguments, default=default, use_underscores=True, **options)
+    if program is not None:
+        return make(prog=program)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return make(prog="", add_help=False)
+    except SystemExit:
+        raise ValueError(_text_of_box(printed.getvalue())) from None
 
 
-def from_assignments(kind: type, assignments: Sequence[str], **given: Any) -> Any:
-    """A `kind` of these `a.b=value`; a field that is not named has its default, or its value of `given`."""
-    return _apply(kind, None, _tree(assignments), given)
+def _text_of_box(printed: str) -> str:
+    """What tyro prints in a box, as one line without the box's title."""
+    _, *lines = [line.strip("│╭╮╰╯─ ") for line in printed.strip().splitlines()] or [""]
+    return " ".join(filter(None, lines)).partition(" For full helptext")[0]
 
 
-def assignments_of(config: Any, base: Any = None) -> list[str]:
-    """`a.b=value` of each field in which the config differs from `base`, or from its fields' defaults: the inverse of
-    override(base, ...) and of from_assignments. ValueError names a value that field=value cannot give."""
+def _weights(texts: list[str]) -> dict[str, float | None]:
+    found = {}
+    for name, separator, weight in (text.partition(":") for text in texts):
+        if name in found:
+            raise ValueError(f"{name} is there twice; name each once")
+        found[name] = float(weight) if separator else None
+    return found
+
+
+def _texts(weights: Mapping[str, float | None]) -> list[str]:
+    return [name if weight is None else f"{name}:{weight}" for name, weight in weights.items()]
+
+
+Weights = Annotated[
+    Mapping[str, float | None],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME[:WEIGHT] ...",
+        instance_from_str=_weights,
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=_texts,
+    ),
+]
+"""Names, each with its weight or without: on a command line `cc3m:3.0 sbu:0.8`."""
+
+
+def override(config: T, arguments: Sequence[str]) -> T:
+    """Return the config with command-line arguments applied, all at once: fields that belong together change together.
+
+    Raises ValueError, which names the argument, if there is no such field or its value does not fit.
+    """
+    return parse(type(config), arguments, default=config) if arguments else config
+
+
+def arguments_of(config: Any, base: Any = None) -> list[str]:
+    """Return the command line of the fields in which the config differs from `base`, or from their defaults.
+
+    The inverse of override(base, ...), and of parse.
+    """
     found = []
-    for path, value, kind in _changes(config, base):
-        text = as_text(value)
-        if _parse(text, kind, path) != value:
-            raise ValueError(f"{type(config).__name__}.{path} is {value!r}, which field=value cannot give")
-        found.append(f"{path}={text}")
+    for path, value in _changes(config, base):
+        found += as_arguments({path: value})
+    return found
+
+
+def as_arguments(values: Mapping[str, Any]) -> list[str]:
+    """Return the command line that sets these dotted fields."""
+    found = []
+    for path, value in values.items():
+        parent, _, name = path.rpartition(".")
+        if isinstance(value, bool):
+            found.append(f"--{path}" if value else f"--{parent + '.' if parent else ''}no_{name}")
+        elif isinstance(value, Mapping):
+            found += [f"--{path}", *_texts(value)]
+        elif isinstance(value, tuple | list):
+            found += [f"--{path}", *map(str, value)]
+        else:
+            found.append(f"--{path}={value}")
     return found
 
 
 def changed_fields(config: Any) -> list[str]:
     """Dotted names of the fields that do not have their defaults."""
-    return [path for path, _, _ in _changes(config)]
+    return [path for path, _ in _changes(config)]
 
 
-def _changes(config: Any, base: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, value, annotation) of each plain field that differs from `base`, or from its default."""
-    types = _types_of(type(config))
+def _changes(config: Any, base: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted name, value) of each plain field that differs from `base`, or from its default."""
     for field in dataclasses.fields(config):
         path, value = f"{prefix}{field.name}", getattr(config, field.name)
-        before = default_of(field) if base is None else getattr(base, field.name)
+        before = _default_of(field) if base is None else getattr(base, field.name)
         if dataclasses.is_dataclass(value):
             yield from _changes(value, before if dataclasses.is_dataclass(before) else None, f"{path}.")
         elif value != before:
-            yield path, value, types[field.name]
+            yield path, value
 
 
-def default_of(field: dataclasses.Field) -> Any:
-    """The default of a dataclass's field; MISSING where it has none."""
+def _default_of(field: dataclasses.Field) -> Any:
+    """The default of a dataclass's field; MISSING if it has none."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def as_text(value: Any) -> str:
-    """A plain value as field=value has it."""
-    if value is None:
-        return "none"
-    if isinstance(value, tuple):
-        return ",".join(map(as_text, value))
-    if isinstance(value, Mapping):
-        return ",".join(name if one is None else f"{name}:{as_text(one)}" for name, one in value.items())
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _tree(assignments: Sequence[str]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for assignment in assignments:
-        path, separator, text = assignment.partition("=")
-        if not separator:
-            raise ValueError(f"{assignment!r} has no '='; write field=value, as in optimizer.learning_rate=1e-4")
-        *parents, name = path.split(".")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-            if not isinstance(branch, dict):
-                raise ValueError(f"{assignment}: {parent} is given a value and fields at once; give one")
-        branch[name] = (text, path)
-    return tree
-
-
-def _apply(kind: type[Any], config: Any, tree: dict[str, Any], given: dict[str, Any] | None = None) -> Any:
-    types, changes = _types_of(kind), dict(given or {})
-    defaults = {field.name: default_of(field) for field in dataclasses.fields(kind)}
-    for name, change in tree.items():
-        if name not in types or name in (given or {}):
-            first = change
-            while isinstance(first, dict):
-                first = next(iter(first.values()))
-            known = [one for one in types if one not in (given or {})]
-            hint = f"it has {', '.join(known)}{nearest(name, known)}"
-            raise ValueError(f"{first[1]}={first[0]}: {kind.__name__} has no field {name!r}; {hint}")
-        old = defaults[name] if config is None else getattr(config, name)
-        if isinstance(change, dict) and not dataclasses.is_dataclass(old):
-            raise ValueError(f"{name} of {kind.__name__} is a plain value and has no fields")
-        changes[name] = (
-            _apply(type(old), old, change) if isinstance(change, dict) else _parse(change[0], types[name], change[1])
-        )
-    if config is not None:
-        return dataclasses.replace(config, **changes)
-    needed = [name for name, value in defaults.items() if value is dataclasses.MISSING and name not in changes]
-    if needed:
-        raise ValueError(f"{kind.__name__}.{needed[0]} is not set; give {needed[0]}=...")
-    return kind(**changes)
-
-
-def _parse(text: str, wanted: Any, whole: str) -> Any:
-    """`text` as a value of the annotation `wanted`."""
-    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if kind is Literal:
-        if text in inner:
-            return text
-        raise ValueError(f"{whole}={text}: it must be one of {', '.join(inner)}")
-    if type(None) in inner:
-        return None if text in ("none", "None", "") else _parse(text, inner[0], whole)
-    if kind is tuple:
-        item = inner[0]
-        return tuple(_parse(part, item, whole) for part in text.split(",") if part)
-    if kind is Mapping:
-        return _parse_mapping(text, inner[1], whole)
-    if wanted is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if wanted in (int, float, str):
-        with contextlib.suppress(ValueError):
-            return wanted(text)
-        with contextlib.suppress(ValueError):
-            if wanted is int and float(text).is_integer():  # as 1e3
-                return int(float(text))
-        raise ValueError(f"{whole}={text}: {text!r} is no {wanted.__name__}")
-    if wanted is bool:
-        raise ValueError(f"{whole}={text}: it must be true or false")
-    raise ValueError(f"{whole}={text}: it takes a {wanted}, which the command line cannot give; set its fields")
-
-
-def _parse_mapping(text: str, wanted: Any, whole: str) -> dict[str, Any]:
-    """`name:value,name:value`; a value that may be None may be left out."""
-    found = {}
-    for part in filter(None, text.split(",")):
-        name, separator, value = part.partition(":")
-        if name in found:
-            raise ValueError(f"{whole}={text}: {name} is there twice; name each once")
-        if not separator and type(None) not in typing.get_args(wanted):
-            raise ValueError(f"{whole}={text}: {name} has no value; write {name}:value")
-        found[name] = _parse(value, wanted, whole)
-    return found
 
 
 def override_values(config: Any, values: dict[str, Any]) -> Any:
@@ -304,69 +275,6 @@ def field_words(kind: type) -> dict[str, str]:
                 words = " ".join(comments.get(line, "").lstrip("# ") for line in range(first, last + 1))
             found[statement.target.id] = " ".join(words.split())
     return found
-
-
-def field_help(config: Any, without: Sequence[str] = ()) -> str:
-    """The fields of a dataclass, or with the values of an instance, as --help lists them."""
-    return "\n".join(_field_lines(config, "", without))
-
-
-def _field_lines(config: Any, prefix: str, without: Sequence[str] = ()) -> Iterator[str]:
-    kind = config if isinstance(config, type) else type(config)
-    types, words = _types_of(kind), field_words(kind)
-    for field in dataclasses.fields(kind):
-        value = default_of(field) if config is kind else getattr(config, field.name)
-        if field.name in without:
-            continue
-        if dataclasses.is_dataclass(value):
-            yield from textwrap.wrap(f"{prefix}{field.name}.*: {words[field.name]}", 100, subsequent_indent=" " * 6)
-            yield from _field_lines(value, f"{prefix}{field.name}.")
-            continue
-        given = "" if value is dataclasses.MISSING else f"={as_text(value)}"
-        yield f"{prefix}{field.name}{given}  ({_kind(types[field.name])})"
-        yield from textwrap.wrap(words[field.name], 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-
-
-def field_values(config: Any, prefix: str = "") -> dict[str, list[str]]:
-    """The dotted name of each field of a dataclass, or of an instance, with the values that it may have: those of a
-    Literal or of a bool, for every other []."""
-    kind, found = config if isinstance(config, type) else type(config), {}
-    types = _types_of(kind)
-    for field in dataclasses.fields(kind):
-        value = default_of(field) if config is kind else getattr(config, field.name)
-        name = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            found |= field_values(value, f"{name}.")
-        else:
-            values = (True, False) if types[field.name] is bool else _choices(types[field.name])
-            found[name] = [as_text(one) for one in values]
-    return found
-
-
-def _kind(wanted: Any) -> str:
-    """An annotation, as --help has it."""
-    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if kind is Literal:
-        return " | ".join(inner)
-    if kind is tuple:
-        return ",".join([_kind(inner[0])] * (1 if inner[-1] is ... else len(inner))) + (
-            ",..." if inner[-1] is ... else ""
-        )
-    if kind is Mapping:
-        number, *optional = typing.get_args(inner[1]) or (inner[1],)
-        return f"name[:{_kind(number)}],..." if optional else f"name:{_kind(number)},..."
-    if inner:
-        return " | ".join("none" if one is type(None) else _kind(one) for one in inner)
-    return {str: "text", bool: "true | false"}.get(wanted, wanted.__name__)
-
-
-def add_fields(parser: argparse.ArgumentParser, config: Any, note: str = "", without: Sequence[str] = ()) -> None:
-    """Have the program take field=value, into `fields`, and list the fields of the config in --help; `note` instead
-    where it is None."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("fields", nargs="*", metavar="field=value", help="settings; lists by comma, or none")
-    listed = textwrap.indent(field_help(config, without), "  ") if config else ""
-    parser.epilog = f"fields:\n{listed}" if config else note
 
 
 def _describe(form: dict[str, Any], kind: type) -> None:

@@ -1,9 +1,10 @@
-"""The command line of a training: `PROGRAM RECIPE [field=value ...]`, alone or under torchrun."""
+"""The command line of a training: `PROGRAM RECIPE [--field value ...]`, alone or under torchrun."""
 
-import argparse
 import atexit
 import contextlib
+import difflib
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -16,8 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from storage.programs import make_parser, nearest
-from storage.settings import add_fields, override
+from storage.settings import override, parse
 from training import distributed
 from training.distributed import FaultOfNode, World
 from training.loading import EXPECTED
@@ -35,26 +35,24 @@ def run_program(
     program: str,
     module: str,
     description: str,
-    recipes: Mapping[str, Callable[[], Any]],
+    recipes: Mapping[str, Callable[..., Any]],
     check_complete: Callable[[Any], None],
     train: Callable[[Any, World], Any],
     arguments: Sequence[str] | None,
 ) -> None:
-    """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line.
+    """`PROGRAM RECIPE [--field value ...]`, on one process or under torchrun; what is wrong ends it with one line.
 
     program: what it is called, as `vlbert train`; module: behind torchrun's -m.
     """
-    parser = make_parser(program, description)
-    parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
-    add_recipe_fields(parser, recipes, arguments)
-    options = parser.parse_args(arguments)
-    name = f"{parser.prog} {options.recipe}"
+    recipe_name, given = split_recipe(arguments, program, description, recipes)
+    name = f"{program} {recipe_name}"
+    print_help(recipe_name, given, recipes, name)
 
     def work(world: World) -> None:
         # In the world: ranks of another node, where nothing is wrong, would wait for this one.
         recipe, wrong = None, None
         try:
-            recipe = override(find_recipe(options.recipe, recipes)(), options.fields)
+            recipe = make_recipe(recipe_name, given, recipes)
             check_complete(recipe)
             if world.first:  # the others call none
                 find_trackers(recipe.trackers)
@@ -66,23 +64,46 @@ def run_program(
             everywhere = all(theirs == fault for theirs in nodes.values())
             raise FaultOfNode(fault if everywhere else f"on {where}, and not on all nodes: {fault}")
         if "RANK" not in os.environ and (gpus := torch.cuda.device_count()) > 1:
-            on_all = f"torchrun --nproc-per-node {gpus} -m {module} {options.recipe} ..."
+            on_all = f"torchrun --nproc-per-node {gpus} -m {module} {recipe_name} ..."
             print(f"{name}: one process uses one of {gpus} GPUs; on all: {on_all}", file=sys.stderr, flush=True)
         train(recipe, world)
 
     run_in_world(name, work)
 
 
-def add_recipe_fields(
-    parser: argparse.ArgumentParser, recipes: Mapping[str, Callable[[], Any]], arguments: Sequence[str] | None
-) -> None:
-    """Have the program take field=value behind RECIPE, into `fields`; RECIPE --help lists those of that recipe."""
-    arguments, recipe = sys.argv[1:] if arguments is None else arguments, None
-    if {"-h", "--help"} & {*arguments}:
-        named = [argument for argument in arguments if not argument.startswith("-")]
-        with contextlib.suppress(ValueError):
-            recipe = find_recipe(named[0], recipes)() if named else None
-    add_fields(parser, recipe, "RECIPE --help lists the fields of that recipe, with its values.")
+def split_recipe(
+    arguments: Sequence[str] | None, program: str, description: str, recipes: Mapping[str, Callable[..., Any]]
+) -> tuple[str, list[str]]:
+    """Return the name of the recipe and the other arguments; prints the program's help, and ends, without a name."""
+    name, *given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if not name.startswith("-"):
+        return name, given
+    print(f"usage: {program} RECIPE [--field value ...]\n       {program} RECIPE --help    its fields\n\n{description}")
+    print("RECIPE is MODULE:FUNCTION, or one of", *recipes, sep="\n  ")
+    sys.exit(0 if name in ("-h", "--help") else 2)
+
+
+def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return what the recipe of this name makes, with the arguments applied: the recipe's own, as --size, and fields.
+
+    Raises ValueError if there is no such recipe or field, or a value does not fit.
+    """
+    make = find_recipe(name, recipes)
+    recipe, fields = parse(make, arguments, return_unknown_args=True)
+    return override(recipe, fields)
+
+
+def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:
+    """Print the arguments of a recipe and its fields, and end, if --help is among the arguments."""
+    given = [one for one in arguments if one not in ("-h", "--help")]
+    if len(given) == len(arguments):
+        return
+    make = find_recipe(name, recipes)
+    recipe, _ = parse(make, given, return_unknown_args=True)
+    if inspect.signature(make).parameters:
+        with contextlib.suppress(SystemExit):
+            parse(make, ["--help"], program)
+    parse(type(recipe), ["--help"], program, recipe, description="")
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, Tracker]:
@@ -91,17 +112,18 @@ def find_trackers(names: Sequence[str]) -> dict[str, Tracker]:
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
-    """The recipe of this name; MODULE:FUNCTION is one of your own, importable from the working directory.
+    """Return the recipe of this name; MODULE:FUNCTION is one of your own, importable from the working directory.
 
-    kind: what it is called in errors.
+    Raises ValueError, which calls it a `kind`, if there is none.
     """
     if name in recipes:
         return recipes[name]
     module, separator, function = name.partition(":")
     if not separator:
+        near = difflib.get_close_matches(name, recipes, 1)
         raise ValueError(
-            f"there is no such {kind}, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
-            f"{nearest(name, recipes)}"
+            f"there is no {kind} {name}, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
+            f"{f'; did you mean {near[0]}?' if near else ''}"
         )
     try:
         found = importlib.import_module(module)

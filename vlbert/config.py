@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from detectors.resnet import ResNetConfig
-from storage.settings import check, check_choices, flat, to_json
+from storage.settings import Weights, check, check_choices, flat, to_json
 from training.optimizer import OptimizerConfig, check_decay
 
 
@@ -198,7 +198,7 @@ class DataConfig:
     root: str = ""  # folder or s3://bucket/prefix that holds the shards; a run needs it
     # Datasets to train on, their region shards, each with its weight: its share of the examples, relative to the other
     # weights. Without weights: as many of each as it has when the run begins, so that their epochs end together.
-    datasets: Mapping[str, float | None] = field(default_factory=lambda: {"captions": None})
+    datasets: Weights = field(default_factory=lambda: {"captions": None})
     held_out: tuple[str, ...] | None = None  # datasets to validate on; None: no validation
     detector: str | None = None  # id of the detector whose regions to read; None: the only one there is
     batch: int = 128  # examples with an image of one optimizer step, over all ranks

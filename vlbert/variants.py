@@ -6,7 +6,7 @@
 the paper's. Numbers (learning rates, batches, steps) stand in the recipes themselves, beside their sources.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,14 +80,19 @@ RULES = (
 # features (rules 12 and 14) are a recipe of their own: model.regions.features.
 
 
+def apply(recipe: Recipe, variant: Variant) -> Recipe:
+    """Return the recipe with every rule as the paper, or as the authors' code, has it."""
+    return override_values(recipe, {rule.field: getattr(rule, variant) for rule in rules_of(recipe)})
+
+
 def paper(recipe: Recipe) -> Recipe:
-    """The recipe with every rule as the paper has it."""
-    return _set(recipe, "paper")
+    """Return the recipe with every rule as the paper has it."""
+    return apply(recipe, "paper")
 
 
 def published(recipe: Recipe) -> Recipe:
-    """The recipe with every rule as the authors' code has it."""
-    return _set(recipe, "published")
+    """Return the recipe with every rule as the authors' code has it."""
+    return apply(recipe, "published")
 
 
 def rules_of(recipe: Recipe) -> list[Rule]:
@@ -102,10 +107,6 @@ def rules_of(recipe: Recipe) -> list[Rule]:
     ]
 
 
-def _set(recipe: Recipe, variant: Variant) -> Recipe:
-    return override_values(recipe, {rule.field: getattr(rule, variant) for rule in rules_of(recipe)})
-
-
 def table() -> str:
     """The rules as Markdown."""
     heads = ["difference", "field", "paper", "authors' code", "what", "in the paper"]
@@ -118,13 +119,13 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def numbers(recipes: Mapping[str, Callable[[], Recipe]]) -> str:
+def numbers(recipes: Mapping[str, Recipe]) -> str:
     """The fields that differ between a recipe and its variant, without VL-BERT's rules, as Markdown."""
     lines = ["| recipe | field | without suffix | variant |", "|---|---|---|---|"]
     ruled = {rule.field for rule in RULES}
     pairs = [(name, name + suffix) for name in recipes for suffix in SUFFIXES if name + suffix in recipes]
     for name, variant in pairs:
-        ours, theirs = (flat(to_json(recipes[one]())) for one in (name, variant))
+        ours, theirs = (flat(to_json(recipes[one])) for one in (name, variant))
         known = ruled if "unicoder" not in name and "vilbert" not in name else set()
         lines += [
             f"| `{variant}` | `{field}` | {_shown(ours[field])} | {_shown(theirs.get(field))} |"

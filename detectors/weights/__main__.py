@@ -8,40 +8,46 @@ Prints what became of every tensor. See docs/detector.md.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from detectors.weights.files import read_names_of, write_weights
 from detectors.weights.releases import convert, describe
-from storage.programs import make_parser
+from storage.programs import Positional, command
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert convert-detector", "Convert published weights.")
-    parser.add_argument("source", type=Path, metavar="IN", help="a published file: .pkl, .pth, .bin or .model")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new safetensors file")
-    parser.add_argument("--classes", type=Path, help="objects_vocab.txt: the classes' names, one a line")
-    parser.add_argument("--attributes", type=Path, help="attributes_vocab.txt: the attributes' names, one a line")
-    options = parser.parse_args(arguments)
-    try:
-        if options.out.exists():
-            raise ValueError(f"{options.out} is there already; give a new name")
-        converted = convert(options.source)
-        metadata, network = converted.metadata(), converted.network
-        counts = {"classes": network.num_classes, "attributes": network.num_attributes}
-        if converted.release.resnet_alone:
-            counts = {"classes": 0, "attributes": 0}
-        for kind, count in counts.items():
-            if getattr(options, kind):
-                metadata[kind] = read_names_of(getattr(options, kind), kind, count)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        sha256 = write_weights(options.out, converted.tensors, metadata)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+def convert_detector(
+    source: Annotated[Path, Positional, tyro.conf.arg(metavar="IN")],
+    out: Annotated[Path, Positional, tyro.conf.arg(metavar="OUT")],
+    classes: Path | None = None,
+    attributes: Path | None = None,
+) -> None:
+    """Convert published weights of the Visual Genome detector.
+
+    Args:
+        source: a published file: .pkl, .pth, .bin or .model
+        out: a new safetensors file
+        classes: objects_vocab.txt: the classes' names, one a line
+        attributes: attributes_vocab.txt: the attributes' names, one a line
+    """
+    if out.exists():
+        raise ValueError(f"{out} is there already; give a new name")
+    converted = convert(source)
+    metadata, network = converted.metadata(), converted.network
+    counts = {"classes": network.num_classes, "attributes": network.num_attributes}
+    if converted.release.resnet_alone:
+        counts = {"classes": 0, "attributes": 0}
+    for kind, file in {"classes": classes, "attributes": attributes}.items():
+        if file:
+            metadata[kind] = read_names_of(file, kind, counts[kind])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sha256 = write_weights(out, converted.tensors, metadata)
     print(describe(converted))
     for kind in counts:
         if kind not in metadata and not converted.release.resnet_alone:
             print(f"names of {kind}: none; --{kind} FILE puts them in")
-    print(f"{options.out}: {len(converted.tensors)} tensors, sha256 {sha256}")
+    print(f"{out}: {len(converted.tensors)} tensors, sha256 {sha256}")
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert convert-detector", convert_detector)

@@ -1,38 +1,50 @@
-"""`vlbert catalog`: what a root holds, whether it is undamaged, and what may be deleted.
+"""`vlbert catalog`: what a root holds, whether it is undamaged, and what may be deleted."""
 
-status ROOT                        stages, rows by status, snapshots, what each training run pinned
-history ROOT [DATASET]             what was committed when, by which settings or detector
-verify ROOT [DATASET]              every file checked against its digest; exit status 1 on a fault
-gc ROOT [--grace HOURS] [--delete] what nothing names any more; deletes it only with --delete
-"""
-
-import argparse
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Annotated
+
+import tyro
 
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory, history, status
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
-from storage.programs import make_parser
+from storage.programs import Positional, Root, command
 from storage.verify import remarks, verify
 
-COMMANDS = {
-    "status": "stages, rows by status, snapshots, and what each training run pinned",
-    "history": "what was committed when, by which settings or detector",
-    "verify": "check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault",
-    "gc": "list what nothing names any more; deletes it only with --delete",
-}
+OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET", help="only this dataset")]
 
 
-def _hours(text: str) -> float:
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = math.nan
-    if not 0 <= hours < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours; give 0 or more")
-    return hours
+def print_status(root: Root) -> None:
+    """Print stages, rows by status, snapshots, and what each training run pinned."""
+    _print(status(open_store(root, write=False)), root)
+
+
+def print_history(root: Root, dataset: OnlyDataset = None) -> None:
+    """Print what was committed when, by which settings or detector."""
+    _print(history(open_store(root, write=False), dataset), root)
+
+
+def verify_files(root: Root, dataset: OnlyDataset = None) -> None:
+    """Check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault."""
+    sys.exit(_print_faults(Inventory(open_store(root, write=False), dataset)))
+
+
+def delete_garbage(root: Root, grace: float = 24, delete: bool = False) -> None:
+    """List what nothing names any more.
+
+    Args:
+        grace: hours that things must be old
+        delete: delete them
+    """
+    if not 0 <= grace < float("inf"):
+        raise ValueError(f"--grace is {grace}; give hours, 0 or more")
+    store = open_store(root, write=False)  # deleting raises its own errors
+    _print(collect_garbage(store, grace * 3600, delete), root)
+
+
+def _print(lines: Iterable[str], root: str) -> None:
+    print("\n".join(lines) or f"nothing is committed under {root}")
 
 
 def _print_faults(inventory: Inventory) -> int:
@@ -53,31 +65,5 @@ def _print_faults(inventory: Inventory) -> int:
     return 1 if faults else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert catalog", "What is committed under a root.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, description in COMMANDS.items():
-        command = commands.add_parser(name, help=description, description=description)
-        command.add_argument("root", help="a folder or s3://bucket/prefix")
-        if name in ("history", "verify"):
-            command.add_argument("dataset", nargs="?", help="only this dataset")
-        if name == "gc":
-            command.add_argument("--grace", type=_hours, default=24, help="hours that things must be old (24)")
-            command.add_argument("--delete", action="store_true", help="delete them")
-    options = parser.parse_args(arguments)
-    try:
-        store = open_store(options.root, write=False)  # `gc` deletes, which raises its own errors
-        if options.command == "verify":
-            sys.exit(_print_faults(Inventory(store, options.dataset)))
-        lines = {
-            "status": lambda: status(store),
-            "history": lambda: history(store, options.dataset),
-            "gc": lambda: collect_garbage(store, options.grace * 3600, options.delete),
-        }[options.command]()
-    except (ValueError, ObjectMissing, StorageUnreachable) as error:
-        sys.exit(str(error))
-    print("\n".join(lines) or f"nothing is committed under {options.root}")
-
-
-if __name__ == "__main__":
-    main()
+COMMANDS = {"status": print_status, "history": print_history, "verify": verify_files, "gc": delete_garbage}
+main = command("vlbert catalog", COMMANDS, ObjectMissing, StorageUnreachable)

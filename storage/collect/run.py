@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from storage.catalog import Catalog
@@ -54,10 +55,9 @@ from storage.collect.tars import TarSet
 from storage.forgotten import FORGOTTEN, forgotten_urls
 from storage.manifests import OK, Header
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
-from storage.programs import make_parser
+from storage.programs import Flat, Root, command
 from storage.progress import progress_line
 from storage.redact import shown_url
-from storage.settings import add_fields, from_assignments
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
@@ -486,29 +486,24 @@ def _import_captioned(
 # --- as a program -----------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser(
-        "vlbert collect",
-        "Download a caption list, or import images, into shards; goes on where it was stopped.\n\n"
-        "    vlbert collect ROOT DATASET captions=LIST download.contact=me@example.org",
-    )
-    parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
-    parser.add_argument("dataset", metavar="DATASET", help="the name under which the images are stored: captions, ...")
-    add_fields(parser, CollectSettings, without=["name"])
-    options = parser.parse_args(arguments)
+def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> None:
+    """Download a caption list, or import images, into shards; goes on where it was stopped.
+
+    vlbert collect ROOT DATASET --captions LIST --download.contact me@example.org
+    """
     try:
-        settings = from_assignments(CollectSettings, options.fields, name=options.dataset)
-        collected = collect(options.root, settings, functools.partial(print, flush=True))
-    except (ValueError, OSError, ObjectMissing) as error:
-        sys.exit(str(error))
+        collected = collect(root, settings, functools.partial(print, flush=True))
     except KeyboardInterrupt:
         print("stopped; what is committed stays, and the same command goes on from there", file=sys.stderr)
-        sys.exit(130)  # as the shell has it for Ctrl-C
+        raise
     again = f"{collected.newly_ok} of {collected.retried_rows} requested again are ok now; "
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
         f"{again if settings.retry_statuses else ''}all rows: {_by_status(collected.counts)}"
     )
+
+
+main = command("vlbert collect", collect_images, ObjectMissing)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Tokenise a text-only corpus into one flat file of token ids.
+"""Tokenise a text-only corpus into one flat file of token ids: `vlbert corpus`.
 
-vlbert corpus OUT --vocabulary vocab.txt FILES...     tokenise a text-only corpus, one document a line
-
-FILES are UTF-8, plain or gzip, of any size: neither a file nor a long line is ever in memory as a whole.
+Its files are UTF-8, plain or gzip, of any size: neither a file nor a long line is ever in memory as a whole.
 """
 
 import contextlib
@@ -13,7 +11,6 @@ import itertools
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 import zlib
@@ -24,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from storage.collect.lists import read_captions
-from storage.programs import make_parser
+from storage.programs import Positional, command
 from storage.safe_json import parse_json
 from vlbert.data.vocabulary import Vocabulary
 
@@ -329,26 +326,30 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
             yield stream
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert corpus", "Tokenise a text-only corpus.")
-    parser.add_argument("out", type=Path, help="folder to write, vocab.txt included")
-    parser.add_argument("files", type=Path, nargs="+", help="text files, plain or gzip, one document a line")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--vocabulary", type=Path, help="vocab.txt to use, such as BERT's")
-    source.add_argument("--build", type=int, metavar="SIZE", help="build a vocabulary of at most SIZE tokens")
-    parser.add_argument("--captions", type=Path, nargs="*", default=[], help="caption lists (TSV) to build it from too")
-    arguments = parser.parse_args(arguments)
+def write_corpus(
+    out: Positional[Path],
+    files: Positional[tuple[Path, ...]],
+    vocabulary: Path | None = None,
+    vocabulary_size: int | None = None,
+    captions: tuple[Path, ...] = (),
+) -> None:
+    """Tokenise a text-only corpus into one flat file of token ids.
+
+    vlbert corpus OUT FILES... --vocabulary vocab.txt
+
+    Args:
+        out: folder to write, vocab.txt included
+        files: text files, plain or gzip, one document a line
+        vocabulary: vocab.txt to use, such as BERT's; give this or vocabulary_size
+        vocabulary_size: build a vocabulary of at most so many tokens
+        captions: caption lists to build it from, too
+    """
+    if (vocabulary is None) == (vocabulary_size is None):
+        raise ValueError("give either --vocabulary or --vocabulary_size")
     start = time.perf_counter()
-    try:
-        metadata, made = make_corpus(
-            arguments.out, arguments.files, arguments.vocabulary, arguments.build, arguments.captions
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+    metadata, made = make_corpus(out, files, vocabulary, vocabulary_size or 0, captions)
     speed = metadata["tokens"] / (time.perf_counter() - start)
-    details = [f"{speed:,.0f} tokens/s"] if made else []
-    print(describe_corpus(arguments.out, metadata, *details))
+    print(describe_corpus(out, metadata, *([f"{speed:,.0f} tokens/s"] if made else [])))
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert corpus", write_corpus)

@@ -14,7 +14,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from storage.programs import make_parser
+from storage.programs import Positional, command
 from storage.safe_json import shown
 from vlbert.datasets.files import check_ids, read_json, read_text
 
@@ -338,32 +338,34 @@ def _misshapen(file: Path, entry: str, reason: str) -> ValueError:
     return ValueError(f"{file} is not in VQA 2.0's format, {entry}: {reason}; fetch it again")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser("vlbert vqa-answers", frequent_answers.__doc__)
-    parser.add_argument("folder", type=Path, help="holds v2_mscoco_SPLIT_annotations.json")
-    parser.add_argument("out", type=Path, help="the list: .json, or text with one answer a line")
-    parser.add_argument("--splits", nargs="+", default=["train2014", "val2014"])
-    parser.add_argument(
-        "--min-questions", type=int, default=MIN_QUESTIONS, help=f"questions with the same answer, {MIN_QUESTIONS}"
-    )
-    given = parser.parse_args(arguments)
-    try:
-        files = [_annotations(given.folder, split) for split in given.splits]
-        annotations = [row for file in files for row in read_annotations(file, chosen=True)]
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    answers = frequent_answers(annotations, given.min_questions)
+def write_answers(
+    folder: Positional[Path],
+    out: Positional[Path],
+    splits: tuple[str, ...] = ("train2014", "val2014"),
+    min_questions: int = MIN_QUESTIONS,
+) -> None:
+    """Write the list of answers that a model chooses from.
+
+    Args:
+        folder: Holds v2_mscoco_SPLIT_annotations.json.
+        out: The list: .json, or text with one answer a line.
+        splits: Whose annotations are counted.
+        min_questions: An answer is listed if it is that of at least so many questions.
+    """
+    files = [_annotations(folder, split) for split in splits]
+    annotations = [row for file in files for row in read_annotations(file, chosen=True)]
+    answers = frequent_answers(annotations, min_questions)
     chosen = set(answers)
     covered = sum(any(given["answer"] in chosen for given in row["answers"]) for row in annotations)
     if not answers:
-        raise SystemExit(
-            f"no answer is that of {given.min_questions} of {len(annotations)} questions; give a lower --min-questions"
+        raise ValueError(
+            f"no answer is that of {min_questions} of {len(annotations)} questions; give a lower --min_questions"
         )
-    text = json.dumps(answers) if given.out.suffix == ".json" else "".join(f"{answer}\n" for answer in answers)
-    given.out.write_text(text, encoding="utf-8")
+    text = json.dumps(answers) if out.suffix == ".json" else "".join(f"{answer}\n" for answer in answers)
+    out.write_text(text, encoding="utf-8")
     print(
-        f"{given.out}: {len(answers)} answers; in {covered} of {len(annotations)} questions "
-        f"({covered / len(annotations):.1%}) an annotator wrote one of them; set task.answers={len(answers)}"
+        f"{out}: {len(answers)} answers; in {covered} of {len(annotations)} questions "
+        f"({covered / len(annotations):.1%}) an annotator wrote one of them; set --task.answers {len(answers)}"
     )
 
 
@@ -374,5 +376,4 @@ def _annotations(folder: Path, split: str) -> Path:
     return folder / files[1]
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert vqa-answers", write_answers)

@@ -1,27 +1,26 @@
-"""Convert the checkpoints of VL-BERT's and ViLBERT's authors to our models, and back:
+"""`vlbert convert`: the checkpoints of VL-BERT's and ViLBERT's authors become our models, and back.
 
     vlbert convert vl-bert-base-e2e.model OUT --vocabulary vocab.txt
     vlbert convert OUT vl-bert-base-e2e.model
     vlbert convert pytorch_model_9.bin OUT --vocabulary vocab.txt
 
 The keys of a file tell whose it is. OUT is a model's folder (docs/formats.md): `VLBert.from_pretrained(OUT)` and
-`init_from=OUT` read it. Its published.json says what each key of the file became, and published.safetensors has the
+`--init_from OUT` read it. Its published.json says what each key of the file became, and published.safetensors has the
 tensors that no model of ours has; with them, converting back gives the same bits.
 """
 
-import argparse
 import json
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import tyro
 from safetensors.torch import save
 from torch import Tensor
 
 from detectors.weights.torch_pickle import named_tensors, read_weight_file
-from storage.programs import make_parser
+from storage.programs import Positional, command
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
 from training.checkpoint_files import load_tensors
@@ -250,29 +249,29 @@ def _check_theirs(what: Published, shapes: dict[str, tuple[int, ...]]) -> None:
         raise ValueError(f"their code has no such model: one of the two alone has head.{min(alone)}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert convert", "Convert the authors' checkpoints.")
-    parser.add_argument("source", type=Path, metavar="IN", help="their file, or a model's folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for their file, a new file for a folder")
-    parser.add_argument("--vocabulary", type=Path, help="vocab.txt of the BERT that they started from")
-    parser.add_argument(
-        "--num-heads",
-        type=_numbers,
-        metavar="12,8,8",
-        help="attention heads, where one has not 64 channels; of a ViLBERT those of text, regions and co-attention",
-    )
-    parser.add_argument("--task", choices=TASKS, help="of a fine-tuned ViLBERT: whose heads to take")
-    parser.add_argument("--task-token", type=int, metavar="N", help="of 12-in-1: the task's row in its table, from 0")
-    options = parser.parse_args(arguments)
-    try:
-        if options.source.is_dir():
-            report = to_theirs(options.source, options.out)
-        else:
-            hints = Hints(options.num_heads, options.task, options.task_token)
-            report = to_ours(options.source, options.out, options.vocabulary, hints)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    anew = options.source.is_dir() and not (options.source / REPORT).is_file()
+def convert_checkpoint(
+    source: Annotated[Path, Positional, tyro.conf.arg(metavar="IN")],
+    out: Annotated[Path, Positional, tyro.conf.arg(metavar="OUT")],
+    vocabulary: Path | None = None,
+    num_heads: tuple[int, ...] | None = None,
+    task: Literal["pretraining", "vqa", "vcr", "refcoco", "retrieval"] | None = None,
+    task_token: int | None = None,
+) -> None:
+    """Convert a checkpoint of VL-BERT's or ViLBERT's authors to a model of ours, or back.
+
+    Args:
+        source: their file, or a model's folder
+        out: a new folder for their file, a new file for a folder
+        vocabulary: vocab.txt of the BERT that they started from
+        num_heads: attention heads, if one has not 64 channels; of a ViLBERT those of text, regions and co-attention
+        task: of a fine-tuned ViLBERT: whose heads to take
+        task_token: of 12-in-1: the task's row in its table, from 0
+    """
+    if source.is_dir():
+        report = to_theirs(source, out)
+    else:
+        report = to_ours(source, out, vocabulary, Hints(num_heads, task, task_token))
+    anew = source.is_dir() and not (source / REPORT).is_file()
     for entry in report:
         became = entry.get("ours", "counts batches: not needed")
         if "repeats" in entry:
@@ -280,15 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "kept" in entry:
             became = "not in our model: zeros" if anew else f"not in our model: kept in {KEPT}"
         print(f"{entry.get('theirs', '(not in their file: zeros)')} -> {became}")
-    print(f"{options.out}: {sum('theirs' in entry for entry in report)} keys")
+    print(f"{out}: {sum('theirs' in entry for entry in report)} keys")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 12,8,8") from None
-
-
-if __name__ == "__main__":
-    main()
+main = command("vlbert convert", convert_checkpoint)

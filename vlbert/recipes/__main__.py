@@ -1,16 +1,13 @@
 """Print the tables of docs/variants.md: how paper and published code differ, and the numbers of all recipes."""
 
-from collections.abc import Sequence
-
-from storage.programs import make_parser
-from vlbert.recipes import RECIPES
+from storage.programs import command
+from vlbert.recipes import all_recipes
 from vlbert.variants import numbers, table
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    make_parser("vlbert recipes", __doc__).parse_args(arguments)
-    print(table(), numbers(RECIPES), sep="\n\n")
+def print_recipes() -> None:
+    """Print how paper and published code differ, and the numbers of all recipes."""
+    print(table(), numbers(all_recipes()), sep="\n\n")
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert recipes", print_recipes)

@@ -1,19 +1,23 @@
-"""Recipes of ViLBERT, with the rules of its authors' first program, that of the paper (NeurIPS 2019); `_multi_task` are
-those of its successor (12-in-1), where the two differ. `vlbert recipes` prints how.
+"""Recipes of ViLBERT. Variant `paper` has the rules of its authors' first program, that of the paper (NeurIPS 2019),
+`multi_task` those of its successor (12-in-1), where the two differ. `vlbert recipes` prints how.
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from storage.settings import override_values
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking
-from vlbert.recipes.vlbert import finetune_refcoco_base, finetune_retrieval_base, finetune_vcr_base, finetune_vqa_base
+from vlbert.recipes import demo, vlbert
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
+
+Size = Literal["base", "demo"]
+Program = Literal["paper", "multi_task"]
 
 VILBERT_BASE = ModelConfig(
     layers="T" * 6 + "XTV" * 6,
@@ -48,10 +52,14 @@ _OPTIMIZER_OF_MULTI_TASK = {
 }
 
 
-def pretrain_vilbert_base() -> Recipe:
-    """64,450 steps (10 epochs) of 512 captions, on features kept by the detector; the authors ran it on 8 GPUs."""
-    return Recipe(
-        name="pretrain_vilbert_base",
+def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
+    """64,450 steps (10 epochs) of 512 captions, on features kept by the detector; the authors ran it on 8 GPUs. Variant
+    multi_task: mismatched pairs have no labels, and one rate for all tensors."""
+    name = _name("pretrain_vilbert", size, variant)
+    if size == "demo":
+        return demo.pretrain("vilbert", "precomputed", name)
+    recipe = Recipe(
+        name=name,
         task=PretrainingSettings(
             words=WordMasking(whole_words=False),
             regions=RegionMasking(),
@@ -72,72 +80,36 @@ def pretrain_vilbert_base() -> Recipe:
         bert="bert-base-uncased",
         precision="fp32",
     )
-
-
-def pretrain_vilbert_base_multi_task() -> Recipe:
-    """As base, with the rules of 12-in-1's program: mismatched pairs have no labels, and one rate for all tensors."""
+    if variant == "paper":
+        return recipe
     changes = {
-        "name": "pretrain_vilbert_base_multi_task",
         "task.mismatched_labels": False,
         "task.mean_over": "not_overlapping",
         "optimizer.bert_learning_rate": None,
         "optimizer.bias_correction": True,
     }
-    return override_values(pretrain_vilbert_base(), changes | _OPTIMIZER_OF_MULTI_TASK)
+    return override_values(recipe, changes | _OPTIMIZER_OF_MULTI_TASK)
 
 
-def _finetuning(recipe: Recipe, name: str, learning_rate: float, batch: int) -> Recipe:
-    """20 epochs as those of a VL-BERT's recipe; a tenth of the rate from epochs 12 and 16 on."""
-    epoch = recipe.validate_every * recipe.data.batch // batch
-    optimizer = replace(
-        OPTIMIZER,
-        learning_rate=learning_rate,
-        warmup_steps=2 * epoch,
-        schedule="step",
-        decay_at=(12 * epoch, 16 * epoch),
-    )
-    return replace(
-        recipe,
-        name=name,
-        model=VILBERT_BASE,
-        data=replace(recipe.data, batch=batch, gradient_accumulation=1, flip=0.0),
-        optimizer=optimizer,
-        steps=20 * epoch,
-        validate_every=epoch,
-        save_every=epoch,
-        bert=None,
-        precision="fp32",
-    )
-
-
-def _of_multi_task(recipe: Recipe, learning_rate: float, **changes: object) -> Recipe:
-    """The recipe with the optimizer of 12-in-1's program: linear to 0 behind the warm-up."""
-    linear = {"optimizer.learning_rate": learning_rate, "optimizer.schedule": "linear", "optimizer.decay_at": ()}
-    values = linear | {f"task.{field}": value for field, value in changes.items()}
-    return override_values(replace(recipe, name=f"{recipe.name}_multi_task"), values | _OPTIMIZER_OF_MULTI_TASK)
-
-
-def finetune_vqa_vilbert_base() -> Recipe:
-    """20 epochs of 256 questions a step."""
-    recipe = _finetuning(finetune_vqa_base(), "finetune_vqa_vilbert_base", 4e-5, 256)
+def finetune_vqa_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
+    """20 epochs of 256 questions a step. Variant multi_task: with the classifier of 12-in-1's program."""
+    name = _name("finetune_vqa_vilbert", size, variant)
+    if size == "demo":
+        return demo.finetune_vqa("vilbert", "precomputed", name)
+    recipe = _finetuning(vlbert.finetune_vqa(), name, variant, 4e-5, 256)
+    classifier = ("weight_norm", 0.5) if variant == "paper" else ("gelu_norm", 0.0)
     task = VQASettings(
-        reads="pair",
-        classifier="weight_norm",
-        classifier_dropout=0.5,
-        answers_from_words=False,
+        reads="pair", classifier=classifier[0], classifier_dropout=classifier[1], answers_from_words=False
     )
     return replace(recipe, task=task)
 
 
-def finetune_vqa_vilbert_base_multi_task() -> Recipe:
-    """As base, with the classifier and the optimizer of 12-in-1's program."""
-    recipe = finetune_vqa_vilbert_base()
-    return _of_multi_task(recipe, 4e-5, classifier="gelu_norm", classifier_dropout=0.0)
-
-
-def finetune_vcr_vilbert_base() -> Recipe:
-    """20 epochs of 64 questions a step; task.subtask=rationale task.max_tokens=77 is the second run."""
-    recipe = _finetuning(finetune_vcr_base(), "finetune_vcr_vilbert_base", 2e-5, 64)
+def finetune_vcr_vilbert(size: Size = "base") -> Recipe:
+    """20 epochs of 64 questions a step; --task.subtask rationale --task.max_tokens 77 is the second run."""
+    name = _name("finetune_vcr_vilbert", size)
+    if size == "demo":
+        return demo.finetune_vcr("vilbert", "precomputed", name)
+    recipe = _finetuning(vlbert.finetune_vcr(), name, "paper", 2e-5, 64)
     task = VCRSettings(
         max_tokens=57,
         instance_masks=False,
@@ -149,9 +121,12 @@ def finetune_vcr_vilbert_base() -> Recipe:
     return replace(recipe, task=task)
 
 
-def finetune_refcoco_vilbert_base() -> Recipe:
+def finetune_refcoco_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
     """20 epochs of 256 expressions a step, on detected regions."""
-    recipe = _finetuning(finetune_refcoco_base(), "finetune_refcoco_vilbert_base", 4e-5, 256)
+    name = _name("finetune_refcoco_vilbert", size, variant)
+    if size == "demo":
+        return demo.finetune_refcoco("vilbert", "precomputed", name)
+    recipe = _finetuning(vlbert.finetune_refcoco(), name, variant, 4e-5 if variant == "paper" else 2e-5, 256)
     task = RefCOCOSettings(
         regions="detected",
         whole_image_competes=True,
@@ -163,22 +138,48 @@ def finetune_refcoco_vilbert_base() -> Recipe:
     return replace(recipe, task=task)
 
 
-def finetune_refcoco_vilbert_base_multi_task() -> Recipe:
-    """As base, with the optimizer of 12-in-1's program."""
-    return _of_multi_task(finetune_refcoco_vilbert_base(), 2e-5)
-
-
-def finetune_retrieval_vilbert_base() -> Recipe:
-    """20 epochs of 64 captions of Flickr30k a step, each as one of four pairs."""
-    recipe = _finetuning(finetune_retrieval_base(), "finetune_retrieval_vilbert_base", 4e-5, 64)
+def finetune_retrieval_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
+    """20 epochs of 64 captions of Flickr30k a step, each as one of four pairs; variant multi_task: of 128."""
+    name = _name("finetune_retrieval_vilbert", size, variant)
+    if size == "demo":
+        return demo.finetune_retrieval("vilbert", "precomputed", name)
+    rate, batch = (4e-5, 64) if variant == "paper" else (2e-5, 128)
+    recipe = _finetuning(vlbert.finetune_retrieval(), name, variant, rate, batch)
     task = RetrievalSettings(caption_length=28, max_regions=100, loss="cross_entropy", wrong_captions=2, wrong_images=1)
     return replace(recipe, task=task)
 
 
-def finetune_retrieval_vilbert_base_multi_task() -> Recipe:
-    """As base, with the optimizer of 12-in-1's program and its batch of 128."""
-    recipe = finetune_retrieval_vilbert_base()
-    epoch = recipe.validate_every // 2
-    changes = {"data.batch": 128, "optimizer.warmup_steps": 2 * epoch, "steps": 20 * epoch}
-    changes |= {"validate_every": epoch, "save_every": epoch}
-    return override_values(_of_multi_task(recipe, 2e-5), changes)
+def _name(recipe: str, size: str, variant: Program = "paper") -> str:
+    """The recipe's name. Raises ValueError for a variant of the demo, which has one alone."""
+    if size == "demo" and variant != "paper":
+        raise ValueError(f"there is no {recipe}_demo_{variant}: the demo has no variants")
+    return f"{recipe}_{size}" + "_multi_task" * (variant == "multi_task")
+
+
+def _finetuning(recipe: Recipe, name: str, variant: Program, learning_rate: float, batch: int) -> Recipe:
+    """20 epochs as those of a VL-BERT's recipe; a tenth of the rate from epochs 12 and 16 on. Variant multi_task:
+    linear to 0 behind the warm-up."""
+    epoch = recipe.validate_every * recipe.data.batch // batch
+    optimizer = replace(
+        OPTIMIZER,
+        learning_rate=learning_rate,
+        warmup_steps=2 * epoch,
+        schedule="step",
+        decay_at=(12 * epoch, 16 * epoch),
+    )
+    recipe = replace(
+        recipe,
+        name=name,
+        model=VILBERT_BASE,
+        data=replace(recipe.data, batch=batch, gradient_accumulation=1, flip=0.0),
+        optimizer=optimizer,
+        steps=20 * epoch,
+        validate_every=epoch,
+        save_every=epoch,
+        bert=None,
+        precision="fp32",
+    )
+    if variant == "paper":
+        return recipe
+    linear = {"optimizer.schedule": "linear", "optimizer.decay_at": ()}
+    return override_values(recipe, linear | _OPTIMIZER_OF_MULTI_TASK)
