@@ -38,6 +38,7 @@ def command(
         except (ValueError, OSError, *expected) as error:
             sys.exit(f"{program}: {error}")
 
+    main.function = function
     return main
 
 

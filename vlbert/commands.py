@@ -1,48 +1,50 @@
 """`vlbert COMMAND`: the programs of this project under one name."""
 
+import difflib
 import importlib
 import os
-import re
 import select
-import shutil
 import signal
 import sys
-import textwrap
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Union
 
-from storage.programs import PackageMissing, nearest
+from storage.programs import PackageMissing
 
-# The module whose `main` each command calls, in the order of use. None is imported before it runs.
+# Each command: the module whose `main` it calls, and what it does. None is imported before it runs.
 COMMANDS = {
-    "plan": "vlbert.plan",
-    "collect": "storage.collect.run",
-    "detect": "detectors.run",
-    "corpus": "vlbert.data.corpus",
-    "recipes": "vlbert.recipes.__main__",
-    "train": "vlbert.train",
-    "evaluate": "vlbert.evaluation.evaluate",
-    "predict": "vlbert.predict.command",
-    "compare": "vlbert.comparison.compare",
-    "whence": "vlbert.evaluation.whence",
-    "forget": "vlbert.evaluation.forget",
-    "replay": "vlbert.evaluation.replay",
-    "card": "vlbert.hf.cards",
-    "catalog": "storage.catalog.__main__",
-    "convert": "vlbert.published.convert",
-    "convert-detector": "detectors.weights.__main__",
-    "verify-detector": "detectors.verify",
-    "train-detector": "detectors.train",
-    "vqa-answers": "vlbert.datasets.vqa",
-    "serve": "flows.serve",
-    "deploy": "flows.deploy",
+    "plan": ("vlbert.plan", "estimate GB, hours and euros before anything is downloaded"),
+    "collect": ("storage.collect.run", "download a caption list, or import images, into shards"),
+    "detect": ("detectors.run", "detect regions in every image shard that has none yet"),
+    "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),
+    "recipes": ("vlbert.recipes.__main__", "print how paper and published code differ, and all numbers"),
+    "train": ("vlbert.train", "pre-train or fine-tune a model"),
+    "evaluate": ("vlbert.evaluation.evaluate", "evaluate a checkpoint on a split: metrics, a page, leaderboards' files"),
+    "predict": ("vlbert.predict.command", "ask a model about images of your own"),
+    "compare": ("vlbert.comparison.compare", "train variants x tasks x seeds, and write a page about what differs"),
+    "whence": ("vlbert.evaluation.whence", "list every image URL that a checkpoint has seen, and at which steps"),
+    "forget": ("vlbert.evaluation.forget", "withdraw images, and list every checkpoint that has seen them"),
+    "replay": ("vlbert.evaluation.replay", "make the batch of any step again, as a page"),
+    "card": ("vlbert.hf.cards", "write a model card or a dataset card"),
+    "catalog": ("storage.catalog.__main__", "inspect, verify and clean a root"),
+    "convert": ("vlbert.published.convert", "convert the authors' checkpoints to models of ours, and back"),
+    "convert-detector": ("detectors.weights.__main__", "convert published weights of the Visual Genome detector"),
+    "verify-detector": ("detectors.verify", "draw what the weights of a detector find on your images"),
+    "train-detector": ("detectors.train", "train a detector on annotated images"),
+    "vqa-answers": ("vlbert.datasets.vqa", "write the list of answers of VQA"),
+    "serve": ("flows.serve", "serve the deployments of prefect.yaml on this machine, with the flow UI"),
+    "deploy": ("flows.deploy", "deploy work pools, alarms and deployments at a Prefect server"),
 }
-
-_USAGE = "usage: vlbert COMMAND ...\n       vlbert COMMAND --help    its arguments and fields\n       vlbert --version"
+_COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
+_USAGE = """usage: vlbert COMMAND ...
+       vlbert COMMAND --help                         its arguments
+       vlbert --version
+       vlbert --tyro-print-completion bash|zsh|fish  a script: eval "$(...)" completes commands, recipes and fields
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ends with 130 after Ctrl-C, and with 141 where nobody reads its output (`| head`), as the shell has it."""
+    """Call a command. It ends with 130 after Ctrl-C, and with 141 if nobody reads its output (`| head`)."""
     try:
         try:
             _start(arguments)
@@ -62,42 +64,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _start(arguments: Sequence[str] | None) -> None:
     command, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
-        print(f"{_USAGE}\n\n{table(shutil.get_terminal_size((100, 24)).columns)}")
+        print(_USAGE, *(f"  {name:<16}  {purpose}" for name, (_, purpose) in COMMANDS.items()), sep="\n")
     elif command == "--version":
         import vlbert
 
         print(f"vlbert {vlbert.__version__}")
+    elif command in _COMPLETION:
+        _complete([command, *others])
     elif command in COMMANDS:
-        try:
-            importlib.import_module(COMMANDS[command]).main(others)
-        except PackageMissing as missing:
-            sys.exit(f"vlbert {command}: {missing}")
+        _module_of(command).main(others)
     else:
-        hint = f"vlbert --help lists all{nearest(command, COMMANDS)}"
-        print(f"vlbert: there is no command {command!r}; {hint}", file=sys.stderr)
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"vlbert: there is no command {command!r}; vlbert --help lists all{hint}", file=sys.stderr)
         sys.exit(2)
 
 
-def table(width: int) -> str:
-    """Each command, what it does, and the module behind it, in lines of at most `width` characters."""
-    first, last = (max(map(len, column)) for column in (COMMANDS, COMMANDS.values()))
-    middle = max(20, width - first - last - 6)
-    lines = []
-    for command, module in COMMANDS.items():
-        words = textwrap.wrap(_purpose(module), middle)
-        lines.append(f"  {command:<{first}}  {words[0]:<{middle}}  {module}")
-        lines += [" " * (first + 4) + more for more in words[1:]]
-    return "\n".join(lines)
+def _module_of(command: str) -> Any:
+    try:
+        return importlib.import_module(COMMANDS[command][0])
+    except PackageMissing as missing:
+        sys.exit(f"vlbert {command}: {missing}")
 
 
-def _purpose(module: str) -> str:
-    """The first sentence of the module's docstring, without the name before it."""
-    paragraph = re.split(r'"""|\n\n', source_of(module).read_text(encoding="utf-8"), maxsplit=2)[1]
-    sentence = re.split(r"\.(?=\s)|[.:]$", " ".join(paragraph.split()))[0]
-    sentence = re.sub(r"^(\w+|`[^`]+`): ", "", sentence)
-    return sentence[0].upper() + sentence[1:]
+def _complete(arguments: list[str]) -> None:
+    """Print what has a shell complete the commands, their arguments, and the recipes with their fields."""
+    import tyro
 
+    def chosen(functions: dict[str, Any]) -> Callable[[Any], None]:
+        """A command whose first argument is the name of one of these."""
+        made = [Annotated[Any, tyro.conf.subcommand(name, constructor=one)] for name, one in functions.items()]
 
-def source_of(module: str) -> Path:
-    """The source file of a module."""
-    return Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+        def choose(one: Annotated[Union[tuple(made)], tyro.conf.arg(name="")]) -> None:  # noqa: UP007  not known before
+            pass
+
+        return choose
+
+    found = {}
+    for name in COMMANDS:
+        module = _module_of(name)
+        function = getattr(module.main, "function", None)
+        if function is None:  # it begins with a recipe
+            function = {recipe: type(make()) for recipe, make in module.RECIPES.items()}
+        found[name] = chosen(function) if isinstance(function, dict) else function
+    tyro.extras.subcommand_cli_from_dict(
+        found, prog="vlbert", args=arguments, use_underscores=True, config=(tyro.conf.OmitSubcommandPrefixes,)
+    )
