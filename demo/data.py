@@ -6,17 +6,17 @@ All files are in the official formats. Colour and shape of every object are unif
 once in a caption: only the image tells them. The same settings and port give the same bytes.
 """
 
-import argparse
 import dataclasses
 import io
 import json
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import tyro
 from PIL import Image
 
 from demo.scenes import (
@@ -42,7 +42,7 @@ from demo.task_files import (
     vcr_files,
     vqa_files,
 )
-from storage.settings import add_fields, override
+from storage.programs import Flat, Positional, command
 
 DATA_VERSION = 5  # raise it whenever the same settings would give other bytes
 DEFAULT_PORT = 8791
@@ -278,19 +278,23 @@ def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT
     return data
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m demo.data", description="Draw the demo data.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to draw them")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of the server that the URLs name (%(default)s)")
-    add_fields(parser, DemoDataSettings())
-    options = parser.parse_args(arguments)
-    started = time.perf_counter()
-    try:
-        data = draw_demo_data(options.folder, override(DemoDataSettings(), options.fields), options.port)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    print(f"{options.folder}: demo data for {data.base_url}, after {time.perf_counter() - started:.1f} s")
+def draw(
+    folder: Annotated[Path, Positional, tyro.conf.arg(metavar="FOLDER")],
+    settings: Annotated[DemoDataSettings, Flat] = DemoDataSettings(),
+    port: int = DEFAULT_PORT,
+) -> None:
+    """Draw the demo data.
 
+    Args:
+        folder: where to draw them
+        port: of the server that the URLs name
+    """
+    started = time.perf_counter()
+    data = draw_demo_data(folder, settings, port)
+    print(f"{folder}: demo data for {data.base_url}, after {time.perf_counter() - started:.1f} s")
+
+
+main = command("python -m demo.data", draw)
 
 if __name__ == "__main__":
     main()

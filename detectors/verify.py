@@ -9,7 +9,6 @@ higher, the channels are swapped somewhere.
 Exit status: 0 when every image was drawn, else 1.
 """
 
-import argparse
 import dataclasses
 import io
 import sys

@@ -7,7 +7,6 @@ PREFECT_API_URL.
 """
 
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path

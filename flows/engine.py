@@ -7,7 +7,7 @@ unsupervised. So this process watches its parent. When the parent changes, it se
 reports as a crash and which makes `flows.supervisor` end the processes of the flow, and SIGKILL if that is not enough.
 
 It outlives every outage of the server, and asks for its own state: where the run or one of its stages is cancelled, it
-ends within 10 s. No lease and no alarm ends it. Written for Prefect 3.8.8.
+ends within 10 s. No lease and no alarm ends it. Written for Prefect 3.9.1.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from flows.prefect_cli import not_waiting, wait_for_server
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import FlowRun, State
+    from prefect.client.schemas.objects import FlowRun
 
 # The message of the alarm of flows/deploy.py begins so. After an outage the alarm may be wrong.
 NO_SIGN = "no sign of life"
@@ -180,7 +180,7 @@ def set_running(client: "SyncPrefectClient", run: "FlowRun", slot: "ConcurrencyS
 # --- Prefect's engine, as it is to be here ----------------------------------------------------------------------------
 
 
-def prepare(slot: "ConcurrencySlot") -> None:
+def prepare() -> None:
     """Change what Prefect's engine does in this process where the server is away, or a signal comes twice."""
     import prefect.flow_engine
     from prefect.utilities import engine
@@ -188,22 +188,9 @@ def prepare(slot: "ConcurrencySlot") -> None:
     wait_for_server()
     # By itself it would end the run where three renewals fail, after five minutes of outage; `follow_state` renews.
     prefect.flow_engine.maintain_concurrency_lease = lambda *_, **__: nullcontext()
-    prefect.flow_engine.Cancelling = cancelling_with(slot)
     engine._prefect_sigterm_handler = once(engine._prefect_sigterm_handler)
     # The engine itself reports a run as Cancelled, for its worker may be unable to.
     os.environ["PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"] = "true"
-
-
-def cancelling_with(slot: "ConcurrencySlot") -> "Callable[..., State]":
-    """Prefect's state Cancelling with the lease of `slot`: a forced state loses the lease of the one before it."""
-    from prefect.states import Cancelling
-
-    def cancelling(**given: object) -> "State":
-        state = Cancelling(**given)
-        state.state_details.deployment_concurrency_lease_id = slot.lease
-        return state
-
-    return cancelling
 
 
 def once(handler: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
@@ -239,7 +226,6 @@ def run_engine() -> None:
 
 if __name__ == "__main__":
     end_with(os.getppid())
-    concurrency_slot = ConcurrencySlot()
-    prepare(concurrency_slot)
-    follow_state(UUID(os.environ["PREFECT__FLOW_RUN_ID"]), concurrency_slot)
+    prepare()
+    follow_state(UUID(os.environ["PREFECT__FLOW_RUN_ID"]), ConcurrencySlot())
     run_engine()

@@ -10,6 +10,7 @@ import functools
 import inspect
 import io
 import math
+import re
 import textwrap
 import tokenize
 import typing
@@ -117,6 +118,17 @@ def override(config: T, arguments: Sequence[str]) -> T:
     Raises ValueError, which names the argument, if there is no such field or its value does not fit.
     """
     return parse(type(config), arguments, default=config) if arguments else config
+
+
+def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the dotted fields of the config that command-line arguments name, each with the config's value of it."""
+    found = {}
+    for argument in arguments:
+        path = argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
+        for name in (path, re.sub(r"(^|\.)no_(\w+)$", r"\1\2", path)):
+            with contextlib.suppress(AttributeError):
+                found[name] = functools.reduce(getattr, name.split("."), config)
+    return found
 
 
 def arguments_of(config: Any, base: Any = None) -> list[str]:

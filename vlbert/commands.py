@@ -19,7 +19,7 @@ COMMANDS = {
     "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),
     "recipes": ("vlbert.recipes.__main__", "print how paper and published code differ, and all numbers"),
     "train": ("vlbert.train", "pre-train or fine-tune a model"),
-    "evaluate": ("vlbert.evaluation.evaluate", "evaluate a checkpoint on a split: metrics, a page, leaderboards' files"),
+    "evaluate": ("vlbert.evaluation.evaluate", "evaluate a checkpoint on a split: metrics, a page, submissions"),
     "predict": ("vlbert.predict.command", "ask a model about images of your own"),
     "compare": ("vlbert.comparison.compare", "train variants x tasks x seeds, and write a page about what differs"),
     "whence": ("vlbert.evaluation.whence", "list every image URL that a checkpoint has seen, and at which steps"),

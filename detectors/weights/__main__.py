@@ -5,8 +5,6 @@
 Prints what became of every tensor. See docs/detector.md.
 """
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 

@@ -34,7 +34,6 @@ from flows.engine import (
     _SHORT_LEASE,
     NO_SIGN,
     ConcurrencySlot,
-    cancelling_with,
     is_supervisor,
     once,
     set_running,
@@ -308,7 +307,6 @@ def test_the_lease_of_a_cancelled_run_ends_with_it(
     lease = lease_of(run)
     if by_server:
         deployed.client.set_flow_run_state(run.id, Cancelling())
-    monkeypatch.setattr("prefect.flow_engine.Cancelling", cancelling_with(slot))
     monkeypatch.setenv("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true")
     engine = FlowRunEngine(flow=flow(name="places")(lambda: None), flow_run=run, parameters={})
     engine._client, engine._is_started = deployed.client, True
