@@ -29,7 +29,7 @@ ui: $(VENV)/installed  ## the flow UI over a finished demo, and a worker: its de
 	$(BIN)/python -m demo ui --root "$(ROOT)" --port $(PORT)
 
 serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of prefect.yaml
-	$(BIN)/python -m flows.serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))
+	$(BIN)/python -m vlbert serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))
 
 test: $(VENV)/installed lint  ## 6 minutes on 2 cores
 	$(BIN)/python -m pytest
