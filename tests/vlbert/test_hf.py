@@ -44,7 +44,7 @@ from vlbert.hf import (
 )
 from vlbert.hf.inputs import from_batch, to_batch
 from vlbert.model.vlbert import VLBert
-from vlbert.predict.command import Predictor, open_ranker
+from vlbert.predict import Predictor, Ranker
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -543,7 +543,7 @@ def test_a_new_head_starts_as_in_a_run_and_says_so(root, caplog, monkeypatch):
     assert torch.equal(model.head.transform.dense.weight, source.head.word_transform.dense.weight)
     assert model.task.settings.answers == 2
     caplog.clear()
-    ranker = open_ranker(str(run)).model
+    ranker = Ranker(str(run)).model
     zero_shot = VLBertForImageTextRetrieval.from_pretrained(run)
     assert caplog.text == "", "nothing of it is random"
     assert all(torch.equal(one, zero_shot.state_dict()[name]) for name, one in ranker.state_dict().items())

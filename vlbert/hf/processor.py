@@ -28,7 +28,7 @@ from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import VLBertConfig
 from vlbert.hf.files import HUB, IGNORED, PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch
-from vlbert.predict.command import remade_detector, trained_from, with_regions
+from vlbert.predict.predictor import detector_of, detector_weights_of, with_regions
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
@@ -80,7 +80,7 @@ class VLBertProcessor(ProcessorMixin):
         folder = Folder(LocalStore(self.config.name_or_path or "the model"), "")
         config, model = self.config.to_dict(), self.config.model_config
         checkpoint = Checkpoint(folder, config, model, self.config.vocab_size, self.vocabulary, {})
-        return remade_detector(checkpoint, self.detector_file)
+        return detector_of(checkpoint, self.detector_file)
 
     def __call__(
         self,
@@ -233,7 +233,7 @@ class VLBertProcessor(ProcessorMixin):
         config = VLBertConfig.from_dict(values.get("config", values))
         config.name_or_path = str(folder)
         if detector is None:
-            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else trained_from(values)
+            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else detector_weights_of(values)
         return cls(_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
 
 
