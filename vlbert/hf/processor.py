@@ -25,10 +25,10 @@ from vlbert.data.batch import Example, TextInput, collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import PreparedImage, prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.hf.config import VLBertConfig
-from vlbert.hf.files import HUB, IGNORED, PROCESSOR, fetch_folder
+from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.inputs import from_batch
 from vlbert.predict.predictor import detector_of, detector_weights_of, with_regions
+from vlbert.pretrained import HUB, PROCESSOR, fetch_folder
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
@@ -225,7 +225,7 @@ class VLBertProcessor(ProcessorMixin):
         hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
         if unknown := [name for name in kwargs if name[0] != "_" and name not in IGNORED]:
             raise TypeError(f"{cls.__name__}.from_pretrained takes no {', '.join(unknown)}")
-        folder = Path(fetch_folder(pretrained_model_name_or_path, **hub))
+        folder = Path(fetch_folder(pretrained_model_name_or_path, (CONFIG, VOCABULARY, PROCESSOR, DETECTOR), **hub))
         if not (folder / VOCABULARY).is_file():
             raise OSError(f"{folder} has no {VOCABULARY}; put the model's own there, one token a line")
         saved = folder / PROCESSOR
