@@ -14,7 +14,7 @@ from PIL import Image
 from detectors.detect import FasterRCNNDetector
 from detectors.rebuild import detector_of_file, rebuild_detector
 from storage.sample import Regions, Sample, check_sample
-from vlbert.checkpoint import DETECTOR, Checkpoint, find_checkpoint, open_checkpoint, read_config_at
+from vlbert.checkpoint import DETECTOR, find_checkpoint, open_checkpoint, read_config_at
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
 from vlbert.data.image_file import read_image
@@ -49,7 +49,9 @@ class Predictor:
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
         """The detector whose regions the checkpoint was trained on, rebuilt from its description."""
-        return detector_of(self.checkpoint, self._detector_file)
+        beside = Path(self.checkpoint.folder.where_of(DETECTOR))
+        file = self._detector_file or (beside if beside.is_file() else None)
+        return detector_of(self.checkpoint.config, self.checkpoint.where, file)
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
         """Return the sample of an image, as it would be stored, with its regions."""
@@ -112,22 +114,21 @@ class Predictor:
 # --- the detector -----------------------------------------------------------------------------------------------------
 
 
-def detector_of(checkpoint: Checkpoint, file: str | Path | None) -> FasterRCNNDetector:
-    """Return the detector whose regions a checkpoint was trained on or, where it names none, the network of `file`.
+def detector_of(config: dict, where: str, file: str | Path | None) -> FasterRCNNDetector:
+    """Return the detector whose regions a model was trained on or, where it names none, the network of `file`.
 
-    file: its weights; None: those beside the model, or that its Fast R-CNN started from, if they are the same.
+    config: the model's config.json. where: the model, for errors. file: the detector's weights; None: those that the
+    model's Fast R-CNN started from, if they are the same.
     """
-    beside = Path(checkpoint.folder.where_of(DETECTOR))
-    file = file or (beside if beside.is_file() else None)
-    recorded = checkpoint.config.get("detector") or {}
+    recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
     if "network" in metadata and metadata["boxes"] != "given":
-        return rebuild_detector(recorded, file or detector_weights_of(checkpoint.config), checkpoint.where)
+        return rebuild_detector(recorded, file or detector_weights_of(config), where)
     why = f"its regions came from {metadata['backend']} boxes" if metadata else "it carries no detector's description"
     if file is None:
-        raise ValueError(f"{checkpoint.where} finds no regions by itself: {why}; name a detector: --detector FILE")
-    warnings.warn(f"{checkpoint.where}: {why}; those of {file} may be of another kind", stacklevel=2)
-    return detector_of_file(file, keep_features=checkpoint.model_config.regions.features == "precomputed")
+        raise ValueError(f"{where} finds no regions by itself: {why}; name a detector: --detector FILE")
+    warnings.warn(f"{where}: {why}; those of {file} may be of another kind", stacklevel=2)
+    return detector_of_file(file, keep_features=config["model"]["regions"]["features"] == "precomputed")
 
 
 def detector_weights_of(config: dict) -> str | None:
