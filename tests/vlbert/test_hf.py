@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -480,6 +481,8 @@ def test_weights_may_be_of_another_type_and_on_a_device(root, tmp_path):
     full = VLBertForPreTraining.from_pretrained(run, device_map={"": "cpu"})
     half = VLBertForPreTraining.from_pretrained(run, dtype="bfloat16", device_map="cpu")
     assert (full.dtype, half.dtype, half.head.word_bias.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    norms = {one.weight.dtype for one in half.modules() if isinstance(one, torch.nn.LayerNorm)}
+    assert norms == {torch.float32}
     assert half.get_memory_footprint() < full.get_memory_footprint()
     with torch.no_grad():
         found = [model(**inputs).prediction_logits.float() for model in (full, half)]
@@ -580,6 +583,8 @@ def test_a_model_is_pushed_to_the_hub_and_fetched_from_there(root, hub, tmp_path
     fetched = VLBertForQuestionAnswering.from_pretrained(name, **cache)
     assert all(torch.equal(one, fetched.state_dict()[key]) for key, one in model.state_dict().items())
     assert fetched.config.id2label == model.config.id2label
+    shutil.copytree(run / "step-0000001", hub / "someone/checkpoint")  # its config.json does not have the answers
+    assert VLBertForQuestionAnswering.from_pretrained("someone/checkpoint", **cache).saved == model.saved
     assert VLBertProcessor.from_pretrained(name, **cache).to_dict() == processor.to_dict()
     with pytest.raises(OSError, match="someone/none is neither a folder nor a model on the hub .* there is no folder"):
         VLBertModel.from_pretrained("someone/none", **cache)

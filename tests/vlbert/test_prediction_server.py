@@ -258,8 +258,11 @@ def test_a_dropped_image_is_asked_about_in_a_browser(root, browser, run):
         )
         assert written == [[text] if number is None else [text, f"{number:.3f}"] for text, number in lines]
         frame, box = (page.locator(one).first.bounding_box() for one in ("#image", "#boxes .box[data-number='1']"))
-        left = frame["x"] + frame["width"] * float(sample.regions.boxes[0][0]) / sample.width
-        assert box["x"] == pytest.approx(left, abs=2)
+        x1, y1, x2, y2 = sample.regions.boxes[0] / ([sample.width, sample.height] * 2)
+        assert box["x"] == pytest.approx(frame["x"] + frame["width"] * x1, abs=2)
+        assert box["y"] == pytest.approx(frame["y"] + frame["height"] * y1, abs=2)
+        assert box["width"] == pytest.approx(frame["width"] * (x2 - x1), abs=2)
+        assert box["height"] == pytest.approx(frame["height"] * (y2 - y1), abs=2)
         assert page.locator("#panels img").evaluate("one => one.naturalWidth > 300")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, "a phone would have to scroll sideways"
         assert errors == []
