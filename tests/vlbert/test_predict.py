@@ -16,8 +16,6 @@ import torch
 from PIL import Image
 from places import PROJECT
 from predicted import ON_FEATURES, STARTED, WEIGHTS, WORDS, demo_detector, recorded, save_model
-from released import WORDS as RELEASED_WORDS
-from released import needs_vilbert, vilbert_state
 from tiny import TINY_MODEL, tiny_sample
 
 import vlbert.tasks
@@ -38,7 +36,6 @@ from vlbert.data.images import prepare_image
 from vlbert.predict.command import main, parse
 from vlbert.predict.prediction import drawn_shapes_alone
 from vlbert.predict.predictor import Predictor, region_names
-from vlbert.published.convert import to_ours
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -249,28 +246,6 @@ def test_vilbert_reads_as_many_regions_as_in_training(vilbert, root):
         vilbert(many, "a [MASK]", mask_regions=(5,))
 
 
-@needs_vilbert
-def test_a_released_vilbert_predicts(root, tmp_path):
-    state = vilbert_state(pairs=2)
-    state["bert.v_embeddings.image_embeddings.weight"] = torch.randn(128, VILBERT.regions.channels)
-    decoder = "cls.imagePredictions.decoder"
-    state |= {f"{decoder}.{name}": state[f"{decoder}.{name}"][:37] for name in ("weight", "bias")}
-    (tmp_path / "vocab.txt").write_text(RELEASED_WORDS.text())
-    for name, keys in (("released", list(state)), ("encoder", [key for key in state if key.startswith("bert.")])):
-        torch.save({key: state[key] for key in keys}, tmp_path / f"{name}.bin")
-        to_ours(tmp_path / f"{name}.bin", tmp_path / name, tmp_path / "vocab.txt")
-    with pytest.raises(ValueError, match="released finds no regions by itself: it carries no detector's description"):
-        Predictor(str(tmp_path / "released")).detect(root / "photo.jpg")
-    with pytest.warns(UserWarning, match="may be of another kind"):
-        prediction = Predictor(str(tmp_path / "released"), WEIGHTS)(
-            root / "photo.jpg", "a [MASK] on a sofa", attentions=True
-        )
-    assert prediction.answer.endswith("on a sofa")
-    assert [one.letter for one in prediction.encoded.attentions] == [*"T" * 10, *"XXTVXXTV"]
-    with pytest.raises(ValueError, match="encoder holds a VL-BERT without the head of a task"):
-        Predictor(str(tmp_path / "encoder"))
-
-
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
@@ -299,14 +274,6 @@ def test_a_checkpoint_of_drawn_shapes_says_so():
     classes = sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
     assert "drawn shapes only" in drawn_shapes_alone({"classes": classes})
     assert [drawn_shapes_alone({"classes": others}) for others in ([*classes, "dog"], [], None)] == [""] * 3
-
-
-def test_a_long_text_leaves_room_for_few_regions(pretrained, sample):
-    many = dataclasses.replace(sample, regions=sample.regions.take(np.zeros(30, int)))
-    with pytest.raises(ValueError, match="has 30, from 1, of which the model reads the first 11"):
-        pretrained(many, "a " * 9 + "[MASK]", mask_regions=(20,))
-    lines = [line for line, _ in pretrained(many, "a " * 9 + "[MASK]").lines()]
-    assert "the model reads the first 11 of 30 regions" in lines
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
