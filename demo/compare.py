@@ -14,7 +14,7 @@ from demo.task_files import ANSWERS
 from flows.supervisor import run_child
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
-from storage.settings import assignments_of
+from storage.old import assignments_of
 from vlbert.comparison.compare import compare, table
 from vlbert.comparison.plans import PLANS
 

@@ -14,6 +14,11 @@ import tyro
 Positional = tyro.conf.Positional
 Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
 Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder of the root, as captions")]
+Checkpoint = Annotated[
+    str,
+    Positional,
+    tyro.conf.arg(metavar="CHECKPOINT", help="ROOT/runs/RUN, ROOT/runs/RUN/step-* or /best, or a folder"),
+]
 # Of a parameter that is a dataclass: its fields stand on the command line without a prefix.
 Flat = tyro.conf.arg(name="")
 

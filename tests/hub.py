@@ -16,8 +16,8 @@ from huggingface_hub import constants
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder as the hub gives them out, /<owner>/<name>/resolve/<revision>/<file>, and as it takes commits,
-    whose files are all in the request."""
+    """Files of a folder as the hub lists and gives them out, /<owner>/<name>/resolve/<revision>/<file>, and as it takes
+    commits, whose files are all in the request."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     requested: list[str] = []
@@ -27,7 +27,23 @@ class Hub(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.requested.append(self.path)
-        super().do_GET()
+        name = re.fullmatch(rf"/api/models/(.+)/(revision/main|tree/{self.commit})(\?.*)?", self.path)
+        if name is None:
+            return super().do_GET()
+        folder = Path(self.directory, name[1])
+        if not folder.is_dir():
+            return self.send_error(404)
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        tree = [
+            {
+                "type": "file",
+                "path": file.name,
+                "size": file.stat().st_size,
+                "oid": f"{zlib.crc32(file.read_bytes()):x}",
+            }
+            for file in files
+        ]
+        return self.answer({"id": name[1], "sha": self.commit} if name[2] == "revision/main" else tree)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -49,7 +65,7 @@ class Hub(http.server.SimpleHTTPRequestHandler):
                 file.write_bytes(base64.b64decode(line["value"]["content"]))
         return self.answer({"commitUrl": f"{url}/{name[1]}/commit/{self.commit}", "commitOid": self.commit})
 
-    def answer(self, content: dict) -> None:
+    def answer(self, content: dict | list) -> None:
         data = json.dumps(content).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

@@ -15,7 +15,7 @@ ONLY_IN = {"prefect": "flows/", "boto3": "storage/object_store.py", "detectron2"
 # Every file may import detectors.drawing.
 KNOW_DETECTORS = {
     "vlbert/model/fast_rcnn.py",
-    "vlbert/predict/command.py",
+    "vlbert/predict/predictor.py",
     "vlbert/hf/processor.py",  # has a detector inside
     "vlbert/config.py",
     "vlbert/recipes/demo.py",

@@ -27,9 +27,9 @@ from storage.collect.lists import CaptionRow, ListFile
 from storage.collect.plan import CollectSettings, find_columns, rows_of
 from storage.collect.plan import plan as shards_of
 from storage.collect.spool import Spool
-from storage.programs import make_parser
+from storage.old import add_recipe_fields, make_parser
 from storage.settings import override
-from training.program import add_recipe_fields, find_recipe
+from training.program import find_recipe
 from vlbert.needs import (
     FIGURES,
     GB,

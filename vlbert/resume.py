@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from storage.object_store import ObjectStore, open_store
+from storage.old import as_text
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
-from storage.settings import as_text, differing_fields, flat, override, to_json
+from storage.settings import differing_fields, flat, override, to_json
 from training import distributed
 from training.checkpoint_files import load_optimizer, settle
 from training.distributed import World

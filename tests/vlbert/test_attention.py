@@ -23,7 +23,6 @@ from vlbert.predict.attention import (
     chosen_panels,
     numbered_boxes,
     shown_regions,
-    strength,
     title,
     write_attention,
 )
@@ -69,24 +68,29 @@ def predicted(text: str, regions: int = 2, other: str | None = None, model: Mode
 
 def planted(*weights: np.ndarray, sides: tuple[str, str] = ("words", "regions")) -> Attention:
     """Maps [A, Q, K] of neighbouring layers; words w0, w1, ..."""
-    maps = [Map(layer, "J", *sides, one.astype(np.float32)) for layer, one in enumerate(weights)]
+    maps = [Map(layer, *sides, one.astype(np.float32)) for layer, one in enumerate(weights)]
     size = dict(zip(sides, weights[0].shape[1:], strict=True))
     words, regions = size.get("words", 1), size.get("regions", 1)
     return Attention([f"w{i}" for i in range(words)], ["whole image", *map(str, range(1, regions))], maps)
 
 
 MODELS = {"joint": TINY_MODEL, "co-attention": VILBERT}
-SIDES = {  # layer, letter, queries, keys, shape of a text of 5 tokens and an image of 2 regions
-    "joint": [(0, "J", "words", "regions", (4, 5, 3)), (1, "J", "words", "regions", (4, 5, 3))],
+SIDES = {  # layer, queries, keys, shape of a text of 5 tokens and an image of 2 regions
+    "joint": [(0, "words", "regions", (4, 5, 3)), (1, "words", "regions", (4, 5, 3))],
     "co-attention": [
-        (0, "T", "words", "words", (4, 5, 5)),
-        (1, "X", "words", "regions", (2, 5, 3)),
-        (1, "X", "regions", "words", (2, 3, 5)),
-        (2, "V", "regions", "regions", (3, 3, 3)),
-        (3, "X", "words", "regions", (2, 5, 3)),
-        (3, "X", "regions", "words", (2, 3, 5)),
+        (0, "words", "words", (4, 5, 5)),
+        (1, "words", "regions", (2, 5, 3)),
+        (1, "regions", "words", (2, 3, 5)),
+        (2, "regions", "regions", (3, 3, 3)),
+        (3, "words", "regions", (2, 5, 3)),
+        (3, "regions", "words", (2, 3, 5)),
     ],
 }
+
+
+def panels_of(attention: Attention, heads: str | None = None) -> list[tuple[int, int]]:
+    """Number of the map, and head, of each panel."""
+    return [(attention.maps.index(one), head) for one, head in chosen_panels(attention, heads)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,7 +100,7 @@ def test_the_maps_are_the_models_without_padding(name):
     padded = attention_of(predicted("a [MASK] square", other="a " * 9 + "[MASK]", model=MODELS[name]))
     assert alone.words == ["[CLS]", "a", "[MASK]", "square", "[SEP]"]
     assert alone.regions == ["whole image", "1 thing", "2 thing"]
-    found = [(one.layer, one.letter, one.queries, one.keys, one.weights.shape) for one in alone.maps]
+    found = [(one.layer, one.queries, one.keys, one.weights.shape) for one in alone.maps]
     assert found == SIDES[name]
     for one, other, models in zip(alone.maps, padded.maps, plain.encoded.attentions, strict=True):
         np.testing.assert_allclose(other.weights, one.weights, atol=1e-3)  # a larger batch pads the images, too
@@ -106,20 +110,12 @@ def test_the_maps_are_the_models_without_padding(name):
             np.testing.assert_allclose(one.weights.sum(2), 1, rtol=1e-5)
 
 
-def test_the_token_of_a_task_is_no_word():
-    with_token = dataclasses.replace(VILBERT, task_token=3)
-    attention = attention_of(predicted("a [MASK] square", model=with_token))
-    assert [one.weights.shape for one in attention.maps] == [shape for *_, shape in SIDES["co-attention"]]
-    assert (attention.maps[0].weights.sum(2) < 1).all(), "it has a share of its own"
-    np.testing.assert_allclose(attention.maps[1].weights.sum(2), 1, rtol=1e-5)
-
-
 def test_a_whole_image_that_the_model_does_not_read_is_not_shown():
     for whole_image, expected in (("none", [1, 2]), ("mean", [0, 1, 2])):
         model = dataclasses.replace(TINY_MODEL, embedding="separate", whole_image=whole_image)
         attention = attention_of(predicted("a [MASK] square", model=model))
         assert attention.reads_whole_image == (whole_image == "mean")
-        assert shown_regions(attention, [(0, 0), (1, 0)]).tolist() == expected
+        assert shown_regions(attention, [(one, 0) for one in attention.maps]) == expected
 
 
 def test_of_several_choices_the_maps_are_those_of_the_chosen_one():
@@ -129,30 +125,27 @@ def test_of_several_choices_the_maps_are_those_of_the_chosen_one():
     assert attention_of(second).words == ["[CLS]", "red", "[MASK]", "[SEP]"]
 
 
-def test_by_default_each_layer_shows_the_head_with_most_attention_to_regions():
+def test_by_default_the_head_is_shown_that_attends_most_to_ordinary_words_or_regions():
     first, second = np.full((2, 3, 4, 3), 0.1)
     first[2, 1, 2] = 0.5
     second[1, :, 0] = 0.8  # the whole image, which counts for nothing
     second[0, 3, 1] = 0.3
-    assert chosen_panels(planted(first, second), None) == [(0, 2), (1, 0)]
-    assert chosen_panels(planted(first, second), "1.2, 0.0") == [(1, 2), (0, 0)]
-
-
-def test_the_head_whose_regions_attend_to_words_is_not_the_one_that_reads_cls():
+    assert panels_of(planted(first, second)) == [(0, 2), (1, 0)]
+    assert panels_of(planted(first, second), "1.2, 0.0") == [(1, 2), (0, 0)]
     to_words = np.full((2, 3, 4), 0.1)
-    to_words[0, :, 0] = 0.9
+    to_words[0, :, 0] = 0.9  # [CLS], too
     to_words[1, 2, 2] = 0.2
     attention = planted(to_words, sides=("regions", "words"))
     attention.words[:] = ["[CLS]", "a", "square", "[SEP]"]
-    assert chosen_panels(attention, None) == [(0, 1)]
+    assert panels_of(attention) == [(0, 1)]
 
 
 def test_by_default_co_attention_is_shown_and_other_layers_by_their_number():
     attention = attention_of(predicted("a [MASK] square", model=VILBERT))
-    assert [number for number, _ in chosen_panels(attention, None)] == [1, 2, 4, 5]
-    assert chosen_panels(attention, "1.1,2.2") == [(1, 1), (2, 1), (3, 2)], "layer 1 has two maps"
+    assert [number for number, _ in panels_of(attention)] == [1, 2, 4, 5]
+    assert panels_of(attention, "1.1,2.2") == [(1, 1), (2, 1), (3, 2)], "layer 1 has two maps"
     alone = dataclasses.replace(attention, maps=[attention.maps[0], attention.maps[3]])
-    assert [number for number, _ in chosen_panels(alone, None)] == [0, 1]
+    assert [number for number, _ in panels_of(alone)] == [0, 1]
 
 
 @pytest.mark.parametrize("heads", ["1", "1.3.2", "-1.0", "x.y", "2.0", "0.3"])
@@ -163,24 +156,28 @@ def test_heads_that_do_not_exist_are_refused(heads):
 
 def test_strength_is_rescaled_over_all_heads_of_a_layer():
     first, second = planted(*np.linspace(0.1, 0.2, 2 * 2 * 3 * 2).reshape(2, 2, 3, 2)).maps
-    shown = [strength(first, 0), strength(first, 1), strength(second, 1)]
+    shown = [first.strength(0), first.strength(1), second.strength(1)]
     assert [one.shape for one in shown] == [(3, 2)] * 3
     assert (shown[0].min(), shown[1].max(), shown[2].max()) == pytest.approx((0, 1, 1))
     assert shown[0].max() < 0.5 < shown[1].min()
-    assert not strength(planted(np.full((1, 2, 2), 0.25)).maps[0], 0).any(), "all alike: no line"
+    assert not planted(np.full((1, 2, 2), 0.25)).maps[0].strength(0).any(), "all alike: no line"
 
 
 def test_the_regions_that_receive_most_are_shown():
     received = np.full((1, 3, MOST_REGIONS + 3), 0.01)
     received[0, 1, 5] = 0.3
     received[:, :, [2, 7]] = 0
-    shown = shown_regions(planted(received), [(0, 0)])
-    assert len(shown) == MOST_REGIONS
-    assert 5 in shown
-    assert not {2, 7} & {*shown.tolist()}
-    given = planted(received.transpose(0, 2, 1), sides=("regions", "words"))
-    assert 5 in shown_regions(given, [(0, 0)]), "where regions attend alone, those that do most"
-    assert not len(shown_regions(planted(np.full((1, 3, 3), 0.1), sides=("words", "words")), [(0, 0)]))
+
+    def shown(weights: np.ndarray, *sides: str) -> list[int]:
+        attention = planted(weights, sides=sides)
+        return shown_regions(attention, [(attention.maps[0], 0)])
+
+    found = shown(received, "words", "regions")
+    assert len(found) == MOST_REGIONS
+    assert 5 in found
+    assert not {2, 7} & {*found}
+    assert 5 in shown(received.transpose(0, 2, 1), "regions", "words"), "where regions attend alone, those that do most"
+    assert not shown(np.full((1, 3, 3), 0.1), "words", "words")
 
 
 def test_a_region_is_drawn_in_its_own_box_and_by_its_own_number():
@@ -189,23 +186,16 @@ def test_a_region_is_drawn_in_its_own_box_and_by_its_own_number():
     (first, *_), (second, colour, name) = numbered_boxes(prediction, [0, 2, 1])
     np.testing.assert_array_equal(np.stack([first, second]), boxes)
     assert (colour, name) == (colour_of(2), "2"), "the first of them on top"
-    assert [name for _, _, name in numbered_boxes(prediction)] == ["2", "1"]
 
 
-@pytest.mark.parametrize(("name", "heads"), [("joint", "0.0"), ("co-attention", None), ("co-attention", "0.0,2.1")])
+@pytest.mark.parametrize(("name", "heads"), [("joint", "0.0"), ("co-attention", "0.0,1.1,2.1")])
 def test_the_figure_lies_beside_the_drawing_and_shows_what_there_is_room_for(tmp_path, name, heads):
     many = predicted("a $ red [MASK] $" + " square" * 50, regions=30, model=MODELS[name])
-    assert MOST_REGIONS < 31
+    assert title(attention_of(many), range(1, 13)) == "12 of 30 regions; the first 40 of 57 tokens"
     assert write_attention(many, tmp_path / "photo.png", heads) == tmp_path / "photo-attention.png"
     with Image.open(tmp_path / "photo-attention.png") as figure:
         assert figure.size[0] > 500
         assert figure.size[1] < 2000
-
-
-def test_a_figure_of_words_alone_shows_no_region(tmp_path):
-    prediction = predicted("a red [MASK]", model=VILBERT)
-    write_attention(prediction, tmp_path / "photo.png", "0.1")
-    assert title(attention_of(prediction), []) == "0 of 2 regions"
 
 
 def test_a_prediction_without_maps_is_refused():

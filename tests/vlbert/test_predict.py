@@ -16,12 +16,10 @@ import torch
 from PIL import Image
 from places import PROJECT
 from predicted import ON_FEATURES, STARTED, WEIGHTS, WORDS, demo_detector, recorded, save_model
-from released import WORDS as RELEASED_WORDS
-from released import needs_vilbert, vilbert_state
-from seeded import put_checkpoint
 from tiny import TINY_MODEL, tiny_sample
 
 import vlbert.tasks
+from demo.scenes import COLOURS, SHAPES
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.rebuild import rebuild_detector
@@ -35,8 +33,9 @@ from storage.sample import Sample
 from vlbert.config import RegionConfig
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
-from vlbert.predict.command import Predictor, main, parse, predictions_of, region_names, with_class_names
-from vlbert.published.convert import to_ours
+from vlbert.predict.command import main, parse
+from vlbert.predict.prediction import drawn_shapes_alone
+from vlbert.predict.predictor import Predictor, region_names
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -124,26 +123,16 @@ def test_masked_words_are_filled_in(pretrained, sample):
     assert [mask["position"] for mask in row["masks"]] == [2, 6]
     probabilities = [one["probability"] for one in row["ranking"]]
     assert probabilities == sorted(probabilities, reverse=True)
-    assert len(probabilities) == 5
     first, second = (mask["guesses"][0] for mask in row["masks"])
     assert prediction.answer == f"a {first['answer']} square and a {second['answer']} [UNK]"
     assert row["probability"] == pytest.approx(first["probability"] * second["probability"])
-    assert row["ranking"][0] == {"answer": prediction.answer, "probability": row["probability"]}
-    assert (row["ground_truth"], row["score"]) == (None, None)
-    assert pretrained.task.metrics([row]) == {}
-
-
-def test_a_guess_is_the_models_own(pretrained, sample):
+    annotation = pretrained.task.annotation_for("a [MASK] square and a [MASK] zebra")
     prepared = prepare_image(sample, pretrained.recipe.model.regions, flip=False)
-    annotation = pretrained.task.annotation_for("a [MASK] square")
     batch = collate([pretrained.task.example(sample, prepared, annotation, np.random.default_rng(0))])
-    assert batch.tokens[0].tolist() == [WORDS.ids[w] for w in ("[CLS]", "a", "[MASK]", "square", "[SEP]")]
     with torch.no_grad():
         model = pretrained.model
-        probabilities = model.head.words(model.vlbert, model.vlbert(batch).text[:, 2])[0].softmax(0)
-    (mask,) = pretrained(sample, "a [MASK] square").row["masks"]
-    assert mask["guesses"][0]["answer"] == WORDS.tokens[int(probabilities.argmax())]
-    assert mask["guesses"][0]["probability"] == pytest.approx(float(probabilities.max()))
+        likely = model.head.words(model.vlbert, model.vlbert(batch).text[:, 2])[0].softmax(0)
+    assert (first["answer"], first["probability"]) == (WORDS.tokens[int(likely.argmax())], pytest.approx(likely.max()))
 
 
 def test_masked_regions_are_predicted_by_the_names_of_the_detectors_classes(root, pretrained):
@@ -193,35 +182,16 @@ def test_a_vcr_question_names_regions_by_their_numbers_from_1(root, sample):
     assert (box["name"], box["region"]) == ("object 2", 2)
 
 
-def test_a_choice_and_then_its_rationale_are_made(root, capsys):
-    choices = [f"[2] is {colour}" for colour in ("red", "green", "blue", "white")]
-    runs = f"{root}/runs/vcr-answers,{root}/runs/vcr-rationales"
-    arguments = [runs, f"{root}/photo.jpg", "why", "--choices", *choices, "--rationales", *FOUR]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        answer, rationale = predictions_of(parse(arguments))
-    colour = answer.answer.split()[-1]
-    assert (answer.answer, answer.row["question"]) == (f"object 2 is {colour}", "why")
-    assert choices[answer.chosen] == f"[2] is {colour}"
-    assert rationale.tokens[0][:6] == ["[CLS]", "why", "object", "is", colour, "[SEP]"]
-    assert rationale.batch.token_region[0].tolist()[:6] == [0, 0, 2, 0, 0, 0], "mentions as the user wrote them"
-    main(arguments)
+def test_a_rationale_is_chosen_for_an_answer(root, capsys, tmp_path):
+    arguments = [f"{root}/runs/vcr-rationales", f"{root}/photo.jpg", "why", "--answer", "[2] is red"]
+    prediction = predictor(root, "vcr-rationales")(root / "photo.jpg", "why", FOUR, "[2] is red")
+    assert prediction.tokens[0][:6] == ["[CLS]", "why", "object", "is", "red", "[SEP]"]
+    assert prediction.batch.token_region[0].tolist()[:6] == [0, 0, 2, 0, 0, 0]
+    main([*arguments, "--choices", *FOUR, "--out", str(tmp_path / "out.png")])
     printed = capsys.readouterr().out
-    assert f"why object 2 is {colour}\n" in printed
-    assert f"{rationale.row['probability']:.3f}  {rationale.answer}" in printed
-    for name in ("photo-answer.png", "photo-answer-rationale.png"):
-        assert (root / name).is_file()
-
-
-def test_both_vcr_runs_get_the_regions_of_one_detector(root):
-    other = recorded(demo_detector()) | {"id": "0123456789ab"}
-    save_model(root, "vcr-elsewhere", TASKS["vcr-rationales"], other, model=STARTED)
-    runs = f"{root}/runs/vcr-answers,{root}/runs/vcr-elsewhere"
-    with pytest.warns(UserWarning, match="vcr-elsewhere/step-0000001 was trained on the regions of detector 012345678"):
-        answer, rationale = predictions_of(
-            parse([runs, f"{root}/photo.jpg", "why", "--choices", *FOUR, "--rationales", *FOUR])
-        )
-    assert rationale.sample is answer.sample
+    assert printed.startswith("why object 2 is red\n")
+    assert f"{prediction.row['probability']:.3f}  {prediction.answer}" in printed
+    assert (tmp_path / "out.png").is_file()
 
 
 def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
@@ -276,70 +246,12 @@ def test_vilbert_reads_as_many_regions_as_in_training(vilbert, root):
         vilbert(many, "a [MASK]", mask_regions=(5,))
 
 
-def test_the_regions_of_vilbert_take_no_position(root):
-    model = dataclasses.replace(VILBERT, max_positions=16)
-    save_model(root, "vilbert-short", PretrainingSettings(max_elements=None), None, model=model)
-    short = predictor(root, "vilbert-short", detector=WEIGHTS)
-    with pytest.warns(UserWarning, match="may be of another kind"):
-        assert short(root / "photo.jpg", "a " * 13 + "[MASK]").answer  # with [CLS] and [SEP] 16 tokens
-    with pytest.raises(ValueError, match=r"it has 17 tokens with \[CLS\] and \[SEP\], the model has room for 16"):
-        short(root / "photo.jpg", "a " * 14 + "[MASK]")
-
-
-def test_the_attention_of_vilbert_is_drawn(root, tmp_path, capsys):
-    arguments = [f"{root}/runs/vilbert", f"{root}/photo.jpg", "a [MASK]", "--detector", str(WEIGHTS)]
-    main([*arguments, "--attention", "--out", str(tmp_path / "out.png")])
-    assert f"attention: {tmp_path}/out-attention.png\n" in capsys.readouterr().out
-    assert (tmp_path / "out-attention.png").is_file()
-    with pytest.raises(SystemExit, match="there is no 3.3; layer 3 has heads 0 to 2"):
-        main([*arguments, "--heads", "3.3", "--out", str(tmp_path / "out.png")])
-
-
-@needs_vilbert
-def test_a_released_vilbert_predicts(root, tmp_path):
-    state = vilbert_state(pairs=2)
-    state["bert.v_embeddings.image_embeddings.weight"] = torch.randn(128, VILBERT.regions.channels)
-    decoder = "cls.imagePredictions.decoder"
-    state |= {f"{decoder}.{name}": state[f"{decoder}.{name}"][:37] for name in ("weight", "bias")}
-    (tmp_path / "vocab.txt").write_text(RELEASED_WORDS.text())
-    for name, keys in (("released", list(state)), ("encoder", [key for key in state if key.startswith("bert.")])):
-        torch.save({key: state[key] for key in keys}, tmp_path / f"{name}.bin")
-        to_ours(tmp_path / f"{name}.bin", tmp_path / name, tmp_path / "vocab.txt")
-    with pytest.raises(ValueError, match="released finds no regions by itself: it carries no detector's description"):
-        Predictor(str(tmp_path / "released")).detect(root / "photo.jpg")
-    with pytest.warns(UserWarning, match="may be of another kind"):
-        prediction = Predictor(str(tmp_path / "released"), WEIGHTS)(
-            root / "photo.jpg", "a [MASK] on a sofa", attentions=True
-        )
-    assert prediction.answer.endswith("on a sofa")
-    assert [one.letter for one in prediction.encoded.attentions] == [*"T" * 10, *"XXTVXXTV"]
-    with pytest.raises(ValueError, match="encoder holds a VL-BERT without the head of a task"):
-        Predictor(str(tmp_path / "encoder"))
-
-
 # --- drawing ----------------------------------------------------------------------------------------------------------
-
-
-def test_regions_of_a_row_get_the_names_of_their_classes():
-    ranking = [{"answer": f"region {n}", "probability": 0.5, "region": n} for n in (3, 1, 4)]
-    row = {"question": "", "answer": "region 3", "ground_truth": None, "ranking": ranking}
-    row |= {"boxes": [{"name": "region 3", "box": [0, 0, 9, 9]}]}
-    named = with_class_names(row, ["1 a", "2 b", "3 c", "4 d"], ["a", "b", "c", "d"])
-    assert [one["answer"] for one in named["ranking"]] == ["3 c", "1 a", "4 d"]
-    assert (named["answer"], named["boxes"]) == ("3 c", [{"name": "3 c", "box": [0, 0, 9, 9], "region": 3}])
-    assert with_class_names(row, ["1", "2", "3", "4"], None)["answer"] == "region 3"
-    row |= {
-        "masks": [],
-        "masked_regions": [{"region": 2, "detected": 0, "guesses": [{"class": 1, "probability": 0.5}]}],
-    }
-    (masked,) = with_class_names(row, ["1 a", "2 b", "3 c", "4 d"], ["a", "b", "c", "d"])["masked_regions"]
-    assert (masked["detected_name"], masked["guesses"][0]["answer"]) == ("background", "a")
 
 
 def test_a_prediction_shows_itself_in_a_line_and_in_a_notebook(pretrained, sample):
     answered, regions = pretrained(sample, "a [MASK] star"), pretrained(sample)
     for prediction in (answered, regions):
-        assert len(repr(prediction)) < 200
         assert f"{len(prediction.names)} regions" in repr(prediction)
         shown = Image.open(io.BytesIO(prediction._repr_png_()))
         assert np.array_equal(np.asarray(shown), np.asarray(prediction.draw()))
@@ -358,17 +270,14 @@ def test_regions_are_named_by_the_detectors_classes(pretrained, sample):
     assert region_names(background_first, None) == [str(number) for number in range(1, 1 + len(regions))]
 
 
-def test_a_long_text_leaves_room_for_few_regions(pretrained, sample):
-    many = dataclasses.replace(sample, regions=sample.regions.take(np.zeros(30, int)))
-    with pytest.raises(ValueError, match="has 30, from 1, of which the model reads the first 11"):
-        pretrained(many, "a " * 9 + "[MASK]", mask_regions=(20,))
-    lines = [line for line, _ in pretrained(many, "a " * 9 + "[MASK]").lines()]
-    assert "the model reads the first 11 of 30 regions" in lines
+def test_a_checkpoint_of_drawn_shapes_says_so():
+    classes = sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
+    assert "drawn shapes only" in drawn_shapes_alone({"classes": classes})
+    assert [drawn_shapes_alone({"classes": others}) for others in ([*classes, "dog"], [], None)] == [""] * 3
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
-CHOICES, REASONS = ("--choices", *FOUR), ("--rationales", *FOUR)
 WRONG = [  # run, arguments, what is named
     ("pretraining", ("a red square",), "write [MASK]"),
     ("pretraining", ("  ",), "the text is empty"),
@@ -382,20 +291,14 @@ WRONG = [  # run, arguments, what is named
     ("pretraining", ("a [MASK]", "task.nonsense=1"), "nonsense"),
     ("pretraining", ("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
     ("pretraining", ("a [MASK]", "--heads", "2.0"), "there is no 2.0; the model has layers 0 to 1"),
-    ("pretraining", ("a [MASK]", "--heads", "x"), "'x' is no layer.head"),
+    ("vilbert", ("a [MASK]", "--heads", "3.3", "--detector", str(WEIGHTS)), "layer 3 has heads 0 to 2"),
     ("pretraining", ("--attention",), "--attention needs a text"),
-    ("pretraining", ("--choices", "x"), "--choices needs a text"),
-    ("pretraining", ("a [MASK]", "--rationales", "x"), "--rationales: this checkpoint is none for VCR"),
+    ("pretraining", ("--choices", "x"), "choices and answers belong to a question"),
     ("pretraining", ("a [MASK]", "--recipe", "nowhere:none"), "nowhere cannot be imported"),
+    ("pretraining", ("a [MASK]", "--serve"), "image has no use beside --serve"),
     ("vcr-answers", ("why", "--choices", "a", "b"), "2 choices are given; VCR chooses between 4"),
-    ("vcr-answers", ("why", *CHOICES, *REASONS), "name both checkpoints, joined by a comma"),
-    ("vcr-answers,{root}/runs/vcr-rationales", ("why", *CHOICES), "2 checkpoints: two are for VCR alone"),
-    ("vcr-answers", ("why", *REASONS), "--rationales: this checkpoint takes --choices"),
-    ("vcr-rationales", ("why", *CHOICES), "--choices: this checkpoint takes --answer and --rationales"),
-    ("vcr-answers", ("why", *CHOICES, "--answer", "x"), "--answer: this checkpoint takes --choices"),
-    ("vcr-rationales,{root}/runs/vcr-answers", ("why", *CHOICES, *REASONS), "one for answers and one for rationales"),
-    ("pretraining,{root}/runs/vcr-rationales", ("why", *CHOICES, *REASONS), "one for answers and one for rationales"),
-    ("vcr-answers,{root}/runs/vcr-rationales", ("why", *CHOICES, *REASONS, "--answer", "x"), "--answer: this checkp"),
+    ("vcr-answers", ("why", "--choices", *FOUR, "--answer", "x"), "this model chooses answers; give no answer"),
+    ("vcr-rationales", ("why", "--choices", *FOUR), "this model chooses rationales; give the answer"),
     ("vcr-answers", ("why", "--choices", "[0]", *FOUR[:3]), "'[0]' in '[0]' names no region"),
 ]
 
@@ -411,21 +314,14 @@ def test_a_wrong_command_line_is_one_line(root, run, arguments, named, capsys):
     assert (root / "photo.jpg").read_bytes() == photo
 
 
-def test_a_text_longer_than_the_models_positions_is_refused(root):
-    model = dataclasses.replace(STARTED, max_positions=16)
-    task = PretrainingSettings(max_elements=None)
-    short = Predictor(str(save_model(root, "short", task, recorded(demo_detector()), model=model)))
-    assert short(root / "photo.jpg", "a " * 11 + "[MASK]").answer  # with [CLS] and [SEP] 14 tokens
-    with pytest.raises(ValueError, match=r"it has 15 tokens with \[CLS\] and \[SEP\], the model has room for 14"):
-        short(root / "photo.jpg", "a " * 12 + "[MASK]")
-
-
-def test_a_checkpoint_without_a_model_is_named(root, tmp_path):
-    with pytest.raises(ValueError, match="holds no model: it has no config.json"):
-        Predictor(str(tmp_path))
-    put_checkpoint(open_store(str(tmp_path)), "runs/detector/step-0000001", {}, {"optimizer.safetensors": b""})
-    with pytest.raises(ValueError, match="step-0000001 holds no model: it has no config.json"):
-        Predictor(str(tmp_path / "runs/detector"))
+@pytest.mark.parametrize(("model", "room"), [(STARTED, 14), (VILBERT, 16)], ids=["J", "TXTVX"])
+def test_a_text_longer_than_the_models_positions_is_refused(root, tmp_path, model, room):
+    model, task = dataclasses.replace(model, max_positions=16), PretrainingSettings(max_elements=None)
+    detector = recorded(demo_detector(keep_features=model.regions.features == "precomputed"))
+    short = Predictor(str(save_model(tmp_path, "short", task, detector, model=model)), WEIGHTS)
+    assert short(root / "photo.jpg", "a " * (room - 3) + "[MASK]").answer  # [CLS], [MASK] and [SEP] are three
+    with pytest.raises(ValueError, match=rf"has {room + 1} tokens with .*, the model has room for {room} .max_posit"):
+        short(root / "photo.jpg", "a " * (room - 2) + "[MASK]")
 
 
 OWN_TASK = """

@@ -8,7 +8,8 @@ from PIL import Image
 from predicted import STARTED, demo_detector, recorded, save_model
 from tiny import tiny_sample
 
-from vlbert.predict.command import main, open_ranker
+from vlbert.predict import Ranker
+from vlbert.predict.command import main
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
@@ -60,7 +61,7 @@ def test_captions_of_a_file_are_ranked_as_each_by_itself(root, capsys):
     photo = f"{root}/photos/a.jpg"
     main([f"{root}/runs/retrieval", photo, "--captions", f"{root}/captions.txt"])
     printed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    ranker = open_ranker(f"{root}/runs/retrieval")
+    ranker = Ranker(f"{root}/runs/retrieval")
     alone = {caption: ranker.captions(photo, [caption])[0][1] for caption in CAPTIONS}
     expected = sorted(alone, key=alone.get, reverse=True)
     assert [caption for _, caption in printed] == expected
@@ -69,14 +70,14 @@ def test_captions_of_a_file_are_ranked_as_each_by_itself(root, capsys):
 
 
 def test_a_pretrained_model_reads_as_in_its_pre_training(root):
-    task = open_ranker(f"{root}/runs/related").recipe.task
+    task = Ranker(f"{root}/runs/related").recipe.task
     assert (task.caption_length, task.max_regions) == (30, 9)
 
 
 def test_a_text_and_an_image_get_one_probability(root, tmp_path, capsys):
     shutil.copy(root / "photos" / "a.jpg", tmp_path)
     main([f"{root}/runs/retrieval", f"{tmp_path}/a.jpg", CAPTIONS[0]])
-    found = open_ranker(f"{root}/runs/retrieval").captions(tmp_path / "a.jpg", CAPTIONS[:1])
+    found = Ranker(f"{root}/runs/retrieval").captions(tmp_path / "a.jpg", CAPTIONS[:1])
     assert f"  {found[0][1]:.3f}  text and image belong together" in capsys.readouterr().out
 
 

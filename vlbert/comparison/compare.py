@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from storage.object_store import ObjectStore, open_store
-from storage.programs import make_parser, require
+from storage.old import add_fields, make_parser
+from storage.programs import require
 from storage.progress import clock
 from storage.runs import as_json
-from storage.settings import add_fields
 from training.loading import EXPECTED
 from training.log import read_heartbeat
 from training.program import STOPPED

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from storage.object_store import ObjectStore, open_store
-from storage.programs import make_parser
+from storage.old import add_recipe_fields, make_parser
 from storage.progress import clock
 from storage.settings import differing_fields, from_json, override, to_json
 from training.checkpoint_files import MODEL
 from training.distributed import World, from_first, gather_on_first
 from training.loading import EXPECTED
-from training.program import add_recipe_fields, find_recipe, run_in_world
+from training.program import find_recipe, run_in_world
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, restore_saved, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import ValidationData

@@ -22,11 +22,10 @@ from storage.catalog import Catalog
 from storage.forgotten import forget, is_among
 from storage.inventory import Inventory, aligned
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
-from storage.programs import make_parser
+from storage.old import add_fields, from_assignments, make_parser
 from storage.redact import shown_url
 from storage.runs import STATE
 from storage.safe_json import printable
-from storage.settings import add_fields, from_assignments
 from vlbert.checkpoint import read_checkpoint
 from vlbert.evaluation.provenance import Found, Trained, find, lineage, seen
 from vlbert.evaluation.whence import is_field

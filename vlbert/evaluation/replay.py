@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from storage.object_store import LocalStore, ObjectStore, open_store
-from storage.programs import make_parser
+from storage.old import add_fields, from_assignments, make_parser
 from storage.progress import clock
 from storage.runs import STATE
 from storage.sample import Sample
-from storage.settings import add_fields, from_assignments, override
+from storage.settings import override
 from training.checkpoint_files import MODEL
 from training.distributed import World
 from training.loading import EXPECTED

@@ -24,10 +24,9 @@ import pyarrow.parquet as pq
 from storage.forgotten import forgotten_urls
 from storage.inventory import aligned
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
-from storage.programs import make_parser
+from storage.old import add_fields, from_assignments, make_parser
 from storage.redact import shown_url
 from storage.safe_json import parse_json, printable
-from storage.settings import add_fields, from_assignments
 from vlbert.checkpoint import open_checkpoint
 from vlbert.evaluation.provenance import TABLE, Trained, all_seen, find, lineage, seen
 

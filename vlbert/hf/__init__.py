@@ -30,13 +30,6 @@ from vlbert.hf.models import (
     VLBertForReferringExpression,
     VLBertForVisualCommonsenseReasoning,
     VLBertModel,
-    VLBertPreTrainedModel,
-)
-from vlbert.hf.outputs import (
-    VLBertForPreTrainingOutput,
-    VLBertForVisualCommonsenseReasoningOutput,
-    VLBertModelOutput,
-    VLBertTaskOutput,
 )
 from vlbert.hf.processor import VLBertProcessor
 
@@ -44,16 +37,11 @@ __all__ = [
     "VLBertConfig",
     "VLBertForImageTextRetrieval",
     "VLBertForPreTraining",
-    "VLBertForPreTrainingOutput",
     "VLBertForQuestionAnswering",
     "VLBertForReferringExpression",
     "VLBertForVisualCommonsenseReasoning",
-    "VLBertForVisualCommonsenseReasoningOutput",
     "VLBertModel",
-    "VLBertModelOutput",
-    "VLBertPreTrainedModel",
     "VLBertProcessor",
-    "VLBertTaskOutput",
 ]
 
 AutoConfig.register(VLBertConfig.model_type, VLBertConfig, exist_ok=True)

@@ -15,12 +15,20 @@ from storage.runs import CHECKPOINT_VERSION
 from storage.settings import from_json, to_json
 from vlbert.checkpoint import MODEL_TYPE, without_paths
 from vlbert.config import ModelConfig
-from vlbert.hf.files import find_folder
+from vlbert.pretrained import find_folder
 from vlbert.tasks import settings_named
 from vlbert.tasks.base import TaskSettings
 
 _MODEL_FIELDS = {one.name for one in fields(ModelConfig)}
 _WHERE = "VLBertConfig"
+# What Auto classes and transformers' own loader take, and what has no meaning here.
+IGNORED = {"adapter_kwargs", "code_revision", "low_cpu_mem_usage", "trust_remote_code", "use_fast", "use_safetensors"}
+IGNORED |= {"weights_only"}
+
+
+def _of_model(name: str) -> property:
+    """A field of the model under the name that transformers gives it."""
+    return property(lambda config: config.model[name])
 
 
 class VLBertConfig(PretrainedConfig):
@@ -90,31 +98,16 @@ class VLBertConfig(PretrainedConfig):
             raise ValueError(f"{_WHERE}: task is {self.task!r}, which is none of this package")
         return from_json(kind, self.settings or {}, f"{_WHERE}.settings")
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the text."""
-        return self.model["hidden_size"]
+    hidden_size = _of_model("hidden_size")  # of the text
+    num_attention_heads = _of_model("num_heads")
+    intermediate_size = _of_model("intermediate_size")
+    max_position_embeddings = _of_model("max_positions")
+    initializer_range = _of_model("initializer_range")
 
     @property
     def num_hidden_layers(self) -> int:
         """Layers of both streams, as many as `model["layers"]` has letters."""
         return len(self.model["layers"])
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.model["num_heads"]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.model["intermediate_size"]
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.model["max_positions"]
-
-    @property
-    def initializer_range(self) -> float:
-        return self.model["initializer_range"]
 
     @classmethod
     def get_config_dict(

@@ -17,10 +17,9 @@ from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from storage.runs import as_json
-from vlbert.checkpoint import TASK, Checkpoint, load_model, read_model
+from vlbert.checkpoint import TASK, Checkpoint, load_model
 from vlbert.data.batch import Batch
-from vlbert.hf.config import VLBertConfig
-from vlbert.hf.files import HUB, IGNORED, fetch_folder
+from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.inputs import to_batch
 from vlbert.hf.outputs import (
     VLBertForPreTrainingOutput,
@@ -32,6 +31,7 @@ from vlbert.initial_weights import start_head
 from vlbert.model.execution import activation_checkpointing, blocks
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.predict.ranking import ranking_recipe
+from vlbert.pretrained import HUB, read_pretrained
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskSettings
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -43,6 +43,18 @@ from vlbert.tasks.vqa import VQASettings
 logger = logging.get_logger(__name__)
 
 _DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)}
+_LABELS = ("labels", "region_labels", "sentence_image_labels")
+_OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
+_ARGUMENTS = inspect.Signature(  # of forward: those of to_batch, labels and options
+    [
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        *inspect.signature(to_batch).parameters.values(),
+        *(
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+            for name in _LABELS + _OPTIONS
+        ),
+    ]
+)
 _ONE_FILE = 2**62  # bytes
 _NO_LABEL = -100  # in labels of tokens, regions and choices, as everywhere in transformers
 
@@ -64,19 +76,16 @@ class VLBertPreTrainedModel(PreTrainedModel):
     new_settings: ClassVar[TaskSettings | None] = None  # of a new head, where a checkpoint of another task is loaded
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Trainer computes a loss where a batch has all labels of the signature of `forward`: not those of others."""
+        """Trainer computes a loss where a batch has all labels in the signature of `forward`: not those of others."""
         super().__init_subclass__(**kwargs)
-        if "forward" in cls.__dict__:
-            return
-        whole, taken = VLBertPreTrainedModel.forward, inspect.signature(cls._labelled).parameters
 
-        @functools.wraps(whole)
-        def forward(self: VLBertPreTrainedModel, *args: Any, **kwargs: Any) -> ModelOutput | tuple:
-            return whole(self, *args, **kwargs)
+        @functools.wraps(VLBertPreTrainedModel.forward)
+        def forward(self: VLBertPreTrainedModel, *args: Any, **given: Any) -> ModelOutput | tuple:
+            return VLBertPreTrainedModel.forward(self, *args, **given)
 
-        signature = inspect.signature(whole)
-        kept = [one for name, one in signature.parameters.items() if "label" not in name or name in taken]
-        forward.__signature__ = signature.replace(parameters=kept)
+        taken = inspect.signature(cls._labelled).parameters
+        kept = [one for name, one in _ARGUMENTS.parameters.items() if name not in _LABELS or name in taken]
+        forward.__signature__ = _ARGUMENTS.replace(parameters=kept)
         cls.forward = forward
 
     def __init__(self, config: VLBertConfig):
@@ -129,64 +138,29 @@ class VLBertPreTrainedModel(PreTrainedModel):
         for block in blocks(self.vlbert)[::every_n_layers] if enable else ():
             activation_checkpointing(block)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        visual_embeds: Tensor | None = None,
-        visual_attention_mask: Tensor | None = None,
-        boxes: Tensor | None = None,
-        image_sizes: Tensor | None = None,
-        token_region: Tensor | None = None,
-        region_masked: Tensor | None = None,
-        region_classes: Tensor | None = None,
-        averaged_over: Tensor | None = None,
-        cells: Tensor | None = None,
-        labels: Tensor | None = None,
-        region_labels: Tensor | None = None,
-        sentence_image_labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> ModelOutput | tuple:
+    def forward(self, *args: Any, **given: Any) -> ModelOutput | tuple:
         """Inputs: see vlbert/hf/inputs.py; VLBertProcessor makes them. Labels: see the class.
 
-        return_dict: False for a tuple of what is not None. What is None is taken from the config. ValueError where the
-        inputs do not fit together, or a text is longer than the position table.
+        output_attentions, output_hidden_states, return_dict: None for the config's value; return_dict=False gives a
+        tuple of what is not None. ValueError where the inputs do not fit together, or a text is longer than the
+        position table.
         """
-        config = self.config
-        attentions = config.output_attentions if output_attentions is None else output_attentions
-        states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        batch = to_batch(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            pixel_values,
-            visual_embeds,
-            visual_attention_mask,
-            boxes,
-            image_sizes,
-            token_region,
-            region_masked,
-            region_classes,
-            averaged_over,
-            cells,
-        ).to(self.device)
-        given = {"labels": labels, "region_labels": region_labels, "sentence_image_labels": sentence_image_labels}
-        given = {name: values.to(self.device) for name, values in given.items() if values is not None}
+        bound = _ARGUMENTS.bind(self, *args, **given).arguments
+        given = {name: value for name, value in bound.items() if value is not None and name != "self"}
+        attentions, states, named = (given.pop(name, getattr(self.config, name)) for name in _OPTIONS)
+        labels = {name: given.pop(name).to(self.device) for name in given.keys() & _LABELS}
+        batch = to_batch(**given).to(self.device)
         with self._precision():
-            batch = self._labelled(batch, **given)
+            batch = self._labelled(batch, **labels)
             encoded = self.vlbert(batch, attentions=attentions, hidden_states=states)
             found = self._outputs(encoded, batch)
-            if given:
+            if labels:
                 found.loss = self._loss(encoded, batch)
-        found.hidden_states, found.visual_hidden_states = (
-            zip(*encoded.hidden_states, strict=True) if states else (None,) * 2
-        )
-        found.attentions = tuple(one.weights for one in encoded.attentions) if attentions else None
-        return found if (config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+        if states:
+            found.hidden_states, found.visual_hidden_states = zip(*encoded.hidden_states, strict=True)
+        if attentions:
+            found.attentions = tuple(one.weights for one in encoded.attentions)
+        return found if named else found.to_tuple()
 
     def _precision(self) -> AbstractContextManager:
         dtype = self.dtype
@@ -251,11 +225,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
         kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
         device, wanted = _one_device(device_map), _dtype_of(torch_dtype if dtype is None else dtype)
-        folder = fetch_folder(pretrained_model_name_or_path, **hub)
-        try:
-            saved = read_model(folder)
-        except ValueError as error:
-            raise OSError(str(error)) from error
+        saved = read_pretrained(pretrained_model_name_or_path, **hub)
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
         of_head = {} if same_task else kwargs.pop("settings", {})
         if isinstance(config, str | os.PathLike):
@@ -301,7 +271,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
             )
 
     def _cast(self, dtype: torch.dtype) -> Self:
-        """With the weights of matrix products in another type."""
+        """Cast linear, convolution and embedding weights to `dtype`."""
         for part in self.vlbert.modules():
             if isinstance(part, nn.Linear | nn.Conv2d | nn.Embedding):
                 part.to(dtype)
@@ -321,12 +291,10 @@ def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _one_device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> torch.device:
     """The device that a device_map names; ValueError where it names several, or one that torch does not know."""
     if isinstance(device_map, Mapping):
-        if len(devices := {str(device) for device in device_map.values()}) != 1:
-            raise ValueError(
-                f"device_map names {', '.join(sorted(devices)) or 'no device'}; the model runs on one device: name one"
-            )
+        if len(devices := {*device_map.values()}) != 1:
+            names = ", ".join(sorted(map(str, devices))) or "no device"
+            raise ValueError(f"device_map names {names}; the model runs on one device: name one")
         (device_map,) = devices
-        device_map = int(device_map) if device_map.isdecimal() else device_map
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         device_map = "cuda" if torch.cuda.is_available() else "cpu"
     try:

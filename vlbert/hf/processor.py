@@ -16,19 +16,17 @@ from transformers import BatchFeature, PreTrainedTokenizerBase, PreTrainedTokeni
 
 from detectors.detect import FasterRCNNDetector
 from storage.collect.normalise import FILE_FORMATS
-from storage.object_store import LocalStore
-from storage.runs import Folder
 from storage.safe_json import parse_json
 from storage.sample import Regions, Sample, sample_key
-from vlbert.checkpoint import CONFIG, DETECTOR, VOCABULARY, Checkpoint
+from vlbert.checkpoint import CONFIG, DETECTOR, VOCABULARY
 from vlbert.data.batch import Example, TextInput, collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import PreparedImage, prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.hf.config import VLBertConfig
-from vlbert.hf.files import HUB, IGNORED, PROCESSOR, fetch_folder
+from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.inputs import from_batch
-from vlbert.predict.command import remade_detector, trained_from, with_regions
+from vlbert.predict.predictor import detector_of, detector_weights_of, with_regions
+from vlbert.pretrained import PROCESSOR, fetch_folder
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
@@ -77,10 +75,7 @@ class VLBertProcessor(ProcessorMixin):
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
         """The detector whose regions the model was trained on. ValueError where its weights are not known."""
-        folder = Folder(LocalStore(self.config.name_or_path or "the model"), "")
-        config, model = self.config.to_dict(), self.config.model_config
-        checkpoint = Checkpoint(folder, config, model, self.config.vocab_size, self.vocabulary, {})
-        return remade_detector(checkpoint, self.detector_file)
+        return detector_of(self.config.to_dict(), self.config.name_or_path or "the model", self.detector_file)
 
     def __call__(
         self,
@@ -188,14 +183,6 @@ class VLBertProcessor(ProcessorMixin):
         rounded = replace(sample.regions, features=features.astype(np.float16))
         return replace(prepare_image(replace(sample, regions=rounded), regions, flip=False), features=features)
 
-    @property
-    def model_input_names(self) -> list[str]:
-        names = ["input_ids", "attention_mask", "token_type_ids", "visual_attention_mask", "boxes", "image_sizes"]
-        return [
-            *names,
-            "pixel_values" if self.config.model_config.regions.features == "end_to_end" else "visual_embeds",
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         """processor_config.json."""
         return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
@@ -222,10 +209,8 @@ class VLBertProcessor(ProcessorMixin):
 
         OSError where a folder is missing or has no vocabulary.
         """
-        hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
-        if unknown := [name for name in kwargs if name[0] != "_" and name not in IGNORED]:
-            raise TypeError(f"{cls.__name__}.from_pretrained takes no {', '.join(unknown)}")
-        folder = Path(fetch_folder(pretrained_model_name_or_path, **hub))
+        hub = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
+        folder = Path(fetch_folder(pretrained_model_name_or_path, (CONFIG, VOCABULARY, PROCESSOR, DETECTOR), **hub))
         if not (folder / VOCABULARY).is_file():
             raise OSError(f"{folder} has no {VOCABULARY}; put the model's own there, one token a line")
         saved = folder / PROCESSOR
@@ -233,7 +218,7 @@ class VLBertProcessor(ProcessorMixin):
         config = VLBertConfig.from_dict(values.get("config", values))
         config.name_or_path = str(folder)
         if detector is None:
-            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else trained_from(values)
+            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else detector_weights_of(values)
         return cls(_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
 
 

@@ -1,16 +1,14 @@
 """VLBert: a batch of captions and images in, contextual vectors of words and regions out."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelHubMixin, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import ModelHubMixin
 from torch import Tensor, nn
 
-from vlbert.checkpoint import CONFIG, MODEL, VOCABULARY, load_model, model_files, read_model, without_paths
+from vlbert.checkpoint import VOCABULARY, load_model, model_files, without_paths
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch
 from vlbert.data.vocabulary import Vocabulary
@@ -18,6 +16,7 @@ from vlbert.model.embedding import SeparateEmbedding, VisualLinguisticEmbedding
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.heads import initialise
 from vlbert.model.layers import AttentionMap, Encoder, Streams
+from vlbert.pretrained import read_pretrained
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +42,8 @@ class Encoded:
 class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
     """Fast R-CNN features, the visual-linguistic embedding and the encoder (paper, figure 1).
 
-    `VLBert.from_pretrained(folder or hub name)` reads what `save_pretrained(folder)`, a training run (into its step-*
-    folders) or `vlbert convert` wrote: config.json, model.safetensors and vocab.txt. `vocabulary` is that
+    `VLBert.from_pretrained(folder, run or hub name)` reads what `save_pretrained(folder)`, a training run or `vlbert
+    convert` wrote: config.json, model.safetensors and vocab.txt. `vocabulary` is that
     of the weights, where they came with one.
     """
 
@@ -120,32 +119,14 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
             (save_directory / name).write_bytes(data)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | Path,
-        *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-    ) -> "VLBert":
-        """The model of a local folder or, by name, of the Hugging Face hub; in eval mode, on the CPU, float32.
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **hub: Any) -> "VLBert":
+        """Return the model of a folder, of a run (its newest checkpoint) or, by name, of the Hugging Face hub; in eval
+        mode, on the CPU, float32.
 
-        revision, cache_dir, force_download, local_files_only and token are those of `hf_hub_download`. ValueError where
-        there is no model, or one of another version of this code.
+        hub: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`. An error,
+        both OSError and ValueError, where there is no model, or one of another version of this code.
         """
-        folder = Path(pretrained_model_name_or_path)
-        if not folder.is_dir():
-            folder = download_model(
-                str(pretrained_model_name_or_path),
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-            )
-        saved = read_model(folder)
+        saved = read_pretrained(pretrained_model_name_or_path, **hub)
         model = cls(saved.model_config, saved.vocab_size, saved.vocabulary)
         load_model(model, saved.part("vlbert."), saved.where)
         return model.eval()
@@ -159,24 +140,3 @@ def _without_task(x: Tensor, axis: int) -> Tensor:
 def _without_task_of(one: AttentionMap) -> AttentionMap:
     weights = one.weights if one.queries == "regions" else _without_task(one.weights, 2)
     return replace(one, weights=weights if one.keys == "regions" else _without_task(weights, 3))
-
-
-def download_model(name: str, beside: Sequence[str] = (VOCABULARY,), **options: Any) -> Path:
-    """The folder with the files of a model of the hub; ValueError where there is none of that name.
-
-    beside: files that a model may have or not.
-    """
-    try:
-        folder = Path(hf_hub_download(name, CONFIG, **options)).parent
-        options["revision"] = folder.name  # the same commit for all files, whatever is pushed meanwhile
-        for file in beside:
-            try:
-                hf_hub_download(name, file, **options)
-            except EntryNotFoundError as error:
-                if isinstance(error, LocalEntryNotFoundError) and not options["local_files_only"]:
-                    raise  # the hub was out of reach
-        hf_hub_download(name, MODEL, **options)
-    except (HFValidationError, EntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{name} is neither a folder nor a model on the hub ({reason})") from error
-    return folder

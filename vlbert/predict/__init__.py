@@ -1,16 +1,17 @@
-"""A trained model on images of your own: `vlbert predict`, its page, and `Predictor` for code."""
+"""A trained model on images of your own: `vlbert predict`, its page, and `Predictor` and `Ranker` for code."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlbert.predict.command import Predictor
+    from vlbert.predict.predictor import Predictor
+    from vlbert.predict.ranking import Ranker
 
-__all__ = ["Predictor"]
+__all__ = ["Predictor", "Ranker"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Predictor":
+    if name not in __all__:
         raise AttributeError(f"module vlbert.predict has no {name}")
-    from vlbert.predict.command import Predictor  # here, because it brings torch
+    from vlbert.predict import predictor, ranking  # here, because they bring torch
 
-    return Predictor
+    return {"Predictor": predictor.Predictor, "Ranker": ranking.Ranker}[name]

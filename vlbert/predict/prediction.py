@@ -2,9 +2,8 @@
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,26 +103,6 @@ class Prediction:
 def class_name(number: int, classes: Sequence[str] | None) -> str:
     """The detector's class, 0 being the background, by its name where the detector has names."""
     return "background" if number == 0 else classes[number - 1] if classes else f"class {number}"
-
-
-def predict_in_turn(
-    predictors: Sequence[Callable[..., Prediction]],
-    image: str | Path | bytes | Sample,
-    text: str | None,
-    choices: Sequence[str] = (),
-    rationales: Sequence[str] = (),
-    answer: str = "",
-    mask_regions: Sequence[int] = (),
-    attentions: bool = False,
-) -> list[Prediction]:
-    """The prediction of each predictor. Two are of VCR: the second one chooses the rationale of the answer that the
-    first one chose."""
-    first, *rest = predictors
-    found = [first(image, text, choices or rationales, answer, mask_regions, attentions)]
-    for predictor in rest:
-        answer = choices[found[0].chosen]  # as the user wrote it: the prediction has names in place of [1]
-        found.append(predictor(found[0].sample, text, rationales, answer, (), attentions))
-    return found
 
 
 def drawn_shapes_alone(metadata: dict[str, Any]) -> str:

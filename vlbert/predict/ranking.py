@@ -1,7 +1,6 @@
 """Rank a person's own images by how well they fit a text, or captions by how well they fit an image."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +9,30 @@ import torch
 
 from storage.sample import Sample
 from storage.settings import from_json
-from vlbert.checkpoint import CONFIG
+from vlbert.checkpoint import CONFIG, find_checkpoint, read_config_at
 from vlbert.config import ModelConfig, Recipe
-from vlbert.data.batch import collate
-from vlbert.data.images import prepare_image
 from vlbert.datasets.files import read_text
-from vlbert.tasks.base import TaskModel
+from vlbert.predict.predictor import Predictor
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.retrieval import OTHER_TOKENS, HeldOutImage, Retrieval, RetrievalSettings
 
 Ranking = list[tuple[str, float]]  # what is ranked, and the probability that it fits; the likeliest first
 
 
-@dataclass(frozen=True, eq=False)
-class Ranker:
-    """A model of retrieval, made by vlbert.predict.command.open_ranker:
+class Ranker(Predictor):
+    """A predictor that ranks, of a checkpoint of retrieval or of a pre-training with the relationship head:
 
-        ranker = open_ranker("vl-root/runs/finetune_retrieval_base")
+        ranker = Ranker("vl-root/runs/finetune_retrieval_base")
         ranker.images("photos", "a red circle")                 # [("IMG_3.jpg", 0.91), ...]
         ranker.captions("photo.jpg", ["a red circle", "a blue star"])
 
-    detect: an image file, its bytes or Pillow's image -> its sample with regions. ValueError where the model is none of
-    retrieval.
+    ValueError for other checkpoints.
     """
 
-    model: TaskModel
-    recipe: Recipe
-    detect: Callable[[Any], Sample]
-
-    def __post_init__(self):
-        if not isinstance(self.model.task, Retrieval):
+    def __init__(self, checkpoint: str, detector: str | Path | None = None, overrides: Sequence[str] = ()):
+        recipe = ranking_recipe(read_config_at(*find_checkpoint(str(checkpoint))))
+        super().__init__(checkpoint, detector, overrides, recipe)
+        if not isinstance(self.task, Retrieval):
             raise ValueError(
                 f"the checkpoint is one of {type(self.recipe.task).__name__}; to rank images or captions, name one of "
                 "retrieval, or of a pre-training with the relationship head"
@@ -77,17 +70,15 @@ class Ranker:
         return sorted(found, key=lambda one: -one[1])
 
     def _candidates(self, texts: Sequence[str]) -> HeldOutImage:
+        assert isinstance(self.task, Retrieval)
         for text in texts:
-            self.model.task.annotation_for(text)  # refuses one without words
-        assert isinstance(self.model.task, Retrieval)
-        return self.model.task.ranked([HeldOutImage("", tuple(texts))])[0]
+            self.task.annotation_for(text)  # refuses one without words
+        return self.task.ranked([HeldOutImage("", tuple(texts))])[0]
 
     def _probabilities(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
         """float64 [texts]."""
-        prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
-        batch = collate([self.model.task.example(sample, prepared, annotation, np.random.default_rng(0))])
         with torch.inference_mode():
-            (row,) = self.model.predict(batch)
+            (row,) = self.model.predict(self.batch_of(sample, annotation))
         return 1 / (1 + np.exp(-row["scores"].astype(np.float64)))
 
 
