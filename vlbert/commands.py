@@ -91,9 +91,13 @@ def _complete(arguments: list[str]) -> None:
     """Print what has a shell complete the commands, their arguments, and the recipes with their fields."""
     import tyro
 
-    def chosen(functions: dict[str, Any]) -> Callable[[Any], None]:
-        """A command whose first argument is the name of one of these."""
-        made = [Annotated[Any, tyro.conf.subcommand(name, constructor=one)] for name, one in functions.items()]
+    def chosen(kinds: dict[str, Any]) -> Callable[[Any], None]:
+        """Return a function whose first argument is the name of a function, or of a recipe."""
+        named = tyro.conf.subcommand
+        made = [
+            Annotated[Any, named(name, constructor=one)] if callable(one) else Annotated[type(one), named(name, default=one)]
+            for name, one in kinds.items()
+        ]
 
         def choose(one: Annotated[Union[tuple(made)], tyro.conf.arg(name="")]) -> None:  # noqa: UP007  not known before
             pass
@@ -104,8 +108,8 @@ def _complete(arguments: list[str]) -> None:
     for name in COMMANDS:
         module = _module_of(name)
         function = getattr(module.main, "function", None)
-        if function is None:  # it begins with a recipe
-            function = {recipe: type(make()) for recipe, make in module.RECIPES.items()}
+        if function is None:  # its first argument is a recipe
+            function = {recipe: make() for recipe, make in module.RECIPES.items()}
         found[name] = chosen(function) if isinstance(function, dict) else function
     tyro.extras.subcommand_cli_from_dict(
         found, prog="vlbert", args=arguments, use_underscores=True, config=(tyro.conf.OmitSubcommandPrefixes,)

@@ -15,12 +15,11 @@ from vlbert.config import ModelConfig, RegionConfig
 from vlbert.model.heads import Pooler
 from vlbert.published.checkpoints import CLASSES, NO_HINTS, Hints, Published, Shapes, count, has_any
 from vlbert.recipes.vilbert import (
-    finetune_refcoco_vilbert_base,
-    finetune_retrieval_vilbert_base,
-    finetune_vcr_vilbert_base,
-    finetune_vqa_vilbert_base,
-    finetune_vqa_vilbert_base_multi_task,
-    pretrain_vilbert_base,
+    finetune_refcoco_vilbert,
+    finetune_retrieval_vilbert,
+    finetune_vcr_vilbert,
+    finetune_vqa_vilbert,
+    pretrain_vilbert,
 )
 from vlbert.tasks import task_of
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
@@ -210,7 +209,7 @@ class PublishedViLBert(Published):
             raise ValueError("it is pre-trained and has no heads of fine-tuned tasks: give no task")
         if not fine_tuned and not has_any(shapes, "cls."):
             return cls(None, model, vocab_size)
-        task = _task(shapes, hints, model.max_positions) if fine_tuned else pretrain_vilbert_base().task
+        task = _task(shapes, hints, model.max_positions) if fine_tuned else pretrain_vilbert().task
         classes = shapes.get("cls.imagePredictions.decoder.weight", (CLASSES,))[0]
         what = cls(task, model, vocab_size, classes - 1)
         if not fine_tuned:
@@ -267,14 +266,14 @@ def _task(shapes: Shapes, hints: Hints, positions: int) -> Any:
         heads = "heads of several tasks" if multi_task else "the heads of VCR, RefCOCO+ or retrieval"
         raise ValueError(f"it has {heads}, and its tensors do not tell which to take: name one, --task NAME")
     if name == "vqa":
-        recipe = finetune_vqa_vilbert_base_multi_task if multi_task else finetune_vqa_vilbert_base
-        task, answers = recipe().task, PublishedViLBert.matrix(shapes, last)[0]
+        recipe = finetune_vqa_vilbert(variant="multi_task" if multi_task else "paper")
+        task, answers = recipe.task, PublishedViLBert.matrix(shapes, last)[0]
         return replace(task, answers=answers, question_length=min(task.question_length, positions - OTHER_TOKENS))
     recipes = {
-        "pretraining": pretrain_vilbert_base,
-        "vcr": finetune_vcr_vilbert_base,
-        "refcoco": finetune_refcoco_vilbert_base,
-        "retrieval": finetune_retrieval_vilbert_base,
+        "pretraining": pretrain_vilbert,
+        "vcr": finetune_vcr_vilbert,
+        "refcoco": finetune_refcoco_vilbert,
+        "retrieval": finetune_retrieval_vilbert,
     }
     return recipes[name]().task
 
