@@ -93,11 +93,10 @@ def _complete(arguments: list[str]) -> None:
 
     def chosen(kinds: dict[str, Any]) -> Callable[[Any], None]:
         """Return a function whose first argument is the name of a function, or of a recipe."""
-        named = tyro.conf.subcommand
-        made = [
-            Annotated[Any, named(name, constructor=one)] if callable(one) else Annotated[type(one), named(name, default=one)]
-            for name, one in kinds.items()
-        ]
+        made = []
+        for name, one in kinds.items():
+            given = {"constructor" if callable(one) else "default": one}
+            made.append(Annotated[Any if callable(one) else type(one), tyro.conf.subcommand(name, **given)])
 
         def choose(one: Annotated[Union[tuple(made)], tyro.conf.arg(name="")]) -> None:  # noqa: UP007  not known before
             pass
