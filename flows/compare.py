@@ -8,13 +8,14 @@ from typing import Any
 
 from prefect import flow
 
-from flows.artifacts import Live, escaped, link, name_run, publish, reporting, stage_logger, table_of
+from flows.artifacts import Live, escaped, link, name_run, publish, reporting, stage_logger
 from flows.collect import open_storage
 from flows.settings import CompareSettings
 from flows.supervisor import ChildFailed, run_child
 from storage.object_store import ObjectStore, open_store
 from storage.progress import clock
 from storage.safe_json import parse_json
+from storage.tables import markdown
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def table_of_trainings(progress: Mapping[str, Any] | None) -> str:
         ("time left", "" if left is None else clock(left)),
     ]
     failed = [f"- **{escaped(run)}**: {escaped(reason)}" for run, reason in progress["failed"].items()]
-    return "\n".join([*table_of(("trainings", ""), rows), *([""] * bool(failed)), *failed])
+    return "\n".join([markdown(("trainings", ""), rows), *([""] * bool(failed)), *failed])
 
 
 def table_of_comparison(root: str, compared: Compared) -> str:

@@ -33,6 +33,7 @@ from storage.programs import make_parser, require
 from storage.progress import clock
 from storage.runs import as_json
 from storage.settings import add_fields
+from storage.tables import markdown
 from training.loading import EXPECTED
 from training.log import read_heartbeat
 from training.program import STOPPED
@@ -284,13 +285,13 @@ def write(comparison: Comparison) -> dict[str, Any]:
 def table(summary: Mapping[str, Any]) -> str:
     """The means with their intervals, %, as Markdown."""
     tasks = summary["tasks"]
-    rows = [["", *(task["title"] for task in tasks.values())], ["---"] * (1 + len(tasks))]
+    head, rows = ["", *(task["title"] for task in tasks.values())], []
     for name, variant in summary["variants"].items():
         found = [(task, tasks[task]["means"].get(name)) for task in tasks]
         rows.append([variant["title"], *(_shown(one) if one else _why_none(task, variant) for task, one in found)])
     chances = [task["chance"] for task in tasks.values()]
     rows.append(["chance", *("–" if chance is None else f"{100 * chance:.1f}" for chance in chances)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(head, rows)
 
 
 def _why_none(task: str, variant: Mapping[str, Any]) -> str:
