@@ -161,8 +161,7 @@ def evaluate(
     checkpoints = [open_checkpoint(name) for name in names]
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
         raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
-    changed = [f"task.{name}={_text(value)}" for name, value in task_class.evaluation.items()]
-    overrides = [*changed, *overrides, f"data.root={root}"]
+    overrides = [*task_class.evaluation, *overrides, f"data.root={root}"]
     if again:
         from_first(world.first and delete_blocks(store, folder), world)  # before anyone reads them
     predicted = []
@@ -206,10 +205,6 @@ def _find(path: str, world: World) -> str:
         return from_first(None, world)
     store, folder = find_checkpoint(path)
     return from_first(store.where(folder).rstrip("/"), world)
-
-
-def _text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _blocks(store: ObjectStore, folder: str, decided: dict[str, Any], settings: TaskSettings, data: dict) -> Blocks:

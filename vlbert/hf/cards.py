@@ -36,7 +36,7 @@ from training.log import by_dataset, read_heartbeat, read_metrics
 from vlbert.checkpoint import Checkpoint, open_checkpoint
 from vlbert.config import Recipe
 from vlbert.croissant import CONFORMS, croissant
-from vlbert.evaluation.evaluate import recipe_of
+from vlbert.evaluation.evaluate import load_task_model, recipe_of
 from vlbert.evaluation.results import METRICS, name_of, read_summary
 from vlbert.tasks import settings_named
 from vlbert.variants import rules_of
@@ -302,10 +302,10 @@ def _flops(path: str) -> int:
     """Of the first step, forward and backward, counted as vlbert/comparison does."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from vlbert.evaluation.replay import load_model, replay
+    from vlbert.evaluation.replay import replay
 
     found = replay(path, 1)
-    model = load_model(found)
+    model, _ = load_task_model(open_checkpoint(path))
     with FlopCounterMode(display=False) as counter:
         losses = model(found.batch)
         sum(value for value, count in losses.values() if count and value.requires_grad).backward()
