@@ -39,7 +39,6 @@ from training.metrics import Step, Totals
 from training.optimizer import OptimizerConfig
 from training.stopping import Stopped
 from training.virtual_device import DEVICE, VirtualDevice
-from vlbert.comparison.cells import count_step
 from vlbert.config import DataConfig, ModelConfig, Recipe
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
@@ -204,12 +203,6 @@ def test_what_a_step_came_to_is_added_without_waiting():
         assert [one for one in device.operations if one.waits] == []
         assert Step.of([totals], loss, {}, GPU).losses == {"words": 1.5}
         assert len([one for one in device.operations if one.waits]) == 1
-
-
-def test_counting_a_step(root: Path):
-    recipe = pretraining(root, "end to end, words")
-    found, _ = on_the_device(lambda world: count_step(recipe, world))
-    assert found == count_step(recipe, CPU)
 
 
 # --- fine-tuning and evaluation ---------------------------------------------------------------------------------------
