@@ -21,7 +21,7 @@ def read_coco(file: Path) -> tuple[dict, str]:
         raise ValueError(f"there is no annotation file {file}; name one in COCO's detection format")
     raw = file.read_bytes()
     # Entries are checked one by one below; those messages name the entry whose number is not finite.
-    data = parse_json(raw, str(file), fix=f"write or fetch it again in COCO's detection format: {_WANTED}", nan=True)
+    data = parse_json(raw, str(file), fix=f"write or fetch it again in COCO's detection format: {_WANTED}")
     for wrong, kinds in (
         ("missing", [kind for kind in _SINGULAR if kind not in data]),
         ("is no list", [kind for kind in _SINGULAR if not isinstance(data.get(kind, []), list)]),

@@ -118,7 +118,7 @@ def _read_list(file: Path) -> list[Any]:
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     fix = "fetch it again; a file in COCO's format is given as data.annotations"
-    return parse_json(data, str(file), list, fix, nan=True)  # the entries' numbers are checked one by one
+    return parse_json(data, str(file), list, fix)  # the entries' numbers are checked one by one
 
 
 def _integer(entry: Any, name: str, where: str) -> int:
