@@ -237,12 +237,7 @@ def make_detector(config: DetectionConfig) -> Detector:
     from detectors.weights.files import load_weights
 
     network = network_class(config.backend).random_init(_network(config), _SEED)
-    weights = _RANDOM
-    if not config.random_init:
-        loaded = load_weights(network, Path(config.weights))
-        weights = loaded.metadata
-        for difference in loaded.differences:
-            print(f"not the same as in release {loaded.release}: {difference}", file=sys.stderr)
+    weights = _RANDOM if config.random_init else load_weights(network, Path(config.weights)).metadata
     return FasterRCNNDetector(network, weights, config, annotated, config.backend)
 
 

@@ -11,6 +11,7 @@ from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.weights.files import (
     ANCHORS,
     COUNTER,
+    RESNET,
     check_wiring,
     read_metadata,
     tensor_fault,
@@ -21,7 +22,6 @@ from detectors.weights.tensor_files import read_tensors
 
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_RESNET = ("backbone.", "roi_heads.res5.")
 
 
 def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()) -> str:
@@ -63,7 +63,7 @@ def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attr
 
 
 def _resnet(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(_RESNET)}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(RESNET)}
 
 
 def _layers_of_other_meaning(

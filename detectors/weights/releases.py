@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
+from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import RESNET50, RESNET101, without_values
 from detectors.weights.files import (
     ANCHORS,
     ATTRIBUTE_HEAD,
     COUNTER,
-    PIXEL_STATISTICS,
-    check_pixel_statistics,
+    RESNET,
     read_safetensors,
     tensor_fault,
     weights_hash,
@@ -32,7 +32,8 @@ from detectors.weights.files import (
 from detectors.weights.tensor_files import read_tensors
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-_RESNET = ("backbone.", "roi_heads.res5.")
+# What a file may hold beside weights, and what it must be: this network's, in BGR order.
+_PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 
 # --- what is done to a tensor -----------------------------------------------------------------------------------------
 
@@ -244,11 +245,7 @@ class Converted:
     def metadata(self) -> dict:
         """Return what goes into our file beside names of classes and attributes; every value can be written as JSON."""
         metadata = {"release": self.release.name, "source": self.source, "network": dataclasses.asdict(self.network)}
-        if self.anchors:
-            metadata["anchors"] = self.anchors
-            metadata["detection"] = dict(self.release.detection)
-            metadata["selection"] = dict(self.release.selection)
-        return metadata
+        return metadata | ({"anchors": self.anchors} if self.anchors else {})
 
 
 def convert(file: Path) -> Converted:
@@ -299,7 +296,7 @@ def _wanted(config: FasterRCNNConfig, release: Release) -> dict[str, Shape]:
     """Our name -> shape of what the release's file must give."""
     with without_values():
         state = FasterRCNN(config).state_dict()
-    names = [name for name in state if not release.resnet_alone or name.startswith(_RESNET)]
+    names = [name for name in state if not release.resnet_alone or name.startswith(RESNET)]
     return {name: tuple(state[name].shape) for name in names}
 
 
@@ -322,8 +319,12 @@ def _their_name(ours: str, release: Release) -> str:
 
 def _is_no_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
     """Whether a tensor counts batches, which frozen norms do not need, or is a pixel statistic, which must be ours."""
-    if name in PIXEL_STATISTICS and not release.resnet_alone:
-        check_pixel_statistics(name, tensors[name], file)
+    if name in _PIXEL_STATISTICS and not release.resnet_alone:
+        ours, found = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
+        if found.shape != ours.shape or not torch.allclose(found, ours, atol=1e-3):
+            raise ValueError(
+                f"{file}: {name} is {found.tolist()}, this network is for {list(_PIXEL_STATISTICS[name])} (BGR)"
+            )
         return True
     norm = COUNTER.sub("", name)
     return norm != name and f"{norm}.running_var" in tensors
