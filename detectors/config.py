@@ -46,7 +46,7 @@ class ImportedFeatures:
     key."""
     background: Literal["first", "last", "none"] = "first"
     """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's; `none`,
-    it is what the others leave to 1. The same of attribute probabilities."""
+    it is what the others leave to 1."""
     num_classes: int | None = None
     """For files that give the class of a region (objects_id) and no probabilities: the number of classes, without the
     background. Each region then has the probability 1 in its class, as annotated boxes have; none: no class_probs, as
@@ -172,11 +172,7 @@ class AnnotationConfig:
     annotations: str | None = None
     """COCO's detection format; its categories, sorted by id, are the classes."""
     objects: str | None = None
-    """Visual Genome's objects.json, or its attributes.json, which holds the objects as well."""
-    attributes: str | None = None
-    """Visual Genome's attributes.json beside `objects`."""
-    image_data: str | None = None
-    """Visual Genome's image_data.json, for the images' sizes; none: every file is opened."""
+    """Visual Genome's scene_graphs.json, which has the objects with their attributes, or its objects.json."""
     images: tuple[str, ...] = ()
     """Folders that hold the image files."""
     classes: str | None = None

@@ -36,9 +36,6 @@ FIELDS = {
     "class_probs": ("classes", "cls_prob", "class_probs"),
     "objects_id": ("objects_id", "obj_id", "objects"),
     "objects_conf": ("objects_conf", "obj_conf"),
-    "attribute_probs": ("attrs", "attr_prob"),
-    "attrs_id": ("attrs_id", "attr_id"),
-    "attrs_conf": ("attrs_conf", "attr_conf"),
 }
 _OURS = {theirs: ours for ours, names in FIELDS.items() for theirs in names}
 # Columns of a TSV without a first line that names them, by their number: bottom-up attention's and LXMERT's.

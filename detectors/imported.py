@@ -63,8 +63,6 @@ class _Row:
     """int32 [N], columns of class_probs."""
     scores: np.ndarray
     """float32 [N]."""
-    attributes: np.ndarray | None
-    attribute_scores: np.ndarray | None
     features: np.ndarray | None
     """float32 [N, D]."""
 
@@ -164,8 +162,6 @@ class ImportedDetector:
             detector=self.id,
             background=probs.shape[1] - 1 if last else 0,
             class_probs=None if probs is None else probs[kept].astype(np.float16),
-            attributes=None if row.attributes is None else row.attributes[kept],
-            attribute_scores=None if row.attribute_scores is None else row.attribute_scores[kept],
             features=features,
         )
 
@@ -181,13 +177,12 @@ class ImportedDetector:
         boxes = _shaped("boxes", boxes, count, 4).astype(np.float64)
         _check_boxes(boxes, *size)
         probs, labels, scores = _classes(fields, count, self._settings)
-        attributes, attribute_scores = _attributes(fields, count, self._settings.background)
         features = None
         if self._keep_features:
             features = _shaped("features", _numbers(fields, "features", np.float32), count)
             if not np.isfinite(features).all():
                 raise ValueError("has features that are not finite numbers")
-        return _Row(size, boxes, probs, labels, scores, attributes, attribute_scores, features)
+        return _Row(size, boxes, probs, labels, scores, features)
 
 
 def _other_width(widths: dict[str, int | None], first: dict[str, int | None]) -> str:
@@ -255,19 +250,8 @@ def _classes(
     return np.eye(1 + classes, dtype=np.float32)[labels], labels, scores
 
 
-def _attributes(fields: Fields, count: int, background: str) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The most probable attribute of each box, and its probability."""
-    if "attribute_probs" in fields:
-        probs = _numbers(fields, "attribute_probs", np.float32)
-        return _best(_fractions("attribute probabilities", probs, count), background)
-    attributes = _ids(fields, "attrs_id", count)
-    if attributes is None or "attrs_conf" not in fields:
-        return None, None
-    return attributes, _fractions("attrs_conf", _numbers(fields, "attrs_conf", np.float32), count, 1)[:, 0]
-
-
 def _best(probs: np.ndarray, background: str) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable column beside that of the background (or of `no attribute`), from 0, and its probability."""
+    """The most probable column beside that of the background, from 0, and its probability."""
     others = probs[:, {"first": slice(1, None), "last": slice(None, -1), "none": slice(None)}[background]]
     if not others.shape[1]:
         raise ValueError("has probabilities of one class alone")
