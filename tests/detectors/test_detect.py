@@ -236,21 +236,6 @@ def test_a_shard_that_another_commits_while_it_is_detected_is_reported_as_the_ot
     ]
 
 
-def test_every_run_takes_the_shards_in_an_order_of_its_own(tmp_path: Path):
-    orders = set()
-    for attempt in range(3):
-        catalog = commit_images(tmp_path / str(attempt), [["dead"]] * 12)
-        shards = []
-        detect_pending(
-            catalog,
-            AnnotatedDetector(annotations(tmp_path / "a.json", [0])),
-            lambda report, shards=shards: shards.append(report["shard"]),
-        )
-        assert sorted(shards) == [f"{shard:05}" for shard in range(12)]
-        orders.add(tuple(shards))
-    assert len(orders) > 1
-
-
 def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
     catalog = commit_images(tmp_path, [[a_sample(0), a_sample(1)]])
 
