@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from places import PROJECT
-from seeded import another_writer
 from tiny_detector import coco_annotations, commit_images, image_sample, rectangles
 
 from demo.deployments import SHIPPED_DETECTOR
@@ -91,22 +90,6 @@ def test_the_manifest_says_which_detector_looked_at_which_shard(tmp_path: Path):
         assert meta["config"] == json.loads(json.dumps(detector.metadata))
         assert meta["config_hash"] == detector.id
         assert meta["random_init"] is random_init
-
-
-def test_a_sample_that_is_none_costs_its_row_and_is_named(tmp_path: Path):
-    samples = [a_sample(n) for n in range(3)]
-    with another_writer(
-        lambda key, members: members | {"json": b"[]"} if key == samples[1].key else members,
-    ):
-        catalog = commit_images(tmp_path, [samples])
-    detector = random_demo()
-    assert detect_shard(catalog, "00000", detector)
-    table = catalog.manifest(stage_of(detector), "00000").table
-    assert table["status"].to_pylist() == ["ok", "bad_sample", "ok"]
-    assert f"sample {samples[1].key}: the .json member" in table["detail"][1].as_py()
-    assert [sample.key for sample in catalog.read(stage_of(detector), "00000")] == [samples[0].key, samples[2].key]
-    with pytest.raises(ValueError, match=samples[1].key):
-        list(catalog.read("images", "00000"))
 
 
 class Careless(AnnotatedDetector):

@@ -268,17 +268,6 @@ def trained(root: Path) -> dict[str, Any]:
     return json.loads(json.loads(file.read_bytes()[8 : 8 + length])["__metadata__"]["trained"])
 
 
-def test_a_new_run_that_ends_before_its_rate_falls_is_refused_and_one_that_has_begun_may_be_ended(drawn, tmp_path):
-    decays = a_recipe(drawn, tmp_path, optimizer=dataclasses.replace(SGD, schedule="step", decay_at=(4,)))
-    with pytest.raises(ValueError, match=r"optimizer.decay_at names update 4, and the run has 2 steps; set both"):
-        train(decays, ALONE)
-    assert not (tmp_path / "runs").exists()
-    stopped_after(2, dataclasses.replace(decays, steps=6))
-    assert not (tmp_path / "runs/tiny/weights.safetensors").exists()
-    train(decays, ALONE)
-    assert trained(tmp_path)["steps"] == 2
-
-
 def stopped_after(step: int, recipe: DetectorRecipe) -> None:
     """A run that ends as Ctrl-C would end it, right after it saved this step."""
     save = detectors.train.DetectorRun.save
