@@ -169,7 +169,7 @@ def read_sealed(data: bytes, where: str) -> dict[str, Any]:
     """What sealed_json wrote, without its digest; ValueError if the bytes are not those that were written."""
     if not is_whole(data):
         raise ValueError(f"{where} is damaged: its {len(data)} bytes are not those that were written")
-    value = parse_json(data, where, nan=True)
+    value = parse_json(data, where)
     del value[OWN_SHA256]
     return value
 

@@ -155,7 +155,7 @@ def remarks(inventory: Inventory) -> Iterator[str]:
     for _, path in sorted(inventory.metrics.items() if inventory.dataset is None else ()):
         for number, line in enumerate(store.get(path).splitlines(), 1):
             try:
-                parse_json(line, f"{store.where(path)}, line {number},", nan=True, fix="its numbers are lost")
+                parse_json(line, f"{store.where(path)}, line {number},", fix="its numbers are lost")
             except ValueError as error:
                 yield str(error)
 

@@ -264,7 +264,7 @@ def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
     A process that was killed writes nothing: compare `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
-    return parse_json(store.get(path), store.where(path), nan=True) if store.exists(path) else None
+    return parse_json(store.get(path), store.where(path)) if store.exists(path) else None
 
 
 def progress_of(beat: Mapping[str, Any]) -> dict[str, str]:
@@ -315,7 +315,7 @@ def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
         if not line.endswith(b"\n"):
             break
         try:
-            record = parse_json(line, f"line {number} of {where}", nan=True)
+            record = parse_json(line, f"line {number} of {where}")
         except ValueError:
             record = {}
         if type(record.get("step")) is not int:

@@ -2,16 +2,27 @@
 
     vlbert convert-detector IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
-Prints what became of every tensor. See docs/detector.md.
+Prints what the file is, and what of it was changed. See docs/detector.md.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from detectors.weights.files import read_names_of, write_weights
+from detectors.names import read_names
+from detectors.weights.files import write_weights
 from detectors.weights.releases import convert, describe
 from storage.programs import make_parser
+
+
+def _names(file: Path, kind: str, count: int) -> list[str]:
+    """The first names in a file of `count` lines; kind: `classes` or `attributes`. ValueError for more or fewer."""
+    names = [synonyms[0] for synonyms in read_names(file)]
+    if not count:
+        raise ValueError(f"the weights have no {kind}: leave --{kind} out")
+    if len(names) != count:
+        raise ValueError(f"{file} names {len(names)} {kind}, the weights have {count}, without the background")
+    return names
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             counts = {"classes": 0, "attributes": 0}
         for kind, count in counts.items():
             if getattr(options, kind):
-                metadata[kind] = read_names_of(getattr(options, kind), kind, count)
+                metadata[kind] = _names(getattr(options, kind), kind, count)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         sha256 = write_weights(options.out, converted.tensors, metadata)
     except (ValueError, OSError) as error:

@@ -485,7 +485,7 @@ def _json_columns(file: Path) -> dict[str, list]:
     """An object of columns, as SBU has it, or a list of rows; read as a whole."""
     with _opened(file) as stream:
         data = b"".join(_errors(iter(lambda: stream.read(2**20), b""), file))
-    found = parse_json(data, str(file), (dict, list), nan=True)
+    found = parse_json(data, str(file), (dict, list))
     if isinstance(found, list):
         wrong = next((n for n, row in enumerate(found, 1) if not isinstance(row, dict)), None)
         if wrong:

@@ -186,11 +186,6 @@ def test_suppression_counts_both_end_pixels_where_the_boxes_do():
     assert found == {"continuous": 2, "plus_one": 1}
 
 
-def test_the_rpn_answers_for_every_cell_of_the_map():
-    logits, deltas = small_network().rpn(torch.zeros(2, 64, 11, 14))
-    assert (logits.shape, deltas.shape) == ((2, 6, 11, 14), (2, 24, 11, 14))
-
-
 def test_proposals_lie_in_the_image_best_first_and_do_not_overlap():
     network = FasterRCNN.random_init(SMALL, seed=0)
     generator = torch.Generator().manual_seed(1)

@@ -539,6 +539,7 @@ def samples_of(root: Path) -> list[Sample]:
         (with_json, "http://example.test/{}"),
         (functools.partial(with_json, extension="JPEG"), "http://example.test/{}"),
         (functools.partial(with_json, extension="gif"), "http://example.test/{}"),
+        (functools.partial(with_json, similarity=float("nan")), "http://example.test/{}"),
         (with_both, "http://example.test/{}"),
     ],
 )

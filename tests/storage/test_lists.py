@@ -102,6 +102,7 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
         ),
         ("a.parquet", parquet(url=URLS, caption=pa.array(CAPTIONS).dictionary_encode(), license=[[1]] * 5), "url"),
         ("a.jsonl", lines(*({**one, "license": {"id": 1}} for one in OBJECTS)), "JSON lines, URL in column url"),
+        ("a.jsonl", lines(*({**one, "similarity": float("nan")} for one in OBJECTS)), "JSON lines, URL in column url"),
         (
             "sbu-captions-all.json",
             json.dumps(SBU).encode(),

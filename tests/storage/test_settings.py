@@ -315,7 +315,7 @@ def test_settings_on_the_detector_page_are_fields():
     cells = [row.split("|")[-2] for row in table.splitlines() if "of the file alone" not in row]
     named = {re.search(r"`([a-z_.]+)", cell)[1].removesuffix(".") for cell in cells}
     named |= set(re.findall(r"`([a-z_.]+)=[^`]*`", page))
-    assert {"network.resize", "network.short_side", "selection", "keep_features"} <= named
+    assert {"network.short_side", "selection", "keep_features"} <= named
     config = DetectionConfig(preset="demo", random_init=True)
     for name in named:
         operator.attrgetter(name)(config)

@@ -22,7 +22,7 @@ def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
     """
     if not file.is_file():
         raise ValueError(f"there is no {file}; fetch it, or set {settings}")
-    return parse_json(read_bytes(file), str(file), wanted, "fetch it again", nan=True)
+    return parse_json(read_bytes(file), str(file), wanted, "fetch it again")
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def _lines(store: ObjectStore | None, path: str) -> Iterator[dict]:
         return
     for line in store.get(path).splitlines():
         try:
-            yield parse_json(line, path, nan=True)
+            yield parse_json(line, path)
         except ValueError:
             continue  # torn
 

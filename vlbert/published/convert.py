@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from detectors.weights.torch_pickle import named_tensors, read_weight_file
+from detectors.weights.tensor_files import read_tensors
 from storage.programs import make_parser
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
@@ -140,11 +140,7 @@ def restore(
 
 def read_file(file: Path) -> dict[str, Tensor]:
     """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
-    _, loaded = read_weight_file(file)
-    tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
-    if not isinstance(tensors, dict) or not tensors:
-        raise ValueError(f"{file} holds no state dict: a dict of named tensors, or one below 'state_dict', is needed")
-    tensors = named_tensors(file, tensors)
+    tensors = read_tensors(file).tensors
     prefixed = [key for key in tensors if key.startswith("module.")]
     if prefixed and len(prefixed) < len(tensors):
         bare = next(key for key in tensors if not key.startswith("module."))
