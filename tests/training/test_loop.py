@@ -24,9 +24,9 @@ from writing import wait_for
 
 import training.loop
 import training.writer
-from benchmarks.killed_training import CLOCKED, check_stopped
 from storage.object_store import LocalStore, ObjectStore, StorageUnreachable, open_store
 from storage.runs import open_folder
+from tests.kill.training import CLOCKED, check_stopped
 from training.distributed import World
 from training.loading import batches
 from training.log import read_heartbeat, read_metrics

@@ -16,7 +16,6 @@ from loaded import rows_in_order
 from safetensors.torch import load_file
 from tiny import DETECTOR, TINY_MODEL, commit_more, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
-from benchmarks.killed_training import check
 from storage.catalog import Catalog
 from storage.catalog.__main__ import main
 from storage.inventory import Inventory
@@ -25,6 +24,7 @@ from storage.order import shuffled
 from storage.reading import ShardSamples
 from storage.runs import Best, checkpoints, open_folder, sealed_json
 from storage.verify import verify
+from tests.kill.training import check
 from training.distributed import World
 from training.loading import batches
 from training.log import read_metrics

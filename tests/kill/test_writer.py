@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.killed_writer import _CALLS, Fate, check, monitored
+from tests.kill.writer import _CALLS, Fate, check, monitored
 
 
 def test_system_calls_of_threads_are_borders_too(tmp_path: Path):

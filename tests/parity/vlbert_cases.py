@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.parity.cases import Case
+from tests.parity.cases import Case
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import Expression
@@ -62,6 +62,7 @@ _ONLY = {
     "VLBERT.position_padding_idx": -1,
     "VLBERT.word_embedding_frozen": False,
 }
+_ONLY_PRETRAINING = {"WITH_MLM_LOSS": True, "WITH_MVRC_LOSS": True}  # fine-tuning reads none of these
 _ONLY_FINE_TUNING = {  # pre-training reads none of these
     "ANSWER_FIRST": False,
     "ANS_LOSS_TYPE": "bce",
@@ -78,7 +79,7 @@ class VLBertCase(Case):
 
     @property
     def kind(self) -> str:
-        """Which of KINDS it is; ValueError where none."""
+        """Which of KINDS it is. Raises ValueError if it is none."""
         kind = self.metadata["case"].split("_")[0]
         if kind not in KINDS:
             raise ValueError(f"case {self.metadata['case']} begins with none of {', '.join(KINDS)}")
@@ -92,19 +93,21 @@ class VLBertCase(Case):
 
 
 def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedVLBert:
-    """What the case is, from its tensors and its configuration.
+    """Return what the case is, from its tensors and its configuration.
 
-    ValueError names a switch that we do not know or have not, or that says other than the tensors.
+    Raises ValueError naming a switch that we do not know or have not, or that says other than the tensors.
     """
     network = case.network
     _refuse_switches(case)
-    if not network.get("WITH_MLM_LOSS", True):
-        shapes = shapes | {"vlbert.mlm_head.": ()}  # pre-training is known by this head, which is not there then
     what = PublishedVLBert.understand(shapes, Hints((network["VLBERT.num_attention_heads"],)))
     for key, derived in _from_tensors(case, what, shapes).items():
         if network[key] != derived:
             raise ValueError(f"config.NETWORK.{key} is {network[key]}, and the tensors say {derived}")
-    frozen = frozen_stages(case) if what.model.regions.features == "end_to_end" else []
+    frozen = [stage for stage in network["IMAGE_FROZEN_BACKBONE_STAGES"] if stage]
+    if what.model.regions.features == "precomputed":
+        frozen = []
+    elif frozen != [*range(1, len(frozen) + 1)]:
+        raise ValueError(f"config.NETWORK.IMAGE_FROZEN_BACKBONE_STAGES is {frozen}; ours freezes the first so many")
     regions = dataclasses.replace(
         what.model.regions,
         resnet=dataclasses.replace(
@@ -113,7 +116,7 @@ def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedV
             res5_dilated=network["IMAGE_C5_DILATED"],
             norm="frozen" if network["IMAGE_FROZEN_BN"] else "batch",
         ),
-        frozen_stages=next(stage for stage in range(6) if stage + 1 not in frozen),
+        frozen_stages=len(frozen),
         padding="batch",  # a case brings its images in one tensor, VCR's too
     )
     task = what.task
@@ -124,21 +127,13 @@ def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedV
     return dataclasses.replace(what, model=dataclasses.replace(what.model, regions=regions), task=task)
 
 
-def frozen_stages(case: VLBertCase) -> list[int]:
-    """Which of conv1 (1), layer1 to layer3 (2 to 4) and res5 (5) do not learn: any of them, or 0 for none."""
-    stages = case.network["IMAGE_FROZEN_BACKBONE_STAGES"]
-    if not set(stages) <= set(range(6)):
-        raise ValueError(f"config.NETWORK.IMAGE_FROZEN_BACKBONE_STAGES is {stages}; the stages are 1 to 5")
-    return [stage for stage in stages if stage]
-
-
 def _refuse_switches(case: VLBertCase) -> None:
     network = case.network
     unknown = sorted(network.keys() - _KNOWN)
     if unknown:
         names = ", ".join(f"config.NETWORK.{key}" for key in unknown)
         raise ValueError(f"unknown to us, which may change what is computed: {names}")
-    for key, wanted in (_ONLY if case.kind == "pretrain" else _ONLY | _ONLY_FINE_TUNING).items():
+    for key, wanted in (_ONLY | (_ONLY_PRETRAINING if case.kind == "pretrain" else _ONLY_FINE_TUNING)).items():
         if network.get(key, wanted) != wanted:
             raise ValueError(f"config.NETWORK.{key} is {network[key]}; ours has no other than {wanted}")
     if case.kind == "vcr" and network["VLBERT.object_word_embed_mode"] == 3:
@@ -146,7 +141,7 @@ def _refuse_switches(case: VLBertCase) -> None:
 
 
 def _from_tensors(case: VLBertCase, what: PublishedVLBert, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Switches that follow from the tensors: those that the model of the case reads. Others may have any value."""
+    """Derive the switches that the model of the case reads from its tensors. Others may have any value."""
     network, model, task = case.network, what.model, what.task
     visual_size = model.visual_embedding_size or model.hidden_size
     derived = {
@@ -178,23 +173,14 @@ def _from_tensors(case: VLBertCase, what: PublishedVLBert, shapes: dict[str, tup
     return derived
 
 
-def heads_switched_off(case: VLBertCase, what: PublishedVLBert, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros for the heads that their model lacks, their loss being off: ours has them, and nothing reads them."""
-    heads = {"WITH_MLM_LOSS": "vlbert.mlm_head.", "WITH_MVRC_LOSS": "vlbert.mvrc_head."}
-    off = tuple(head for switch, head in heads.items() if not case.network.get(switch, True))
-    rename = what.theirs()
-    named = {rename(name): tensor for name, tensor in what.skeleton().items()}
-    return {n: torch.zeros(t.shape) for n, t in named.items() if n and n.startswith(off) and n not in theirs}
-
-
 def vocabulary(size: int) -> Vocabulary:
-    """`size` pieces without meaning, with the special ones where BERT has them."""
+    """Make `size` pieces without meaning, with the special ones where BERT has them."""
     special = {number: piece for piece, number in SPECIAL_IDS.items()}
     return Vocabulary([special.get(i, f"[unused{i}]") for i in range(size)])
 
 
 def images(case: VLBertCase, valid: Tensor) -> list[ImageInput]:
-    """The images of a case without labels; valid is bool [B, R], a prefix of each row."""
+    """Return the images of a case without labels; valid is bool [B, R], a prefix of each row."""
     boxes, info = case.tensor("in/boxes"), case.tensor("in/im_info")
     made = []
     for row, keep in enumerate(valid):
@@ -213,7 +199,7 @@ def images(case: VLBertCase, valid: Tensor) -> list[ImageInput]:
 
 
 def stored_pixels(case: VLBertCase, row: int, height: int, width: int) -> Tensor:
-    """float [3, height, width], RGB of 0 to 255: an image before it was normalised, as far as a case tells.
+    """Return an image before it was normalised, as far as a case tells: float [3, height, width], RGB of 0 to 255.
 
     Theirs are B, G, R less their mean, and zero where a masked region hid them: there stands noise, which the network
     must not see.
@@ -254,13 +240,13 @@ def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
 
 
 def _with_related(text: TextInput, related: np.ndarray) -> TextInput:
-    """With the label of the pair, [1], or of a text without an image, [0]."""
+    """Add the label of the pair, [1], or of a text without an image, [0]."""
     label_masks = text.label_masks | {"related": np.arange(len(text.tokens)) < len(related)}
     return dataclasses.replace(text, label_masks=label_masks, labels=text.labels | {"related": related})
 
 
 def _words(tokens: Tensor, answers: Tensor) -> TextInput:
-    """A row of text ids, 0 behind its end, and the answer at each, -1 where there is none."""
+    """Convert a row of text ids, 0 behind its end, and the answer at each, -1 if it has none."""
     count = int((tokens > 0).sum())
     tokens, answers = tokens[:count].numpy(), answers[:count].numpy()
     zeros, label_mask = np.zeros(count, np.int64), answers >= 0
@@ -315,7 +301,7 @@ def vcr_batch(case: VLBertCase, task: VCR) -> Batch:
 
 
 def _tagged(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(word pieces, the region that each names) of [L, 3] rows, -2 behind their end."""
+    """Return (word pieces, the region that each names) of [L, 3] rows, -2 behind their end."""
     rows = rows[rows[:, 0] >= 0]
     return rows[:, 0], rows[:, 1]
 

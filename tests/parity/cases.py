@@ -1,4 +1,4 @@
-"""What all formats of benchmarks.parity share: finding and reading cases, their weights, how far two tensors differ."""
+"""What all formats of tests.parity share: finding and reading cases, their weights, how far two tensors differ."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 class Row:
     """One line of the report: how far ours is from theirs, by what was compared.
 
-    differences is empty where nothing could be compared; the remark then says why. stage: of a detector's case.
+    differences is empty if nothing could be compared; the remark then says why. stage: of a detector's case.
     """
 
     case: str
@@ -38,14 +38,13 @@ class Row:
 
 
 def not_run(case: str, stage: str, error: Exception) -> Row:
-    """The row of what could not be compared, in one line whatever the error says."""
+    """Return the row of what could not be compared, in one line whatever the error says."""
     message = " ".join(str(error).split())
-    remark = message if type(error) is ValueError else f"{type(error).__name__}: {message}"
-    return Row(case, stage, remark=remark)
+    return Row(case, stage, remark=message if type(error) is ValueError else f"{type(error).__name__}: {message}")
 
 
 def apart(ours: Tensor, theirs: Tensor, of_scale: bool = True) -> float:
-    """The largest difference, absolute or as a share of the largest number of theirs; infinite for NaN."""
+    """Return the largest difference, absolute or as a share of the largest number of theirs; infinite for NaN."""
     if ours.shape != theirs.shape:
         raise ValueError(f"ours is {tuple(ours.shape)}, theirs {tuple(theirs.shape)}")
     if not theirs.numel():
@@ -59,13 +58,22 @@ def apart(ours: Tensor, theirs: Tensor, of_scale: bool = True) -> float:
     return worst / largest if largest else math.inf
 
 
+def relative(ours: float, theirs: float, floor: float = 1e-12) -> float:
+    """Return the difference of two numbers as a share of theirs, or of the floor; infinite for NaN."""
+    difference = abs(ours - theirs) / max(abs(theirs), floor)
+    return math.inf if math.isnan(difference) else difference
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Found:
-    """A case in a folder. format: vlbert, vilbert (path is their json), detector (path is the folder of a meta.json),
-    or damaged, with the reason."""
+    """A case in a folder.
+
+    format: vlbert or vilbert (path is their json), detector (path is the folder of a meta.json), or damaged, with the
+    reason.
+    """
 
     format: str
     path: Path
@@ -74,12 +82,11 @@ class Found:
 
 
 def find_cases(root: Path) -> list[Found]:
-    """Every case in `root` and below it, in order of the paths; what is a case, but damaged, is never left out."""
+    """Return every case in `root` and below it, in order of the paths; a damaged case is never left out."""
     found = []
     for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
         below = folder.relative_to(root).as_posix()
-        images = [file for file in folder.glob("img*.npz") if re.fullmatch(r"img\d+(_c4)?", file.stem)]
-        if (folder / "meta.json").exists() or any(not file.with_suffix(".json").exists() for file in images):
+        if (folder / "meta.json").exists() or any(folder.glob("img*.npz")):
             found.append(Found("detector", folder, root.resolve().name if below == "." else below))
             continue
         prefix = "" if below == "." else f"{below}/"
@@ -91,24 +98,23 @@ def find_cases(root: Path) -> list[Found]:
 
 
 def _recognise(file: Path) -> tuple[str, str] | None:
-    """(format, reason if damaged) of X.json and X.npz; None where they are no case."""
-    arrays, unreadable, reason = file.with_suffix(".npz"), False, "it has no param_order_for_grad"
+    """Return (format, reason if damaged) of X.json and X.npz, or None if they are no case."""
+    arrays = file.with_suffix(".npz")
     try:
-        metadata = read_json(file)
+        metadata = read_json(file) if file.exists() else {}
         if "param_order_for_grad" in metadata:
             return ("vilbert" if {"program", "layers"} & metadata.keys() else "vlbert"), ""
-    except FileNotFoundError:
-        reason = "it is missing"
-    except (ValueError, OSError, RecursionError) as error:
-        unreadable, reason = True, f"{type(error).__name__}: {error}"
-    if not arrays.exists():
-        return None
-    try:
+        if not arrays.exists():
+            return None
         with np.load(arrays) as archive:
-            is_case = unreadable or "grad/l2" in archive.files
-    except Exception as error:  # noqa: BLE001  a torn zip raises anything
-        is_case, reason = True, f"{reason}; {arrays.name}: {type(error).__name__}: {error}"
-    return ("damaged", " ".join(f"{file.name}: {reason}".split())) if is_case else None
+            if "grad/l2" not in archive.files:
+                return None
+        reason = f"{file.name} has no param_order_for_grad"
+    except Exception as error:  # noqa: BLE001  a torn file raises anything
+        if not arrays.exists():
+            return None
+        reason = f"{type(error).__name__}: {error}"
+    return "damaged", " ".join(reason.split())
 
 
 def read_json(file: Path) -> dict:
@@ -133,16 +139,16 @@ class Case:
         return torch.from_numpy(self.arrays[name])
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+# --- weights and gradients --------------------------------------------------------------------------------------------
 
 
 def weights(metadata: dict) -> dict[str, Tensor]:
-    """The parameters and buffers of a case, made by the rule that stands beside each."""
+    """Return the parameters and buffers of a case, made by the rule that stands beside each."""
     return {tensor["name"]: _fill(tensor, metadata.get("seed_offset", 0)) for tensor in metadata["tensors"]}
 
 
 def _fill(tensor: dict, seed_offset: int) -> Tensor:
-    """By one of the rules zero, 0.02n, 1+0.02n and 1+|0.02n|, with any number; n is drawn from N(0, 1)."""
+    """Fill by one of the rules zero, 0.02n, 1+0.02n and 1+|0.02n|, with any number; n is drawn from N(0, 1)."""
     name, rule = tensor["name"], tensor["rule"]
     if rule == "zero":
         return torch.zeros(tensor["shape"], dtype=torch.int64 if name.endswith("num_batches_tracked") else None)
@@ -156,5 +162,37 @@ def _fill(tensor: dict, seed_offset: int) -> Tensor:
 
 
 def standard_normal(name: str, seed_offset: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The float64 numbers that belong to a parameter's name."""
+    """Return the float64 numbers that belong to a parameter's name."""
     return np.random.default_rng(zlib.crc32(name.encode()) + seed_offset).standard_normal(shape)
+
+
+def gradients_apart(case: Case, ours: dict[str, Tensor | None], floor: float) -> tuple[float, float]:
+    """Return the worst difference of a gradient's norm and of its projection on a random direction.
+
+    Both are relative to the norm of theirs. Gradients below `floor`, a share of the largest norm of the case, count by
+    it. If both norms lie below it, both are the rounding errors of a gradient that is zero (a key's bias shifts all
+    scores of a query alike), and are not compared: no two programs round alike.
+
+    Args:
+        ours: gradient by the name of their parameter; None if it has none.
+
+    Raises ValueError if a parameter has a gradient on one side alone.
+    """
+    norms, dots = case.arrays["grad/l2"], case.arrays["grad/dot"]
+    least = floor * np.nanmax(norms)
+    worst_norm = worst_dot = 0.0
+    for name, norm, dot in zip(case.metadata["param_order_for_grad"], norms, dots, strict=True):
+        gradient = ours[name]
+        if gradient is None or math.isnan(norm):
+            if (gradient is not None and gradient.any()) or norm > 0:
+                raise ValueError(f"{name} has a gradient with {'us' if gradient is not None else 'them'} alone")
+            continue
+        gradient = gradient.double()
+        if max(float(gradient.norm()), norm) <= least:
+            continue
+        direction = torch.from_numpy(standard_normal(name, 1000, tuple(gradient.shape)))
+        worst_norm = max(worst_norm, relative(float(gradient.norm()), norm, least))
+        along = float((gradient * direction).sum())
+        difference = abs(along - dot) / max(norm, least)
+        worst_dot = max(worst_dot, math.inf if math.isnan(difference) else difference)
+    return worst_norm, worst_dot

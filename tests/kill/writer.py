@@ -2,7 +2,7 @@
 
 Half of the kills come after a random time, spread over the whole life of a writer; half at a system call
 (fsync, link, rename, unlink, a send or a receive), before or after it, because that is where half a commit would show.
-A reader looks at everything visible while the writers work. `python -m benchmarks.kill` runs it at full length.
+A reader looks at everything visible while the writers work. `python -m tests.kill` runs it at full length.
 """
 
 import dataclasses
@@ -17,13 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import FrameType
-from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -135,28 +133,6 @@ def monitored(fate: Fate, counts: Synchronized) -> Iterator[None]:
         threading.setprofile(None)
 
 
-@contextmanager
-def s3_server() -> Iterator[dict[str, str]]:
-    """moto's server with a bucket; the environment in which boto3 finds it."""
-    from moto.server import ThreadedMotoServer  # not above: the fork server imports this file
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which would print every request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        endpoint = "http://{}:{}".format(*server.get_host_and_port())
-        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=60).close()
-        yield {
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-    finally:
-        server.stop()
-
-
 class Reader:
     """Looks at all that is visible, again and again; remembers what it saw, for nothing may go or change."""
 
@@ -214,41 +190,43 @@ class Reader:
 def check(
     folder: Path, seed: int, kills: int, say: Callable[[str], None], roots: Sequence[str] = ("local", "s3")
 ) -> list[str]:
-    """The faults that `kills` kills of writers brought to light, as many on each kind of root; [] is a pass."""
+    """Return the faults that `kills` kills of writers brought to light, as many on each kind of root."""
+    from tests.s3 import SETTINGS, s3_server  # not above: the fork server imports this file
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which would print every request
     faults = []
     for number, kind in enumerate(roots):
         part = kills // len(roots) + (number < kills % len(roots))
-        with s3_server() if kind == "s3" else nullcontext({}) as environment:
+        with s3_server("bucket") if kind == "s3" else nullcontext() as endpoint:
             started, before = time.monotonic(), len(faults)
-            report = _Part(kind, folder, environment, random.Random(f"{seed} {kind}"))
-            faults += [f"{kind}: {fault}" for fault in report.run(part)]
+            environment = SETTINGS | {"AWS_ENDPOINT_URL": endpoint} if endpoint else {}
+            killer = _Killer(kind, folder, environment, random.Random(f"{seed} {kind}"))
+            faults += [f"{kind}: {fault}" for fault in killer.run(part)]
             say(
-                f"{kind}: {report.killed} kills ({report.at_boundary} at a system call) over {report.roots} roots, "
-                f"{report.looks} looks, {report.orphans} orphan tars and {report.halves} interrupted puts collected, "
+                f"{kind}: {killer.killed} kills over {killer.roots} roots, {killer.looks} looks, "
                 f"{len(faults) - before} faults, {time.monotonic() - started:.0f} s"
             )
     return faults
 
 
-class _Part:
-    """The kills on one kind of root."""
+class _Killer:
+    """Kills writers on one kind of root."""
 
     def __init__(self, kind: str, folder: Path, environment: dict[str, str], chance: random.Random):
         self.kind, self.folder, self.environment, self.chance = kind, folder, environment, chance
-        self.killed = self.at_boundary = self.roots = self.looks = self.orphans = self.halves = 0
+        self.killed = self.roots = self.looks = 0
         # Processes that are forked from a small, quiet one start at once, and inherit no lock of a thread of ours.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([__name__, "boto3"])
         self.duration, self.calls = 1.0, {}
 
     def run(self, kills: int) -> list[str]:
-        with mock.patch.dict(os.environ, self.environment):
-            self._time_a_whole_life()
-            faults = []
-            while self.killed < kills and len(faults) < 20:
-                self.roots += 1
-                faults += self._one_root(self._root(f"{self.roots}"), kills)
-            return faults
+        self._time_a_whole_life()
+        faults = []
+        while self.killed < kills and len(faults) < 20:
+            self.roots += 1
+            faults += self._one_root(self._root(f"{self.roots}"), kills)
+        return faults
 
     def _root(self, name: str) -> str:
         return str(self.folder / f"root-{name}") if self.kind == "local" else f"s3://bucket/{self.folder.name}/{name}"
@@ -289,21 +267,20 @@ class _Part:
         if process.exitcode:
             reader.faults.append(f"the last writer ended with {process.exitcode}")
         reader.look()
+        _check_the_end(reader)
         self.looks += reader.looks
-        return reader.faults + self._in_the_end(reader)
+        return reader.faults
 
     def _one_life(self, root: str, reader: Reader) -> bool:
-        """Start writers and kill them; whether a kill met one that was alive."""
-        processes, boundaries, start = [], self.chance.random() < 0.5, time.monotonic() + 0.05
+        """Start writers and kill them; return whether a kill met one that was alive."""
+        processes, at_calls, start = [], self.chance.random() < 0.5, time.monotonic() + 0.05
         for _ in range(self.chance.randint(1, _WRITERS[self.kind])):
-            call = self.chance.choice(list(self.calls)) if boundaries else None  # each as often, however rare it is
+            call = self.chance.choice(list(self.calls)) if at_calls else None  # each as often, however rare it is
             processes.append(self._start(root, start, call)[0])
         delay = start - time.monotonic() + self.chance.random() * self.duration * _LIFE
-        timers = []
-        for process in processes:
-            if not boundaries:
-                timers.append(threading.Timer(delay * self.chance.uniform(0.9, 1), process.kill))
-                timers[-1].start()
+        timers = [] if at_calls else [threading.Timer(delay * self.chance.uniform(0.9, 1), p.kill) for p in processes]
+        for timer in timers:
+            timer.start()
         while any(process.is_alive() for process in processes):
             reader.look()
         for timer in timers:
@@ -315,27 +292,24 @@ class _Part:
             if process.exitcode not in (0, -signal.SIGKILL):
                 reader.faults.append(f"a writer ended with {process.exitcode}")
         self.killed += met
-        self.at_boundary += met if boundaries else 0
         return met > 0
 
-    def _in_the_end(self, reader: Reader) -> list[str]:
-        """Everything is there once, and `gc` leaves nothing else."""
-        store, catalog, faults = reader.store, reader.catalog, []
-        for stage in STAGES:
-            rows = [row for table in catalog.columns(stage, ["row"]) for row in table["row"].to_pylist()]
-            if rows != list(range(SHARDS * ROWS)):
-                faults.append(f"{stage} has rows {rows} in the end")
-        if catalog.pending(*STAGES):
-            faults.append(f"{catalog.pending(*STAGES)} are pending in the end")
-        found = collect_garbage(store, -60, delete=True)
-        self.orphans += sum(line.startswith("orphan tar") for line in found)
-        self.halves += sum(line.startswith("interrupted put") for line in found)
-        left = [info.path for info in store.list()]
-        if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(store.leftovers()):
-            faults.append(f"gc left {left} and {list(store.leftovers())}")
-        faults += verify(Inventory(store))
-        reader.look()
-        return faults
+
+def _check_the_end(reader: Reader) -> None:
+    """Everything must be there once, and `gc` must leave nothing else."""
+    store, catalog, faults = reader.store, reader.catalog, reader.faults
+    for stage in STAGES:
+        rows = [row for table in catalog.columns(stage, ["row"]) for row in table["row"].to_pylist()]
+        if rows != list(range(SHARDS * ROWS)):
+            faults.append(f"{stage} has rows {rows} in the end")
+    if catalog.pending(*STAGES):
+        faults.append(f"{catalog.pending(*STAGES)} are pending in the end")
+    collect_garbage(store, -60, delete=True)
+    left = [info.path for info in store.list()]
+    if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(store.leftovers()):
+        faults.append(f"gc left {left} and {list(store.leftovers())}")
+    faults += verify(Inventory(store))
+    reader.look()
 
 
 def _strangers(store: ObjectStore) -> list[str]:
