@@ -29,8 +29,7 @@ from storage.runs import (
 )
 from storage.safe_json import parse_json
 from storage.settings import from_json, to_json
-from training.checkpoint_files import MODEL, OPTIMIZER, load_tensors, optimizer_tensors, write_checkpoint
-from training.writer import Writer
+from training.checkpoint import MODEL, OPTIMIZER, Writer, load_tensors, optimizer_tensors, write_checkpoint
 from vlbert.config import ModelConfig, Recipe
 from vlbert.data.vocabulary import Vocabulary
 

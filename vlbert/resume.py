@@ -11,7 +11,7 @@ from storage.reading import ShardSamples
 from storage.runs import checkpoints
 from storage.settings import as_text, differing_fields, flat, override, to_json
 from training import distributed
-from training.checkpoint_files import load_optimizer, settle
+from training.checkpoint import load_optimizer, prune_checkpoints
 from training.distributed import World
 from training.loading import EXPECTED
 from training.optimizer import make_optimizer
@@ -72,7 +72,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     if resumed:
         check_unchanged(recipe, resumed)
         if world.first:  # it may have been killed before it came to that
-            _settle(recipe, store)
+            _prune(recipe, store)
         if complete := _complete(recipe, resumed):
             report(complete)
             return None
@@ -110,7 +110,7 @@ def find_complete(name: str, assignments: Sequence[str], processes: int) -> str 
         check_unchanged(recipe, resumed)
         complete = _complete(recipe, resumed)
         if complete:
-            _settle(recipe, store)
+            _prune(recipe, store)
         return complete
     except (*EXPECTED, OSError):
         return None
@@ -139,8 +139,8 @@ def _fields(recipe: dict) -> dict[str, object]:
     return flat(recipe | {"data": recipe["data"] | {"datasets": as_text(weights)}})
 
 
-def _settle(recipe: Recipe, store: ObjectStore) -> None:
-    settle(store, recipe.run_name, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
+def _prune(recipe: Recipe, store: ObjectStore) -> None:
+    prune_checkpoints(store, recipe.run_name, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
 
 
 def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:

@@ -19,6 +19,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.order import mix
 from storage.reading import ShardSamples
 from training import distributed
+from training.checkpoint import Writer
 from training.distributed import World
 from training.loading import EXPECTED, batches
 from training.log import last_metrics
@@ -26,7 +27,6 @@ from training.loop import Run, train_steps
 from training.metrics import Losses
 from training.precision import autocast, in_precision_of
 from training.program import run_program
-from training.writer import Writer
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch

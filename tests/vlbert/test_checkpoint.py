@@ -20,9 +20,8 @@ from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
 from storage.verify import verify
-from training.checkpoint_files import load_optimizer, remove_old
+from training.checkpoint import Writer, load_optimizer, remove_old
 from training.optimizer import make_optimizer
-from training.writer import Writer
 from vlbert.checkpoint import load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.vocabulary import SPECIALS, Vocabulary

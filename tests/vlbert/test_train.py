@@ -77,7 +77,7 @@ def test_after_ctrl_c_the_next_start_goes_on(root, tmp_path):
         process.kill()
         process.wait()
     printed = output.read_text()
-    (line,) = re.findall("^torchrun -m vlbert.train .*: stopped: after step .*$", printed, re.MULTILINE)
+    (line,) = re.findall("^vlbert train .*: stopped: after step .*$", printed, re.MULTILINE)
     assert printed.count("stopping: this step is finished and saved") == 1
     checkpoint = Path(line.rpartition(" goes on from ")[2])
     last = int(checkpoint.name.removeprefix("step-"))
@@ -362,6 +362,6 @@ def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
     ],
 )
 def test_bad_settings_end_the_program_before_it_begins(root, more, named):
-    with pytest.raises(SystemExit, match=f"^torchrun -m vlbert.train pretrain_vlbert_demo: .*{named}"):
+    with pytest.raises(SystemExit, match=f"^vlbert train pretrain_vlbert_demo: .*{named}"):
         main(command_line(root, "refused", *more))
     assert not (root / "runs" / "refused").exists()

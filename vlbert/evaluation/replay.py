@@ -23,7 +23,7 @@ from storage.progress import clock
 from storage.runs import STATE
 from storage.sample import Sample
 from storage.settings import add_fields, from_assignments, override
-from training.checkpoint_files import MODEL
+from training.checkpoint import MODEL
 from training.distributed import World
 from training.loading import EXPECTED
 from training.log import Unreadable
