@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from storage.object_store import ObjectMissing, open_store
 from storage.sample import Sample
-from training.checkpoint import Writer
 from training.distributed import World
 from training.loading import batches
 from training.log import read_metrics
