@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vlbert.checkpoint import CONFIG, DETECTOR, TASK, VOCABULARY, find_checkpoint
-from vlbert.model.vlbert import download_model
+from vlbert.hub import download_model
 
 PROCESSOR = "processor_config.json"
 HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  # options of hf_hub_download

@@ -1,19 +1,17 @@
 """VLBert: a batch of captions and images in, contextual vectors of words and regions out."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import ModelHubMixin, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import ModelHubMixin
 from torch import Tensor, nn
 
-from vlbert.checkpoint import CONFIG, MODEL, VOCABULARY, load_model, model_files, read_model, without_paths
+from vlbert.checkpoint import VOCABULARY, load_model, model_files, read_model, without_paths
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch
 from vlbert.data.vocabulary import Vocabulary
+from vlbert.hub import download_model
 from vlbert.model.embedding import SeparateEmbedding, VisualLinguisticEmbedding
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.heads import initialise
@@ -159,24 +157,3 @@ def _without_task(x: Tensor, axis: int) -> Tensor:
 def _without_task_of(one: AttentionMap) -> AttentionMap:
     weights = one.weights if one.queries == "regions" else _without_task(one.weights, 2)
     return replace(one, weights=weights if one.keys == "regions" else _without_task(weights, 3))
-
-
-def download_model(name: str, beside: Sequence[str] = (VOCABULARY,), **options: Any) -> Path:
-    """The folder with the files of a model of the hub; ValueError where there is none of that name.
-
-    beside: files that a model may have or not.
-    """
-    try:
-        folder = Path(hf_hub_download(name, CONFIG, **options)).parent
-        options["revision"] = folder.name  # the same commit for all files, whatever is pushed meanwhile
-        for file in beside:
-            try:
-                hf_hub_download(name, file, **options)
-            except EntryNotFoundError as error:
-                if isinstance(error, LocalEntryNotFoundError) and not options["local_files_only"]:
-                    raise  # the hub was out of reach
-        hf_hub_download(name, MODEL, **options)
-    except (HFValidationError, EntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{name} is neither a folder nor a model on the hub ({reason})") from error
-    return folder
