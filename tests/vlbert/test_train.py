@@ -19,15 +19,13 @@ from programs import command_line, ended, launched, losses, torchrun
 from s3 import s3_server
 from safetensors.torch import load_file, save_file
 from seeded import reseal
-from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 from writing import wait_for
 
-from storage.catalog import Catalog
 from storage.object_store import open_store
 from storage.runs import checkpoints, open_folder
 from training.distributed import World
 from training.log import read_metrics
-from vlbert.checkpoint import read_checkpoint
 from vlbert.config import Recipe
 from vlbert.data.corpus import make_corpus
 from vlbert.resume import find_complete
@@ -203,32 +201,6 @@ def test_one_process_and_two_compute_the_same_and_go_on_from_each_other(root):
     assert "goes on from" in result.stdout, result.stderr[-3000:]
     for name in ("two", "two-then-one", "one-then-two"):
         np.testing.assert_allclose(np.array(losses(root, name)), np.array(losses(root, "one")), rtol=2e-5)
-
-
-def test_a_checkpoint_holds_what_a_run_goes_on_with(root, six_steps):
-    store = open_store(str(root))
-    folder = checkpoints(store, "whole")[-1]
-    assert folder == "runs/whole/step-0000006"
-    names = {path.name for path in (root / folder).iterdir()}
-    assert names == {"config.json", "vocab.txt", "model.safetensors", "optimizer.safetensors", "state.json"}
-    state = open_folder(store, folder).state
-    assert state["step"] == 6
-    assert (state["samples_consumed"], state["text_consumed"], state["seed"]) == (48, 24, 0)
-    snapshot = Catalog(store, "captions").snapshot(f"regions/{DETECTOR}").id
-    assert state["data"] == [
-        {
-            "dataset": "captions",
-            "stage": f"regions/{DETECTOR}",
-            "random_init": False,
-            "weight": 24.0,
-            "snapshots": [{"epoch": 0, "consumed": 0, "examples": 24, "snapshot": snapshot}],
-        }
-    ]
-    assert state["held_out"][0].keys() == {"dataset", "stage", "random_init", "snapshot"}
-    saved = read_checkpoint(store, folder)
-    assert saved.model_config == TINY_MODEL
-    assert saved.vocabulary.text() == (root / "text" / "vocab.txt").read_text()
-    assert saved.num_classes == 8
 
 
 def test_validation_is_logged_beside_that_of_shuffled_images(root, six_steps):
