@@ -367,10 +367,13 @@ def test_datasets_that_do_not_fit_together_are_named(root):
 def test_a_resumed_run_keeps_its_datasets_and_their_weights(root):
     train(a_run(root, "kept", BOTH, steps=1), ALONE)
     for datasets, named in (
-        ({"captions": 3.0}, r"data\.datasets = captions:3\.0,more:1\.0, the recipe says captions; set it back"),
-        ({"captions": 3.0, "more": 2.0}, r"the recipe says captions:3\.0,more:2\.0"),
-        ({"captions": None, "more": None}, r"the recipe says captions,more"),
-        (BOTH | {"third": 1.0}, r"the recipe says captions:3\.0,more:1\.0,third:1\.0"),
+        (
+            {"captions": 3.0},
+            r"data\.datasets=captions:3\.0,more:1\.0, but the recipe has captions\. Restore captions:3",
+        ),
+        ({"captions": 3.0, "more": 2.0}, r"but the recipe has captions:3\.0,more:2\.0"),
+        ({"captions": None, "more": None}, r"but the recipe has captions,more"),
+        (BOTH | {"third": 1.0}, r"but the recipe has captions:3\.0,more:1\.0,third:1\.0"),
     ):
         with pytest.raises(ValueError, match=named):
             train(a_run(root, "kept", datasets, steps=2), ALONE)

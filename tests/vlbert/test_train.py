@@ -261,9 +261,9 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
     recipe = tiny_recipe(root, run="whole", steps=8)
     faster = dataclasses.replace(recipe.optimizer, learning_rate=0.5)
     for changes, named in (
-        ({"optimizer": faster}, "optimizer.learning_rate = 0.002, the recipe says 0.5"),
-        ({"data": dataclasses.replace(recipe.data, batch=4)}, "data.batch = 8, the recipe says 4"),
-        ({"data": dataclasses.replace(recipe.data, chunk=4)}, "data.chunk = 1, the recipe says 4"),
+        ({"optimizer": faster}, "optimizer.learning_rate=0.002, but the recipe has 0.5"),
+        ({"data": dataclasses.replace(recipe.data, batch=4)}, "data.batch=8, but the recipe has 4"),
+        ({"data": dataclasses.replace(recipe.data, chunk=4)}, "data.chunk=1, but the recipe has 4"),
         ({"data": dataclasses.replace(recipe.data, text_corpus=str(tmp_path / "text"))}, "is not the corpus that"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -298,7 +298,7 @@ def test_what_a_run_started_from_is_not_needed_to_go_on(root, six_steps):
         file.unlink()
     train(tiny_recipe(root, run="heir", steps=3, **changes), ALONE)
     assert [line[0] for line in losses(root, "heir")] == [1, 2, 3]
-    with pytest.raises(ValueError, match="was trained with init_from = .*, the recipe says None"):
+    with pytest.raises(ValueError, match="was trained with init_from=.*, but the recipe has None"):
         train(tiny_recipe(root, run="heir", steps=4), ALONE)
 
 

@@ -97,7 +97,7 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         return text, streams.regions[:, : batch.region_mask.shape[1]]
 
     def appearance(self, batch: Batch) -> Tensor:
-        """The appearance features of the K real regions of the batch's images, in image order: [K, D]."""
+        """Return the appearance features of the K real regions of the batch's images, in image order: [K, D]."""
         if not len(batch.image_rows):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:
@@ -128,10 +128,10 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         local_files_only: bool = False,
         token: str | bool | None = None,
     ) -> "VLBert":
-        """The model of a local folder or, by name, of the Hugging Face hub; in eval mode, on the CPU, float32.
+        """Load the model of a local folder or, by name, of the Hugging Face hub; in eval mode, on the CPU, float32.
 
-        revision, cache_dir, force_download, local_files_only and token are those of `hf_hub_download`. ValueError where
-        there is no model, or one of another version of this code.
+        revision, cache_dir, force_download, local_files_only and token are those of `hf_hub_download`. Raises
+        ValueError if there is no model, or one of another version of this code.
         """
         folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
