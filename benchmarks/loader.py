@@ -240,7 +240,7 @@ def index_size(n: int) -> list[Line]:
 def text_speed(folder: Path, tokens: int, rounds: int) -> list[Line]:
     """Batches of 256 passages of 64 tokens, found and read as a training does."""
     rng, vocabulary = np.random.default_rng(0), made_up_vocabulary()
-    metadata = encode_corpus([("a", True)], vocabulary, folder)
+    metadata = encode_corpus(["a"], vocabulary, folder)
     lengths = rng.integers(5, 36, tokens // 20)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     rng.integers(len(SPECIALS), len(vocabulary), offsets[-1]).astype("<u2").tofile(folder / "tokens.u16")

@@ -47,7 +47,7 @@ from storage.runs import CHECKPOINT_VERSION, CONFIG, STATE, as_json, checkpoints
 from storage.settings import to_json
 from storage.shards import SHARD_VERSION, index_shard, write_shard
 from storage.snapshots import read_columns
-from training.checkpoint_files import MODEL
+from training.checkpoint import MODEL
 from training.distributed import World
 from vlbert.checkpoint import read_checkpoint
 from vlbert.config import DataConfig, RegionConfig

@@ -31,13 +31,14 @@ from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 from storage.settings import differing_fields, flat, to_json
 from training import distributed
-from training.checkpoint_files import (
+from training.checkpoint import (
     MODEL,
     OPTIMIZER,
+    Writer,
     load_optimizer,
     load_tensors,
     optimizer_tensors,
-    settle,
+    prune_checkpoints,
     write_checkpoint,
 )
 from training.distributed import World
@@ -47,7 +48,6 @@ from training.loop import Run, train_steps
 from training.optimizer import check_decay, make_optimizer
 from training.precision import autocast, in_precision_of
 from training.program import run_program
-from training.writer import Writer
 
 BEST_BY = "map50"  # the metric by which checkpoints are compared
 
@@ -152,7 +152,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if saved:
         load_optimizer(folder, network, optimizer)
     if saved and world.first:  # a run that was killed may not have removed its old checkpoints
-        settle(store, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
+        prune_checkpoints(store, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
     run = DetectorRun(
         recipe=recipe,
         world=world,

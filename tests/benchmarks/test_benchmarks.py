@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from places import PROJECT
 
-from benchmarks import killed_writer
 from benchmarks.measure import in_turns
 
 LOADER_BARS = {
@@ -51,10 +50,6 @@ def loaded(report: dict[str, Any], printed: str) -> None:
     assert all(line["what"] in printed for line in lines)
 
 
-def killed(report: None, printed: str) -> None:
-    assert re.search(r"killed_writer +2 +0 .*passed", printed)
-
-
 def spread(report: None, printed: str) -> None:
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()[2:-1]]
     assert [row[0] for row in rows] == ["2", "4", "8", "16", "32", "64"]
@@ -83,18 +78,15 @@ PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
         + ["--rounds", "1"],
         loaded,
     ),
-    "kill": (["--kills", "2", "--training-kills", "0"], killed),
     "scale": (["--rows", "2000", "4000", "--per-shard", "100"], scaled),
     "spread": (["--shards", "40", "--rounds", "1", "--processes", "2"], spread),
 }
-NO_JSON = {"kill", "spread"}
+NO_JSON = {"spread"}
 # A bar that a busy machine, or so small a run, does not meet ends these with status 1.
 WITH_BARS = {"download", "loader"}
 FAST = {"detect"}  # the others take some seconds each, in processes of their own
 # Programs whose small runs stand in a file of tests with more about them.
 ELSEWHERE = {
-    "conformance": "benchmarks/test_conformance.py",
-    "parity": "benchmarks/test_parity.py",
     "rehearse": "vlbert/test_rehearsal.py",
     "train_step": "vlbert/test_train_step.py",
 }
@@ -132,12 +124,6 @@ def test_contenders_take_turns_and_their_times_stay_apart():
     assert order == ["a", "b", "a", "b"]
     assert [spent.result for spent in found["a"]] == [1, 1]
     assert all(spent.wall >= 0.05 > spent.cpu for spent in found["b"])
-
-
-def test_kill_fails_where_a_part_finds_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(killed_writer, "check", lambda folder, seed, kills, say: ["a row is lost"])
-    assert run("kill", "--kills", "3", "--training-kills", "0") == 1
-    assert "killed_writer: a row is lost" in capsys.readouterr().out
 
 
 def test_every_command_has_such_a_test():

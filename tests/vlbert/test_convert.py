@@ -15,8 +15,8 @@ from torch import Tensor
 
 from storage.object_store import open_store
 from storage.settings import differing_fields
+from training.checkpoint import Writer
 from training.optimizer import make_optimizer
-from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
 from vlbert.initial_weights import make_model

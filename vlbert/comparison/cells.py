@@ -20,7 +20,7 @@ from storage.runs import as_json, checkpoints, folder_of, read_state
 from storage.safe_json import parse_json
 from storage.settings import override
 from training import distributed
-from training.checkpoint_files import MODEL
+from training.checkpoint import MODEL
 from training.loading import EXPECTED
 from training.program import STOPPED, find_recipe
 from training.stopping import Stopped

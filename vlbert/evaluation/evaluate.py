@@ -27,7 +27,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.programs import make_parser
 from storage.progress import clock
 from storage.settings import differing_fields, from_json, override, to_json
-from training.checkpoint_files import MODEL
+from training.checkpoint import MODEL
 from training.distributed import World, from_first, gather_on_first
 from training.loading import EXPECTED
 from training.program import add_recipe_fields, find_recipe, run_in_world

@@ -21,7 +21,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.order import draws_in, positions_of, slots_of
 from storage.settings import from_json
 from storage.snapshots import read_columns, read_rows
-from training.checkpoint_files import MODEL
+from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import CAPTIONS, SnapshotSpan, seed_of
 from vlbert.data.vocabulary import Vocabulary

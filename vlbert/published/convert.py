@@ -24,7 +24,7 @@ from detectors.weights.tensor_files import read_tensors
 from storage.programs import make_parser
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
-from training.checkpoint_files import load_tensors
+from training.checkpoint import load_tensors
 from vlbert.checkpoint import CONFIG, Checkpoint, check_tensors, model_files, read_model
 from vlbert.config import architecture
 from vlbert.data.vocabulary import Vocabulary
