@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from benchmarks.synthetic import commit_samples, drawn_sample
 from detectors.resnet import ResNetConfig
 from storage.object_store import open_store
 from storage.runs import read_state
@@ -36,7 +37,6 @@ from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import make_corpus
 from vlbert.data.masking import RegionMasking, WordMasking
-from vlbert.synthetic import commit_samples, drawn_sample
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.train import train
 
