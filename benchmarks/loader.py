@@ -26,6 +26,7 @@ import torch
 import webdataset
 
 from benchmarks.measure import in_turns, machine, parser, shown, timed, write_json
+from benchmarks.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.manifests import Header
@@ -40,7 +41,6 @@ from vlbert.data.images import prepare_image
 from vlbert.data.loading import generator
 from vlbert.data.order import CAPTIONS, TEXT, SnapshotSpan, drawn
 from vlbert.data.vocabulary import SPECIALS
-from vlbert.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 STAGE = f"regions/{DETECTOR}"

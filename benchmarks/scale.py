@@ -36,6 +36,7 @@ import pyarrow as pa
 import torch
 
 from benchmarks.measure import machine, parser, shown, timed, write_json
+from benchmarks.synthetic import CLASSES, DETECTOR, drawn_sample, made_up_vocabulary
 from storage.catalog import Catalog
 from storage.forgotten import forget
 from storage.garbage import collect_garbage
@@ -58,7 +59,6 @@ from vlbert.evaluation.forget import occurrences, report, sightings
 from vlbert.evaluation.provenance import lineage, record_of
 from vlbert.evaluation.whence import tell
 from vlbert.recipes import RECIPES
-from vlbert.synthetic import CLASSES, DETECTOR, drawn_sample, made_up_vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 DATASET, STAGE = "made-up", f"regions/{DETECTOR}"
@@ -220,7 +220,7 @@ def put_manifests(root: str, made_up: MadeUp, shards: range) -> None:
 def processes() -> multiprocessing.context.BaseContext:
     """New processes that have torch imported, and nothing done."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vlbert.synthetic", "vlbert.data.loading"])
+    context.set_forkserver_preload(["benchmarks.synthetic", "vlbert.data.loading"])
     return context
 
 

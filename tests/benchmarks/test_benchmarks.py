@@ -87,7 +87,7 @@ WITH_BARS = {"download", "loader"}
 FAST = {"detect"}  # the others take some seconds each, in processes of their own
 # Programs whose small runs stand in a file of tests with more about them.
 ELSEWHERE = {
-    "rehearse": "vlbert/test_rehearsal.py",
+    "rehearsal": "benchmarks/test_rehearsal.py",
     "train_step": "vlbert/test_train_step.py",
 }
 

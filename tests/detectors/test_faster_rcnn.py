@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_detector import image_file, image_sample, rectangles
 
+from benchmarks.rehearsal.virtual_device import DEVICE, VirtualDevice
 from detectors.detect import DetectorSettings, FasterRCNNDetector, running, to_stored_pixels
 from detectors.faster_rcnn import (
     DEMO,
@@ -29,7 +30,6 @@ from detectors.resnet import ResNetConfig
 from detectors.select import SelectionSettings
 from storage.sample import Sample
 from training.precision import float32_products
-from training.virtual_device import DEVICE, VirtualDevice
 
 TINY = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
 SMALL = dataclasses.replace(DEMO, resnet=TINY, num_classes=5, num_attributes=3, rpn_channels=8)

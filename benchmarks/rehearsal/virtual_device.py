@@ -3,10 +3,10 @@
     with VirtualDevice() as device:
         model.to(DEVICE); loss = model(batch.to(DEVICE)); loss.backward(); optimizer.step()
     device.operations        what a GPU would have done, in order
-    device.peak()            bytes that it would have held at most, and of what
+    device.peak              bytes that it would have held at most
 
-Of floating point tensors only the shapes are kept, so that a step of 128 images takes seconds and no memory; integers
-and booleans, which decide shapes, are computed. With values=True all is computed, as the CPU does.
+Of floating point tensors only the shapes are kept, so that a step of 128 images takes seconds and no memory; a number
+that the program asks for is 1.0. Integers and booleans, which decide shapes, are computed.
 
 What a GPU refuses is refused: an operation between tensors of both devices raises RuntimeError with file and line. The
 host waits for copies, unless they are non-blocking and the host's memory is page-locked. Autocast casts as it does on
@@ -14,13 +14,10 @@ CUDA. Kernels of cuDNN and attention that the project calls there are recorded u
 """
 
 import dataclasses
-import itertools
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +25,14 @@ from torch import Tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from training.operations import INDEXING, Operation, Record, by_mask, bytes_of, leaves, mapped, recorded, written_into
+from benchmarks.rehearsal.operations import INDEXING, Operation, Record, by_mask, bytes_of, recorded, tensors_in, writes
 
 aten = torch.ops.aten
 _FOREACH = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)  # tensors taken many at once
+_BLOCK = 512  # bytes: the allocator of CUDA hands out multiples of it
 
 
 class _Stream:
@@ -102,69 +101,62 @@ class VirtualTensor(torch.Tensor):
 # --- the device -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class VirtualDevice(Record):
-    """While it is entered, the device computes and records.
+class VirtualDevice(TorchDispatchMode, Record):
+    """Context manager: while it is entered, the device computes and records.
 
-    values  whether floating point numbers are computed; else a number that the program asks for is 1.0
+    held           bytes that the device holds now
+    held_at_start  and held when recording began
+    peak           and held at most since then
     """
 
-    values: bool = False
-    held_at_start: int = 0
-    _blocks: dict[int, "_Block"] = field(default_factory=dict)
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        Record.__init__(self)
+        self.held = self.held_at_start = self.peak = 0
 
     def __enter__(self) -> "VirtualDevice":
         global _active
         if _active is not None:
             raise RuntimeError("one virtual device at a time")
-        _active, self._mode = self, _Mode()
+        _active = self
         self._threads = torch.autograd.is_multithreading_enabled()
         torch.autograd.set_multithreading_enabled(False)  # a device that is not there has no thread
-        self._clear, torch.clear_autocast_cache = torch.clear_autocast_cache, _clear_casts
+        self._clear, torch.clear_autocast_cache = torch.clear_autocast_cache, _casts.clear
         for kinds in _FOREACH:
             kinds.append(VirtualTensor)
-        self._mode.__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         global _active
-        self._mode.__exit__(*raised)
+        super().__exit__(*raised)
         for kinds in _FOREACH:
             kinds.remove(VirtualTensor)
         torch.clear_autocast_cache = self._clear
         torch.autograd.set_multithreading_enabled(self._threads)
-        _clear_casts()
+        _casts.clear()
         _active = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Sees what has no tensor of the device yet, too: torch.arange(3, device=DEVICE)."""
+        return self.compute(function, args, kwargs or {})
 
     def start(self) -> None:
         """Record from here on; what is held stays."""
         self.operations, self.marks = [], []
-        self._blocks = {number: _Block(one.size, 0) for number, one in self._blocks.items() if one.freed is None}
-        self.held_at_start = sum(one.size for one in self._blocks.values())
+        self.held_at_start = self.peak = self.held
 
-    def peak(self) -> tuple[int, dict[str, int]]:
-        """Bytes held at most since the start; and those of that time by the part that made them, "" before."""
-        changes = [0] * (len(self.operations) + 2)
-        for one in self._blocks.values():
-            changes[one.made] += one.size
-            if one.freed is not None:
-                changes[one.freed] -= one.size
-        held = [*itertools.accumulate(changes)]
-        when = max(range(len(held)), key=held.__getitem__)
-        names, made_by = ["", *(part for part, _ in self.parts()), ""], Counter()
-        for one in self._blocks.values():
-            if one.made <= when and (one.freed is None or one.freed > when):
-                made_by[names[one.made]] += one.size
-        return held[when], dict(made_by)
+    def record(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        self.peak = max(self.peak, self.held)
 
     def compute(self, function: Any, args: tuple, kwargs: dict) -> Any:
         """The result of a call in which the device has a part.
 
         RuntimeError where a GPU would refuse it: a tensor of the CPU among those of the device.
         """
-        name, flat = function._schema.name, [*leaves((args, kwargs))]
-        ours = [value for value in flat if isinstance(value, VirtualTensor)]
-        hosts = [value for value in flat if isinstance(value, Tensor) and not isinstance(value, VirtualTensor)]
+        name, given = function._schema.name, tensors_in((args, kwargs))
+        ours = [one for one in given if isinstance(one, VirtualTensor)]
+        hosts = [one for one in given if not isinstance(one, VirtualTensor)]
         device = kwargs.get("device")
         on_device = bool(ours) if device is None else torch.device(device).type == DEVICE.type
         if name == "aten::is_pinned":
@@ -183,113 +175,133 @@ class VirtualDevice(Record):
         if function._can_decompose():
             return function.decompose(*args, **kwargs)
         if ours and any(_is_stray(one, function, args, kwargs) for one in hosts):
-            shapes = ", ".join(f"{tuple(v.shape)} on {v.device}" for v in flat if isinstance(v, Tensor))
+            shapes = ", ".join(f"{tuple(one.shape)} on {one.device}" for one in given)
             raise RuntimeError(f"{name} mixes tensors of the CPU and of the device, {shapes}: {_where()}")
         if name == "aten::copy_":
             out = _copied(*args)
         elif name == "aten::_local_scalar_dense":
             out = function(_known(args[0]))
         else:
-            out = self._wrap(self._call(function, args, kwargs), function, args, kwargs, on_device)
+            out = self._wrap(_call(function, args, kwargs, given), function, args, kwargs, on_device)
         operation = recorded(function, args, kwargs, out)
         copied, waits = _crossing(name, args, kwargs, out, hosts, on_device)
         if copied:
             operation = dataclasses.replace(operation, kernels=1, read=0, written=0, copied=copied)
         if copied or waits:
             operation = dataclasses.replace(operation, waits=waits, where=_where())
-        self.operations.append(operation)
+        self.record(operation)
         return out
-
-    def _call(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """The result on tensors that are there: of the CPU where it is computed, else of meta."""
-        name, flat = function._schema.name, leaves((args, kwargs))
-        if self.values:
-            args, kwargs = mapped(_held, (args, _on(kwargs, "cpu")))
-            return _KERNELS_WITH_VALUES.get(name, function)(*args, **kwargs)
-        kernel = _KERNELS_OF_CUDA.get(name, function)
-        if name == "torchvision::nms":
-            return torch.arange(len(args[0]))  # keeps all: as much as there can be
-        if name in _WAITS:
-            args, kwargs = mapped(_known, (args, kwargs))
-            return kernel(*args, **kwargs)
-        if _makes_floats(name, args, kwargs) or any(_is_unknown(value) for value in flat):
-            if name in INDEXING:
-                args = (args[0], [*_as_indices(args[1])], *args[2:])
-            args, kwargs = mapped(_to_meta, (args, _on(kwargs, "meta")))
-            if written_into(function, args, kwargs):
-                return None  # it only writes numbers that nobody knows
-            return kernel(*args, **kwargs)
-        args, kwargs = mapped(_held, (args, _on(kwargs, "cpu")))
-        return kernel(*args, **kwargs)
 
     def _wrap(self, out: Any, function: Any, args: tuple, kwargs: dict, on_device: bool) -> Any:
         """The result as the caller gets it; what works in place hands back the tensor that it was given."""
-        changed = written_into(function, args, kwargs)
+        changed = writes(function, args, kwargs)
         if changed:
             return changed[0] if function._schema.returns else None
         if not on_device:
-            return mapped(_known, out)
-        return mapped(lambda value: self._new(value) if isinstance(value, Tensor) else value, out)
+            return tree_map(_known, out)
+        return tree_map(lambda value: self.new(value) if isinstance(value, Tensor) else value, out)
 
-    def _new(self, held: Tensor) -> VirtualTensor:
-        if not self.values and held.device.type == "cpu" and held.is_floating_point():
-            held = _to_meta(held)
-        self._hold(held.untyped_storage())
-        return VirtualTensor(held)
+    def new(self, found: Tensor) -> VirtualTensor:
+        """A tensor of the device, in memory of its own unless it shares that of another."""
+        if found.device.type == "cpu" and found.is_floating_point():
+            found = _to_meta(found)
+        storage = found.untyped_storage()
+        if storage not in _storages:
+            size = -(-storage.nbytes() // _BLOCK) * _BLOCK
+            _storages.add(storage)
+            weakref.finalize(storage, self._free, size)
+            self.held += size
+        return VirtualTensor(found)
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        if storage in _storages:
-            return
-        # The allocator of CUDA hands out blocks of 512 bytes.
-        number = next(_numbers)
-        _storages.add(storage)
-        weakref.finalize(storage, self._free, number)
-        self._blocks[number] = _Block(-(-storage.nbytes() // 512) * 512, len(self.operations) + 1)
-
-    def _free(self, number: int) -> None:
-        self._blocks[number].freed = len(self.operations) + 1
-
-
-@dataclass
-class _Block:
-    """Bytes of memory, and the numbers of the operations, from 1, that made and freed them; 0: before the start."""
-
-    size: int
-    made: int
-    freed: int | None = None
+    def _free(self, size: int) -> None:
+        self.held -= size
 
 
 _active: VirtualDevice | None = None
-_numbers = itertools.count()
 _storages: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()  # of the device
 _pinned: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()  # of the host, page-locked
 
 
-class _Mode(TorchDispatchMode):
-    """Sees what has no tensor of the device yet: torch.arange(3, device=DEVICE)."""
+# --- what crosses between host and device -----------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _active.compute(function, args, kwargs or {})
-
-
-# --- what crosses ---------------------------------------------------------------------------------------------------
-
-_WAITS = {
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::repeat_interleave",
-    "torchvision::nms",
-}
+_WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+_WAITS |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"}
+_WAITS |= {"torchvision::nms"}
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 
 
+def _is_stray(host: Tensor, function: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a tensor of the CPU may not be there: copies, indices and single numbers may, but not what is written
+    to."""
+    name = function._schema.name
+    if name in _COPIES or (name in INDEXING and any(one is host for one in args[1])):
+        return False
+    return host.dim() > 0 or any(one is host for one in writes(function, args, kwargs))
+
+
+def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, VirtualTensor):
+        return target.copy_(_known(source))
+    if target.held.device.type == "cpu":
+        if _is_unknown(source):
+            target.held = _to_meta(target)
+        else:
+            target.held.copy_(_held(source))
+    return target
+
+
+def _crossing(name: str, args: tuple, kwargs: dict, out: Any, hosts: list[Tensor], on_device: bool) -> tuple[int, bool]:
+    """(bytes that go between host and device, whether the host waits)."""
+    if name == "aten::copy_":
+        if not hosts:
+            return 0, False
+        later = len(args) > 2 and args[2]
+        return bytes_of(args[1]), not (later and _is_pinned(hosts[0]))
+    if not on_device:  # .to("cpu", non_blocking=True) takes page-locked memory by itself
+        return sum(map(bytes_of, tensors_in(out))), not kwargs.get("non_blocking")
+    if name == "aten::_to_copy":
+        later = kwargs.get("non_blocking") and all(map(_is_pinned, hosts))
+        return sum(map(bytes_of, hosts)), bool(hosts) and not later
+    copied = sum(bytes_of(one) for one in hosts if one.dim())  # others are arguments of the kernel
+    return copied, bool(copied) or name in _WAITS or (name in INDEXING and by_mask(args[1]))
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage() in _pinned
+
+
+def _where() -> str:
+    """The two innermost lines of this project; the backward pass has none of its own."""
+    frame, own = sys._getframe(), []
+    while frame and len(own) < 2:
+        file = frame.f_code.co_filename
+        if file != __file__ and "/site-packages/" not in file:
+            own.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(own)
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
+
+
+def _call(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> Any:
+    """The result on tensors that are there: of the CPU where it is computed, else of meta."""
+    name = function._schema.name
+    kernel = _KERNELS_OF_CUDA.get(name, function)
+    if name == "torchvision::nms":
+        return torch.arange(len(args[0]))  # keeps all: as much as there can be
+    if name in _WAITS:
+        args, kwargs = tree_map(_known, (args, kwargs))
+        return kernel(*args, **kwargs)
+    if _makes_floats(name, args, kwargs) or any(map(_is_unknown, given)):
+        if writes(function, args, kwargs):
+            return None  # it only writes numbers that nobody knows
+        if name in INDEXING:
+            args = (args[0], [*_as_indices(args[1])], *args[2:])
+        args, kwargs = tree_map(_to_meta, (args, _on(kwargs, "meta")))
+        return kernel(*args, **kwargs)
+    args, kwargs = tree_map(_held, (args, _on(kwargs, "cpu")))
+    return kernel(*args, **kwargs)
 
 
 def _held(value: Any) -> Any:
@@ -333,73 +345,9 @@ def _makes_floats(name: str, args: tuple, kwargs: dict) -> bool:
     dtype = kwargs.get("dtype")
     if isinstance(dtype, torch.dtype):
         return dtype.is_floating_point
-    if any(isinstance(value, VirtualTensor) for value in leaves((args, kwargs))):
+    if any(isinstance(value, VirtualTensor) for value in tree_iter((args, kwargs))):
         return False
-    return name not in ("aten::arange", "aten::full") or any(isinstance(v, float) for v in leaves(args))
-
-
-def _is_stray(host: Tensor, function: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a tensor of the CPU may not be there: copies, indices and single numbers may, but not what is written
-    to."""
-    name = function._schema.name
-    if name in _COPIES or (name in INDEXING and any(one is host for one in args[1])):
-        return False
-    return host.dim() > 0 or any(one is host for one in written_into(function, args, kwargs))
-
-
-def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(target, VirtualTensor):
-        return target.copy_(_known(source))
-    if target.held.device.type == "cpu":
-        if _is_unknown(source):
-            target.held = _to_meta(target)
-        else:
-            target.held.copy_(_held(source))
-    return target
-
-
-def _crossing(name: str, args: tuple, kwargs: dict, out: Any, hosts: list[Tensor], on_device: bool) -> tuple[int, bool]:
-    """(bytes that go between host and device, whether the host waits)."""
-    if name == "aten::copy_":
-        if not hosts:
-            return 0, False
-        later = len(args) > 2 and args[2]
-        return bytes_of(args[1]), not (later and _is_pinned(hosts[0]))
-    if not on_device:  # .to("cpu", non_blocking=True) takes page-locked memory by itself
-        return sum(bytes_of(one) for one in leaves(out) if isinstance(one, Tensor)), not kwargs.get("non_blocking")
-    if name == "aten::_to_copy":
-        later = kwargs.get("non_blocking") and all(map(_is_pinned, hosts))
-        return sum(map(bytes_of, hosts)), bool(hosts) and not later
-    copied = sum(bytes_of(one) for one in hosts if one.dim())  # others are arguments of the kernel
-    return copied, bool(copied) or name in _WAITS or (name in INDEXING and by_mask(args[1]))
-
-
-def _is_pinned(tensor: Tensor) -> bool:
-    return tensor.untyped_storage() in _pinned
-
-
-def _where() -> str:
-    """The two innermost lines of this project; the backward pass has none of its own."""
-    frame, own = sys._getframe(), []
-    while frame and len(own) < 2:
-        file = frame.f_code.co_filename
-        if file != __file__ and "/site-packages/" not in file:
-            own.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(own)
-
-
-# --- kernels of CUDA that a CPU lacks ---------------------------------------------------------------------------------
-
-
-def _conv_relu(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    y = torch.nn.functional.conv2d(x, weight, bias, *geometry).relu_()
-    return y.contiguous(memory_format=torch.channels_last)
-
-
-def _conv_add_relu(x: Tensor, weight: Tensor, z: Tensor, alpha: float, bias: Tensor | None, *geometry: Any) -> Tensor:
-    y = torch.nn.functional.conv2d(x, weight, bias, *geometry).add_(z, alpha=alpha).relu_()
-    return y.contiguous(memory_format=torch.channels_last)
+    return name not in ("aten::arange", "aten::full") or any(isinstance(v, float) for v in tree_iter(args))
 
 
 def _convolution_of_cudnn(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
@@ -409,58 +357,20 @@ def _convolution_of_cudnn(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
     return y.contiguous(memory_format=torch.channels_last) if last else y
 
 
-def _weights(query: Tensor, key: Tensor, bias: Tensor | None, dropout: float, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention's softmax [batch, heads, queries, keys], and the factors by which dropout multiplies it."""
-    scores = query.float() @ key.float().transpose(2, 3) / query.shape[3] ** 0.5
-    weights = (scores if bias is None else scores + bias).softmax(dim=3)
-    drawn = torch.rand(weights.shape, generator=torch.Generator().manual_seed(int(seed)))
-    return weights, (drawn >= dropout) / (1 - dropout)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, gradients: bool, dropout: float = 0.0
-) -> tuple[Tensor, ...]:
-    seed, rows = torch.randint(2**62, ()), -(-query.shape[2] // 32) * 32 if gradients else 0
-    weights, factors = _weights(query, key, bias, dropout, seed)
-    out = ((weights * factors) @ value.float()).to(query.dtype)
-    # Heads behind rows in memory. What the backward pass of CUDA needs beside it is computed again here.
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out, query.new_zeros(*query.shape[:2], rows, dtype=torch.float32), seed, torch.tensor(0)
-
-
-def _attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    sums: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout: float,
-    *_: Any,
-) -> tuple[Tensor | None, ...]:
-    weights, factors = _weights(query, key, bias, dropout, seed)
-    of_weights = grad.float() @ value.float().transpose(2, 3) * factors * weights
-    of_scores = (of_weights - weights * of_weights.sum(dim=3, keepdim=True)) / query.shape[3] ** 0.5
-    found = of_scores @ key.float(), of_scores.transpose(2, 3) @ query.float()
-    found += ((weights * factors).transpose(2, 3) @ grad.float(),)
-    return *(one.to(query.dtype) for one in found), None
+def _convolution_fused(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+    """With bias, ReLU and perhaps a sum, which leave the shape as it is; behind them stands the geometry."""
+    y = torch.nn.functional.conv2d(x, weight, None, *more[-4:])
+    return y.contiguous(memory_format=torch.channels_last)
 
 
 _KERNELS_OF_CUDA: dict[str, Callable] = {
     "aten::convolution": _convolution_of_cudnn,
-    "aten::cudnn_convolution_relu": _conv_relu,
-    "aten::cudnn_convolution_add_relu": _conv_add_relu,
-}
-_KERNELS_WITH_VALUES: dict[str, Callable] = _KERNELS_OF_CUDA | {
-    "aten::_scaled_dot_product_efficient_attention": _attend,
-    "aten::_scaled_dot_product_efficient_attention_backward": _attend_backward,
+    "aten::cudnn_convolution_relu": _convolution_fused,
+    "aten::cudnn_convolution_add_relu": _convolution_fused,
 }
 
 
-# --- autocast, as on CUDA ---------------------------------------------------------------------------------------------
+# --- autocast and attention, as on CUDA -------------------------------------------------------------------------------
 
 _KEY = "AutocastPrivateUse1"
 _LOW = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv2d", "convolution", "scaled_dot_product_attention")
@@ -468,10 +378,6 @@ _FLOAT32 = ("layer_norm", "nll_loss", "binary_cross_entropy_with_logits", "mse_l
 _FLOAT32 += ("exp", "log", "log1p", "rsqrt", "reciprocal", "pow.Tensor_Scalar", "kl_div", "cdist", "logsumexp")
 _FLOAT32 += ("softmax.int", "log_softmax.int", "cumsum", "linalg_vector_norm", "sum", "sum.dim_IntList", "prod")
 _casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-
-def _clear_casts() -> None:
-    _casts.clear()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -491,7 +397,7 @@ def _casting(operation: Any, dtype: torch.dtype | None) -> Callable:
         without = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))
         with without:
             target = dtype or torch.get_autocast_dtype(DEVICE.type)
-            args, kwargs = mapped(lambda value: _cast(value, target), (args, kwargs))
+            args, kwargs = tree_map(lambda value: _cast(value, target), (args, kwargs))
             return operation(*args, **kwargs)
 
     return call
@@ -518,16 +424,16 @@ def _attention(
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """As torch.tensor(list, device=...) copies, which the dispatcher does not show: it waits."""
-    _active.operations.append(Operation("aten::_to_copy", 1, copied=bytes_of(source), waits=True, where=_where()))
+    _active.record(Operation("aten::_to_copy", 1, copied=bytes_of(source), waits=True, where=_where()))
     return _copied(target, source)
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return _active._new(torch.empty_strided(size, stride, dtype=dtype))
+    return _active.new(torch.empty_strided(size, stride, dtype=dtype))
 
 
 def _empty(size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return _active._new(torch.empty(size, dtype=dtype))
+    return _active.new(torch.empty(size, dtype=dtype))
 
 
 _all_operations = torch.library.Library("_", "IMPL")

@@ -1,15 +1,12 @@
-"""What a call of torch's dispatcher costs a GPU: kernels, products, bytes. Counted from shapes, on any device.
+"""What a call of torch's dispatcher costs a GPU: kernels, products and bytes, counted from shapes."""
 
-`Recorder` counts what a CPU computes; training/virtual_device.py what a GPU would.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -81,23 +78,9 @@ class Record:
             first = end
 
 
-class Recorder(TorchDispatchMode, Record):
-    """Records the operations of tensors that are there, on a CPU or a GPU."""
-
-    def __init__(self):
-        TorchDispatchMode.__init__(self)
-        Record.__init__(self)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.operations.append(recorded(function, args, kwargs or {}, out))
-        return out
-
-
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 _ALLOCATES = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-_ALLOCATES |= {"aten::lift_fresh", "aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::_reshape_alias"}
-_ALLOCATES |= {"aten::detach", "aten::alias", "aten::_local_scalar_dense"}
+_ALLOCATES |= {"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::_local_scalar_dense"}
 
 # Kernels of one operation where these are not one, as torch 2.11 launches them on CUDA.
 _KERNELS = {
@@ -125,10 +108,9 @@ _CHUNKS_A_LAUNCH, _CHUNK = 320, 65536  # of torch's multi_tensor_apply, which _f
 def recorded(function: Any, args: tuple, kwargs: dict, out: Any) -> Operation:
     """What a call costs on a GPU, by the shapes of what goes in and comes out."""
     name = function._schema.name
-    results = [one for one in leaves(out) if isinstance(one, Tensor)]
-    if name in _ALLOCATES or _is_view(function):
+    if name in _ALLOCATES or function.is_view:
         return Operation(name, 0)
-    given = [one for one in leaves((args, kwargs)) if isinstance(one, Tensor)]
+    results, given = tensors_in(out), tensors_in((args, kwargs))
     read, written = sum(map(bytes_of, given)), sum(map(bytes_of, results))
     if name in _SELECTS:  # of the table only what is selected
         read = written + sum(map(bytes_of, given[1:]))
@@ -141,28 +123,22 @@ def recorded(function: Any, args: tuple, kwargs: dict, out: Any) -> Operation:
     if name in INDEXING and by_mask(args[1]):
         kernels += _KERNELS["aten::nonzero"]
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
-        tensors = [*leaves(args[0])]
-        written = sum(map(bytes_of, tensors)) if written_into(function, args, kwargs) else written
+        tensors = tensors_in(args[0])
+        written = sum(map(bytes_of, tensors)) if writes(function, args, kwargs) else written
         if name.startswith("aten::_fused_adam"):  # both moments
-            written += sum(bytes_of(one) for one in leaves(args[2:4]))
+            written += sum(map(bytes_of, tensors_in(args[2:4])))
         kernels = max(1, -(-sum(-(-one.numel() // _CHUNK) for one in tensors) // _CHUNKS_A_LAUNCH))
-    products = tuple(_products(name, args, kwargs, results))
+    products = tuple(_products(name, args, results))
     if name == "aten::convolution_backward":
         kernels = len(products) + bool(args[10][2])
-        grad, x, weight = args[:3]
-        own = bytes_of(grad), bytes_of(x), bytes_of(weight)
-        read = sum(own[:1] + own[2:]) * args[10][0] + sum(own[:2]) * args[10][1]
+        grad, x, weight = map(bytes_of, args[:3])
+        read = (grad + weight) * args[10][0] + (grad + x) * args[10][1]
     elif name == "aten::convolution" and args[2] is not None:  # cuDNN adds the bias in a second kernel
         kernels, read, written = 2, read + written, 2 * written
     elif name == "aten::_embedding_bag_backward":
         kernels, read = 6, 4 * bytes_of(args[0])  # a gradient for each of the four cells that a sample was made of
     dtype = next((one.dtype for one in given if one.is_floating_point()), None)
     return Operation(name, kernels, products, dtype, read, written, tensors=len(tensors))
-
-
-def _is_view(function: Any) -> bool:
-    returns = function._schema.returns
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -175,7 +151,11 @@ def bytes_of(tensor: Tensor) -> int:
     return count
 
 
-def _products(name: str, args: tuple, kwargs: dict, results: list[Tensor]) -> Iterator[Product]:
+_CONVOLUTIONS = {"aten::convolution", "aten::cudnn_convolution_relu", "aten::cudnn_convolution_add_relu"}
+_ATTENTION = "aten::_scaled_dot_product_efficient_attention"
+
+
+def _products(name: str, args: tuple, results: list[Tensor]) -> Iterator[Product]:
     if name == "aten::mm":
         yield Product(1, args[0].shape[0], args[1].shape[1], args[0].shape[1], split=True)
     elif name == "aten::addmm":
@@ -184,62 +164,30 @@ def _products(name: str, args: tuple, kwargs: dict, results: list[Tensor]) -> It
         a, b = args[-2:] if name == "aten::bmm" else args[1:3]
         yield Product(a.shape[0], a.shape[1], b.shape[2], a.shape[2])
     elif name in _CONVOLUTIONS:
-        binary = name == "mkldnn::_convolution_pointwise" and isinstance(args[2], Tensor) and args[2].dim() == 4
-        yield _convolution(results[0], args[2] if binary else args[1])
+        y, weight = results[0], args[1]
+        yield Product(1, y.shape[0] * y.shape[2:].numel(), weight.shape[0], weight[0].numel())
     elif name == "aten::convolution_backward":
-        grad, x, weight = args[:3]
+        grad, _, weight = args[:3]
         outputs, inputs, area = weight.shape[0], weight.shape[1], weight.shape[2:].numel()
         places = grad.shape[0] * grad.shape[2:].numel()
         if args[10][0]:  # as a product over the places of the output: a stride makes it no larger
             yield Product(1, places, inputs * area, outputs)
         if args[10][1]:
             yield Product(1, outputs, inputs * area, places, split=True)
-    elif name in _ATTENTION:
-        backward = name.endswith("_backward")
-        query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    elif name in (_ATTENTION, f"{_ATTENTION}_backward"):
+        backward = name != _ATTENTION
+        query, key = args[1:3] if backward else args[:2]
         batch, (length, width), keys = query.shape[0] * query.shape[1], query.shape[2:], key.shape[2]
         for _ in range(5 if backward else 2):
             yield Product(batch, length, keys, width, split=True)
 
 
-def _convolution(y: Tensor, weight: Tensor) -> Product:
-    return Product(1, y.shape[0] * y.shape[2:].numel(), weight.shape[0], weight[0].numel())
+def tensors_in(value: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
 
 
-_CONVOLUTIONS = {
-    "aten::convolution",
-    "aten::cudnn_convolution_relu",
-    "aten::cudnn_convolution_add_relu",
-    "mkldnn::_convolution_pointwise",
-}
-_ATTENTION = {
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_efficient_attention_backward",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-}
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts hold, in order. (torch.utils._pytree takes a third of the time of a step.)"""
-    if isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from leaves(one)
-    else:
-        yield value
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same with each leaf changed."""
-    if isinstance(value, list | tuple):
-        return type(value)([mapped(change, one) for one in value])
-    if isinstance(value, dict):
-        return {name: mapped(change, one) for name, one in value.items()}
-    return change(value)
-
-
-def written_into(function: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The arguments into which it writes, where it does nothing else."""
+def writes(function: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments into which a call writes, where it does nothing else."""
     schema = function._schema
     if any(one.alias_info is None for one in schema.returns):
         return []

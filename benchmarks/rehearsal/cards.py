@@ -5,13 +5,13 @@ kernel. The host hands operations over one after the other and each takes its ti
 is there and the one before is done. Where the host waits for the device, it goes on when that is done.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from training.operations import Operation, Product
+from benchmarks.rehearsal.operations import Operation, Product
 from training.precision import Float32
 
 
@@ -21,34 +21,29 @@ class Card:
 
     flops      a second, of dense products with float32 sums, in bf16, tf32 and fp32
     bandwidth  bytes a second of its memory
-    memory     bytes
     processors streaming multiprocessors, each of which takes one tile of a product at a time
     link       bytes a second between page-locked memory of the host and the card
-    price      euros an hour to rent one, late 2026, as an order of magnitude; give your own
     """
 
     name: str
     flops: dict[str, float]
     bandwidth: float
-    memory: float
     processors: int
     link: float
-    price: float
 
 
-def _card(name: str, bf16: float, tf32: float, fp32: float, bandwidth: float, memory: float, *more: float) -> Card:
-    return Card(
-        name, {"bf16": bf16 * 1e12, "tf32": tf32 * 1e12, "fp32": fp32 * 1e12}, bandwidth * 1e12, memory * 1e9, *more
-    )
+def _card(name: str, bf16: float, tf32: float, fp32: float, bandwidth: float, processors: int, link: float) -> Card:
+    flops = {"bf16": bf16 * 1e12, "tf32": tf32 * 1e12, "fp32": fp32 * 1e12}
+    return Card(name, flops, bandwidth * 1e12, processors, link)
 
 
 # Data sheets of NVIDIA: H100 SXM, H200 SXM, A100 80GB SXM, L40S, and the Ada whitepaper for the RTX 4090.
 CARDS = {
-    "h100": _card("H100 SXM", 989, 495, 67, 3.35, 80, 132, 55e9, 2.5),
-    "h200": _card("H200 SXM", 989, 495, 67, 4.8, 141, 132, 55e9, 3.3),
-    "a100": _card("A100 SXM 80GB", 312, 156, 19.5, 2.04, 80, 108, 25e9, 1.6),
-    "l40s": _card("L40S", 362, 183, 91.6, 0.864, 48, 142, 25e9, 0.9),
-    "rtx4090": _card("RTX 4090", 165, 82.6, 82.6, 1.008, 24, 128, 25e9, 0.4),
+    "h100": _card("H100 SXM", 989, 495, 67, 3.35, 132, 55e9),
+    "h200": _card("H200 SXM", 989, 495, 67, 4.8, 132, 55e9),
+    "a100": _card("A100 SXM 80GB", 312, 156, 19.5, 2.04, 108, 25e9),
+    "l40s": _card("L40S", 362, 183, 91.6, 0.864, 142, 25e9),
+    "rtx4090": _card("RTX 4090", 165, 82.6, 82.6, 1.008, 128, 25e9),
 }
 
 # Measured on one H100 with 16 cores beside it (benchmarks/results/2026-11-23-gpu), and taken to hold for the others.
@@ -66,35 +61,22 @@ _GATHERS = {"aten::_embedding_bag", "aten::_embedding_bag_backward", "aten::inde
 _GATHERS |= {"aten::gather", "aten::index", "aten::index_put", "aten::index_copy", "aten::embedding_dense_backward"}
 _CONVOLUTIONS = {"aten::cudnn_convolution_relu", "aten::cudnn_convolution_add_relu", "aten::convolution"}
 
+# What the seconds of a part are spent on: products, memory, kernels that are too short for either, copies between host
+# and device, and waiting for the host's next operation.
+BOUNDS = ("compute", "memory", "launches", "link", "host")
 
-@dataclass
-class Part:
-    """Of a part of a step: seconds on the device's time line, and of what they were spent.
 
-    seconds  compute + memory + launches + link + host
-    launches kernels that are too short for either
-    link     copies between host and device
-    host     the device waited for the next operation
-    """
-
-    compute: float = 0.0
-    memory: float = 0.0
-    launches: float = 0.0
-    link: float = 0.0
-    host: float = 0.0
-    kernels: int = 0
-    waits: int = 0
-    flops: int = 0
-    bytes: int = 0
+class Part(Counter):
+    """Of a part of a step: seconds on the device's time line by BOUNDS; kernels, waits, flops, bytes."""
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.memory + self.launches + self.link + self.host
+        return sum(self[name] for name in BOUNDS)
 
     @property
     def bound_by(self) -> str:
         """What takes most of it."""
-        return max(("compute", "memory", "launches", "link", "host"), key=lambda name: getattr(self, name))
+        return max(BOUNDS, key=self.__getitem__)
 
 
 def product_seconds(product: Product, kind: str, card: Card) -> float:
@@ -138,13 +120,11 @@ def timeline(operations: Iterable[tuple[str, Operation]], card: Card, float32: F
         if operation.kernels:
             needed = operation_seconds(operation, card, float32)
             kind = max(needed, key=needed.get)
-            part.host += max(0.0, host - device)
-            setattr(part, kind, getattr(part, kind) + needed[kind])
+            part["host"] += max(0.0, host - device)
+            part[kind] += needed[kind]
             device = max(host, device) + needed[kind]
         if operation.waits:
             host = max(host, device)
-        part.kernels += operation.kernels
-        part.waits += operation.waits
-        part.flops += operation.flops
-        part.bytes += operation.bytes
+        for count in ("kernels", "waits", "flops", "bytes"):
+            part[count] += getattr(operation, count)
     return dict(parts)

@@ -1,4 +1,5 @@
-"""Seeded samples and inputs of a training step, as ragged as Conceptual Captions and a text corpus are; never zeros.
+"""Seeded samples, inputs and models of a training step, as ragged as Conceptual Captions and a text corpus are; never
+zeros, and without files.
 
 Numbers that decide how much there is to compute, and where they are from:
   captions   10.3 words on average, 4.5 their deviation (Conceptual Captions' own statistics), 1.1 word pieces a word;
@@ -9,12 +10,15 @@ Numbers that decide how much there is to compute, and where they are from:
 Masks, decoding and collating are those of training itself.
 """
 
+import dataclasses
 import functools
 import io
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from storage.catalog import Catalog
@@ -22,11 +26,15 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Regions, Sample, sample_key
-from vlbert.config import RegionConfig
-from vlbert.data.batch import Example
+from vlbert.config import Recipe, RegionConfig
+from vlbert.data.batch import Batch, Example, collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.tasks.pretraining import Pretraining
+from vlbert.initial_weights import make_model
+from vlbert.model.execution import execute_as
+from vlbert.tasks import make_task
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 PIECES = 30_522  # as many as BERT's vocabulary has
 CLASSES = 1600  # of the detector, without the background
@@ -154,3 +162,30 @@ def drawn_texts(task: Pretraining, numbers: Sequence[int]) -> list[Example]:
         tokens = task.vocabulary.encode(caption(rng, task.settings.text_length))[: task.settings.text_length]
         examples.append(task.text_example(f"text {number}", tokens, rng))
     return examples
+
+
+def without_files(recipe: Recipe) -> Recipe:
+    """The recipe from random weights, with the image in sight from the first step; ValueError unless it is one of
+    pre-training."""
+    if not isinstance(recipe.task, PretrainingSettings):
+        raise ValueError(f"recipe {recipe.name} is no pre-training; vlbert recipes lists all")
+    regions = dataclasses.replace(recipe.model.regions, random_init=True, weights=None, pixel_std=60.0)
+    model = dataclasses.replace(recipe.model, regions=regions, visual_gain_words=1.0, visual_gain_regions=1.0)
+    return dataclasses.replace(recipe, model=model, bert=None)
+
+
+def task_of(recipe: Recipe) -> Any:
+    return make_task(recipe.task, made_up_vocabulary(), CLASSES)
+
+
+def new_model(recipe: Recipe, device: torch.device) -> TaskModel:
+    """Of random weights, the same at every call; ready to train."""
+    model = make_model(recipe, task_of(recipe), made_up_vocabulary(), None, None, lambda line: None)
+    execute_as(recipe, model.vlbert)
+    return model.to(device).train()
+
+
+def made_up_batch(recipe: Recipe, pairs: int, texts: int) -> Batch:
+    task, regions = task_of(recipe), recipe.model.regions
+    examples = masked_pairs(task, regions, drawn_samples(regions, range(pairs)))
+    return collate(examples + drawn_texts(task, range(texts)))
