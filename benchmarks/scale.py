@@ -34,10 +34,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from storage.forgotten import forget
+from vlbert.evaluation.forget import occurrences, report, sightings
+from vlbert.evaluation.provenance import lineage, record_of
 
 from benchmarks.measure import machine, parser, shown, timed, write_json
 from storage.catalog import Catalog
-from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory, status
 from storage.manifests import MANIFEST_VERSION, SCHEMA, table_bytes
@@ -54,8 +56,6 @@ from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import newer_snapshot
-from vlbert.evaluation.forget import occurrences, report, sightings
-from vlbert.evaluation.provenance import lineage, record_of
 from vlbert.evaluation.whence import tell
 from vlbert.recipes import RECIPES
 from vlbert.synthetic import CLASSES, DETECTOR, drawn_sample, made_up_vocabulary

@@ -69,7 +69,7 @@ def croissant(store: ObjectStore, dataset: str, description: str) -> dict[str, A
     """The content of croissant.json: the newest snapshot of the last stage that has one, and its tars; else the tars of
     all shards.
 
-    Where the snapshot names images that were forgotten since, it is that of a new one, which is written. File names are
+    Where a shard of the snapshot was revised since, it is that of a new one, which is written. File names are
     relative to the dataset's folder. ValueError where nothing of the dataset is committed.
     """
     inventory, catalog = Inventory(store, dataset), Catalog(store, dataset)
@@ -79,8 +79,7 @@ def croissant(store: ObjectStore, dataset: str, description: str) -> dict[str, A
     if newest:
         path = f"{dataset}/{stage}/snapshots/{newest}.parquet"
         snapshot, shards = read_snapshot(store, path)
-        gone = any(one["tar"] and f"{dataset}/{folder}{one['tar']}" not in inventory.tars for one in shards)
-        if gone or catalog.holds_forgotten(snapshot):
+        if not set(snapshot.manifests) <= set(catalog.newest(stage).values()):
             path = f"{dataset}/{stage}/snapshots/{catalog.pin(stage).id}.parquet"
             snapshot, shards = read_snapshot(store, path)
         held = [(one["tar"], one["tar_sha256"], one["tar_bytes"]) for one in shards if one["tar"]]

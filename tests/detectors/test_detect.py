@@ -18,6 +18,7 @@ import pytest
 import torch
 from places import PROJECT
 from seeded import another_writer
+from storage.forgotten import forget
 from tiny_detector import coco_annotations, commit_images, image_sample, rectangles
 
 from demo.deployments import SHIPPED_DETECTOR
@@ -27,7 +28,6 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
 from storage.catalog.commit import commit_shard
-from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.manifests import Row
 from storage.progress import progress_line

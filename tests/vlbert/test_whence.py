@@ -19,12 +19,13 @@ from places import PROJECT
 from programs import torchrun
 from refcoco_files import write_refcoco
 from s3_faults import faulty
+from storage.forgotten import forget
 from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from vlbert.evaluation.provenance import lineage, seen
 
 from storage import snapshots
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row
@@ -36,7 +37,6 @@ from vlbert.config import Recipe
 from vlbert.data.batch import Batch
 from vlbert.evaluation import forget as forgetting
 from vlbert.evaluation import whence
-from vlbert.evaluation.provenance import lineage, seen
 from vlbert.evaluation.replay import ReplaySettings, replay
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings

@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from huggingface_hub import DatasetCardData, EvalResult, ModelCardData
 
 from storage.catalog import Catalog
-from storage.forgotten import forgotten_urls, is_among
 from storage.inventory import Inventory
 from storage.manifests import OK, Header
 from storage.object_store import ObjectStore, open_store
@@ -323,7 +322,6 @@ class StageFacts:
     licences        of its ok rows, as their list says; None where it does not
     width, height   int64, of its ok rows
     regions         mean number of regions of an ok row; None of images
-    withdrawn       how many further ok rows have a URL that was forgotten
     """
 
     stage: str
@@ -333,7 +331,6 @@ class StageFacts:
     width: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     height: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     regions: float | None = None
-    withdrawn: int = 0
 
     @property
     def statuses(self) -> dict[str, int]:
@@ -347,11 +344,9 @@ class StageFacts:
 def read_stage(catalog: Catalog, stage: str) -> StageFacts:
     """From the manifests alone; each is read twice."""
     found = StageFacts(stage, list(catalog.headers(stage).values()))
-    sizes, regions, urls = [], [], forgotten_urls(catalog.store)
+    sizes, regions = [], []
     for table in catalog.columns(stage, ["status", "url", "license", "width", "height", "num_regions"]):
-        held = table.filter(pc.equal(table["status"], OK))
-        ok = held.filter(pc.invert(is_among(held["url"], urls)))
-        found.withdrawn += len(held) - len(ok)
+        ok = table.filter(pc.equal(table["status"], OK))
         found.hosts.update(_host(url) for url in ok["url"].to_pylist())
         found.licences.update(_count(ok["license"]))
         sizes.append(np.stack([ok["width"].to_numpy(), ok["height"].to_numpy()]).astype(np.int64))
@@ -389,13 +384,6 @@ def data_card(store: ObjectStore, dataset: str) -> str:
     lines += ["## Rows by status", ""]
     rows = [(one.stage, name, f"{count:,}") for one in stages for name, count in one.statuses.items()]
     lines += _table(("stage", "status", "rows"), rows)
-    for one in stages:
-        if one.withdrawn:
-            lines += [
-                f"{one.withdrawn:,} of the ok rows of {one.stage} were forgotten since. The tars have them until "
-                "`vlbert catalog gc ROOT --delete`.",
-                "",
-            ]
     lines += ["## Images", "", *_sizes(stages), *_hosts(stages[0]), *_sources(stages[0])]
     for one in stages:
         if one.stage.startswith("regions/"):
