@@ -257,10 +257,8 @@ def _shared(snapshot: Snapshot, make: Callable[[], _Arrays]) -> _Arrays:
             raise PermissionError(f"{folder} is another user's")
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not all(file.exists() for file in files):
-                for unused in folder.glob("*/"):  # who has it mapped still reads it
-                    if time.time() - unused.stat().st_mtime > _UNUSED:
-                        shutil.rmtree(unused)
+            if not files[-1].exists():
+                _remove_unused(folder)
                 files[0].parent.mkdir(exist_ok=True)
                 for file, array in zip(files, make(), strict=True):
                     with file.with_suffix(".new").open("wb") as out:
@@ -271,8 +269,16 @@ def _shared(snapshot: Snapshot, make: Callable[[], _Arrays]) -> _Arrays:
         # As plain arrays: single numbers of a memmap take longer.
         return tuple(np.asarray(np.load(file, mmap_mode="r")) for file in files)
     except (OSError, ValueError) as error:
+        shutil.rmtree(files[0].parent, ignore_errors=True)  # the next process makes it again
         print(f"this process holds its own index, as {folder} cannot be used: {error}", file=sys.stderr, flush=True)
         return make()
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove indices that nobody opened for a day; who has one mapped still reads it."""
+    for index in folder.glob("*/"):
+        if time.time() - index.stat().st_mtime > _UNUSED:
+            shutil.rmtree(index)
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
