@@ -128,10 +128,7 @@ class ShardSamples:
 
     def sample(self, number: int) -> Sample:
         """One sample; ValueError names the tar and the byte if it is invalid."""
-        (found,) = self.samples([number])
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        return self._wherever(lambda: self._sample(number))
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         """A sample per number, in their order, or the ValueError that says why it is invalid.
@@ -211,20 +208,23 @@ class ShardSamples:
         return found
 
     def _alone(self, number: int) -> Sample | ValueError:
-        key = self.index.withdrawn.get(number)
-        if key is not None:
-            return BadSample(f"sample {key} was withdrawn since: docs/provenance.md", key)
-        tar, offset, length = self._span(number)
         try:
-            data = self.read(tar, offset, length)
-            try:
-                return read_span(data, self._name(tar, offset))
-            except ValueError:
-                if self.cache is None:
-                    raise
-                return self._past_cache(tar, offset, length)
+            return self._sample(number)
         except ValueError as error:
             return error
+
+    def _sample(self, number: int) -> Sample:
+        key = self.index.withdrawn.get(number)
+        if key is not None:
+            raise BadSample(f"sample {key} was withdrawn since: docs/provenance.md", key)
+        tar, offset, length = self._span(number)
+        data = self.read(tar, offset, length)
+        try:
+            return read_span(data, self._name(tar, offset))
+        except ValueError:
+            if self.cache is None:
+                raise
+            return self._past_cache(tar, offset, length)
 
     def _past_cache(self, tar: int, offset: int, length: int) -> Sample:
         committed = self._read_store(tar, offset, length)

@@ -62,7 +62,7 @@ def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn,
     """
     new = withdraw(store, urls)
     rows = committed_rows(store, Withdrawn(frozenset(urls)))
-    images = frozenset(row["sha256"] for row in rows if row["status"] == OK)
+    images = frozenset(row["sha256"] for row in rows if row["status"] == OK) - {""}
     same = frozenset(row["url"] for row in committed_rows(store, Withdrawn(sha256=images))) if images else frozenset()
     withdraw(store, same, images)
     return new, rows, frozenset(urls) | same
