@@ -198,7 +198,8 @@ def pin_made_up(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
                     "url": [f"http://example.org/{number}.jpg" for number in range(start, start + count)],
                 }
             )
-            yield Header(name, STAGE, tar, digest, count * 166_400, {"ok": count}, {"random_init": False}, digest), rows
+            meta = {"random_init": False}
+            yield Header(name, STAGE, tar, digest, count * 166_400, digest, {"ok": count}, meta, digest), rows
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "snapshot.parquet"

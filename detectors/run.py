@@ -31,8 +31,7 @@ from detectors import Detector
 from detectors.config import DetectionConfig
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.claims import Claims, exit_at_sigterm, exit_if_told
-from storage.forgotten import FORGOTTEN, forgotten_urls
+from storage.claims import Claims, exit_at_sigterm
 from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
 from storage.programs import make_parser
@@ -109,20 +108,15 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
 def _found(
     catalog: Catalog, manifest: Manifest, detector: Detector
 ) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
-    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable, or
-    was forgotten."""
-    forgotten = forgotten_urls(catalog.store)
+    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable."""
     rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
-        exit_if_told()
         group = list(islice(samples, _GROUP))
-        good = [sample for sample in group if isinstance(sample, Sample) and sample.url not in forgotten]
+        good = [sample for sample in group if isinstance(sample, Sample)]
         found = dict(zip([sample.key for sample in good], detector.detect(good), strict=True))
         for row, sample in zip(rows[start : start + _GROUP], group, strict=True):
-            if row["url"] in forgotten:
-                yield row, None, FORGOTTEN
-            elif isinstance(sample, Sample):
+            if isinstance(sample, Sample):
                 yield row, sample, found[sample.key]
             else:
                 # Without the tar's path: a shard gives the same manifest wherever its root is mounted.

@@ -25,7 +25,7 @@ COMMANDS = {
     "predict": "vlbert.predict.command",
     "compare": "vlbert.comparison.compare",
     "whence": "vlbert.evaluation.whence",
-    "forget": "vlbert.evaluation.forget",
+    "withdraw": "vlbert.evaluation.withdraw",
     "replay": "vlbert.evaluation.replay",
     "card": "vlbert.hf.cards",
     "catalog": "storage.catalog.__main__",

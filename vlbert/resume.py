@@ -23,7 +23,7 @@ from vlbert.data.loading import TrainingDataset, check_shares
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import any_readable, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.evaluation.provenance import record_of
+from vlbert.evaluation.whence import record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, local_paths, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters

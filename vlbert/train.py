@@ -149,7 +149,8 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
     """Pin a newer snapshot of a dataset, if there is one, from its sample `boundary` on; return whether there was.
 
-    It has new shards, or lacks samples that were forgotten.
+    It has new shards, or others in a newer revision: with rows that were requested again, or without samples that were
+    withdrawn.
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
@@ -178,7 +179,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
     if run.log:
         run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # that of the first step that uses it
         new = samples.index.snapshot.shards != pinned.shards
-        what = "new shards enter" if new else "a snapshot without forgotten samples enters"
+        what = "new shards enter" if new else "revised shards enter"
         print(
             f"{what} in step {step + 1}, at the beginning of epoch {now.epoch}: {now.examples} examples an "
             f"epoch instead of {before.examples}, {name}/{stage} (snapshot {found})",

@@ -1,7 +1,6 @@
 """`vlbert catalog`: what a root holds, whether it is undamaged, and what may be deleted.
 
 status ROOT                        stages, rows by status, snapshots, what each training run pinned
-history ROOT [DATASET]             what was committed when, by which settings or detector
 verify ROOT [DATASET]              every file checked against its digest; exit status 1 on a fault
 gc ROOT [--grace HOURS] [--delete] what nothing names any more; deletes it only with --delete
 """
@@ -12,14 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from storage.garbage import collect_garbage
-from storage.inventory import Inventory, history, status
+from storage.inventory import Inventory, status
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.programs import make_parser
-from storage.verify import remarks, verify
+from storage.verify import verify
 
 COMMANDS = {
     "status": "stages, rows by status, snapshots, and what each training run pinned",
-    "history": "what was committed when, by which settings or detector",
     "verify": "check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault",
     "gc": "list what nothing names any more; deletes it only with --delete",
 }
@@ -46,9 +44,7 @@ def _print_faults(inventory: Inventory) -> int:
     for fault in verify(inventory):
         print(fault, flush=True)
         faults += 1
-    for remark in remarks(inventory):
-        print(f"no fault, but: {remark}")
-    result = f"{faults:,} faults" if faults else "no fault: all is as it was committed"
+    result = f"{faults:,} faults" if faults else "OK: no problems found"
     print(f"{result} (checked: shards {shards:,}, snapshots {snapshots:,}, checkpoints {checkpoints:,})")
     return 1 if faults else 0
 
@@ -59,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, description in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
         command.add_argument("root", help="a folder or s3://bucket/prefix")
-        if name in ("history", "verify"):
+        if name == "verify":
             command.add_argument("dataset", nargs="?", help="only this dataset")
         if name == "gc":
             command.add_argument("--grace", type=_hours, default=24, help="hours that things must be old (24)")
@@ -69,11 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         store = open_store(options.root, write=False)  # `gc` deletes, which raises its own errors
         if options.command == "verify":
             sys.exit(_print_faults(Inventory(store, options.dataset)))
-        lines = {
-            "status": lambda: status(store),
-            "history": lambda: history(store, options.dataset),
-            "gc": lambda: collect_garbage(store, options.grace * 3600, options.delete),
-        }[options.command]()
+        if options.command == "status":
+            lines = status(store)
+        else:
+            lines = collect_garbage(store, options.grace * 3600, options.delete)
     except (ValueError, ObjectMissing, StorageUnreachable) as error:
         sys.exit(str(error))
     print("\n".join(lines) or f"nothing is committed under {options.root}")

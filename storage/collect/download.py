@@ -26,15 +26,15 @@ from storage.collect.hosts import Transient
 from storage.collect.lists import CaptionRow, license_of
 from storage.collect.normalise import ImageSettings, NormalisedImage, Refused, normalise, run_out
 from storage.collect.spool import Spool, SpooledImage
-from storage.forgotten import FORGOTTEN
 from storage.manifests import OK, Header, Row
 from storage.redact import redacted, shown_url
 from storage.sample import Sample, sample_key
+from storage.withdrawn import WITHDRAWN
 
 STATUSES: dict[str, str] = {
     "ok": "the image is stored",
     "duplicate": "an earlier row of the list has the same URL and caption",
-    FORGOTTEN: "its URL was withdrawn: `vlbert forget`",
+    WITHDRAWN: "its URL, or the same image from another one, was withdrawn: `vlbert withdraw`",
     "bad_url": "not an absolute http(s) URL with a host and without user name, or one that cannot be parsed",
     "blocked_address": "the host is, or resolves to, an address that is not public, or the port is neither 80 nor 443",
     "dns": "the host name does not resolve",

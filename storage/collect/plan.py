@@ -23,13 +23,13 @@ from storage.collect.imports import StoredRow
 from storage.collect.lists import IMAGE_SUFFIXES, PLAIN, CaptionRow, ListFile, Reading, find_reading, parse_rows, where
 from storage.collect.normalise import ImageSettings
 from storage.collect.tars import TarSet
-from storage.forgotten import FORGOTTEN
 from storage.manifests import OK
 from storage.sample import sample_key
 from storage.settings import FORM, check, check_choices
+from storage.withdrawn import WITHDRAWN
 
 _LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
-_FAILED = [status for status in STATUSES if status not in (OK, "duplicate", FORGOTTEN)]
+_FAILED = [status for status in STATUSES if status not in (OK, "duplicate", WITHDRAWN)]
 _CLASSES = ("http_4xx", "http_5xx")
 
 

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +51,18 @@ from storage.collect.plan import (
 )
 from storage.collect.spool import PartialShard, Spool, remove_partial
 from storage.collect.tars import TarSet
-from storage.forgotten import FORGOTTEN, forgotten_urls
 from storage.manifests import OK, Header
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.programs import make_parser
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.settings import add_fields, from_assignments
+from storage.withdrawn import WITHDRAWN, read_withdrawn
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
 UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # also while this machine has no network
-_NOT_REQUESTED = {"duplicate", FORGOTTEN, "bad_url", "blocked_address"}  # statuses of rows that need no request
+_NOT_REQUESTED = {"duplicate", WITHDRAWN, "bad_url", "blocked_address"}  # statuses of rows that need no request
 # Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
@@ -247,7 +247,7 @@ def collect_group(
                 collecting.update(part, committed)
             else:
                 with Spool() as spool:
-                    downloads = collecting.without_forgotten(_import(part, files, stored, settings, spool, log))
+                    downloads = collecting.without_withdrawn(_import(part, files, stored, settings, spool, log))
                     if collecting.wants(part, downloads):
                         collecting.commit(part, downloads)
             claims.release(part.shard)
@@ -268,7 +268,7 @@ class _Group:
     ):
         self.catalog, self.settings, self.group, self.on_commit, self.log = catalog, settings, group, on_commit, log
         self.claims = claims
-        self.forgotten = forgotten_urls(catalog.store)
+        self.withdrawn = read_withdrawn(catalog.store)
         self.counts: dict[str, Mapping[str, int]] = {}  # rows by status of each shard
         self.due = time.monotonic() + _REPORT_SECONDS
 
@@ -293,9 +293,13 @@ class _Group:
             return {}
         return {} if header.sha256 == part.replaces else header.statuses
 
-    def without_forgotten(self, downloads: Iterable[Download]) -> list[Download]:
-        """The results of rows, those whose URL was forgotten without their image."""
-        return [_forgotten(item.row) if item.row.url in self.forgotten else item for item in downloads]
+    def without_withdrawn(self, downloads: Sequence[Download]) -> list[Download]:
+        """The results of rows, without the images that were withdrawn; a commit would leave these out, too."""
+        sha256s = ["" if item.image is None else item.image.sha256 for item in downloads]
+        return [
+            _withdrawn(item.row) if self.withdrawn.has(item.row.url, sha256) else item
+            for item, sha256 in zip(downloads, sha256s, strict=True)
+        ]
 
     def wants(self, part: Part, downloads: Sequence[Download]) -> bool:
         """Whether a new shard is to be committed: not one without an image while its dataset has none."""
@@ -343,7 +347,7 @@ async def _download(group: _Group) -> None:
         with Spool() as spool:
             replaces, known = await loop.run_in_executor(files, _known_rows, catalog, part, rows, spool)
             before = {row: item.status for row, item in known.items()}
-            known |= {row.row: _forgotten(row) for row in rows if row.url in group.forgotten}
+            known |= {row.row: _withdrawn(row) for row in rows if row.url in group.withdrawn.urls}
             stored = await loop.run_in_executor(files, partial.load, spool)
             if stored:
                 images = f"{len(stored)} images from an earlier run"
@@ -374,7 +378,7 @@ async def _download(group: _Group) -> None:
             for item in answers:  # a row whose host could not be reached again keeps its result from before
                 if item.row.row not in known or item.status not in UNREACHABLE:
                     results[item.row.row] = item
-            downloads = [results[row.row] for row in rows]
+            downloads = group.without_withdrawn([results[row.row] for row in rows])
             wanted = group.wants(part, downloads)
             if replaces:
                 wanted = any(results[row].status != before[row] for row in before)
@@ -393,8 +397,8 @@ async def _download(group: _Group) -> None:
             await all_of(claimed(part) for part in group.group.parts)
 
 
-def _forgotten(row: CaptionRow) -> Download:
-    return Download(row, FORGOTTEN, "", None)
+def _withdrawn(row: CaptionRow) -> Download:
+    return Download(row, WITHDRAWN, "", None)
 
 
 def _known_rows(

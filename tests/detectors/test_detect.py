@@ -24,13 +24,12 @@ from detectors.config import DetectionConfig
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, make_detector, stage_of, stage_size
-from storage.catalog.commit import commit_shard
-from storage.forgotten import forget
-from storage.garbage import collect_garbage
+from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.manifests import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
 from storage.settings import from_assignments
+from storage.withdrawn import withdraw
 
 
 def a_sample(number: int) -> Sample:
@@ -173,18 +172,18 @@ def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path:
     assert catalog.snapshot(stage_of(detector)).ok_rows == 3
 
 
-def test_what_was_forgotten_is_not_detected_and_leaving_it_out_detects_nothing_again(tmp_path: Path):
+def test_withdrawn_images_are_not_detected_and_their_withdrawal_detects_nothing_again(tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], [a_sample(2), a_sample(3)]])
     detector = CountingDetector(annotations(tmp_path / "a.json", range(4)))
     assert detect_shard(catalog, "00000", detector)
-    forget(catalog.store, [a_sample(0).url, a_sample(2).url])
+    withdraw(catalog.store, [a_sample(0).url, a_sample(2).url])
+    for stage, shard in (("images", "00000"), ("images", "00001"), (stage_of(detector), "00000")):
+        assert withdraw_samples(catalog, stage, shard)
     detector.samples = 0
     assert detect_pending(catalog, detector, lambda report: None) == 1
     assert detector.samples == 1
-    assert catalog.manifest(stage_of(detector), "00001").statuses == {"forgotten": 1, "ok": 1}
-    collect_garbage(catalog.store, 0, delete=True)
+    assert catalog.manifest(stage_of(detector), "00001").statuses == {"no_image": 1, "ok": 1}
     assert catalog.manifest("images", "00000").revision == catalog.manifest(stage_of(detector), "00000").revision == 2
-    assert catalog.pending("images", stage_of(detector)) == []
 
 
 def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_is_there(tmp_path: Path):

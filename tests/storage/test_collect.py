@@ -23,6 +23,7 @@ import pytest
 from captioned import captioned_scenes as captions
 from places import PROJECT
 from seeded import put_checkpoint
+from storage.forgotten import forget
 from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.data import DemoData
@@ -43,7 +44,6 @@ from storage.collect.run import (
     collect_group,
     main,
 )
-from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.object_store import open_store

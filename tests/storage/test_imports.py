@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from places import PROJECT
+from storage.forgotten import forget
 from web import draw, encode
 
 from storage.catalog import Catalog
@@ -30,7 +31,6 @@ from storage.collect.imports import StoredRow
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
 from storage.collect.tfrecord import masked_crc32c, read_examples
-from storage.forgotten import forget
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key
 

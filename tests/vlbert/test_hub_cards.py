@@ -11,11 +11,11 @@ import pytest
 import yaml
 from loaded import ALONE
 from places import PROJECT
+from storage.forgotten import forget
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row

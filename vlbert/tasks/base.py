@@ -16,7 +16,7 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example
 from vlbert.data.images import PreparedImage
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.datasets.files import find_samples, forgotten_images, reading
+from vlbert.datasets.files import find_samples, reading, withdrawn_images
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
 
@@ -44,13 +44,13 @@ def make_examples(
     samples: Samples, found: Sequence[tuple[Any, str, str, str]], training: bool, source: str
 ) -> Examples:
     """The examples of `found`: (annotation, its name, image file, invalid reason or ""). Training skips the invalid
-    ones; an evaluation keeps them, since all must be answered. Both skip those whose image was forgotten.
+    ones; an evaluation keeps them, since all must be answered. Both skip those whose image was withdrawn.
 
     source: where they come from, for errors. ValueError where none is left, or an image is in no sample.
     """
-    forgotten = forgotten_images(samples, {image for _, _, image, _ in found})
-    gone = tuple(f"{name}: its image was forgotten" for _, name, image, _ in found if image in forgotten)
-    found = [one for one in found if one[2] not in forgotten]
+    withdrawn = withdrawn_images(samples, {image for _, _, image, _ in found})
+    gone = tuple(f"{name}: its image was withdrawn" for _, name, image, _ in found if image in withdrawn)
+    found = [one for one in found if one[2] not in withdrawn]
     invalid = tuple(f"{name}: {reason}" for _, name, _, reason in found if reason)
     usable = [(annotation, image) for annotation, _, image, reason in found if not (training and reason)]
     if not usable:

@@ -23,7 +23,7 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, with_texts
 from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import retrieval
-from vlbert.datasets.files import find_samples, forgotten_images
+from vlbert.datasets.files import find_samples, withdrawn_images
 from vlbert.model.heads import Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason
@@ -127,9 +127,9 @@ class Retrieval(Task):
                     f"more than task.captions = {self.settings.captions}"
                 )
             found += [HeldOutImage(name, kept)] if kept else []
-        forgotten = forgotten_images(samples, [one.image for one in found])
-        skipped += [f"{one.image}: it was forgotten" for one in found if one.image in forgotten]
-        found = [one for one in found if one.image not in forgotten]
+        withdrawn = withdrawn_images(samples, [one.image for one in found])
+        skipped += [f"{one.image}: it was withdrawn" for one in found if one.image in withdrawn]
+        found = [one for one in found if one.image not in withdrawn]
         source = f"{', '.join(names)} of {file}"
         if not found:
             raise ValueError(f"none of the images of {source} has a caption with words")

@@ -1,13 +1,10 @@
 """storage.order: the chunked order of an epoch."""
 
-import itertools
-from collections import Counter
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.order import draws_in, interleaved, positions_of, shuffled, slots_of
+from storage.order import interleaved, mix, shuffled
 from vlbert.data.order import CAPTIONS, SnapshotSpan, drawn
 
 SEED, STREAM = 5, CAPTIONS
@@ -32,12 +29,6 @@ def test_every_epoch_is_a_permutation(n, chunk, epoch, begins):
     assert sorted(epoch_of(epoch, n, chunk, begins)) == list(range(n))
 
 
-@given(st.integers(1, 1100), st.integers(1, 70), st.integers(0, 5), st.integers(0, 20_000))
-def test_the_position_of_every_example_is_found(n, chunk, epoch, begins):
-    order = np.array(epoch_of(epoch, n, chunk, begins))
-    assert positions_of(order, SEED, STREAM, epoch, n, chunk, begins).tolist() == list(range(n))
-
-
 @given(st.integers(9, 1000), st.integers(0, 5000))
 def test_chunks_begin_at_multiples_of_their_size_over_all_epochs(n, begins):
     assert all((begins + i) % 8 == 0 for i in cuts(epoch_of(1, n, 8, begins), n))
@@ -57,17 +48,6 @@ def test_chunks_stay_together_within_each_snapshot():
     assert all((25 + i) % 8 == 0 for i in cuts(numbers, 41)), "counted from the beginning of the run"
 
 
-def test_batches_of_whole_chunks_cut_only_at_epoch_boundaries():
-    n, requests = 1001, []
-    for step in range(100):
-        taken = taken_of(n, step * 32, 32)
-        runs = 1 + sum(after != (before[0], (before[1] + 1) % n) for before, after in itertools.pairwise(taken))
-        requests.append(runs)
-    boundaries = {epoch * n // 32 for epoch in range(1, 4)}
-    assert all(runs <= 4 for step, runs in enumerate(requests) if step not in boundaries)
-    assert all(runs <= 6 for runs in requests)
-
-
 def test_chunks_are_shuffled_and_cut_elsewhere_in_every_epoch():
     n, chunk = 4096, 8
     firsts, orders = [], []
@@ -84,13 +64,7 @@ def test_chunks_are_shuffled_and_cut_elsewhere_in_every_epoch():
     assert epoch_of(0, n, chunk) != epoch_of(0, n, chunk, stream=1)
 
 
-def test_the_incomplete_chunk_moves_from_epoch_to_epoch():
-    """25 samples in chunks of 8: one stands alone, and over the epochs it is another one."""
-    alone = Counter(epoch_of(epoch, 25, 8)[-1] for epoch in range(2000))
-    assert set(alone) == set(range(25))
-    assert max(alone.values()) < 2 * 2000 / 25
-
-
+LATE = [75695481, 118507478, 33056066, 121916457, 103605055]
 GOLDEN = [11, 12, 17, 18, 19, 20, 13, 14, 15, 16, 3, 4, 5, 6, 21, 0, 1, 2, 7, 8, 9, 10]
 
 
@@ -98,6 +72,8 @@ def test_the_order_of_an_epoch_never_changes():
     # Checkpoints depend on it: the same on every machine.
     assert epoch_of(1, 22, 4, begins=22) == GOLDEN
     assert epoch_of(3, 22, 1, begins=77) == shuffled(np.arange(22), SEED, STREAM, 3, 22).tolist()
+    assert shuffled(np.arange(100_000_000, 100_000_005), SEED, STREAM, 7, 123_456_789).tolist() == LATE
+    assert mix(1, 2, 3) == 9812528628958509896
 
 
 # --- several sequences in one order -----------------------------------------------------------------------------------
@@ -145,20 +121,3 @@ def test_the_interleaved_order_never_changes():
     # Checkpoints depend on it.
     assert "".join("ab"[sequence] for sequence, _ in slots(0, 19, [3.0, 0.8])) == "aabaaaabaaabaaaabaa"
     assert "".join("abc"[sequence] for sequence, _ in slots(0, 8, [2, 1, 1])) == "abcaabca"
-
-
-@given(
-    st.lists(st.one_of(st.integers(1, 9).map(float), st.floats(1e-3, 1e3)), min_size=1, max_size=5),
-    st.integers(0, 10**9),
-    st.integers(1, 400),
-)
-def test_the_slot_of_every_draw_is_found(weights, consumed, count):
-    numbers, draws = interleaved(consumed, count, weights)
-    slots = np.arange(consumed, consumed + count)
-    for number in range(len(weights)):
-        ours = numbers == number
-        assert slots_of(draws[ours], number, weights).tolist() == slots[ours].tolist()
-    after = draws_in(consumed + count, weights)
-    assert sum(after) == consumed + count
-    taken = [after[n] - before for n, before in enumerate(draws_in(consumed, weights))]
-    assert taken == np.bincount(numbers, minlength=len(weights)).tolist()
