@@ -19,9 +19,9 @@ from detectors.faster_rcnn import PRESETS, FasterRCNNConfig
 from detectors.resnet import without_values
 from storage.claims import RENEWAL
 from storage.collect.download import image_config
-from storage.collect.lists import CaptionRow
-from storage.collect.plan import CollectSettings, Part
-from storage.collect.run import IMAGES, SHARDS_AT_ONCE
+from storage.collect.plan import CollectSettings
+from storage.collect.rows import CaptionRow
+from storage.collect.run import IMAGES, SAVE_SECONDS, SHARDS_AT_ONCE
 from storage.manifests import OK, Row, manifest_bytes
 from storage.sample import Regions, pack_regions, sample_key
 from storage.shards import Span
@@ -118,12 +118,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class CaptionList:
-    """A list, or one of which only the length is known (`parts` is empty). examples: rows from all over it."""
+    """A list, or one of which only the length is known. examples: rows from all over it."""
 
     rows: int
     duplicates: int
     examples: Sequence[CaptionRow]
-    parts: Sequence[Part] = ()
 
 
 @dataclass(frozen=True)
@@ -358,7 +357,7 @@ def collecting(work: Work) -> Stage:
     seconds = work.rows / rates[bound] + work.survival.tail
     at_once = min(SHARDS_AT_ONCE, work.shards)
     in_progress = seconds / work.shards * at_once  # seconds that one shard is
-    saves, tar = int(in_progress / settings.save_every), work.tar(work.sizes.image)
+    saves, tar = int(in_progress / SAVE_SECONDS), work.tar(work.sizes.image)
     saved = saves * math.ceil(tar / saves / _SAVED) if saves else 0
     # A shard: claim (list, clock, put), is it committed (2), what was saved (list), is there a manifest, tar, manifest,
     # is the tar there, saved images (list), end of the claim; each saved object is deleted; its manifest is read twice.

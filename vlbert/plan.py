@@ -9,7 +9,6 @@ Prints one page: images that survive, GB, requests to a bucket, hours and cost o
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import math
 import random
@@ -23,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
 from storage.collect.download import Download, Downloader
-from storage.collect.lists import CaptionRow, ListFile
-from storage.collect.plan import CollectSettings, find_columns, rows_of
-from storage.collect.plan import plan as shards_of
+from storage.collect.plan import CollectSettings, sample_list
+from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool
 from storage.programs import make_parser
 from storage.settings import override
@@ -33,7 +31,6 @@ from training.program import add_recipe_fields, find_recipe
 from vlbert.needs import (
     FIGURES,
     GB,
-    MOST_SHARDS,
     SEED,
     CaptionList,
     Machine,
@@ -53,33 +50,15 @@ if TYPE_CHECKING:
 
 
 def read_list(settings: CollectSettings, examples: int) -> CaptionList:
-    """Every line is checked. ValueError names a file or a line that cannot be read."""
+    """Every row is read. ValueError names a file that cannot be read."""
     try:
-        with ListFile(Path(settings.captions), find_columns(settings)) as list_file:
-            rows = sum(1 for _ in list_file.records())
+        found = sample_list(settings, examples, SEED)
     except OSError as error:
         raise ValueError(
             f"--list {settings.captions} cannot be read: {error.strerror}; name a caption list (docs/download.md), or "
             "give its length: --rows N"
         ) from error
-    settings = _fine(settings, rows)
-    parts = shards_of(settings, {})
-    repeated = {row for part in parts for row, _ in part.duplicates}
-    chosen = {*random.Random(SEED).sample(range(rows), min(examples, rows))} - repeated
-    with ListFile(Path(settings.captions), parts[0].reading) as list_file:
-        found = [
-            row
-            for part in parts
-            if not chosen.isdisjoint(range(part.start, part.stop))
-            for row in rows_of(part, settings, list_file)
-            if row.row in chosen
-        ]
-    return CaptionList(parts[-1].stop, len(repeated), found, parts)
-
-
-def _fine(settings: CollectSettings, rows: int) -> CollectSettings:
-    """With rows_per_shard at which the list can be read: too many shards are a line of the plan, and no error."""
-    return dataclasses.replace(settings, rows_per_shard=max(settings.rows_per_shard, -(-rows // MOST_SHARDS)))
+    return CaptionList(found.rows, found.duplicates, found.examples)
 
 
 def made_up_list(rows: int) -> CaptionList:

@@ -20,8 +20,8 @@ from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.collect.download import Download, ImageSettings, commit_images
-from storage.collect.lists import CaptionRow
 from storage.collect.normalise import NormalisedImage
+from storage.collect.rows import CaptionRow, Place, Rows, write_rows
 from storage.digests import is_whole
 from storage.manifests import SCHEMA, Row
 from storage.object_store import LocalStore
@@ -88,7 +88,30 @@ def golden_images_commit(root: Path) -> None:
         Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
     ]
     catalog = Catalog(LocalStore(str(root)), "captions")
-    assert commit_images(catalog, "00002", outcomes, ImageSettings(), source=IMAGES_META["source"]["list"])
+    assert commit_images(catalog, "00002", outcomes, ImageSettings(), IMAGES_META["source"])
+
+
+GOLDEN_ROWS = [
+    CaptionRow(0, "a café", "http://example.org/0.jpg", {"license": "CC0", "score": 0.5}, "4041d925e79ebac70fbf"),
+    CaptionRow(1, "", "", status="bad_row", detail="list.tsv:2: an empty line"),
+    CaptionRow(2, "a café", "http://example.org/0.jpg", place=Place("a.tar", 512, 99)),
+]
+ROWS = "0123456789abcdef"
+
+
+def golden_rows(root: Path) -> None:
+    write_rows(LocalStore(str(root)), "captions", ROWS, GOLDEN_ROWS)
+
+
+def test_the_golden_rows_read_to_these_values_and_are_written_so(tmp_path):
+    golden_rows(tmp_path)
+    for root in (GOLDEN, tmp_path):
+        rows = Rows(LocalStore(str(root)), "captions", ROWS)
+        assert rows.read(0, 3) == GOLDEN_ROWS
+        assert (rows.unreadable, rows.duplicates(0, 3)) == ([1], {2: 0})
+        assert rows.digest(0, 3) == "3fb83768a77d2b270095190c78eb8984afa32c7c674516f2f61cd5e32674f6e0"
+    metadata = [pq.read_metadata(root / f"captions/images/rows/{ROWS}.parquet").metadata for root in (GOLDEN, tmp_path)]
+    assert metadata[0][b"rows"] == metadata[1][b"rows"]
 
 
 def test_the_golden_shard_reads_to_these_values():
@@ -261,6 +284,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         golden_commit(Path(folder))
         golden_images_commit(Path(folder))
+        golden_rows(Path(folder))
         Catalog(LocalStore(folder), "captions").pin(STAGE)
         shutil.rmtree(GOLDEN / "captions", ignore_errors=True)
         shutil.copytree(folder, GOLDEN, dirs_exist_ok=True)
