@@ -182,7 +182,7 @@ def test_withdrawn_images_are_not_detected_and_their_withdrawal_detects_nothing_
     detector.samples = 0
     assert detect_pending(catalog, detector, lambda report: None) == 1
     assert detector.samples == 1
-    assert catalog.manifest(stage_of(detector), "00001").statuses == {"no_image": 1, "ok": 1}
+    assert catalog.manifest(stage_of(detector), "00001").statuses == {"ok": 1}
     assert catalog.manifest("images", "00000").revision == catalog.manifest(stage_of(detector), "00000").revision == 2
 
 
@@ -418,39 +418,6 @@ def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):
     finally:
         running.kill()
     assert claims() == []
-
-
-# SIGTERM in a finalizer: Python drops the SystemExit that is raised there.
-DROPPED = """
-import os, signal, sys
-from detectors.run import detect_pending
-from storage.catalog import Catalog
-from storage.claims import exit_at_sigterm
-from storage.object_store import open_store
-
-class Last:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-class Slow:
-    id, metadata = "0123456789ab", {"random_init": True}
-
-    def detect(self, samples):
-        print(len(samples), flush=True)
-        last = Last()
-        del last
-        return ["no_regions: none"] * len(samples)
-
-exit_at_sigterm()
-detect_pending(Catalog(open_store(sys.argv[1]), "captions"), Slow(), print)
-"""
-
-
-def test_a_detection_that_missed_its_sigterm_ends_before_the_next_images(tmp_path: Path):
-    catalog = commit_images(tmp_path, [[a_sample(number) for number in range(40)]])
-    run = subprocess.run([sys.executable, "-c", DROPPED, tmp_path], cwd=PROJECT, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (143, "32\n"), run.stderr
-    assert not [info.path for info in catalog.store.list("captions/regions/")]
 
 
 def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):

@@ -9,7 +9,6 @@ import torch
 from loaded import ALONE, CPU, captions, rows_in_order, training_data
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_root, tiny_sample
 
-from storage import index_file
 from storage.object_store import open_store
 from storage.order import mix, shuffled
 from training.distributed import World
@@ -69,16 +68,6 @@ def test_workers_change_nothing_and_keep_the_order(root):
     alone = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 0, CPU)]
     with_workers = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)]
     assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
-
-
-def test_an_index_from_a_file_of_the_machine_changes_nothing(root, tmp_path, monkeypatch):
-    expected = [rows_in_order(training_data(root)[step][0]) for step in range(1, 5)]
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(index_file, "SMALLEST", 1)
-    for _ in range(2):  # the second one finds the file
-        data = training_data(root)
-        assert len(list(tmp_path.glob("*/*.index"))) == 1
-        assert [rows_in_order(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)] == expected
 
 
 def test_examples_of_all_samples_take_no_memory():

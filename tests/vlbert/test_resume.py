@@ -301,18 +301,15 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_removed_one(saved_twice, tmp
         open_checkpoint(str(root / "runs/run"))
 
 
-def test_verify_names_a_damaged_best_json_and_torn_log_lines(saved_twice, tmp_path, capsys):
+def test_verify_names_a_damaged_best_json(saved_twice, tmp_path, capsys):
     root = Path(shutil.copytree(Path(saved_twice.data.root) / "runs", tmp_path / "root/runs")).parent
     store, best = open_store(str(root)), root / "runs/run/best.json"
     store.put("runs/run/best.json", sealed_json(asdict(Best(2, "words_accuracy", 0.5, "runs/run/step-0000002"))))
-    with (root / "runs/run/metrics.jsonl").open("a") as file:
-        file.write('{"kind": "trai')
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(root)])
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0
-    assert "/metrics.jsonl, line" in lines[0]
-    assert lines[1:] == ["no fault: all is as it was committed (checked: shards 0, snapshots 0, checkpoints 2)"]
+    assert lines == ["OK: no problems found (checked: shards 0, snapshots 0, checkpoints 2)"]
     data = best.read_bytes()
     best.write_bytes(data.replace(b'"value": 0.5', b'"value": 0.7'))
     (fault,) = verify(Inventory(store))
