@@ -50,14 +50,6 @@ def loaded(report: dict[str, Any], printed: str) -> None:
     assert all(line["what"] in printed for line in lines)
 
 
-def spread(report: None, printed: str) -> None:
-    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()[2:-1]]
-    assert [row[0] for row in rows] == ["2", "4", "8", "16", "32", "64"]
-    assert all(row[2] == "0.0 %" for row in rows)
-    assert float(rows[-1][1].split()[0]) > 50  # without claims, 64 workers make most of 40 shards twice
-    assert "really, 2 processes: 0 of 40 twice" in printed
-
-
 def scaled(report: dict[str, Any], printed: str) -> None:
     small, large = (report["rows"][rows] for rows in ("2000", "4000"))
     assert large["status"]["requests"] - small["status"]["requests"] == 20  # one a shard; one in a hundred comes later
@@ -79,9 +71,7 @@ PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
         loaded,
     ),
     "scale": (["--rows", "2000", "4000", "--per-shard", "100"], scaled),
-    "spread": (["--shards", "40", "--rounds", "1", "--processes", "2"], spread),
 }
-NO_JSON = {"spread"}
 # A bar that a busy machine, or so small a run, does not meet ends these with status 1.
 WITH_BARS = {"download", "loader"}
 FAST = {"detect"}  # the others take some seconds each, in processes of their own
@@ -98,12 +88,11 @@ ELSEWHERE = {
 def test_the_command_runs_in_small(program: str, tmp_path: Path, capfd: pytest.CaptureFixture):
     arguments, check = PROGRAMS[program]
     file = tmp_path / "report.json"
-    with_json = [] if program in NO_JSON else ["--json", str(file)]
-    status = run(program, *arguments, *with_json)
+    status = run(program, *arguments, "--json", str(file))
     printed, errors = capfd.readouterr()
     assert status in ({0, 1} if program in WITH_BARS else {0}), errors
-    check(json.loads(file.read_text()) if with_json else None, printed)
-    assert list(tmp_path.iterdir()) == ([file] if with_json else [])
+    check(json.loads(file.read_text()), printed)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.slow
