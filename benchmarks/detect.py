@@ -21,12 +21,12 @@ import torchvision
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import in_turns, parser, shown, timed, write_json
+from benchmarks.synthetic import drawn_sample
 from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class, running
 from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
 from detectors.select import select_regions
 from storage.sample import Regions, Sample
-from vlbert.synthetic import drawn_sample
 
 DETECTRON2 = "detectron2 fp32"
 OURS, HALF = "faster_rcnn fp32", "faster_rcnn bf16-res5"

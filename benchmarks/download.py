@@ -72,7 +72,7 @@ def _serve(pipe: Connection) -> None:
     # No ordinary limit of open files is enough for every connection of a few thousand rows.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    from vlbert.synthetic import drawn_jpeg  # here, so that the process that is measured is without torch
+    from benchmarks.synthetic import drawn_jpeg  # here, so that the process that is measured is without torch
 
     images = [drawn_jpeg(500, 375, number) for number in range(24)]
     mean = statistics.mean(map(len, images))

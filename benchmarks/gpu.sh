@@ -81,7 +81,7 @@ step base 130 pretrain_vlbert_base "$PAIRS" --workers "$WORKERS" ||
     step base-half 90 pretrain_vlbert_base "$HALF" --workers "$WORKERS"
 # The same step rehearsed: its table with what the card took beside it.
 CARD=$(grep -oiE 'h100|h200|a100|l40s|rtx 4090' "$OUT/facts.txt" | head -n 1 | tr -d ' ' | tr '[:upper:]' '[:lower:]')
-section predicted 60 "$PYTHON" -m benchmarks.rehearse --device "${CARD:-h100}" --pairs "$PAIRS" \
+section predicted 60 "$PYTHON" -m benchmarks.rehearsal --device "${CARD:-h100}" --pairs "$PAIRS" \
     --measured "$OUT/base.json" --json "$OUT/predicted.json" "${SMALL[@]:4}"
 step base-precomputed 100 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16,tf32,fp32
 section losses 180 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --losses "$STEPS" --pairs "$FEW" \

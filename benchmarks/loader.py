@@ -26,6 +26,7 @@ import torch
 import webdataset
 
 from benchmarks.measure import in_turns, machine, parser, shown, timed, write_json
+from benchmarks.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.manifests import Header
@@ -40,7 +41,6 @@ from vlbert.data.images import prepare_image
 from vlbert.data.loading import generator
 from vlbert.data.order import CAPTIONS, TEXT, SnapshotSpan, drawn
 from vlbert.data.vocabulary import SPECIALS
-from vlbert.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 STAGE = f"regions/{DETECTOR}"
@@ -198,7 +198,8 @@ def pin_made_up(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
                     "url": [f"http://example.org/{number}.jpg" for number in range(start, start + count)],
                 }
             )
-            yield Header(name, STAGE, tar, digest, count * 166_400, {"ok": count}, {"random_init": False}, digest), rows
+            meta = {"random_init": False}
+            yield Header(name, STAGE, tar, digest, count * 166_400, digest, {"ok": count}, meta, digest), rows
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "snapshot.parquet"
@@ -240,7 +241,7 @@ def index_size(n: int) -> list[Line]:
 def text_speed(folder: Path, tokens: int, rounds: int) -> list[Line]:
     """Batches of 256 passages of 64 tokens, found and read as a training does."""
     rng, vocabulary = np.random.default_rng(0), made_up_vocabulary()
-    metadata = encode_corpus([("a", True)], vocabulary, folder)
+    metadata = encode_corpus(["a"], vocabulary, folder)
     lengths = rng.integers(5, 36, tokens // 20)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     rng.integers(len(SPECIALS), len(vocabulary), offsets[-1]).astype("<u2").tofile(folder / "tokens.u16")

@@ -36,8 +36,8 @@ import pyarrow as pa
 import torch
 
 from benchmarks.measure import machine, parser, shown, timed, write_json
+from benchmarks.synthetic import CLASSES, DETECTOR, drawn_sample, made_up_vocabulary
 from storage.catalog import Catalog
-from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory, status
 from storage.manifests import MANIFEST_VERSION, SCHEMA, table_bytes
@@ -47,18 +47,16 @@ from storage.runs import CHECKPOINT_VERSION, CONFIG, STATE, as_json, checkpoints
 from storage.settings import to_json
 from storage.shards import SHARD_VERSION, index_shard, write_shard
 from storage.snapshots import read_columns
-from training.checkpoint_files import MODEL
+from training.checkpoint import MODEL
 from training.distributed import World
 from vlbert.checkpoint import read_checkpoint
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import newer_snapshot
-from vlbert.evaluation.forget import occurrences, report, sightings
-from vlbert.evaluation.provenance import lineage, record_of
-from vlbert.evaluation.whence import tell
+from vlbert.evaluation.whence import lineage, record_of, tell
+from vlbert.evaluation.withdraw import sightings, withdraw_urls
 from vlbert.recipes import RECIPES
-from vlbert.synthetic import CLASSES, DETECTOR, drawn_sample, made_up_vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 DATASET, STAGE = "made-up", f"regions/{DETECTOR}"
@@ -139,6 +137,7 @@ class MadeUp:
             "width": np.full(count, 500, np.int32),
             "height": np.full(count, 375, np.int32),
             "num_regions": np.full(count, 36, np.int32),
+            "sha256": [(3 * each)[:64] for each in digits],
             "license": pa.nulls(count, pa.string()),
         }
         header = {
@@ -147,6 +146,7 @@ class MadeUp:
             "tar": self.tar(shard),
             "tar_sha256": self.tar_sha256(shard),
             "tar_bytes": int(offsets[-1]),
+            "content": self.tar_sha256(shard),
             "meta": {"random_init": False, "config": {f"field_{number}": number for number in range(30)}},
             "version": MANIFEST_VERSION,
             "shard_version": SHARD_VERSION,
@@ -220,7 +220,7 @@ def put_manifests(root: str, made_up: MadeUp, shards: range) -> None:
 def processes() -> multiprocessing.context.BaseContext:
     """New processes that have torch imported, and nothing done."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vlbert.synthetic", "vlbert.data.loading"])
+    context.set_forkserver_preload(["benchmarks.synthetic", "vlbert.data.loading"])
     return context
 
 
@@ -318,13 +318,12 @@ def tell_one(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
     return lines
 
 
-def forget_many(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
-    """As `vlbert forget ROOT urls=FILE`."""
+def withdraw_many(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
+    """As `vlbert withdraw ROOT urls=FILE`, without writing the tars again."""
     store, urls = prepared
-    assert len(forget(store, urls)) == len(urls) == sum(found.total() for found in occurrences(store, urls).values())
-    table, unknown = sightings(store, urls)
-    assert not unknown, unknown
-    return report(store, table, unknown, len(urls))
+    new, rows, every = withdraw_urls(store, urls)
+    assert len(new.urls) == len(urls) == len(rows) == len(every)
+    return sightings(store, every)
 
 
 Work = Callable[[ObjectStore, MadeUp, str], Any]
@@ -337,7 +336,7 @@ MEASURED: dict[str, tuple[Work, Work | None]] = {  # name -> what is done before
     "new shards enter": (training, lambda data: enter(data)),
     "gc --delete": (collect, None),
     "whence of one URL": (checkpoints_of, tell_one),
-    "forget 1,000 URLs": (checkpoints_of, forget_many),
+    "withdraw 1,000 URLs": (checkpoints_of, withdraw_many),
 }
 
 

@@ -13,8 +13,9 @@ from torch.utils.data import Dataset
 
 from benchmarks.measure import synchronise
 from benchmarks.plain import PlainBatch, PlainPretraining, plain_optimizer
-from benchmarks.step_parts import Clock, marked_step
+from benchmarks.step_parts import Clock, TrainingStep, marked_step, total
 from benchmarks.step_tables import PLAIN
+from benchmarks.synthetic import drawn_texts, masked_pairs, without_files
 from storage.sample import Sample
 from storage.settings import override
 from training.distributed import World
@@ -24,8 +25,6 @@ from training.program import find_recipe
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
 from vlbert.recipes import RECIPES
-from vlbert.rehearsal import TrainingStep, total, without_files
-from vlbert.synthetic import drawn_texts, masked_pairs
 from vlbert.tasks.base import TaskModel
 
 

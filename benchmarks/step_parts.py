@@ -1,4 +1,4 @@
-"""What a training step consists of: what each part must compute, counted, and how long it takes, measured.
+"""A training step and its parts: how long each takes, measured, and what it computes, counted by PyTorch.
 
 A part takes the time between two marks on the device's time line, so that the parts of a step add up to it. Marks lie
 at the boundaries of modules, in the forward pass and, as hooks of the tensors there, in the backward pass.
@@ -8,21 +8,55 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from detectors.resnet import ResNetConfig
-from training.operations import Record
-from vlbert.config import ModelConfig, StreamSize
-from vlbert.data.batch import Batch, Example
-from vlbert.rehearsal import TrainingStep, total
+from training.distributed import World
+from training.optimizer import clip_gradients, make_optimizer
+from training.precision import autocast
+from vlbert.config import Recipe
+from vlbert.data.batch import Batch
 from vlbert.tasks.base import TaskModel
 
 FORWARD = ("pixels", "backbone", "RoIAlign", "res5", "embedding", "encoder", "heads")
 PARTS = ("transfer", *FORWARD, *(f"{part}, backward" for part in reversed(FORWARD[1:])), "optimizer")
+
+
+class TrainingStep:
+    """The model of a recipe as training runs it, with its optimizer; without data, log or checkpoints."""
+
+    def __init__(self, recipe: Recipe, model: TaskModel, world: World):
+        self.recipe, self.model, self.world = recipe, model, world
+        self.optimizer = make_optimizer(model, recipe.optimizer)
+
+    def losses(self, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+        with autocast(self.recipe, self.world):
+            return self.model(batch)
+
+    def take(self, batch: Batch) -> None:
+        """A step over a batch of the device."""
+        total(self.losses(batch)).backward()
+        self.update()
+
+    def update(self) -> None:
+        clip_gradients(self.model, self.recipe.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def total(losses: dict[str, tuple[Tensor, int]]) -> Tensor:
+    """What is learned from: the mean of each loss, together. What carries no gradient is a measure, and no loss."""
+    return sum(loss / max(1, count) for loss, count in losses.values() if loss.requires_grad)
+
+
+class Marks(Protocol):
+    """A Clock, a FlopClock, or the record of a rehearsal."""
+
+    def mark(self, part: str) -> None: ...
 
 
 class Clock:
@@ -51,6 +85,38 @@ class Clock:
         return dict(found)
 
 
+class FlopClock:
+    """Marks of which the intervals are counted in floating point operations: of convolutions, products and attention.
+
+    flops: part -> operations of all intervals. What is padded counts, and what is computed twice to save memory.
+    """
+
+    def __init__(self) -> None:
+        fused = {getattr(torch.ops.aten, name): _cudnn_flops for name in _FUSED_BY_CUDNN}
+        if hasattr(torch.ops.mkldnn, "_convolution_pointwise"):
+            fused[torch.ops.mkldnn._convolution_pointwise] = _onednn_flops
+        self.counter = FlopCounterMode(display=False, custom_mapping=fused)
+        self.flops, self.before = Counter(), 0
+
+    def mark(self, part: str) -> None:
+        counted = self.counter.get_total_flops()
+        self.flops[part] += counted - self.before
+        self.before = counted
+
+
+_FUSED_BY_CUDNN = ("cudnn_convolution_relu", "cudnn_convolution_add_relu")
+
+
+def _cudnn_flops(x: torch.Size, weight: torch.Size, *more: Any, out_shape: torch.Size, **options: Any) -> int:
+    return conv_flop_count([*x], [*weight], [*out_shape])
+
+
+def _onednn_flops(x: torch.Size, *more: Any, out_shape: torch.Size, **options: Any) -> int:
+    """Where a sum is fused, too, its other summand stands before the weight."""
+    weight = more[1] if isinstance(more[1], torch.Size) and len(more[1]) == 4 else more[0]
+    return conv_flop_count([*x], [*weight], [*out_shape])
+
+
 class Marked(nn.Module):
     """A module between two marks: `before` is the part that ends where it begins, `behind` the one that follows it in
     the forward pass and so comes before it in the backward pass.
@@ -59,7 +125,7 @@ class Marked(nn.Module):
     one first.
     """
 
-    def __init__(self, inner: nn.Module, clock: Clock, before: str, part: str, behind: str):
+    def __init__(self, inner: nn.Module, clock: Marks, before: str, part: str, behind: str):
         super().__init__()
         self.inner, self.clock, self.before, self.part, self.behind = inner, clock, before, part, behind
         self.calls = 0
@@ -101,7 +167,7 @@ def learning(value: Any) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def marked(model: TaskModel, clock: Clock) -> Iterator[None]:
+def marked(model: TaskModel, clock: Marks) -> Iterator[None]:
     """While it lasts, the modules of the fast path mark where they begin and end."""
     vlbert, fast_rcnn = model.vlbert, model.vlbert.fast_rcnn
     modules = [(vlbert, "embedding", "pixels" if fast_rcnn is None else "res5", "encoder")]
@@ -118,7 +184,7 @@ def marked(model: TaskModel, clock: Clock) -> Iterator[None]:
             setattr(parent, name, module)
 
 
-def marked_step(step: TrainingStep, batch: Batch, clock: Clock | Record) -> None:
+def marked_step(step: TrainingStep, batch: Batch, clock: Marks) -> None:
     """A step over a batch of the host; the clock learns where its PARTS end."""
     last = "embedding" if step.model.vlbert.fast_rcnn is None else "backbone"
     with marked(step.model, clock):
@@ -133,114 +199,12 @@ def marked_step(step: TrainingStep, batch: Batch, clock: Clock | Record) -> None
         clock.mark("optimizer")
 
 
-def counted_flops(config: ModelConfig, examples: Sequence[Example], vocabulary: int, classes: int) -> dict[str, int]:
-    """Part -> floating point operations that one step over these examples cannot do without.
-
-    Counted from shapes, two for a multiplication and addition, in convolutions, linear layers and attention alone: no
-    padding, no kernel and no fusion changes them. A backward pass takes the forward pass's once for the gradient of the
-    input and once for that of the weights, where these are wanted. What is computed twice to save memory counts once.
-    """
-    images = [example.image for example in examples if example.image is not None]
-    flops = Counter(dict.fromkeys(("encoder", "embedding", "heads"), 0))
-    if config.regions.features == "end_to_end":
-        frozen, resnet = config.regions.frozen_stages, config.regions.resnet
-        for image in images:
-            width, height = image.size
-            forward, backward, map_learns = _backbone_flops(resnet, height, width, frozen)
-            flops.update({"backbone": forward, "backbone, backward": backward})
-            forward, backward = _res5_flops(resnet, config.regions.roi_size, frozen, map_learns)
-            count = len(image.boxes)
-            flops.update({"res5": forward * count, "res5, backward": backward * count})
-    c, regions, joint = config.hidden_size, config.regions_stream, config.embedding == "visual_linguistic"
-    count = sum(len(image.boxes) for image in images)
-    if joint:
-        into = (config.geometry_channels + config.regions.channels) * (config.visual_embedding_size or c)
-    else:
-        into = (5 + config.regions.channels) * regions.hidden_size
-    flops["embedding"] += 2 * count * into
-    for example in examples:
-        boxes = 0 if example.image is None else len(example.image.boxes)
-        for words in example.texts:
-            lengths = len(words.tokens), boxes + joint  # with [END]
-            flops["encoder"] += sum(_layer_flops(config, kind, *lengths) for kind in config.layers)
-            flops["heads"] += 2 * len(words.labels["words"]) * (c * c + c * config.word_rows(vocabulary))
-    labels = sum(len(image.labels["region_classes"]) for image in images)
-    flops["heads"] += 2 * labels * regions.hidden_size * (regions.hidden_size + 1 + classes)
-    for part in ("embedding", "encoder", "heads"):
-        flops[f"{part}, backward"] = 2 * flops[part]
-    return dict(flops)
-
-
-def _layer_flops(config: ModelConfig, kind: str, tokens: int, regions: int) -> int:
-    """Of one layer J, T, V or X over one row."""
-    text, seen, shared = config.text_stream, config.regions_stream, config.coattention.hidden_size
-
-    def feed_forward(length: int, size: StreamSize) -> int:
-        return 2 * length * 2 * size.hidden_size * size.intermediate_size
-
-    def attention(length: int, size: StreamSize) -> int:
-        return 2 * length * 4 * size.hidden_size**2 + 2 * 2 * length**2 * size.hidden_size
-
-    if kind == "X":  # queries, keys, values and the way back of both streams, and two products of attention each
-        linear = 2 * 4 * shared * (tokens * text.hidden_size + regions * seen.hidden_size)
-        products = 2 * 2 * 2 * tokens * regions * shared
-        return linear + products + feed_forward(tokens, text) + feed_forward(regions, seen)
-    length, size = {"J": (tokens + regions, text), "T": (tokens, text), "V": (regions, seen)}[kind]
-    return attention(length, size) + feed_forward(length, size)
-
-
-@dataclasses.dataclass
-class _Count:
-    """Operations of convolutions, counted one after the other; `learns`: whether a gradient flows into the map."""
-
-    learns: bool
-    forward: int = 0
-    backward: int = 0
-
-    def conv(self, height: int, width: int, inputs: int, outputs: int, kernel: int, trained: bool, learns: bool):
-        """One that puts out a map of height x width; its input's gradient is wanted where `learns`."""
-        flops = 2 * height * width * inputs * outputs * kernel**2
-        self.forward += flops
-        self.backward += flops * (int(trained) + int(learns))
-
-    def stage(self, config: ResNetConfig, number: int, height: int, width: int, stride: int, trained: bool) -> tuple:
-        """res<number> over a map of height x width; the size of what comes out."""
-        middle = config.width * 2 ** (number - 2)
-        inputs, outputs = config.width if number == 2 else 2 * middle, 4 * middle
-        for block in range(config.blocks[number - 2]):
-            step = stride if block == 0 else 1
-            after = (height - 1) // step + 1, (width - 1) // step + 1
-            within = after if config.stride_in_1x1 else (height, width)
-            inside = self.learns or trained
-            self.conv(*within, inputs, middle, 1, trained, self.learns)
-            self.conv(*after, middle, middle, 3, trained, inside)
-            self.conv(*after, middle, outputs, 1, trained, inside)
-            if inputs != outputs or step != 1:
-                self.conv(*after, inputs, outputs, 1, trained, self.learns)
-            self.learns, inputs, (height, width) = inside, outputs, after
-        return height, width
-
-
-def _backbone_flops(config: ResNetConfig, height: int, width: int, frozen: int) -> tuple[int, int, bool]:
-    """(forward, backward) of one image, and whether the map that comes out has a gradient."""
-    count = _Count(learns=False)
-    height, width = (height - 1) // 2 + 1, (width - 1) // 2 + 1
-    count.conv(height, width, 3, config.width, 7, frozen < 1, False)
-    count.learns = frozen < 1
-    if config.stem_pool == "caffe":
-        height, width = (-(-(side - 3) // 2) + 1 for side in (height, width))
-    else:
-        height, width = ((side - 1) // 2 + 1 for side in (height, width))
-    for number, stride in ((2, 1), (3, 2), (4, 2)):
-        height, width = count.stage(config, number, height, width, stride, trained=frozen < number)
-    return count.forward, count.backward, count.learns
-
-
-def _res5_flops(config: ResNetConfig, roi_size: int, frozen: int, learns: bool) -> tuple[int, int]:
-    """(forward, backward) of one region."""
-    count = _Count(learns=learns)
-    count.stage(config, 5, roi_size, roi_size, 1 if config.res5_dilated else 2, trained=frozen < 5)
-    return count.forward, count.backward
+def counted_flops(step: TrainingStep, batch: Batch) -> dict[str, int]:
+    """Part -> floating point operations of a step over this batch."""
+    clock = FlopClock()
+    with clock.counter:
+        marked_step(step, batch, clock)
+    return dict(clock.flops)
 
 
 def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -4,7 +4,7 @@
     python -m benchmarks.train_step --check                 losses and gradients of the fast path against the plain one
     python -m benchmarks.train_step --losses 200            the losses of so many steps, in each precision
 
-Inputs are seeded and ragged (vlbert/synthetic.py); weights are random, of the recipe's sizes. The contenders take
+Inputs are seeded and ragged (benchmarks/synthetic.py); weights are random, of the recipe's sizes. The contenders take
 turns, a few steps a round, and the median of the rounds counts. Parts are measured in a pass of their own, and compared
 with the step without marks: the table shows what they do not explain. docs/performance.md says how to read it.
 """
@@ -30,8 +30,9 @@ from benchmarks.step_contenders import (
     memory,
     warm_up,
 )
-from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops
+from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops, total
 from benchmarks.step_tables import check_table, losses_table, step_tables
+from benchmarks.synthetic import drawn_samples, drawn_texts, masked_pairs, new_model, task_of
 from storage.sample import Sample
 from storage.settings import to_json
 from training.distributed import World
@@ -41,8 +42,6 @@ from training.precision import in_precision_of
 from vlbert.config import Recipe
 from vlbert.data.batch import Example, collate
 from vlbert.model.execution import compiled_graphs
-from vlbert.rehearsal import new_model, task_of, total
-from vlbert.synthetic import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 
 PRECISIONS = ("bf16", "tf32", "fp32")
 LEARNING_RATE = 1e-4  # of --losses, where none is given: a few hundred steps from random weights show something
@@ -128,7 +127,8 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
         for fast in (one for one in contenders if isinstance(one, Fast)):
             for step in range(number * options.steps, (number + 1) * options.steps):  # of those without marks
                 marks.setdefault(fast.name, []).append(fast.parts(step, Clock(device)))
-    flops = [counted_flops(recipe.model, examples, len(made_up_vocabulary()), CLASSES) for examples in prepared]
+    with in_precision_of(contenders[0].recipe):
+        flops = [counted_flops(contenders[0], batch) for batch in collated]
     report = {
         "machine": machine(device),
         "recipe": to_json(recipe),

@@ -38,6 +38,7 @@ from demo.serve import DemoServer, free_port
 from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from flows.serve import PORT, serve, serving
 from flows.supervisor import ChildFailed, run_child
+from storage.tables import aligned
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
@@ -236,11 +237,10 @@ def own_peak() -> int:
 
 
 def table(stages: Sequence[Stage], full: bool) -> str:
-    lines = [f"\n{'stage':<16}{'seconds':>9}{'budget':>9}{'peak MB of one process':>24}"]
-    for stage in stages:
-        budget = BUDGET[stage.name][full]
-        lines.append(f"{stage.name:<16}{stage.seconds:>9.1f}{budget:>9}{stage.peak_bytes / 1e6:>24.0f}")
-    return "\n".join(lines) + "\n"
+    rows = [
+        (one.name, f"{one.seconds:.1f}", str(BUDGET[one.name][full]), f"{one.peak_bytes / 1e6:.0f}") for one in stages
+    ]
+    return "\n".join(["", *aligned(("stage", "seconds", "budget", "peak MB of one process"), rows), ""])
 
 
 def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:

@@ -15,7 +15,7 @@ from demo.scenes import COLOURS, SHAPES
 from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
 from storage.catalog import Catalog
-from storage.collect.download import STATUSES
+from storage.collect.statuses import Status
 from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
 from storage.sample import Sample
@@ -61,7 +61,7 @@ def write_report(
     values = {
         "data": data.settings,
         "datasets": {name: (what, statuses(store, name)) for name, what in DATASETS.items()},
-        "meanings": STATUSES,
+        "meanings": {status: status.meaning for status in Status},
         "detector": detector | {"ranked": [*ranked[:3], *ranked[-3:]]},
         "grounding": grounding(pipeline.pretrained.metrics, predictions["pretrain"]),
         "random_guess": RANDOM_GUESS,

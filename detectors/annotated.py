@@ -11,53 +11,46 @@ from pathlib import Path
 import numpy as np
 
 from detectors import detector_id
-from detectors.coco import read_coco
+from detectors.coco import name_entry, read_coco
 from detectors.feature_index import file_name_of
 from storage.sample import Regions, Sample
 
 # Part of the detector's id: raise it when the code below makes other regions of the same file than before.
 _RULES_VERSION = 1
-_CROWD = ("skip", "keep")
 
 
-def annotated_id(file: Path, crowd: str = "skip") -> str:
-    """The id of the AnnotatedDetector of these arguments; the file is only hashed."""
+def annotated_id(file: Path) -> str:
+    """Return the id of the AnnotatedDetector of this file, which is only hashed."""
     with open(file, "rb") as stream:
-        return _id(hashlib.file_digest(stream, "sha256").hexdigest(), crowd)
+        return _id(hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def _id(sha256: str, crowd: str) -> str:
+def _id(sha256: str) -> str:
     # The hash covers everything that the file's name and contents could say.
-    return detector_id(
-        {"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": sha256, "crowd": crowd}
-    )
+    return detector_id({"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": sha256})
 
 
 class AnnotatedDetector:
     """Looks regions up in an annotation file; ValueError names the file and the entry where one is unusable.
 
     Classes are the file's categories sorted by id: column 0 of class_probs is the background, category i column i + 1.
-    crowd: what to do with `iscrowd` boxes, which cover many objects. `skip` drops them, `keep` keeps them as regions.
+    Boxes that cover many objects (`iscrowd`) are skipped.
     """
 
-    def __init__(self, file: Path, crowd: str = "skip"):
-        if crowd not in _CROWD:
-            raise ValueError(f"crowd is {crowd!r}, must be one of {_CROWD}")
+    def __init__(self, file: Path):
         data, sha256 = read_coco(Path(file))
         self._column = {category["id"]: 1 + i for i, category in enumerate(data["categories"])}
         self._images = _index_images(data["images"], file)
-        self._boxes = _boxes_by_image(data, self._column, crowd, file)
+        self._boxes = _boxes_by_image(data, self._column, file)
         self.metadata = {
             "backend": "annotated",
             "random_init": False,
             "rules_version": _RULES_VERSION,
             "annotations_sha256": sha256,
-            "crowd": crowd,
-            "crowd_boxes": sum(bool(annotation.get("iscrowd", 0)) for annotation in data["annotations"]),
             "annotations_file": Path(file).name,
             "classes": [category["name"] for category in data["categories"]],
         }
-        self.id = _id(sha256, crowd)
+        self.id = _id(sha256)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         return [self._detect_one(sample) for sample in samples]
@@ -108,16 +101,14 @@ def _index_images(images: Sequence[dict], file: Path) -> dict[tuple[str, str], d
     return index
 
 
-def _boxes_by_image(
-    data: dict, column: dict[int, int], crowd: str, file: Path
-) -> dict[int, list[tuple[int, list[float]]]]:
+def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int, list[tuple[int, list[float]]]]:
     """Image id -> (column, xyxy box clipped to the annotated image), in the file's order."""
     sizes = {image["id"]: (image["width"], image["height"]) for image in data["images"]}
     boxes = {image: [] for image in sizes}
     for index, annotation in enumerate(data["annotations"]):
-        if annotation.get("iscrowd", 0) and crowd == "skip":
+        if annotation.get("iscrowd", 0):
             continue
-        where = f"{file}: annotation {annotation['id']}" if "id" in annotation else f"{file}: annotations[{index}]"
+        where = name_entry(file, "annotations", index, annotation)
         box = _clipped(annotation["bbox"], *sizes[annotation["image_id"]], where)
         boxes[annotation["image_id"]].append((column[annotation["category_id"]], box))
     return boxes

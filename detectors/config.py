@@ -24,15 +24,8 @@ class NetworkOverrides:
     """Pixels that its longer side may have."""
     post_nms: int | None = None
     """Proposals an image, at most."""
-    roi_op: Literal["pool", "align1"] | None = None
-    """RoIPool, or RoIAlign with one sample a bin."""
-    resize: Literal["pil", "caffe"] | None = None
-    """Antialiased and rounded to 8 bits, or bilinear on floats as cv2 does."""
-    box_arithmetic: Literal["continuous", "plus_one"] | None = None
-    """A box is x2 - x1 wide, or x2 - x1 + 1 as in Caffe."""
 
     def __post_init__(self):
-        check_choices(self)
         for name in ("short_side", "long_side", "post_nms"):
             value = getattr(self, name)
             check(self, value is None or value >= 1, name, "at least 1")
@@ -45,24 +38,19 @@ class ImportedFeatures:
     __pydantic_config__ = FORM
 
     files: tuple[str, ...] = ()
-    """Each a TSV, an LMDB, an HDF5 file, or a zip or folder of JSON files. All of them are one detector: give the same
-    list for all datasets of a training."""
+    """Each a TSV, an LMDB, an HDF5 file, or a zip or folder of JSON or .npz files. All of them are one detector: give
+    the same list for all datasets of a training."""
     match: Literal["file_name", "number", "url", "key"] = "file_name"
     """What a row's image id is compared with: `file_name`, that of the image's URL, without folder and extension;
     `number`, the number at its end, as 391895 of COCO_val2014_000000391895.jpg; `url`, the URL; `key`, the sample's
     key."""
-    columns: tuple[str, ...] = ()
-    """Names of a TSV's columns, or of the values of tensorpack's LMDB, in order; none: as a TSV's first line has them
-    or, without such a line, those of bottom-up attention (6) or LXMERT (10)."""
-    background: Literal["first", "last"] = "first"
-    """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's. The same
-    of attribute probabilities."""
+    background: Literal["first", "last", "none"] = "first"
+    """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's; `none`,
+    it is what the others leave to 1."""
     num_classes: int | None = None
     """For files that give the class of a region (objects_id) and no probabilities: the number of classes, without the
     background. Each region then has the probability 1 in its class, as annotated boxes have; none: no class_probs, as
     masked regions of pre-training need them."""
-    select: bool = False
-    """Apply the 10-100 rule of `selection`, which needs class probabilities; false: all boxes of a row."""
 
     def __post_init__(self):
         check_choices(self)
@@ -82,14 +70,10 @@ class DetectorChoice:
     """The network, of detectors.faster_rcnn.PRESETS; needed only where the weights do not say which."""
     random_init: bool = False
     """Random weights in place of a file, for trials; needs `preset`."""
-    seed: int = 0
-    """Seed of the random weights."""
     network: NetworkOverrides = NetworkOverrides()
     """What differs from the preset or the weight file."""
     annotations: str | None = None
-    """File in COCO's detection format, for backend `annotated` and for boxes `given`."""
-    crowd: Literal["skip", "keep"] = "skip"
-    """What becomes of the `iscrowd` boxes of that file."""
+    """File in COCO's detection format, for backend `annotated` and for boxes `given`; crowds are skipped."""
     imported: ImportedFeatures = ImportedFeatures()
     """The files of backend `imported`."""
 
@@ -144,44 +128,33 @@ class DetectionConfig(DetectorSettings, DetectorChoice):
 
     def __post_init__(self):
         super().__post_init__()
-        annotated, given = self.backend == "annotated", self.boxes == "given"
-        imported = self.backend == "imported"
-        what = "boxes given" if given and not annotated and not imported else f"backend {self.backend}"
-        changed = changed_fields(self)
-        if annotated:
-            foreign = [name for name in changed if name not in ("backend", "annotations", "crowd")]
-        elif imported:
-            ours = ("backend", "keep_features", "imported.", "selection." if self.imported.select else "imported.")
-            foreign = [name for name in changed if not name.startswith(ours)]
+        given = self.boxes == "given"
+        needed = {"annotated": ("annotations",), "imported": ("imported.", "keep_features")}.get(self.backend)
+        what, changed = f"backend {self.backend}", [name for name in changed_fields(self) if name != "backend"]
+        if needed:
+            foreign = [name for name in changed if not name.startswith(needed)]
         elif given:  # all boxes are kept
-            foreign = [name for name in changed if name.startswith(("selection.", "imported."))]
+            what, foreign = "boxes given", [name for name in changed if name.startswith(("selection.", "imported."))]
         else:
-            foreign = [name for name in changed if name in ("annotations", "crowd") or name.startswith("imported.")]
+            foreign = [name for name in changed if name.startswith(("annotations", "imported."))]
         if foreign:
-            more = "" if not imported or self.imported.select else ", or set imported.select for the selection"
-            more = more if any(name.startswith("selection.") for name in foreign) else ""
-            raise ValueError(f"{', '.join(foreign)}: not for {what}; leave out{more}")
-        if imported:
-            if not self.imported.files:
-                raise ValueError("imported.files is not set: backend imported needs files of features")
-            return
-        if (annotated or given) and not self.annotations:
+            raise ValueError(f"{', '.join(foreign)}: not for {what}; leave out")
+        if self.backend == "imported" and not self.imported.files:
+            raise ValueError("imported.files is not set: backend imported needs files of features")
+        if (given or self.backend == "annotated") and not self.annotations:
             raise ValueError(f"annotations is not set: {what} needs a file in COCO's detection format")
-        if annotated:
+        if needed:
             return
         if bool(self.weights) == self.random_init:
             raise ValueError(
-                f"weights is {self.weights!r} and random_init {self.random_init}: backend {self.backend} needs weights "
-                "(a safetensors file) or, for a trial on random ones, random_init; not both"
+                f"weights is {self.weights!r} and random_init {self.random_init}: {what} needs weights (a safetensors "
+                "file) or, for a trial on random ones, random_init; not both"
             )
         if self.random_init and not self.preset:
             raise ValueError(
                 "preset is not set: random_init needs one, the network that gets random weights: vg_resnet101, "
                 "vg_resnet50 or demo"
             )
-        check(self, self.seed >= 0, "seed", "0 or more")
-        if self.seed and not self.random_init:
-            raise ValueError(f"seed is {self.seed}: it is that of random weights; leave it out, or set random_init")
 
     @property
     def network_overrides(self) -> dict[str, object]:
@@ -199,11 +172,7 @@ class AnnotationConfig:
     annotations: str | None = None
     """COCO's detection format; its categories, sorted by id, are the classes."""
     objects: str | None = None
-    """Visual Genome's objects.json, or its attributes.json, which holds the objects as well."""
-    attributes: str | None = None
-    """Visual Genome's attributes.json beside `objects`."""
-    image_data: str | None = None
-    """Visual Genome's image_data.json, for the images' sizes; none: every file is opened."""
+    """Visual Genome's scene_graphs.json, which has the objects with their attributes, or its objects.json."""
     images: tuple[str, ...] = ()
     """Folders that hold the image files."""
     classes: str | None = None

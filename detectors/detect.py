@@ -31,7 +31,7 @@ _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Boxes that res5 gets at a time: on a CPU what its caches hold, on a GPU what fills it (1 GB in float32).
 ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
 # Metadata that the id ignores: these fields do not change the regions, or the hash of the weights covers them.
-_IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "differs_from_release", "code_version"}
+_IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "code_version"}
 # Threads and batch change only the last bits of float32 sums. So does the device as long as nothing is rounded more
 # coarsely, and one stage may be made on CPUs and GPUs together.
 _IGNORED_FIELDS |= {"threads", "batch"}

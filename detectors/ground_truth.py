@@ -65,14 +65,14 @@ class GroundTruth:
 
 
 def read_ground_truth(config: DataConfig) -> GroundTruth:
-    """The images that the configuration names; ValueError names file and entry where one is unusable."""
+    """Return the images that the configuration names; ValueError names file and entry where one is unusable."""
     counts: Counter[str] = Counter()
     attribute_names = Names.read(Path(config.attribute_names)) if config.attribute_names else Names((), {})
+    classes = Names.read(Path(config.classes)) if config.classes else None
     if config.annotations:
-        annotated, classes = _read_coco(config, attribute_names, counts)
+        annotated, classes = _read_coco(Path(config.annotations), classes, attribute_names, counts)
     else:
-        classes = Names.read(Path(config.classes))
-        annotated = read_visual_genome(config, classes, attribute_names, counts)
+        annotated = read_visual_genome(Path(config.objects), classes, attribute_names, counts)
     train_ids, held_out_ids = _split(annotated, config, counts)
     annotated = [entry for entry in annotated if entry.id in train_ids or entry.id in held_out_ids]
     files = _find_files(config.images, annotated)
@@ -84,46 +84,44 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
             absent.append(str(file or entry.file_name))
         else:
             images.append(image)
-    _check_absent(absent, len(annotated), config)
-    if absent:
-        counts["images absent or unreadable"] = len(absent)
-    train = [image for image in images if image.id in train_ids]
-    held_out = [image for image in images if image.id in held_out_ids]
-    empty = sum(not (~image.crowd).any() for image in train)
-    if empty:
-        counts["images to train on without any object"] = empty
-    train = [image for image in train if (~image.crowd).any()]
+    if len(absent) > config.unreadable * len(annotated):
+        raise ValueError(
+            f"{len(absent)} of {len(annotated)} images are absent from {', '.join(config.images)}, or unreadable: "
+            f"{', '.join(absent[:3])}{' ...' if len(absent) > 3 else ''}. Give their folders as data.images, or allow "
+            "a larger share: data.unreadable"
+        )
+    train = [image for image in images if image.id in train_ids and not image.crowd.all()]
+    counts["images absent or unreadable"] = len(absent)
+    counts["images to train on without any object"] = sum(image.id in train_ids for image in images) - len(train)
     if not train:
         raise ValueError(
-            f"{config.annotations or config.objects} leaves no image to train on: {dict(counts)}. Check data.images, "
+            f"{config.annotations or config.objects} leaves no image to train on: {dict(+counts)}. Check data.images, "
             "the lists and the names of the classes"
         )
+    held_out = [image for image in images if image.id in held_out_ids]
     return GroundTruth(train, held_out, classes.first, attribute_names.first, dict(+counts))
 
 
-def _read_coco(config: DataConfig, attributes: Names, counts: Counter[str]) -> tuple[list[AnnotatedImage], Names]:
-    """The images, by id, and the classes: those of config.classes or, without it, the categories sorted by id."""
-    file = Path(config.annotations)
+def _read_coco(
+    file: Path, classes: Names | None, attributes: Names, counts: Counter[str]
+) -> tuple[list[AnnotatedImage], Names]:
+    """The images, by id, and the classes: these or, where they are None, the categories sorted by id."""
     data, _ = read_coco(file)
-    categories = data["categories"]
-    if config.classes:
-        classes = Names.read(Path(config.classes))
-    else:
-        classes = Names.of([[category["name"]] for category in categories], f"{file}, categories by id")
-    labels = {category["id"]: classes.find([category["name"]]) for category in categories}
+    names = {category["id"]: category["name"] for category in data["categories"]}
+    classes = classes or Names.of([[name] for name in names.values()], f"{file}, categories by id")
+    labels = {category: classes.find([name]) for category, name in names.items()}
     objects: dict[int, list[AnnotatedObject]] = {image["id"]: [] for image in data["images"]}
     for annotation in data["annotations"]:
         label, crowd = labels[annotation["category_id"]], bool(annotation.get("iscrowd", 0))
         numbers = attribute_numbers(annotation.get("attributes", []), attributes, counts)
         objects[annotation["image_id"]].append(AnnotatedObject(annotation["bbox"], label, crowd, numbers))
-    images = sorted(data["images"], key=lambda image: image["id"])
-    for image in images:
-        if not isinstance(image.get("file_name"), str) or not image["file_name"]:
+    images = []
+    for image in sorted(data["images"], key=lambda image: image["id"]):
+        name, size = image.get("file_name"), (int(image["height"]), int(image["width"]))
+        if not isinstance(name, str) or not name:
             raise ValueError(f"{file}: image {image['id']} has no file_name; training reads images by their files")
-    return [
-        AnnotatedImage(str(i["id"]), i["file_name"], int(i["height"]), int(i["width"]), objects[i["id"]])
-        for i in images
-    ], classes
+        images.append(AnnotatedImage(str(image["id"]), name, *size, objects[image["id"]]))
+    return images, classes
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
@@ -179,37 +177,25 @@ def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> Labell
     )
 
 
-def _check_absent(absent: list[str], images: int, config: DataConfig) -> None:
-    if len(absent) > config.unreadable * images:
-        some = ", ".join(absent[:3])
-        raise ValueError(
-            f"{len(absent)} of {images} images are absent from {', '.join(config.images)}, or unreadable: {some}"
-            f"{' ...' if len(absent) > 3 else ''}. Give their folders as data.images, or allow a larger share: "
-            "data.unreadable"
-        )
-
-
 def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Counter[str]) -> tuple[set[str], set[str]]:
     """The ids of the images to train on, and of those that are held out."""
-    held_out: set[str] = set()
+    ids = [entry.id for entry in annotated]
+    if config.held_out_last and config.held_out_last >= len(ids):
+        raise ValueError(
+            f"data.held_out_last is {config.held_out_last}, and there are {len(ids)} images; hold out fewer"
+        )
+    held_out = set(ids[len(ids) - config.held_out_last :])
     if config.held_out_list:
         held_out = _listed(Path(config.held_out_list), annotated, counts)
-    elif config.held_out_last:
-        if config.held_out_last >= len(annotated):
-            raise ValueError(
-                f"data.held_out_last is {config.held_out_last}, and there are {len(annotated)} images; hold out fewer"
-            )
-        held_out = {entry.id for entry in annotated[-config.held_out_last :]}
-    train = {entry.id for entry in annotated}
-    if config.train_list:
-        train = _listed(Path(config.train_list), annotated, counts)
-        both = sorted(train & held_out)
-        if both:
-            raise ValueError(
-                f"{config.train_list} and the held-out images share {len(both)} images, such as {both[0]}; an image "
-                "must be one or the other"
-            )
-    return train - held_out, held_out
+    if not config.train_list:
+        return set(ids) - held_out, held_out
+    train = _listed(Path(config.train_list), annotated, counts)
+    if both := sorted(train & held_out):
+        raise ValueError(
+            f"{config.train_list} and the held-out images share {len(both)} images, such as {both[0]}; an image "
+            "must be one or the other"
+        )
+    return train, held_out
 
 
 def _listed(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
@@ -222,22 +208,21 @@ def _listed(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str
         by_name.setdefault(Path(entry.file_name).name, []).append(entry)
     found, unknown = set(), 0
     for number, line in enumerate(lines, start=1):
-        word = line.split()[0] if line.strip() else None
+        word = next(iter(line.split()), None)
         if word is None or word in ids:
             found |= {word} - {None}
             continue
         path = Path(word)
-        named = [entry for entry in by_name.get(path.name, []) if _ends_alike(path, Path(entry.file_name))]
+        named = [entry.id for entry in by_name.get(path.name, []) if _ends_alike(path, Path(entry.file_name))]
         if len(named) > 1:
             raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images; give their paths or ids")
-        found |= {entry.id for entry in named}
+        found.update(named)
         unknown += not named
     if not found:
         raise ValueError(
             f"{file} names none of the {len(annotated)} images; its lines are ids, or paths of image files"
         )
-    if unknown:
-        counts[f"lines of {file.name} that name no image"] += unknown
+    counts[f"lines of {file.name} that name no image"] += unknown
     return found
 
 

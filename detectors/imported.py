@@ -7,7 +7,6 @@ every region is of the one class 1 with score 1.
 
 import base64
 import binascii
-import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,36 +18,33 @@ import numpy as np
 from detectors import detector_id
 from detectors.config import ImportedFeatures
 from detectors.feature_files import FeatureFile, open_feature_file
-from detectors.feature_index import Place
-from detectors.select import SelectionSettings, select_regions
+from detectors.feature_index import RowIndex
 from storage.safe_json import printable, shown
 from storage.sample import Regions, Sample
 
 # Part of the detector's id: raise it when this code or feature_files.py makes other regions of the same files.
-_RULES_VERSION = 1
+_RULES_VERSION = 2
 _MOST_BOXES = 1000
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 _SUM = 0.02  # by which class probabilities may miss 1: they may have been stored in float16
 
-
-def imported_id(settings: ImportedFeatures, selection: SelectionSettings, keep_features: bool) -> str:
-    """The id of the ImportedDetector of these arguments; only the indexes of the files are opened or made."""
-    hashes = [open_feature_file(Path(file), settings.columns).index.sha256 for file in settings.files]
-    return detector_id(_hashed(settings, selection, keep_features, hashes))
+Fields = dict[str, Any]
 
 
-def _hashed(
-    settings: ImportedFeatures, selection: SelectionSettings, keep_features: bool, hashes: Sequence[str]
-) -> dict:
+def imported_id(settings: ImportedFeatures, keep_features: bool) -> str:
+    """Return the id of the ImportedDetector of these arguments; the files are read once."""
+    hashes = [open_feature_file(Path(file)).sha256 for file in settings.files]
+    return detector_id(_hashed(settings, keep_features, hashes))
+
+
+def _hashed(settings: ImportedFeatures, keep_features: bool, hashes: Sequence[str]) -> dict:
     return {
         "backend": "imported",
         "rules_version": _RULES_VERSION,
         "files_sha256": list(hashes),
         "match": settings.match,
-        "columns": list(settings.columns),
         "background": settings.background,
         "num_classes": settings.num_classes,
-        "selection": dataclasses.asdict(selection) if settings.select else None,
         "keep_features": keep_features,
     }
 
@@ -67,8 +63,6 @@ class _Row:
     """int32 [N], columns of class_probs."""
     scores: np.ndarray
     """float32 [N]."""
-    attributes: np.ndarray | None
-    attribute_scores: np.ndarray | None
     features: np.ndarray | None
     """float32 [N, D]."""
 
@@ -86,13 +80,15 @@ class ImportedDetector:
     another row, or missing, is the status of its image.
     """
 
-    def __init__(self, settings: ImportedFeatures, selection: SelectionSettings, keep_features: bool):
-        self._settings, self._selection, self._keep_features = settings, selection, keep_features
-        self._files = [open_feature_file(Path(file), settings.columns) for file in settings.files]
-        self._widths, self._warned = None, False
-        for file in self._files:
-            self._check_first(file)
-        hashed = _hashed(settings, selection, keep_features, [file.index.sha256 for file in self._files])
+    def __init__(self, settings: ImportedFeatures, keep_features: bool):
+        self._settings, self._keep_features = settings, keep_features
+        self._files = [open_feature_file(Path(file)) for file in settings.files]
+        self._indexes = [RowIndex(file.names, settings.match) for file in self._files]
+        self._widths = self._first_widths(self._files[0])
+        for file in self._files[1:]:
+            if (widths := self._first_widths(file)) != self._widths:
+                raise ValueError(f"{file.path}: its first row {_other_width(widths, self._widths)}")
+        hashed = _hashed(settings, keep_features, [file.sha256 for file in self._files])
         self.id = detector_id(hashed)
         self.metadata = hashed | {
             "random_init": False,
@@ -103,63 +99,37 @@ class ImportedDetector:
             print("the features of the files are not kept; keep_features=true keeps them", file=sys.stderr)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        found = [self._detect_one(sample) for sample in samples]
-        self._warn_of_none(samples, found)
-        return found
+        return [self._detect_one(sample) for sample in samples]
 
-    def _check_first(self, file: FeatureFile) -> None:
-        """Check the first row that has boxes, and take what all other rows must have as it has it."""
-        for place in file.index.rows():
-            where = f"{file.path}: its first row, {file.where(place)},"
+    def _first_widths(self, file: FeatureFile) -> dict[str, int | None]:
+        """What all other rows must have as the first row with boxes has it."""
+        for number in range(len(file.names)):
             try:
-                row = self._read(file, place)
+                row = self._read(file, number)
             except ValueError as error:
-                raise ValueError(f"{where} {printable(error)}") from error
+                raise ValueError(f"{file.path}: its first row, {file.where(number)}, {printable(error)}") from error
             if len(row.boxes):
-                break
-        else:
-            raise ValueError(f"{file.path} holds no row with boxes; fetch it again")
-        if self._settings.select and (row.class_probs is None or self._settings.num_classes):
-            raise ValueError(
-                f"{where} has no class probabilities, which the 10-100 rule needs: leave out imported.select"
-            )
-        if self._widths is None:
-            self._widths = row.widths
-        if row.widths != self._widths:
-            raise ValueError(f"{where} {self._other_width(row)}")
-
-    def _warn_of_none(self, samples: Sequence[Sample], found: Sequence[Regions | str]) -> None:
-        if self._warned or len(samples) < 2 or not all(_is(one, "no_features") for one in found):
-            return
-        self._warned = True
-        names = ", ".join(next(file.index.rows()).name for file in self._files)
-        print(
-            f"WARNING: none of {len(samples)} images has a row by imported.match={self._settings.match}: the first of "
-            f"them is {printable(samples[0].url)}, the files begin with {printable(names)}",
-            file=sys.stderr,
-        )
+                return row.widths
+        raise ValueError(f"{file.path} holds no row with boxes; fetch it again")
 
     def _detect_one(self, sample: Sample) -> Regions | str:
-        match = self._settings.match
-        places = [(file, place) for file in self._files for place in file.find(match, sample.url, sample.key)]
-        if not places:
-            return f"no_features: no row has the {match} of {sample.key if match == 'key' else printable(sample.url)}"
-        if len(places) > 1:
-            names = " and ".join(file.where(place) for file, place in places[:2])
+        match, indexes = self._settings.match, zip(self._files, self._indexes, strict=True)
+        found = [(file, row) for file, index in indexes for row in index.find(sample.url, sample.key)]
+        if not found:
+            name = sample.key if match == "key" else printable(sample.url)
+            first = printable(self._files[0].names[0])
+            return f"no_features: no row has the {match} of {name}; the files begin with {first}"
+        if len(found) > 1:
+            names = " and ".join(file.where(row) for file, row in found[:2])
             return f"ambiguous_features: {names} have the same {match}"
-        file, place = places[0]
+        file, number = found[0]
         try:
-            row = self._read(file, place)
+            row = self._read(file, number)
             if len(row.boxes) and row.widths != self._widths:
-                raise ValueError(self._other_width(row))
+                raise ValueError(_other_width(row.widths, self._widths))
         except ValueError as error:
-            return f"bad_features: {file.where(place)} {printable(error)}"
-        return self._regions(row, sample, file.where(place))
-
-    def _other_width(self, row: _Row) -> str:
-        name = next(name for name, width in row.widths.items() if width != self._widths[name])
-        own, first = row.widths[name] or "no", self._widths[name] or "no"
-        return f"has {own} {name} a region, the first row of the files {first}"
+            return f"bad_features: {file.where(number)} {printable(error)}"
+        return self._regions(row, sample, file.where(number))
 
     def _regions(self, row: _Row, sample: Sample, where: str) -> Regions | str:
         width, height = row.size
@@ -168,11 +138,7 @@ class ImportedDetector:
                 f"size_mismatch: {where} is of an image of {width}x{height}, which is not that of "
                 f"{sample.width}x{sample.height} resized"
             )
-        kept = np.arange(len(row.boxes))
-        if self._settings.select and len(kept):
-            foreground = np.delete(row.class_probs, self._background(row), axis=1)
-            kept = select_regions(row.boxes, foreground, self._selection).indices
-        kept = kept[np.argsort(-row.scores[kept], kind="stable")]
+        kept = np.argsort(-row.scores, kind="stable")
         scale = np.array([sample.width / width, sample.height / height] * 2)
         boxes = np.clip(row.boxes * scale, 0, [sample.width, sample.height] * 2).astype(np.float32)
         kept = kept[(boxes[kept, 2:] > boxes[kept, :2]).all(axis=1)]
@@ -188,28 +154,20 @@ class ImportedDetector:
                 )
             features = features.astype(np.float16)
         probs = row.class_probs
+        last = self._settings.background == "last" and probs is not None
         return Regions(
             boxes=boxes[kept],
             scores=row.scores[kept],
             labels=row.labels[kept],
             detector=self.id,
-            background=self._background(row),
+            background=probs.shape[1] - 1 if last else 0,
             class_probs=None if probs is None else probs[kept].astype(np.float16),
-            attributes=None if row.attributes is None else row.attributes[kept],
-            attribute_scores=None if row.attribute_scores is None else row.attribute_scores[kept],
             features=features,
         )
 
-    def _background(self, row: _Row) -> int:
-        """The column of the background; 0 where there are no columns."""
-        last = self._settings.background == "last" and row.class_probs is not None
-        return row.class_probs.shape[1] - 1 if last else 0
-
-    # --- a row --------------------------------------------------------------------------------------------------------
-
-    def _read(self, file: FeatureFile, place: Place) -> _Row:
+    def _read(self, file: FeatureFile, number: int) -> _Row:
         """A row, checked: ValueError says what is wrong with it."""
-        fields = file.read(place)
+        fields = file.read(number)
         size = _whole(fields, "image_w"), _whole(fields, "image_h")
         count = _whole(fields, "num_boxes", least=0) if "num_boxes" in fields else None
         boxes = _numbers(fields, "boxes", np.float32)
@@ -218,68 +176,18 @@ class ImportedDetector:
             raise ValueError(f"has {count} boxes, more than {_MOST_BOXES}")
         boxes = _shaped("boxes", boxes, count, 4).astype(np.float64)
         _check_boxes(boxes, *size)
-        probs, labels, scores = self._classes(fields, count)
-        attributes, attribute_scores = self._attributes(fields, count)
+        probs, labels, scores = _classes(fields, count, self._settings)
         features = None
         if self._keep_features:
             features = _shaped("features", _numbers(fields, "features", np.float32), count)
             if not np.isfinite(features).all():
                 raise ValueError("has features that are not finite numbers")
-        return _Row(size, boxes, probs, labels, scores, attributes, attribute_scores, features)
-
-    def _classes(self, fields: dict[str, Any], count: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-        """Class probabilities, labels and scores of `count` boxes."""
-        objects = _ids(fields, "objects_id", count)
-        if "class_probs" in fields:
-            if self._settings.num_classes:
-                raise ValueError("has class probabilities: leave out imported.num_classes")
-            probs = _fractions("class probabilities", _numbers(fields, "class_probs", np.float32), count)
-            if count and not np.allclose(probs.sum(axis=1), 1, atol=_SUM):
-                raise ValueError(f"has class probabilities whose sum is {probs.sum(axis=1)[0]:.3g}, not 1")
-            best, scores, shift = self._best(probs)
-            if objects is not None and count and (best != objects).mean() > 0.5:
-                raise ValueError(
-                    "has an objects_id that is not its most probable class: is imported.background to be "
-                    f"{'first' if shift == 0 else 'last'}?"
-                )
-            return probs, best + shift, scores
-        if objects is None:
-            if self._settings.num_classes:
-                raise ValueError("has no objects_id: leave out imported.num_classes")
-            return None, np.ones(count, np.int32), np.ones(count, np.float32)
-        scores = np.ones((count, 1), np.float32)
-        if "objects_conf" in fields:
-            scores = _fractions("objects_conf", _numbers(fields, "objects_conf", np.float32), count, 1)
-        if not self._settings.num_classes:
-            return None, objects + 1, scores[:, 0]
-        labels = objects + int(self._settings.background == "first")
-        if count and objects.max() >= self._settings.num_classes:
-            raise ValueError(
-                f"has the objects_id {objects.max()}, and imported.num_classes is {self._settings.num_classes}"
-            )
-        return np.eye(1 + self._settings.num_classes, dtype=np.float32)[labels], labels, scores[:, 0]
-
-    def _best(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """The most probable column beside that of the background (or of `no attribute`), from 0, its probability, and
-        what to add for its place among all columns."""
-        first = self._settings.background == "first"
-        others = probs[:, 1:] if first else probs[:, :-1]
-        if not others.shape[1]:
-            raise ValueError("has probabilities of one class alone")
-        return others.argmax(axis=1).astype(np.int32), others.max(axis=1), int(first)
-
-    def _attributes(self, fields: dict[str, Any], count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-        if "attribute_probs" in fields:
-            probs = _numbers(fields, "attribute_probs", np.float32)
-            return self._best(_fractions("attribute probabilities", probs, count))[:2]
-        attributes = _ids(fields, "attrs_id", count)
-        if attributes is None or "attrs_conf" not in fields:
-            return None, None
-        return attributes, _fractions("attrs_conf", _numbers(fields, "attrs_conf", np.float32), count, 1)[:, 0]
+        return _Row(size, boxes, probs, labels, scores, features)
 
 
-def _is(found: Regions | str, status: str) -> bool:
-    return isinstance(found, str) and found.startswith(f"{status}: ")
+def _other_width(widths: dict[str, int | None], first: dict[str, int | None]) -> str:
+    name = next(name for name, width in widths.items() if width != first[name])
+    return f"has {widths[name] or 'no'} {name} a region, the first row of the files {first[name] or 'no'}"
 
 
 def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
@@ -287,6 +195,9 @@ def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
     least = max((side - 1) / before for side, before in zip(stored, size, strict=True))
     most = min((side + 1) / before for side, before in zip(stored, size, strict=True))
     return least <= most
+
+
+# --- the fields of a row ----------------------------------------------------------------------------------------------
 
 
 def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
@@ -303,24 +214,67 @@ def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
         raise ValueError(f"has in its {width}x{height} image the box {wrong[0]}: {box}")
 
 
-def _whole(fields: dict[str, Any], name: str, least: int = 1) -> int:
+def _classes(
+    fields: Fields, count: int, settings: ImportedFeatures
+) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+    """Class probabilities, labels and scores of `count` boxes."""
+    objects, shift = _ids(fields, "objects_id", count), int(settings.background != "last")
+    if "class_probs" in fields:
+        probs = _fractions("class probabilities", _numbers(fields, "class_probs", np.float32), count)
+        best, scores = _best(probs, settings.background)
+        sums = probs.sum(axis=1)
+        if settings.background == "none":
+            probs = np.concatenate([(1 - sums).clip(0, 1)[:, None], probs], axis=1)
+            sums = sums.clip(min=1)
+        if count and not np.allclose(sums, 1, atol=_SUM):
+            raise ValueError(
+                f"has class probabilities whose sum is {sums[0]:.3g}, not 1: where they lack the background's, set "
+                "imported.background=none"
+            )
+        if objects is not None and count and (best != objects).mean() > 0.5:
+            raise ValueError(
+                "has an objects_id that is not its most probable class: is imported.background to be "
+                f"{'last' if shift else 'first'}?"
+            )
+        return probs, best + shift, scores
+    if objects is None:
+        return None, np.ones(count, np.int32), np.ones(count, np.float32)
+    scores, classes = np.ones(count, np.float32), settings.num_classes
+    if "objects_conf" in fields:
+        scores = _fractions("objects_conf", _numbers(fields, "objects_conf", np.float32), count, 1)[:, 0]
+    if not classes:
+        return None, objects + 1, scores
+    if count and objects.max() >= classes:
+        raise ValueError(f"has the objects_id {objects.max()}, and imported.num_classes is {classes}")
+    labels = objects + shift
+    return np.eye(1 + classes, dtype=np.float32)[labels], labels, scores
+
+
+def _best(probs: np.ndarray, background: str) -> tuple[np.ndarray, np.ndarray]:
+    """The most probable column beside that of the background, from 0, and its probability."""
+    others = probs[:, {"first": slice(1, None), "last": slice(None, -1), "none": slice(None)}[background]]
+    if not others.shape[1]:
+        raise ValueError("has probabilities of one class alone")
+    return others.argmax(axis=1).astype(np.int32), others.max(axis=1)
+
+
+def _whole(fields: Fields, name: str, least: int = 1) -> int:
     """A whole number; a file may have it as text, or as an array of one."""
-    value = fields.get(name)
-    if value is None or (isinstance(value, str | bytes) and not value):
+    value = fields.get(name, "")
+    text = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    text = text.decode("latin1") if isinstance(text, bytes) else text
+    if isinstance(text, str) and not text:
         raise ValueError(f"has no {name}")
-    text = value.decode("latin1") if isinstance(value, bytes) else value
-    if isinstance(value, np.ndarray):
-        text = value.item() if value.size == 1 else "an array"
     try:
         number = float(text) if isinstance(text, str | int | float) and not isinstance(text, bool) else -1.0
-    except ValueError:
+    except (ValueError, OverflowError):
         number = -1.0
     if not number.is_integer() or not least <= number < 2**31:
         raise ValueError(f"has the {name} {shown(value)}, not a whole number from {least} on")
     return int(number)
 
 
-def _numbers(fields: dict[str, Any], name: str, kind: type) -> np.ndarray:
+def _numbers(fields: Fields, name: str, kind: type) -> np.ndarray:
     """An array, as the file has it or of the bytes that it has as base64."""
     value = fields.get(name)
     if value is None:
@@ -360,7 +314,7 @@ def _fractions(name: str, array: np.ndarray, count: int, columns: int | None = N
     return np.minimum(np.abs(array), np.float32(1))
 
 
-def _ids(fields: dict[str, Any], name: str, count: int) -> np.ndarray | None:
+def _ids(fields: Fields, name: str, count: int) -> np.ndarray | None:
     """int32 [count] of ids from 0; None where the row has none. As base64 they are int64."""
     if fields.get(name) is None:
         return None

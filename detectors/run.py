@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -27,8 +28,7 @@ from detectors import Detector
 from detectors.config import DetectionConfig
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.claims import Claims, exit_at_sigterm, exit_if_told
-from storage.forgotten import FORGOTTEN, forgotten_urls
+from storage.claims import Claims, exit_at_sigterm
 from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
 from storage.programs import Dataset, Flat, Root, command
@@ -47,6 +47,8 @@ BAD_SAMPLE, BAD_REGIONS, BAD_FEATURES = "bad_sample", "bad_regions", "bad_featur
 _FAULTS = (NOT_FINITE, BAD_REGIONS, BAD_FEATURES)
 # Samples handed to a detector at a time: enough to find batches of equal size, and few decoded images in memory.
 _GROUP = 32
+_SEED = 0  # of random weights
+_RANDOM = {"random_init": True, "seed": _SEED}
 # Exit status for "try again later", as sysexits.h has it.
 STORAGE_UNREACHABLE = os.EX_TEMPFAIL
 
@@ -82,15 +84,9 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
             rows.append(Row(row["row"], row["key"], status, detail, row["url"], row["license"]))
     processed = [row for row in rows if row.status in (OK, NO_REGIONS, *_FAULTS)]
     if len(processed) > 1 and all(row.status in _FAULTS for row in processed):
-        imported = detector.metadata["backend"] == "imported"
-        seen, question = (
-            ("that have a row", "is it the right file")
-            if imported
-            else ("that the network saw", "are these its weights")
-        )
         raise ValueError(
-            f"shard {shard}: {processed[0].detail}, and so in all of the {len(processed)} images {seen}: "
-            f"{question}? Nothing was committed"
+            f"shard {shard}: {processed[0].detail}, and so in all of the {len(processed)} images that the detector "
+            "looked at: are these its weights, or is it the right file? Nothing was committed"
         )
     if not rows:
         rows = [
@@ -108,20 +104,15 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
 def _found(
     catalog: Catalog, manifest: Manifest, detector: Detector
 ) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
-    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable, or
-    was forgotten."""
-    forgotten = forgotten_urls(catalog.store)
+    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable."""
     rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
-        exit_if_told()
         group = list(islice(samples, _GROUP))
-        good = [sample for sample in group if isinstance(sample, Sample) and sample.url not in forgotten]
+        good = [sample for sample in group if isinstance(sample, Sample)]
         found = dict(zip([sample.key for sample in good], detector.detect(good), strict=True))
         for row, sample in zip(rows[start : start + _GROUP], group, strict=True):
-            if row["url"] in forgotten:
-                yield row, None, FORGOTTEN
-            elif isinstance(sample, Sample):
+            if isinstance(sample, Sample):
                 yield row, sample, found[sample.key]
             else:
                 # Without the tar's path: a shard gives the same manifest wherever its root is mounted.
@@ -129,18 +120,15 @@ def _found(
 
 
 def detect_pending(
-    catalog: Catalog,
-    detector: Detector,
-    on_shard: Callable[[dict], None],
-    only: Sequence[str] | None = None,
-    say: Callable[[str], object] = print,
+    catalog: Catalog, detector: Detector, on_shard: Callable[[dict], None], say: Callable[[str], object] = print
 ) -> int:
-    """Detect all shards that are pending, or those of `only` that are; the number that this process committed.
+    """Detect all shards that are pending, and return how many this process committed. It ends when none is pending.
 
-    on_shard gets, after each that was detected here: shard, images (looked at), regions (found), images_per_s, done
-    (shards that are committed, by anyone) and of (shards that were pending), and by: `this` process, or `another` that
-    was first to commit it. A shard that another has done counts as done, without a report. Returns when none is
-    pending; `say` gets lines about the shards of others that it waits for.
+    Args:
+        on_shard: Gets, after each shard that was detected here: shard, images (looked at), regions (found),
+            images_per_s, done (shards that are committed, by anyone) and of (shards that were pending), and by: `this`
+            process, or `another` that was first to commit it. What another has done counts as done, without a report.
+        say: Gets lines about the shards of others that this process waits for.
     """
     if not catalog.shards(IMAGES):
         where = catalog.store.where(f"{catalog.dataset}/{IMAGES}")
@@ -148,11 +136,6 @@ def detect_pending(
     stage, committed = stage_of(detector), 0
     still = partial(catalog.pending, IMAGES, stage)
     pending = still()
-    if only is not None:
-        unknown = sorted(set(only) - set(catalog.shards(IMAGES)))
-        if unknown:
-            raise ValueError(f"no shards {', '.join(unknown)} are committed in {catalog.dataset}/{IMAGES}")
-        pending = [shard for shard in pending if shard in set(only)]
     with Claims(catalog.store, catalog.path(stage, "")) as claims, closing(claims.each(pending, still, say)) as ours:
         for shard, left in ours:
             started = time.monotonic()
@@ -192,14 +175,16 @@ class Progress:
 
 
 def size_line(size: Mapping[str, Any]) -> str:
-    """What `stage_size` gives, for people."""
+    """Return what `stage_size` gives, for people."""
     per_1000 = f", {size['bytes_per_1000_images'] / 1e6:,.1f} per 1,000 images" if size["images"] else ""
     kept = "with" if size["keep_features"] else "without"
-    return f"{size['bytes'] / 1e6:,.1f} MB in {size['stage']}{per_1000}, {kept} features"
+    rows = ", ".join(f"{count:,} {status}" for status, count in size["statuses"].items())
+    return f"{size['bytes'] / 1e6:,.1f} MB in {size['stage']}{per_1000}, {kept} features; all rows: {rows}"
 
 
 def stage_size(catalog: Catalog, stage: str) -> dict:
-    """What a detector's regions take where they are stored, images included, and whether features are among them.
+    """Return what became of a stage's rows, what its regions take where they are stored, images included, and whether
+    features are among them.
 
     Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
     """
@@ -208,11 +193,13 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
         info.size for info in listed if info.path.endswith((".tar", ".parquet")) and "/snapshots/" not in info.path
     )
     headers = catalog.headers(stage).values()
-    images = sum(header.ok_rows for header in headers)
+    statuses = sum((Counter(header.statuses) for header in headers), Counter())
+    images = statuses[OK]
     return {
         "stage": stage,
         "shards": len(headers),
         "images": images,
+        "statuses": dict(sorted(statuses.items())),
         "keep_features": any(header.meta["config"].get("keep_features", False) for header in headers),
         "bytes": size,
         "bytes_per_1000_images": round(1000 * size / images) if images else None,
@@ -223,44 +210,50 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
 
 
 def make_detector(config: DetectionConfig) -> Detector:
-    """The detector of this config, its weights loaded."""
+    """Return the detector of this config, its weights loaded."""
     if config.backend == "imported":
         from detectors.imported import ImportedDetector
 
-        return ImportedDetector(config.imported, config.selection, config.keep_features)
+        return ImportedDetector(config.imported, config.keep_features)
     annotated = None
     if config.annotations is not None:
         from detectors.annotated import AnnotatedDetector
 
-        annotated = AnnotatedDetector(Path(config.annotations), config.crowd)
-    return annotated if config.backend == "annotated" else _network_detector(config, annotated)
+        annotated = AnnotatedDetector(Path(config.annotations))
+    if config.backend == "annotated":
+        return annotated
+    # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
+    from detectors.detect import FasterRCNNDetector, network_class
+    from detectors.weights.files import load_weights
+
+    network = network_class(config.backend).random_init(_network(config), _SEED)
+    weights = _RANDOM if config.random_init else load_weights(network, Path(config.weights)).metadata
+    return FasterRCNNDetector(network, weights, config, annotated, config.backend)
 
 
 def identify(config: DetectionConfig) -> str:
-    """The id of that detector. Nothing is loaded for it: files are hashed, and of weights the header is read."""
+    """Return the id of that detector. Nothing is loaded for it: files are hashed, and of weights the header is read."""
     if config.backend == "imported":
         from detectors.imported import imported_id
 
-        return imported_id(config.imported, config.selection, config.keep_features)
+        return imported_id(config.imported, config.keep_features)
     annotated = None
     if config.annotations is not None:
         from detectors.annotated import annotated_id
 
-        annotated = annotated_id(Path(config.annotations), config.crowd)
+        annotated = annotated_id(Path(config.annotations))
     if config.backend == "annotated":
         return annotated
-    from detectors.detect import describe_detector  # here, as below
+    from detectors.detect import describe_detector  # here, as above
     from detectors.weights.files import describe_weights
 
     network = _network(config)
-    random = {"random_init": True, "seed": config.seed}
-    weights = random if config.random_init else describe_weights(Path(config.weights), network).metadata
+    weights = _RANDOM if config.random_init else describe_weights(Path(config.weights), network).metadata
     return describe_detector(network, weights, config, annotated, config.backend)[0]
 
 
 def _network(config: DetectionConfig) -> "FasterRCNNConfig":
     """Which network: the preset's or that of the weight file, with the overrides."""
-    # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config
 
@@ -268,23 +261,8 @@ def _network(config: DetectionConfig) -> "FasterRCNNConfig":
     return dataclasses.replace(network, **config.network_overrides)
 
 
-def _network_detector(config: DetectionConfig, given: Detector | None) -> Detector:
-    from detectors.detect import FasterRCNNDetector, network_class  # here, as above
-    from detectors.weights.files import load_weights
-
-    network = network_class(config.backend).random_init(_network(config), config.seed)
-    if config.random_init:
-        weights = {"random_init": True, "seed": config.seed}
-    else:
-        loaded = load_weights(network, Path(config.weights))
-        weights = loaded.metadata
-        for difference in loaded.differences:
-            print(f"not the same as in release {loaded.release}: {difference}", file=sys.stderr)
-    return FasterRCNNDetector(network, weights, config, given, config.backend)
-
-
 def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
-    """What the program says of the whole stage where this config leaves it nothing to detect.
+    """Return what the program says of the whole stage where this config leaves it nothing to detect.
 
     None where a shard is left, and where anything is wrong: the program then says what. torch is imported only where
     some detector has been over every shard.
@@ -307,7 +285,6 @@ def detect(
     dataset: Dataset,
     config: Annotated[DetectionConfig, Flat],
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-    shard: tuple[str, ...] = (),
 ) -> None:
     """Detect regions in every image shard that has none yet from this detector.
 
@@ -318,7 +295,6 @@ def detect(
     Args:
         dataset: the images, as they were collected
         as_json: print lines of JSON instead of those for people
-        shard: only these
     """
     catalog = Catalog(open_store(root), dataset)
     detector = make_detector(config)
@@ -327,7 +303,7 @@ def detect(
     line_of = json.dumps if as_json else Progress(dataset).line
     say = partial(print, flush=True)
     try:
-        detect_pending(catalog, detector, lambda report: say(line_of(report)), shard, say)
+        detect_pending(catalog, detector, lambda report: say(line_of(report)), say)
         size = stage_size(catalog, stage_of(detector))
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)

@@ -31,13 +31,14 @@ from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 from storage.settings import differing_fields, flat, to_json
 from training import distributed
-from training.checkpoint_files import (
+from training.checkpoint import (
     MODEL,
     OPTIMIZER,
+    Writer,
     load_optimizer,
     load_tensors,
     optimizer_tensors,
-    settle,
+    prune_checkpoints,
     write_checkpoint,
 )
 from training.distributed import World
@@ -47,7 +48,6 @@ from training.loop import Run, train_steps
 from training.optimizer import check_decay, make_optimizer
 from training.precision import autocast, in_precision_of
 from training.program import run_program
-from training.writer import Writer
 
 BEST_BY = "map50"  # the metric by which checkpoints are compared
 
@@ -152,7 +152,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if saved:
         load_optimizer(folder, network, optimizer)
     if saved and world.first:  # a run that was killed may not have removed its old checkpoints
-        settle(store, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
+        prune_checkpoints(store, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
     run = DetectorRun(
         recipe=recipe,
         world=world,
@@ -248,39 +248,36 @@ def _halved(tensor: Tensor) -> Tensor:
 
 def check_complete(recipe: DetectorRecipe) -> None:
     """ValueError where a setting that depends on the machine or the data is missing."""
-    data = recipe.data
-    if not recipe.root:
-        raise ValueError("root is not set; give root=FOLDER or root=s3://bucket/prefix, for the run's files")
-    if (data.annotations is None) == (data.objects is None):
-        raise ValueError(
+    data, attributes = recipe.data, recipe.network.num_attributes
+    for holds, message in (
+        (recipe.root, "root is not set; give root=FOLDER or root=s3://bucket/prefix, for the run's files"),
+        (
+            (data.annotations is None) != (data.objects is None),
             "give either data.annotations=FILE, in COCO's detection format, or data.objects=FILE, Visual Genome's "
-            "objects.json"
-        )
-    if not data.images:
-        raise ValueError("data.images is not set; give the folders of the images: data.images=FOLDER,FOLDER")
-    if data.objects and not data.classes:
-        raise ValueError("Visual Genome's objects have names of any kind; give data.classes=objects_vocab.txt")
-    if recipe.network.num_attributes and not data.attribute_names:
-        raise ValueError(
-            f"the network has {recipe.network.num_attributes} attributes; give data.attribute_names="
-            "attributes_vocab.txt, or network.num_attributes=0"
-        )
-    if data.attribute_names and not recipe.network.num_attributes:
-        raise ValueError("the network has no attribute head; set network.num_attributes, or data.attribute_names=none")
-    if not recipe.init_from and not recipe.random_init:
-        raise ValueError(
+            "scene_graphs.json",
+        ),
+        (data.images, "data.images is not set; give the folders of the images: data.images=FOLDER,FOLDER"),
+        (
+            data.classes or not data.objects,
+            "Visual Genome's objects have names of any kind; give data.classes=objects_vocab.txt",
+        ),
+        (
+            bool(attributes) == bool(data.attribute_names),
+            f"the network has {attributes} attributes, and data.attribute_names is {data.attribute_names}; give both, "
+            "as data.attribute_names=attributes_vocab.txt, or neither: network.num_attributes=0",
+        ),
+        (
+            recipe.init_from or recipe.random_init,
             "the network has no weights to start from; give init_from=FILE, an ImageNet ResNet's or a detector's, or "
-            "start from random ones: random_init=true"
-        )
-    files = ("annotations", "objects", "attributes", "image_data", "classes", "attribute_names")
-    for name in (*files, "train_list", "held_out_list"):
-        _check_file(getattr(data, name), f"data.{name}")
-    _check_file(recipe.init_from, "init_from")
-
-
-def _check_file(file: str | None, name: str) -> None:
-    if file is not None and not Path(file).is_file():
-        raise ValueError(f"{name} is {file}, and there is no such file")
+            "start from random ones: random_init=true",
+        ),
+    ):
+        if not holds:
+            raise ValueError(message)
+    files = ("annotations", "objects", "classes", "attribute_names", "train_list", "held_out_list")
+    for name, file in [("init_from", recipe.init_from), *((f"data.{name}", getattr(data, name)) for name in files)]:
+        if file is not None and not Path(file).is_file():
+            raise ValueError(f"{name} is {file}, and there is no such file")
 
 
 def check_shares(recipe: DetectorRecipe, world_size: int) -> None:
@@ -308,7 +305,7 @@ def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(saved)):
         if name in fixed or name.split(".")[0] in fixed:
             raise ValueError(
-                f"{where} was trained with {name} = {before}, the recipe says {now}; set it back, or start another "
+                f"{where} was trained with {name}={before}, but the recipe has {now}. Restore it, or start another "
                 "run: run=NAME"
             )
 

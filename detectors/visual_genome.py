@@ -1,8 +1,8 @@
-"""Reads Visual Genome's annotation files.
+"""Reads Visual Genome's annotation files: scene_graphs.json, or objects.json.
 
-objects.json is a list with one entry an image, `image_id` and `objects`; an object has x, y, w, h and `names`.
-attributes.json is the same with the objects under `attributes`; each of them may have `attributes`, a list of words.
-image_data.json has the images' sizes. An image's file is <image_id>.jpg.
+Either is a list with one entry an image, `image_id` and `objects`; an object has x, y, w, h, `names` and, in the scene
+graphs, perhaps `attributes`, a list of words. attributes.json has the objects under `attributes`. An image's file is
+<image_id>.jpg, which alone tells the image's size.
 """
 
 from collections import Counter
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from detectors.names import Names, plain
-from detectors.recipes import DataConfig
-from storage.safe_json import parse_json
+from storage.safe_json import parse_json, shown
+
+_CORRECT = "correct or remove the entry"
 
 
 class AnnotatedObject(NamedTuple):
@@ -29,7 +30,7 @@ class AnnotatedObject(NamedTuple):
 
 @dataclass(frozen=True)
 class AnnotatedImage:
-    """An image as a file has it; its sides are 0 where the file does not say them."""
+    """An image as a file of annotations has it; its sides are 0 where that does not say them."""
 
     id: str
     file_name: str
@@ -39,7 +40,7 @@ class AnnotatedImage:
 
 
 def attribute_numbers(words: Any, names: Names, counts: Counter[str]) -> tuple[int, ...]:
-    """The known attributes among an object's words, each once, ascending; others are counted."""
+    """Return the known attributes among an object's words, each once, ascending; others are counted."""
     if not names.first:
         return ()
     words = [plain(word) for word in words if isinstance(word, str)] if isinstance(words, list) else []
@@ -50,87 +51,38 @@ def attribute_numbers(words: Any, names: Names, counts: Counter[str]) -> tuple[i
     return tuple(sorted(known))
 
 
-def read_visual_genome(
-    config: DataConfig, classes: Names, attributes: Names, counts: Counter[str]
-) -> list[AnnotatedImage]:
-    """The images of `config.objects`, by id; ValueError names file and entry where one is unusable."""
-    attributes_of = _by_image(Path(config.attributes)) if config.attributes else {}
-    sizes = _read_sizes(Path(config.image_data)) if config.image_data else {}
-    images, without = [], 0
-    for image, entries in sorted(_by_image(Path(config.objects)).items()):
-        words: dict[int, list[Any]] = {}
-        for index, entry in enumerate(attributes_of.get(image, [])):
-            where = f"{config.attributes}: image {image}, [{index}]"
-            words.setdefault(_integer(entry, "object_id", where), []).extend(_inner_list(entry, "attributes", where))
-        objects = []
-        for index, entry in enumerate(entries):
-            where = f"{config.objects}: image {image}, [{index}]"
-            names = entry.get("names") if isinstance(entry, dict) else None
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"{where} has the names {names!r}, no list of texts; correct or remove the entry")
-            box = [entry.get(side) for side in ("x", "y", "w", "h")]
-            if not all(isinstance(side, int | float) and abs(side) < 1e9 for side in box):
-                raise ValueError(f"{where} has x, y, w, h {box}, not four numbers; correct or remove the entry")
-            own_words = list(_inner_list(entry, "attributes", where))
-            if config.attributes:
-                # attributes.json has some objects under the ids that they had before they were merged.
-                ids = [entry.get("object_id"), *_inner_list(entry, "merged_object_ids", where)]
-                ids = [one for one in ids if isinstance(one, int) and one in words]
-                own_words += [word for one in ids for word in words[one]]
-                without += not ids
-            numbers = attribute_numbers(own_words, attributes, counts)
-            objects.append(AnnotatedObject(box, classes.find(names), False, numbers))
-        images.append(AnnotatedImage(str(image), f"{image}.jpg", *sizes.get(image, (0, 0)), objects))
-    if without and without == sum(len(image.objects) for image in images):
-        raise ValueError(f"{config.attributes} has none of the objects of {config.objects}: take both of one version")
-    if without:
-        counts["objects that data.attributes does not have"] = without
-    return images
-
-
-def _read_sizes(file: Path) -> dict[int, tuple[int, int]]:
-    """Image id -> height, width, of image_data.json."""
-    sizes = {}
-    for index, entry in enumerate(_read_list(file)):
-        where = f"{file}: [{index}]"
-        size = (_integer(entry, "height", where), _integer(entry, "width", where))
-        if min(size) < 1:
-            raise ValueError(f"{where} is {size[1]}x{size[0]} pixels; correct or remove the entry")
-        sizes[_integer(entry, "image_id", where)] = size
-    return sizes
-
-
-def _by_image(file: Path) -> dict[int, list[Any]]:
-    """Image id -> its objects, of objects.json or attributes.json."""
-    objects_of: dict[int, list[Any]] = {}
-    for index, entry in enumerate(_read_list(file)):
-        where = f"{file}: [{index}]"
-        objects = entry.get("objects", entry.get("attributes")) if isinstance(entry, dict) else None
-        if not isinstance(objects, list):
-            raise ValueError(f"{where} has no list `objects` (or `attributes`): is it Visual Genome's objects.json?")
-        objects_of.setdefault(_integer(entry, "image_id", where), []).extend(objects)
-    return objects_of
-
-
-def _read_list(file: Path) -> list[Any]:
+def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Counter[str]) -> list[AnnotatedImage]:
+    """Return the images of a file, by id; ValueError names file and entry where one is unusable."""
     try:
         data = file.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     fix = "fetch it again; a file in COCO's format is given as data.annotations"
-    return parse_json(data, str(file), list, fix, nan=True)  # the entries' numbers are checked one by one
+    objects_of: dict[int, list[AnnotatedObject]] = {}
+    for index, entry in enumerate(parse_json(data, str(file), list, fix)):
+        where = f"{file}: [{index}]"
+        image = entry.get("image_id", entry.get("id")) if isinstance(entry, dict) else None
+        if type(image) is not int:
+            raise ValueError(f"{where} has image_id {shown(image)}, no whole number; {_CORRECT}")
+        objects = entry.get("objects", entry.get("attributes"))
+        if not isinstance(objects, list):
+            raise ValueError(f"{where} has no list `objects` (or `attributes`): is it Visual Genome's?")
+        own = objects_of.setdefault(image, [])
+        own += [
+            _read_object(one, f"{file}: image {image}, [{number}]", classes, attributes, counts)
+            for number, one in enumerate(objects)
+        ]
+    return [AnnotatedImage(str(image), f"{image}.jpg", 0, 0, objects_of[image]) for image in sorted(objects_of)]
 
 
-def _integer(entry: Any, name: str, where: str) -> int:
-    value = entry.get(name, entry.get("id") if name == "image_id" else None) if isinstance(entry, dict) else None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{where} has {name} {value!r}, no whole number; correct or remove the entry")
-    return value
-
-
-def _inner_list(entry: dict[str, Any], name: str, where: str) -> list[Any]:
-    """Empty where the field is absent or null."""
-    value = entry.get(name)
-    if value is not None and not isinstance(value, list):
-        raise ValueError(f"{where} has the {name} {value!r}, no list; correct or remove the entry")
-    return value or []
+def _read_object(entry: Any, where: str, classes: Names, attributes: Names, counts: Counter[str]) -> AnnotatedObject:
+    names = entry.get("names") if isinstance(entry, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where} has the names {shown(names)}, no list of texts; {_CORRECT}")
+    box = [entry.get(side) for side in ("x", "y", "w", "h")]
+    if not all(isinstance(side, int | float) and abs(side) < 1e9 for side in box):  # which NaN is not
+        raise ValueError(f"{where} has x, y, w, h {shown(box)}, not four numbers; {_CORRECT}")
+    words = entry.get("attributes") or []
+    if not isinstance(words, list):
+        raise ValueError(f"{where} has the attributes {shown(words)}, no list; {_CORRECT}")
+    return AnnotatedObject(box, classes.find(names), False, attribute_numbers(words, attributes, counts))

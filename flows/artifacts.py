@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from flows.prefect_cli import not_waiting
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.manifests import OK
+from storage.tables import markdown
 from training.log import by_dataset
 
 Result = TypeVar("Result")
@@ -178,12 +179,6 @@ def reporting() -> Iterator[None]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table: words in the first column, numbers in the others."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
-
-
 def table_of_counts(catalog: Catalog, stage: str) -> str:
     """Rows of a stage by status, and the ten commonest reasons why rows are not ok, each with an example."""
     counts, headers = Counter(), catalog.headers(stage)
@@ -193,7 +188,7 @@ def table_of_counts(catalog: Catalog, stage: str) -> str:
     rows = [(escaped(s), f"{count:,}", f"{count / counts.total():.1%}") for s, count in counts.most_common()]
     folder = link(catalog.store.where(f"{catalog.dataset}/{stage}"))
     lines = [f"{counts.total():,} rows in {len(headers):,} shards, written to {folder}", ""]
-    lines += table_of(("status", "rows", "share"), rows)
+    lines.append(markdown(("status", "rows", "share"), rows))
     if with_failures:
         # A list, because a cell of a table does not break its lines: what is long would be out of sight.
         lines += ["", "The commonest reasons, each with an example:", ""]
@@ -221,7 +216,7 @@ def commonest_reasons(catalog: Catalog, stage: str, shards: list[str]) -> list[t
 def table_of_progress(facts: Mapping[str, object]) -> str:
     """How far a stage is: one row a fact, the first as the head."""
     head, *rows = ((name, escaped(str(value))) for name, value in facts.items())
-    return "\n".join(table_of(head, rows))
+    return markdown(head, rows)
 
 
 def table_of_metrics(metrics: Mapping[str, float], checkpoint: str, paper: str = "") -> str:
@@ -232,7 +227,7 @@ def table_of_metrics(metrics: Mapping[str, float], checkpoint: str, paper: str =
     rows = [
         (escaped(name), value, *(_value(part.get(name)) for part in parts.values())) for name, value in _values(metrics)
     ]
-    return "\n\n".join([*lines, "\n".join(table_of(("metric", "value", *map(escaped, parts)), rows))])
+    return "\n\n".join([*lines, markdown(("metric", "value", *map(escaped, parts)), rows)])
 
 
 def table_of_evaluation(
@@ -241,7 +236,7 @@ def table_of_evaluation(
     """The metrics of a split, beside the paper's (`reported`), and links to its page and files for a leaderboard."""
     lines = [f"Page {link(f'{folder}/index.html')}", *(f"Submission {link(f'{folder}/{name}')}" for name in submission)]
     rows = [(escaped(name), value, escaped(reported.get(name, ""))) for name, value in _values(metrics)]
-    return "\n\n".join([*lines, "\n".join(table_of(("metric", "value", "the paper, %"), rows))])
+    return "\n\n".join([*lines, markdown(("metric", "value", "the paper, %"), rows)])
 
 
 def _values(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:
@@ -261,16 +256,16 @@ def table_of_stages(stages: Sequence[Stage]) -> str:
         facts = [escaped(stage.facts.get(fact, "")) for fact in ("step", "loss", "time left")]
         seconds = time.monotonic() - stage.began if stage.seconds is None and stage.began is not None else stage.seconds
         rows.append([name, *facts, "" if seconds is None else f"{seconds:,.0f}", escaped(stage.result)])
-    lines = table_of(("stage", "step", "loss", "time left", "seconds", "result"), rows)
+    table = markdown(("stage", "step", "loss", "time left", "seconds", "result"), rows)
     # Reasons are long, so they stand in a list.
     reasons = [f"- **{escaped(one.name)}** {one.result}: {escaped(one.reason)}" for one in stages if one.reason]
-    return "\n".join([*lines, *([""] * bool(reasons)), *reasons])
+    return "\n".join([table, *([""] * bool(reasons)), *reasons])
 
 
-def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:
-    """Show what `markdown` gives beside the flow run and on the artifacts page, as the latest of its key."""
+def publish(stage: str, name: str, content: Callable[[], str]) -> None:
+    """Show what `content` gives beside the flow run and on the artifacts page, as the latest of its key."""
     with reporting():  # also of what it reads for that
-        Live(stage, name).show(markdown())
+        Live(stage, name).show(content())
 
 
 def link(where: str) -> str:

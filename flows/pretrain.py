@@ -12,7 +12,6 @@ from flows.settings import PretrainSettings
 from flows.supervisor import run_child
 from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, show_result, train
 from storage.settings import as_text
-from vlbert.data.corpus import describe_corpus, find_corpus
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -60,16 +59,11 @@ def pretrain(
 
 def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], None]) -> None:
     """Tokenise the text into `folder` with `vlbert corpus`; a corpus of the same files is left alone."""
-    files, size = [Path(file) for file in settings.text], settings.vocabulary_size or _VOCABULARY_SIZE
-    captions = [Path(file) for file in settings.vocabulary_captions]
-    metadata = find_corpus(folder, files, Path(settings.vocabulary) if settings.vocabulary else None, size, captions)
-    if metadata:
-        log(describe_corpus(folder, metadata))
-        return
     command = [sys.executable, "-m", "vlbert.data.corpus", str(folder), *settings.text]
     if settings.vocabulary:
         command += ["--vocabulary", settings.vocabulary]
     else:
+        size = settings.vocabulary_size or _VOCABULARY_SIZE
         command += ["--build", str(size), "--captions", *settings.vocabulary_captions]
     run_child(command, log)
 

@@ -34,8 +34,8 @@ class Processes:
     nodes: int = 1
     """Machines that train together; for more than one give the launcher."""
     launcher: tuple[str, ...] = ()
-    """What runs a command once on each node, and ends it when it is ended: srun, --nodes=2, --ntasks-per-node=1, ...;
-    none: the training runs on this machine."""
+    """What runs a command once on each node, with PET_RDZV_ENDPOINT for torchrun, and ends it when it is ended: srun,
+    --nodes=2, ..., bash, docker/slurm/rendezvous.sh; none: the training runs on this machine."""
     threads: int | None = None
     """Of each process, on a CPU; none: the cores divided by `count`."""
     timeout: float | None = None
@@ -56,7 +56,7 @@ class Processes:
         if self.nodes > 1 and not self.launcher:
             raise ValueError(
                 f"Processes.nodes is {self.nodes} and there is no launcher; on SLURM launcher is srun, "
-                f"--nodes={self.nodes}, --ntasks-per-node=1, --wait=60"
+                f"--nodes={self.nodes}, --ntasks-per-node=1, --wait=60, bash, docker/slurm/rendezvous.sh"
             )
 
     @property

@@ -1,9 +1,9 @@
 """Claims: which worker is at work on which shard, so that any number of machines make each shard once.
 
-    ROOT/<dataset>/<stage>/claims/<shard>-<n>.json     the n-th claim on a shard; the one with the largest n counts
+    ROOT/<dataset>/<stage>/claims/<shard>.json     who is at work on a shard
 
 A worker puts a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that was
-not renewed for EXPIRY seconds is dead, and another worker puts the next one. Ages are differences between times of the
+not renewed for EXPIRY seconds is dead, and another worker replaces it. Ages are differences between times of the
 storage, so the clocks of the machines may differ. No worker leads the others.
 
 Claims save work, no more: of two that make the same shard, the first commit counts (storage/catalog/commit.py).
@@ -22,89 +22,43 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json, printable
 
-EXPIRY = 300.0  # seconds after which a claim that was not renewed is dead
-RENEWAL = 60.0  # seconds between two renewals: several may fail before a claim expires
+EXPIRY = 120.0  # seconds after which a claim that was not renewed is dead
+RENEWAL = 20.0  # seconds between two renewals: several may fail before a claim expires
 POLLS = 1.0, 30.0  # seconds between looks at the shards that others are at work on: at first, and at most
 _SAY = 60.0  # seconds between two lines about them
-CLAIM = re.compile(r"(.+)/claims/(\d{5})-([1-9]\d{0,3})\.json")  # stage, shard, number
+CLAIM = re.compile(r"(.+)/claims/(\d{5})\.json")  # stage, shard
 
 
 @dataclass(frozen=True)
 class Claim:
     """A claim on a shard, as the storage has it. Times in seconds since 1970, by the storage's clock.
 
-    worker   host and process, "unknown" where the file is damaged
+    worker   host and process, "unknown" if the file is damaged
     since    when the work began; of a damaged file, when it was last written
     renewed  when it was last written
-    machine  the boot and the process namespace in which `process`, as _process gives it, means something
     """
 
     shard: str
-    number: int
     worker: str
     since: float
     renewed: float
-    machine: str = ""
-    process: tuple[int, int] = (0, 0)
 
     def is_live(self, now: float) -> bool:
-        """Whether its worker is at work.
-
-        A claim is dead, too, if its time is more than EXPIRY ahead: no worker has renewed it since then. One of this
-        machine is dead as soon as its process is.
-        """
-        if abs(now - self.renewed) >= EXPIRY:
-            return False
-        return not self.machine or self.machine != _machine() or _process(self.process[0]) == self.process
-
-
-def _machine() -> str:
-    """This boot of this machine and this namespace of processes; "" where the system does not tell."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _process(number: int) -> tuple[int, int]:
-    """A process's number and when it started, in ticks since the boot; (0, 0) if there is none."""
-    try:
-        fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0, 0
-    return (0, 0) if fields[0] in "ZX" else (number, int(fields[19]))  # a zombie does not work any more
+        """Whether its worker is at work. A claim whose time is EXPIRY ahead is dead: nobody has renewed it."""
+        return abs(now - self.renewed) < EXPIRY
 
 
 def exit_at_sigterm() -> None:
     """From now on SIGTERM ends this program as sys.exit does, with status 143, so that its claims are released.
 
-    Only from the main thread. Python drops what is raised while it calls a finalizer or the callback of a weak
-    reference, as in an import. A program that went on after that ends at the next `exit_if_told`: before each claim,
-    and where long work calls it.
+    Only from the main thread.
     """
-
-    def end(number: int, frame: object) -> None:
-        _told.append(128 + number)
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-
-
-_told: list[int] = []  # the statuses with which signals wanted to end this program
-
-
-def exit_if_told() -> None:
-    """End this program where a SIGTERM wanted to end it before."""
-    if _told:
-        sys.exit(_told[0])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 class Claims:
@@ -115,51 +69,55 @@ class Claims:
                 ...  # make and commit it
 
     Within `with`, a thread renews what is held; at the end all is released. stage: path of its folder in the store.
-    held: shard -> path and content of our claim on it.
+    held: shard -> content of our claim on it.
     """
 
     def __init__(self, store: ObjectStore, stage: str):
         self.store, self.stage = store, stage.removesuffix("/")
         self.worker = f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}"
-        self.held: dict[str, tuple[str, bytes]] = {}
-        self._lock = threading.Lock()  # of a renewal and a release: a claim that was released is not written again
-        self._begun: tuple[str, bytes] | None = None  # path and content of a claim that is being put or deleted
+        self.held: dict[str, bytes] = {}
+        self._lock = threading.Lock()  # a claim that is put or released is not renewed meanwhile
         self._end = threading.Event()
 
     def found(self) -> dict[str, Claim]:
-        """The newest claim on each shard, live or dead; one listing, and a request for each."""
-        return {shard: claim for shard, info in self._listed().items() if (claim := self._read(*info))}
+        """The claim on each shard, live or dead; one listing, and a request for each."""
+        claims = {}
+        for shard, renewed in self._listed().items():
+            path = self._path(shard)
+            with contextlib.suppress(ObjectMissing):  # it was released since the listing
+                try:
+                    content = parse_json(self.store.get(path), path)
+                    since = max(0.0, min(float(content["since"]), renewed))  # no work begins after its claim
+                    claims[shard] = Claim(shard, printable(content["worker"])[:100], since, renewed)
+                except (ValueError, KeyError, TypeError):
+                    claims[shard] = Claim(shard, "unknown", renewed, renewed)
+        return claims
 
     def take(self, shards: Sequence[str]) -> str | None:
         """Claim one of these shards, a random one of those that nobody is at work on; None if there is none."""
-        exit_if_told()
-        listed = self._listed()
-        free = [shard for shard in shards if shard not in listed]
-        now = self.store.now()
-        for shard in random.sample(free, len(free)):
-            if self._put(shard, 1, now):
+        listed, now = self._listed(), self.store.now()
+        for shard in random.sample(shards, len(shards)):
+            if shard not in listed and self._put(shard, now):
                 return shard
         for shard in random.sample(shards, len(shards)):
-            if shard not in listed or shard in self.held:
-                continue
-            claim = self._read(*listed[shard])
-            if claim and not claim.is_live(now) and self._put(shard, claim.number + 1, now):
-                return shard
+            if shard in listed and shard not in self.held and self._is_dead(shard, now):
+                self.store.delete(self._path(shard))
+                if self._put(shard, now):
+                    return shard
         return None
 
-    def release(self, shard: str) -> None:
-        """Delete our claim, and the dead ones that it replaced; where the storage is away, it expires."""
-        with self._lock:
-            self._begun = self.held[shard]
-            del self.held[shard]
-        self._delete(self._begun[0])
-        self._begun = None
+    def _is_dead(self, shard: str, now: float) -> bool:
+        """By a look of its own: since the listing another may have replaced the claim."""
+        infos = [info for info in self.store.list(self._path(shard)) if info.path == self._path(shard)]
+        return all(abs(now - info.modified) >= EXPIRY for info in infos)
 
-    def _delete(self, path: str) -> None:
-        _, shard, last = CLAIM.fullmatch(path).groups()
-        with contextlib.suppress(StorageUnreachable):
-            for number in range(1, int(last) + 1):
-                self.store.delete(self._path(shard, number))
+    def release(self, shard: str) -> None:
+        """Delete our claim, unless another worker took it for dead; if the storage is away, it expires."""
+        with self._lock:
+            with contextlib.suppress(ObjectMissing, StorageUnreachable):
+                if self.store.get(self._path(shard)) == self.held[shard]:
+                    self.store.delete(self._path(shard))
+            del self.held[shard]  # last: after a signal, the end of `with` tries again
 
     def renew(self) -> None:
         """Write all held claims again; one that cannot be written stays as it is until the next time."""
@@ -167,7 +125,7 @@ class Claims:
             with self._lock:
                 if shard in self.held:
                     try:
-                        self.store.put(*self.held[shard])
+                        self.store.put(self._path(shard), self.held[shard])
                     except StorageUnreachable:
                         return
 
@@ -193,7 +151,6 @@ class Claims:
                     left = pending(left)
             finally:
                 self.release(shard)
-        exit_if_told()
 
     def wait(
         self,
@@ -231,59 +188,24 @@ class Claims:
         self._thread.join()
         for shard in [*self.held]:
             self.release(shard)
-        if self._begun:  # a signal came meanwhile
-            path, data = self._begun
-            with contextlib.suppress(ObjectMissing, StorageUnreachable):
-                if self.store.get(path) == data:
-                    self._delete(path)
 
     def _renew_until_end(self) -> None:
         while not self._end.wait(RENEWAL):
             self.renew()
 
-    def _path(self, shard: str, number: int) -> str:
-        return f"{self.stage}/claims/{shard}-{number}.json"
+    def _path(self, shard: str) -> str:
+        return f"{self.stage}/claims/{shard}.json"
 
-    def _put(self, shard: str, number: int, now: float) -> bool:
-        pid, started = _process(os.getpid())
-        content = {"worker": self.worker, "since": now, "machine": _machine(), "process": [pid, started]}
-        data, path = json.dumps(content).encode(), self._path(shard, number)
-        self._begun = path, data
-        ours = self.store.put(path, data, if_absent=True)
-        if ours:
-            with self._lock:
-                self.held[shard] = path, data
-        self._begun = None
+    def _put(self, shard: str, now: float) -> bool:
+        data = json.dumps({"worker": self.worker, "since": now}).encode()
+        with self._lock:
+            self.held[shard] = data  # first: a signal may come while it is put
+            ours = self.store.put(self._path(shard), data, if_absent=True)
+            if not ours:
+                del self.held[shard]
         return ours
 
-    def _listed(self) -> dict[str, tuple[str, int, float]]:
-        """Shard -> its name, number and time of the newest claim on it."""
-        newest = {}
-        for info in self.store.list(f"{self.stage}/claims/"):
-            if found := CLAIM.fullmatch(info.path):
-                shard, number = found[2], int(found[3])
-                if shard not in newest or newest[shard][1] < number:
-                    newest[shard] = shard, number, info.modified
-        return newest
-
-    def _read(self, shard: str, number: int, modified: float) -> Claim | None:
-        """None if it was released since the listing."""
-        path = self._path(shard, number)
-        try:
-            content = self.store.get(path)
-        except ObjectMissing:
-            return None
-        try:
-            return Claim(shard, number, **_checked(parse_json(content, path), modified), renewed=modified)
-        except (ValueError, KeyError, TypeError):
-            return Claim(shard, number, "unknown", modified, modified)
-
-
-def _checked(content: Any, renewed: float) -> dict:
-    pid, started = content["process"]
-    return {
-        "worker": printable(content["worker"])[:100],
-        "since": max(0.0, min(float(content["since"]), renewed)),  # no work begins after its claim was written
-        "machine": str(content["machine"]),
-        "process": (int(pid), int(started)),
-    }
+    def _listed(self) -> dict[str, float]:
+        """Shard -> when its claim was written."""
+        infos = self.store.list(f"{self.stage}/claims/")
+        return {found[2]: info.modified for info in infos if (found := CLAIM.fullmatch(info.path))}

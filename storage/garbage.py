@@ -1,4 +1,4 @@
-"""Garbage collection: what nothing names any more, by age, and what was forgotten.
+"""Garbage collection: what nothing names any more, by age, and tars with images that were withdrawn.
 
 `vlbert catalog gc` lists or deletes it.
 """
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from storage.catalog import Catalog
 from storage.claims import EXPIRY
-from storage.erase import Erasable, erase, find_erasable
 from storage.inventory import MANIFEST, TAR, Inventory, aligned, date_of, megabytes
-from storage.moved import successors
 from storage.object_store import Leftover, ObjectInfo, ObjectMissing, ObjectStore
 from storage.snapshots import read_snapshot
+from storage.withdrawn import read_withdrawn
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Garbage:
 
 
 def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
-    """What may be deleted: nothing names it, and it is older than `grace` seconds by the storage's clock; and samples
-    that were forgotten, however young.
+    """What may be deleted: nothing names it, and it is older than `grace` seconds by the storage's clock; and tars of
+    earlier revisions with images that were withdrawn, however young.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
     their stage, images of shards that a collection left in progress, claims of workers that are gone, and what
@@ -58,27 +57,31 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
             used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)
             if used or now - info.modified <= grace:
                 _, shards = read_snapshot(store, info.path)
-                tars = {f"{dataset}/{stage}/{shard['tar']}" for shard in shards if shard["tar"]}
-                named |= tars | {moved.tar for tar in tars & inventory.moved for moved in successors(store, tar)}
+                named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards if shard["tar"]}
             else:
                 found.append(_object("unpinned snapshot", store, info))
-    erasable = find_erasable(inventory)
-    # The others of their samples, which a collection that was killed had written already.
-    named |= {moved.tar for one in erasable if one.catalog for moved in successors(store, one.info.path)}
+    withdrawn = _withdrawn_tars(inventory)
+    named |= withdrawn  # which are deleted for another reason
     found += [_object("orphan tar", store, info) for path, info in inventory.tars.items() if path not in named]
     found += [_object("partial shard", store, info) for info in inventory.partials]
     claims = [info for infos in inventory.claims.values() for info in infos if now - info.modified > EXPIRY]
     found += [_object("dead claim", store, info) for info in claims]
-    forgotten = [_forgotten(store, one) for one in erasable]
-    left = {one.where for one in forgotten}
-    return forgotten + [one for one in found if now - one.modified > grace and one.where not in left]
+    images = [_object("withdrawn images", store, inventory.tars[tar]) for tar in sorted(withdrawn)]
+    return images + [one for one in found if now - one.modified > grace]
 
 
-def _forgotten(store: ObjectStore, erasable: Erasable) -> Garbage:
-    info = erasable.info
-    return Garbage(
-        "forgotten images", store.where(info.path), erasable.size, info.modified, lambda: erase(store, erasable)
-    )
+def _withdrawn_tars(inventory: Inventory) -> set[str]:
+    """Tars of earlier revisions that hold images which were withdrawn. Snapshots that name one are read from the newest
+    revision: storage/revised.py."""
+    store = inventory.store
+    withdrawn, found = read_withdrawn(store), set()
+    for dataset, stage, shard in inventory.replaced if withdrawn else ():
+        catalog = Catalog(store, dataset)
+        names = [header.name for header in catalog.revisions(stage, shard)]
+        *earlier, newest = catalog.each_manifest(stage, names)
+        if not any(withdrawn.among(newest.ok()).to_pylist()):
+            found |= {one.tar for one in earlier if any(withdrawn.among(one.ok()).to_pylist())} - {newest.tar}
+    return found & inventory.tars.keys()
 
 
 def _interrupted(leftover: Leftover) -> Garbage:

@@ -2,27 +2,23 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog
 from storage.claims import CLAIM, Claims
 from storage.collect.spool import PARTIAL
-from storage.manifests import Header
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
-from storage.runs import STATE, read_state
-from storage.snapshots import Snapshot, read_snapshot
+from storage.runs import STATE, checkpoints, read_state
+from storage.snapshots import read_snapshot
 
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
 TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
-_MOVED = re.compile(rf"{_STAGE}/moved/({SHARD_NAME.pattern}-[0-9a-f]{{12}})\.json")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 _BEST = re.compile(r"runs/(.+)/best\.json")
-_PAUSE = 3600.0  # seconds without a commit that end an entry of the history
-_METRICS = re.compile(r"runs/(.+)/metrics\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -47,19 +43,15 @@ class Inventory:
         revisions: dict[tuple[str, str, str], dict[int, ObjectInfo]] = defaultdict(dict)
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
-        self.moved: set[str] = set()  # tars that were written again without samples that were forgotten
         self.partials: list[ObjectInfo] = []
         self.claims: dict[str, list[ObjectInfo]] = defaultdict(list)  # by path of the stage
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
         self.bests: dict[str, str] = {}  # run -> path
-        self.metrics: dict[str, str] = {}
         for info in store.list():
             if found := _STATE.fullmatch(info.path):
                 self.states[found[1]][int(found[2])] = info.path
             elif found := _BEST.fullmatch(info.path):
                 self.bests[found[1]] = info.path
-            elif found := _METRICS.fullmatch(info.path):
-                self.metrics[found[1]] = info.path
             elif dataset is not None and not info.path.startswith(f"{dataset}/"):
                 continue
             elif found := MANIFEST.fullmatch(info.path):
@@ -68,8 +60,6 @@ class Inventory:
                 self.snapshots[found[1], found[2]][found[3]] = info
             elif TAR.fullmatch(info.path):
                 self.tars[info.path] = info
-            elif found := _MOVED.fullmatch(info.path):
-                self.moved.add(f"{found[1]}/{found[2]}/{found[3]}.tar")
             elif PARTIAL.fullmatch(info.path):
                 self.partials.append(info)
             elif found := CLAIM.fullmatch(info.path):
@@ -88,10 +78,7 @@ class Inventory:
 
     def pins(self, newest_only: bool = False) -> list[Pin]:
         """What the checkpoints of all runs pin: of every checkpoint, or of the newest of each run."""
-        pins = []
-        for run in sorted(self.states):
-            pins += self._pins_of_run(run, newest_only)
-        return pins
+        return [pin for run in sorted(self.states) for pin in self._pins_of_run(run, newest_only)]
 
     def _pins_of_run(self, run: str, newest_only: bool) -> list[Pin]:
         steps = self.states[run]
@@ -100,29 +87,25 @@ class Inventory:
             return [pin for step in wanted for pin in self._pins_of(run, step, steps[step])]
         except ObjectMissing:
             # A running training has removed it since the listing, after it wrote a newer one.
-            paths = (info.path for info in self.store.list(f"runs/{run}/"))
-            found = (match for path in paths if (match := _STATE.fullmatch(path)) and match[1] == run)
-            self.states[run] = {int(match[2]): match[0] for match in found}
+            self.states[run] = {int(path[-7:]): f"{path}/{STATE}" for path in checkpoints(self.store, run)}
             return self._pins_of_run(run, newest_only)
 
     def _pins_of(self, run: str, step: int, path: str) -> list[Pin]:
-        state = read_state(self.store, path.removesuffix(f"/{STATE}"))
-        try:
-            pins = []
+        state, pins = read_state(self.store, path.removesuffix(f"/{STATE}")), []
+
+        def add(datasets: object, use: str) -> None:
             # A detector's training reads no shards: its `data` is the hash of its annotations.
-            datasets = [] if isinstance(state.get("data"), str) else state.get("data") or []
-            for data in datasets:
-                for entry in data["snapshots"]:
+            for data in [] if isinstance(datasets, str) else datasets or []:
+                for entry in data.get("snapshots", [data]):
                     names = data["dataset"], data["stage"], entry["snapshot"]
-                    pins.append(Pin(run, step, *names, f"epoch {entry['epoch']} on"))
-            for held in state.get("held_out") or []:
-                pins.append(Pin(run, step, held["dataset"], held["stage"], held["snapshot"], "validation"))
+                    pins.append(Pin(run, step, *names, use or f"epoch {entry['epoch']} on"))
+
+        try:
+            add(state.get("data"), "")
+            add(state.get("held_out"), "validation")
             before = state.get("init_from")
             while before:  # so that the way back to what it started from stays
-                for data in before.get("data", []):
-                    for entry in data["snapshots"]:
-                        names = data["dataset"], data["stage"], entry["snapshot"]
-                        pins.append(Pin(run, step, *names, f"whence, by {before['run']}"))
+                add(before.get("data"), f"whence, by {before.get('run')}")
                 before = before.get("init_from")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -152,9 +135,8 @@ def status(store: ObjectStore) -> list[str]:
     for (dataset, stage), found in sorted(inventory.snapshots.items()):
         for info in sorted(found.values(), key=lambda info: (info.modified, info.path)):
             snapshot, _ = read_snapshot(store, info.path)
-            snapshots.append(
-                (dataset, stage, snapshot.id, *_counts(snapshot), megabytes(info.size), date_of(info.modified))
-            )
+            counts = f"{len(snapshot.shards):,}", f"{snapshot.ok_rows:,}"
+            snapshots.append((dataset, stage, snapshot.id, *counts, megabytes(info.size), date_of(info.modified)))
     pins = [
         (pin.run, f"{pin.step:,}", pin.dataset, pin.stage, pin.snapshot, pin.use)
         for pin in inventory.pins(newest_only=True)
@@ -168,50 +150,6 @@ def status(store: ObjectStore) -> list[str]:
         if rows:
             lines += ["", *aligned(names, rows)]
     return lines
-
-
-def history(store: ObjectStore, dataset: str | None = None) -> list[str]:
-    """What was committed and which snapshots were written, oldest first; an hour without a commit ends an entry."""
-    inventory = Inventory(store, dataset)
-    entries = []
-    for (name, stage), found in inventory.manifests.items():
-        headers = Catalog(store, name).headers(stage, sorted(found))
-        by_config = defaultdict(list)
-        for shard, header in headers.items():
-            by_config[header.meta.get("config_hash", "")].append((found[shard], header))
-        for config, commits in by_config.items():
-            for group in _without_pauses(sorted(commits, key=lambda commit: commit[0].modified)):
-                entries.append(_committed(name, stage, config, group))
-    for (name, stage), found in inventory.snapshots.items():
-        for info in found.values():
-            snapshot, _ = read_snapshot(store, info.path)
-            what = name, stage, *_counts(snapshot), f"{snapshot.ok_rows:,}", f"snapshot {snapshot.id}"
-            entries.append((info.modified, (_time(info), "", *what)))
-    names = "from (UTC)", "to", "dataset", "stage", "shards", "rows", "ok", "by"
-    return aligned(names, [row for _, row in sorted(entries)])
-
-
-def _without_pauses(commits: list[tuple[ObjectInfo, Header]]) -> Iterator[list[tuple[ObjectInfo, Header]]]:
-    group = []
-    for commit in commits:
-        if group and commit[0].modified - group[-1][0].modified > _PAUSE:
-            yield group
-            group = []
-        group.append(commit)
-    yield group
-
-
-def _committed(dataset: str, stage: str, config: str, group: list[tuple[ObjectInfo, Header]]) -> tuple[float, tuple]:
-    rows = sum(sum(header.statuses.values()) for _, header in group)
-    ok = sum(header.ok_rows for _, header in group)
-    by = f"{'detector' if stage != 'images' else 'config'} {config}" if config else ""
-    first, last = group[0][0], group[-1][0]
-    counts = f"{len(group):,}", f"{rows:,}", f"{ok:,}"
-    return first.modified, (_time(first), _time(last), dataset, stage, *counts, by)
-
-
-def _counts(snapshot: Snapshot) -> tuple[str, str]:
-    return f"{len(snapshot.shards):,}", f"{snapshot.ok_rows:,}"
 
 
 def aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -234,7 +172,3 @@ def megabytes(size: int) -> str:
 
 def date_of(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def _time(info: ObjectInfo) -> str:
-    return date_of(info.modified)

@@ -7,16 +7,17 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, seal
 from storage.sample import Sample
 from storage.shards import SHARD_VERSION, Span
 
-MANIFEST_VERSION = 4
+MANIFEST_VERSION = 5
 OK = "ok"
 SCHEMA = pa.schema(
     [
@@ -31,10 +32,11 @@ SCHEMA = pa.schema(
         pa.field("width", pa.int32()),
         pa.field("height", pa.int32()),
         pa.field("num_regions", pa.int32()),
+        pa.field("sha256", pa.string()),  # of the image as it was downloaded
         pa.field("license", pa.string()),  # null where none was kept
     ]
 )
-_NULLS = (None,) * 5  # offset, length, width, height, num_regions of a row that is not ok
+_NULLS = (None,) * 6  # offset, length, width, height, num_regions, sha256 of a row that is not ok
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,12 @@ class Header:
     tar         path of the tar relative to the root; None if no row is ok
     tar_sha256  of the tar, 64 hex; "" if there is none
     tar_bytes   size of the tar; 0 if there is none
+    content     sha256 of the tar before any of its samples was withdrawn. It changes when a revision has other samples,
+                and then stages that read the shard before are pending
     statuses    rows by status
     meta        what the stage recorded: source, config, config_hash, "random_init", ...
     sha256      of the manifest's own bytes, 64 hex
-    revision    1, and one more each time that rows of the shard were requested again
+    revision    1, and one more each time that rows of the shard were requested again or withdrawn
     """
 
     shard: str
@@ -67,6 +71,7 @@ class Header:
     tar: str | None
     tar_sha256: str
     tar_bytes: int
+    content: str
     statuses: dict[str, int]
     meta: dict
     sha256: str
@@ -83,7 +88,7 @@ class Header:
 
     def as_source(self) -> dict[str, str]:
         """What a stage that read this shard records as meta["source"], for `Catalog.pending`."""
-        return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256}
+        return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256, "content": self.content}
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,15 @@ class Manifest(Header):
     """One committed shard: its header, and its rows as a table (SCHEMA)."""
 
     table: pa.Table
+
+    def rows(self) -> list[Row]:
+        """Its rows, as commit_shard takes them."""
+        names = [each.name for each in fields(Row)]
+        return [Row(**line) for line in self.table.select(names).to_pylist()]
+
+    def ok(self) -> pa.Table:
+        """The rows that are ok."""
+        return self.table.filter(pc.equal(self.table["status"], OK))
 
 
 def check_rows(rows: Sequence[Row], where: str) -> None:
@@ -110,8 +124,8 @@ def check_rows(rows: Sequence[Row], where: str) -> None:
             )
 
 
-def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str, facts: list) -> Iterator[Sample]:
-    """The samples, each checked against its ok row; appends width, height and number of regions to `facts`."""
+def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str) -> Iterator[Sample]:
+    """The samples, each checked against its ok row."""
     detector = stage.partition("/")[2]
     expected = (row for row in rows if row.status == OK)
     for sample in samples:
@@ -123,11 +137,15 @@ def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: s
         if detector and (sample.regions is None or sample.regions.detector != detector):
             found = "no regions" if sample.regions is None else f"regions of detector {sample.regions.detector}"
             raise ValueError(f"{where}: row {row.row} ({row.key}) has {found}, but the stage is {stage}")
-        facts.append((sample.width, sample.height, None if sample.regions is None else len(sample.regions)))
         yield sample
     row = next(expected, None)
     if row is not None:
         raise ValueError(f"{where}: row {row.row} ({row.key}) is ok, but there is no sample for it")
+
+
+def facts_of(sample: Sample) -> tuple[int, int, int | None, str]:
+    """What the row of a sample says of it: width, height, number of regions, and sha256 of the downloaded image."""
+    return sample.width, sample.height, None if sample.regions is None else len(sample.regions), sample.sha256
 
 
 def checked_meta(meta: dict, where: str) -> dict:

@@ -4,17 +4,14 @@ A put is atomic: readers see the whole object or none. The commit of a shard nee
 number of writers, on any number of machines, exactly one gets True.
 """
 
-import bisect
 import contextlib
 import functools
 import io
-import itertools
-import math
 import os
 import random
 import re
 import secrets
-import threading
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,12 +29,14 @@ _FOLDERS = 100  # attempts to make a folder that others remove at the same time
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that ends early
 # botocore sends checksums that S3 does not require over https as a trailer, which Ceph and others refuse.
 _CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
-_REFUSED = (400, 401, 403)  # statuses of requests whose credentials are wrong or have expired, among others
-_SKEW = 600.0  # seconds of difference between the clocks from which on it is named; servers refuse 900
-_RENEWED = 60.0  # seconds for which a refusal may come from credentials that were replaced meanwhile
+# Of requests whose credentials are wrong or have expired, among others; servers do not tell one from the other.
+_REFUSED = (400, 401, 403)
+_ACCESS = (
+    "check the credentials (AWS_ACCESS_KEY_ID, ~/.aws), renew their session token if it has expired, and give them "
+    "access to the bucket"
+)
 
-
-# What can be put: bytes, a file, or several views of bytes, which are not joined in memory.
+# What can be put: bytes, a file, or several views of bytes.
 Content = bytes | Path | Sequence[memoryview]
 
 
@@ -111,7 +110,7 @@ class ObjectStore(Protocol):
         """Seconds since 1970 by the clock that dates the objects; by this machine's if a folder is not writable."""
 
     def leftovers(self) -> Iterator[Leftover]:
-        """What killed writers left, and what active writers are writing; only its age tells which."""
+        """Temporary files of killed writers, and of active ones; only their age tells which. A bucket has none."""
 
 
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
@@ -203,8 +202,7 @@ class LocalStore:
             with _opened_new(temporary) as out:
                 if isinstance(data, Path):
                     with data.open("rb") as source:
-                        while block := source.read(1 << 20):
-                            out.write(block)
+                        shutil.copyfileobj(source, out, 1 << 20)
                 else:
                     for part in [data] if isinstance(data, bytes) else data:
                         out.write(part)
@@ -376,34 +374,11 @@ def _whole_range(data: bytes, where: str, offset: int, length: int) -> bytes:
     return data
 
 
-class _Joined(io.RawIOBase):
-    """Several views of bytes as one readable file."""
-
-    def __init__(self, parts: Sequence[memoryview]):
-        self._parts, self._position = parts, 0
-        self._starts = list(itertools.accumulate(map(len, parts), initial=0))
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = (0, self._position, self._starts[-1])[whence] + offset
-        return self._position
-
-    def readinto(self, target: memoryview) -> int:
-        """Fill `target` across parts until the end: an uploader takes a short read for the end of the file."""
-        written = 0
-        while written < len(target) and self._position < self._starts[-1]:
-            number = bisect.bisect_right(self._starts, self._position) - 1
-            start = self._position - self._starts[number]
-            piece = self._parts[number][start : start + len(target) - written]
-            target[written : written + len(piece)] = piece
-            written += len(piece)
-            self._position += len(piece)
-        return written
+def _opened(data: Content) -> BinaryIO:
+    """The content as a file; several views are joined in memory."""
+    if isinstance(data, Path):
+        return data.open("rb")
+    return io.BytesIO(data if isinstance(data, bytes) else b"".join(data))
 
 
 class Ranges(io.RawIOBase):
@@ -433,51 +408,6 @@ class Ranges(io.RawIOBase):
         buffer[:length] = self._store.get_range(self._path, self._position, length)
         self._position += length
         return length
-
-
-class _Credentials:
-    """The credentials that boto3 finds, looked up again when a server refuses them: another program may have renewed
-    their file. botocore itself renews those whose source tells when they expire.
-
-    resolver: botocore's, which this replaces as a session's component `credential_provider`.
-    """
-
-    def __init__(self, resolver: Any):
-        self._resolver, self._found = resolver, resolver.load_credentials()
-        self._lock, self._replaced = threading.Lock(), -math.inf
-
-    def load_credentials(self) -> "_Credentials | None":
-        return self if self._found else None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._found, name)
-
-    def retry(self, response: tuple | None, attempts: int, **_: object) -> float | None:
-        """botocore's question after each request: the seconds after which to repeat it, None for not at all."""
-        if response is None or response[0].status_code not in _REFUSED or attempts > _ATTEMPTS or not self._found:
-            return None
-        with self._lock:
-            if time.monotonic() - self._replaced > _RENEWED:
-                found = self._resolver.load_credentials()
-                if found is None or found.get_frozen_credentials() == self._found.get_frozen_credentials():
-                    return None
-                self._found, self._replaced = found, time.monotonic()
-        return 0.0
-
-
-def _advice(answer: dict) -> str:
-    """What to do about an answer of a status in _REFUSED; servers do not tell a wrong key from an expired token."""
-    metadata = answer["ResponseMetadata"]
-    if date := metadata["HTTPHeaders"].get("date"):
-        ahead = time.time() - parsedate_to_datetime(date).timestamp()
-        if abs(ahead) > _SKEW:
-            return (
-                f"set this machine's clock, which is {abs(ahead) / 60:.0f} minutes {'ahead' if ahead > 0 else 'behind'}"
-            )
-    return (
-        "check the credentials (AWS_ACCESS_KEY_ID, ~/.aws), renew their session token if it has expired, and give them "
-        "access to the bucket"
-    )
 
 
 class S3Store:
@@ -519,7 +449,7 @@ class S3Store:
             if status == 404:
                 advice = "create the bucket"
             elif status in _REFUSED:
-                advice = _advice(error.response)
+                advice = _ACCESS
             raise StorageUnreachable(
                 f"cannot reach bucket {self.bucket!r} at {redacted(endpoint)} (root {self.root}): "
                 f"{redacted(str(error))}. To go on: {advice}",
@@ -557,7 +487,7 @@ class S3Store:
         if isinstance(data, bytes):
             self._call("put_object", path, Key=key, Body=data)
             return True
-        with self._errors("upload", path), data.open("rb") if isinstance(data, Path) else _Joined(data) as file:
+        with self._errors("upload", path), _opened(data) as file:
             self._client().upload_fileobj(file, self.bucket, key)  # in parts if it is large
         return True
 
@@ -568,11 +498,8 @@ class S3Store:
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
             try:
-                if isinstance(data, bytes):
-                    self._call("put_object", path, Body=data, **arguments)
-                else:
-                    with data.open("rb") if isinstance(data, Path) else _Joined(data) as file:
-                        self._call("put_object", path, Body=file, **arguments)
+                with _opened(data) as file:
+                    self._call("put_object", path, Body=file, **arguments)
                 return True
             except StorageUnreachable as error:
                 if error.http_status == 412:
@@ -631,18 +558,7 @@ class S3Store:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def leftovers(self) -> Iterator[Leftover]:
-        """Uploads in parts that were never completed: not in a list, but paid for."""
-        for page in self._pages("list_multipart_uploads", "", Prefix=self._prefix):
-            for upload in page.get("Uploads", []):
-                key, number = upload["Key"], upload["UploadId"]
-                try:
-                    pages = self._pages("list_parts", "", Key=key, UploadId=number)
-                    size = sum(part["Size"] for parts in pages for part in parts.get("Parts", []))
-                except ObjectMissing:
-                    continue  # completed since
-                remove = functools.partial(self._call, "abort_multipart_upload", "", Key=key, UploadId=number)
-                name = f"s3://{self.bucket}/{key} (upload {number})"
-                yield Leftover(name, size, upload["Initiated"].timestamp(), remove)
+        return iter(())  # unfinished uploads in parts go by a lifecycle rule of the bucket: docs/operating.md
 
     def _key(self, path: str) -> str:
         return self._prefix + _checked(path)
@@ -663,11 +579,7 @@ class S3Store:
             session_vars={name: (name, f"AWS_{name.upper()}", "when_required", None) for name in _CHECKSUMS}
         )
         session.register_component("data_loader", _loader())
-        credentials = _Credentials(session.get_component("credential_provider"))
-        session.register_component("credential_provider", credentials)
-        client = boto3.session.Session(botocore_session=session).client("s3", config=config)
-        client.meta.events.register("needs-retry.s3", credentials.retry)
-        return client
+        return boto3.session.Session(botocore_session=session).client("s3", config=config)
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
         """One request."""
@@ -687,22 +599,19 @@ class S3Store:
         try:
             yield
         except ClientError as error:
-            if error.response["Error"]["Code"] in ("NoSuchKey", "NoSuchUpload", "404", "NotFound"):
+            if error.response["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             message = f"{operation} of {self.where(path)}: {redacted(str(error))}"
             if status in _REFUSED:
-                message += f". To go on: {_advice(error.response)}; then run again: what is committed stays"
+                message += f". To go on: {_ACCESS}; then run again: what is committed stays"
             raise StorageUnreachable(message, status) from error
         except BotoCoreError as error:
-            raise self._lost(operation, path, error) from error
-
-    def _lost(self, operation: str, path: str, error: Exception) -> StorageUnreachable:
-        endpoint = redacted(self._client().meta.endpoint_url)
-        return StorageUnreachable(
-            f"{operation} of {self.where(path)} at {endpoint} failed (at most {_REQUESTS} attempts): "
-            f"{redacted(str(error))}. Check the network and the endpoint, then run again: what is committed stays"
-        )
+            raise StorageUnreachable(
+                f"{operation} of {self.where(path)} at {redacted(self._client().meta.endpoint_url)} failed (at most "
+                f"{_REQUESTS} attempts): {redacted(str(error))}. Check the network and the endpoint, then run again: "
+                "what is committed stays"
+            ) from error
 
     def _read(self, path: str, **byte_range: str) -> bytes:
         from botocore.exceptions import BotoCoreError

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,32 +16,15 @@ def mix(*numbers: int) -> int:
     return state
 
 
-def _mixed(x: int) -> int:
-    """_splitmix of a single number, ten times faster than an array of one."""
-    x = (x + 0x9E3779B97F4A7C15) % 2**64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+_64_BITS = 2**64 - 1
+
+
+def _mixed(x: Any) -> Any:
+    """One step of splitmix64, of an int or of each element of a uint64 array."""
+    x = (x + 0x9E3779B97F4A7C15) & _64_BITS
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return x ^ (x >> 31)
-
-
-def _number(value: int) -> np.ndarray:
-    """uint64 []: with small arrays this is faster than a scalar, which numpy converts at every call."""
-    return np.array(value, np.uint64)
-
-
-_STEP, _FIRST, _SECOND = map(_number, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_30, _27, _31 = map(_number, (30, 27, 31))
-
-
-def _splitmix(x: np.ndarray) -> np.ndarray:
-    """One step of splitmix64 at every element of a uint64 array; overflow is intended."""
-    x = x + _STEP
-    x ^= x >> _30
-    x *= _FIRST
-    x ^= x >> _27
-    x *= _SECOND
-    x ^= x >> _31
-    return x
 
 
 def shuffled(
@@ -68,63 +52,30 @@ def shuffled(
     return (line + mix(seed, stream, epoch, chunk) % n) % n
 
 
-def positions_of(
-    numbers: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
-) -> np.ndarray:
-    """At which positions of epoch `epoch` these of its n examples are, int64: the inverse of `shuffled`."""
-    if chunk == 1:
-        return _unpermuted(numbers, seed, stream, epoch, n)
-    head = min(n, -begins % chunk)
-    chunks = (n - head) // chunk
-    line = (numbers.astype(np.int64) - mix(seed, stream, epoch, chunk) % n) % n
-    positions = np.where(line < chunks * chunk + head, line - chunks * chunk, line)  # of what is before or after chunks
-    whole = line < chunks * chunk
-    number, within = np.divmod(line[whole], chunk)
-    positions[whole] = head + _unpermuted(number, seed, stream, epoch, chunks) * chunk + within
-    return positions
+@functools.lru_cache(8)  # an epoch's batches need the same tables
+def _tables(seed: int, stream: int, epoch: int, half: int) -> tuple[np.ndarray, ...]:
+    """The round functions of the Feistel network: for each round an int64 [2**half], numbers below 2**half."""
+    inputs = np.arange(2**half, dtype=np.uint64)
+    tables = tuple(_mixed(inputs ^ np.uint64(mix(seed, stream, epoch, number))) for number in range(4))
+    return tuple((table & np.uint64(2**half - 1)).astype(np.int64) for table in tables)
 
 
 def _permuted(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
     """A number below n for each position below n, no two the same."""
     half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
-    bits, low = _number(half), _number(2**half - 1)
-    keys = [_number(mix(seed, stream, epoch, number)) for number in range(4)]
-    result = positions.astype(np.uint64)
+    tables, low = _tables(seed, stream, epoch, half), 2**half - 1
+    result = positions.astype(np.int64)
     outside = np.arange(len(result))
     while len(outside):
         numbers = result[outside]
-        left, right = numbers >> bits, numbers & low
-        for key in keys:
-            mixed = _splitmix(right ^ key)
-            mixed &= low
-            mixed ^= left
-            left, right = right, mixed
-        left <<= bits
+        left, right = numbers >> half, numbers & low
+        for table in tables:
+            left, right = right, left ^ table[right]
+        left <<= half
         left |= right
         result[outside] = left
         outside = outside[left >= n]
-    return result.astype(np.int64)
-
-
-def _unpermuted(numbers: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
-    """The inverse of _permuted: each round of the network undone, the last one first."""
-    half = max(1, -(-(n - 1).bit_length() // 2))
-    bits, low = _number(half), _number(2**half - 1)
-    keys = [_number(mix(seed, stream, epoch, number)) for number in reversed(range(4))]
-    result = numbers.astype(np.uint64)
-    outside = np.arange(len(result))
-    while len(outside):
-        left, right = result[outside] >> bits, result[outside] & low
-        for key in keys:
-            mixed = _splitmix(left ^ key)
-            mixed &= low
-            mixed ^= right
-            left, right = mixed, left
-        left <<= bits
-        left |= right
-        result[outside] = left
-        outside = outside[left >= n]
-    return result.astype(np.int64)
+    return result
 
 
 def take(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
@@ -147,6 +98,8 @@ def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np
 
     Any window is computed alone. weights: positive.
     """
+    if len(weights) == 1:
+        return np.zeros(count, np.int64), np.arange(consumed, consumed + count)
     shares = np.array(weights, np.float64) / sum(weights)
     # Up to time t at most t * s + 1/2 draws of a sequence are due, together t and half a slot a sequence. So those due
     # by this time are among the first `consumed` slots. Start one draw
@@ -157,28 +110,3 @@ def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np
     draws = before[:, None] + np.arange(first + count)
     order = np.argsort((draws + 0.5) / shares[:, None], axis=None, kind="stable")[first : first + count]
     return order // draws.shape[1], draws.ravel()[order]
-
-
-def slots_of(draws: np.ndarray, number: int, weights: Sequence[float]) -> np.ndarray:
-    """Which slots these draws of sequence `number` take, int64, counted from 0: the inverse of `interleaved`."""
-    shares = np.array(weights, np.float64) / sum(weights)
-    times, slots = (draws + 0.5) / shares[number], draws.astype(np.int64)
-    for other, share in enumerate(shares):
-        if other == number:
-            continue
-        # How many draws of the other sequence come before: about this many, so the next few are compared.
-        count = np.maximum(0, np.floor(times * share + 0.5).astype(np.int64) - 2)
-        theirs = (count[:, None] + np.arange(5) + 0.5) / share
-        before = theirs < times[:, None] if other > number else theirs <= times[:, None]
-        slots = slots + count + before.sum(axis=1)
-    return slots
-
-
-def draws_in(slots: int, weights: Sequence[float]) -> list[int]:
-    """How many draws of each sequence are among the first `slots` slots."""
-    found = []
-    for number, weight in enumerate(weights):
-        near = max(0, int(slots * (weight / sum(weights))) - len(weights) - 2)
-        draws = np.arange(near, near + 2 * len(weights) + 5)
-        found.append(near + int((slots_of(draws, number, weights) < slots).sum()))
-    return found

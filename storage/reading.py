@@ -13,32 +13,33 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from storage.cache import ShardCache
-from storage.forgotten import forgotten_urls
-from storage.moved import readable
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
+from storage.revised import follow_revisions
 from storage.sample import BadSample, Sample
 from storage.shards import read_span
 from storage.snapshots import ShardIndex
+from storage.withdrawn import read_withdrawn
 
 _REQUESTS = 8  # at a time
 _JOINED = 8 << 20  # bytes, at most, of a request for several neighbours
 _GAP = 64 << 10  # bytes, at most, between two samples that one request reads
 _PATIENCE = 300.0  # seconds: longer than a server takes to start again
 _LONGEST_PAUSE = 30.0  # seconds between two tries
+_Read = TypeVar("_Read")
 
 
 class Samples(Protocol):
     """Samples by number: the shards of a snapshot, or anything like them."""
 
     urls: Sequence[str]
-    withdrawn: Collection[str]  # URLs that were forgotten, whose samples may be in no snapshot any more
+    withdrawn: Collection[str]  # URLs whose samples may be in no snapshot any more
 
     def __len__(self) -> int: ...
 
@@ -55,7 +56,7 @@ class Samples(Protocol):
 class ShardSamples:
     """The samples of committed shards, read through the byte-offset index (pread, or range requests on S3).
 
-    Samples that were forgotten are invalid. Tars that are written again without them meanwhile are looked for.
+    Samples that were withdrawn are invalid; if their tars go meanwhile, the others are read from the newest revision.
     patience: seconds for which a read is repeated while the storage does not answer.
     """
 
@@ -67,23 +68,49 @@ class ShardSamples:
         self._opening = threading.Lock()  # held while `_files` changes
         self._waits = False  # the storage does not answer, and that was logged
         self._connected = 0  # the process that read last
-        self._read_from(readable(index))
+        self._pinned = index
+        self._read_from(*self._current())
 
-    def _read_from(self, index: ShardIndex) -> None:
-        self.index = index
-        self._where = [self.store.where(tar) for tar in index.tars]
+    def _current(self) -> tuple[ShardIndex, dict[str, int]]:
+        """The index as it can be read now, and the sizes of all objects of its stage; one listing."""
+        folder = self._pinned.path.rpartition("snapshots/")[0]
+        sizes = {info.path: info.size for info in self.store.list(folder)}
+        # Network file systems list late what was written last.
+        gone = {n for n, tar in enumerate(self._pinned.tars) if tar not in sizes and not self.store.exists(tar)}
+        return follow_revisions(self._pinned, gone), sizes
+
+    def _read_from(self, index: ShardIndex, sizes: dict[str, int]) -> None:
+        """ValueError if a tar is missing or too short: at the start that is better than after hours."""
+        # Samples lie in their tar in the order of the index: the last one has its end.
+        last = np.searchsorted(index.shard, np.arange(len(index.tars), dtype=index.shard.dtype), "right") - 1
+        ends = index.offset[last].astype(np.int64) + index.length[last]
+        for number, (_, offset, length) in index.moved.items():
+            ends[number] = (offset + length).max(initial=0)
+        for tar, end in zip(index.tars, ends.tolist(), strict=True):
+            if sizes.get(tar, 0) < end and (tar in sizes or not self._reaches(tar, end)):
+                raise ValueError(
+                    f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {end}: it is torn "
+                    f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
+                )
+        self.index, self._where = index, [self.store.where(tar) for tar in index.tars]
         # Kept open, and shared with forked workers: pread moves no position.
         self._files: dict[int, io.FileIO] = {}
-        self._check_sizes()
         if self.cache is not None:
-            self.cache.want(index)
+            self.cache.want(index, sizes)
+
+    def _reaches(self, tar: str, end: int) -> bool:
+        """Whether a tar that the listing lacks is long enough."""
+        try:
+            return len(self.store.get_range(tar, end - 1, 1)) == 1
+        except (ValueError, ObjectMissing):
+            return False
 
     def _find_moved(self) -> bool:
-        """Look for the samples of tars that are gone; whether anything is new. No other thread may read meanwhile."""
-        index = readable(self.index)
-        if index is self.index:
+        """Look for the samples of tars that are gone. Returns True if they are elsewhere. No other thread may read."""
+        index, sizes = self._current()
+        if index.tars == self.index.tars:
             return False
-        self._read_from(index)
+        self._read_from(index, sizes)
         return True
 
     @functools.cached_property
@@ -93,57 +120,15 @@ class ShardSamples:
 
     @property
     def withdrawn(self) -> frozenset[str]:
-        """The URLs that were forgotten, in all datasets."""
-        return forgotten_urls(self.store)
+        """The URLs that were withdrawn, in all datasets."""
+        return read_withdrawn(self.store).urls
 
     def __len__(self) -> int:
         return len(self.index)
 
     def sample(self, number: int) -> Sample:
         """One sample; ValueError names the tar and the byte if it is invalid."""
-        try:
-            return self._sample(number)
-        except ObjectMissing:
-            if not self._find_moved():
-                raise
-        return self._sample(number)
-
-    def _sample(self, number: int) -> Sample:
-        key = self.index.forgotten.get(number)
-        if key is not None:
-            raise BadSample(f"sample {key} was forgotten since: docs/provenance.md", key)
-        tar, offset, length = self._span(number)
-        data = self.read(tar, offset, length)
-        try:
-            return read_span(data, self._name(tar, offset))
-        except ValueError:
-            if self.cache is None:
-                raise
-            return self._past_cache(tar, offset, length, data)
-
-    def past_cache(self, number: int) -> Sample | None:
-        """A sample from the store; a cached copy that differs is removed. None if there is no cache.
-
-        For a sample whose JPEG does not decode. ValueError as `sample`.
-        """
-        if self.cache is None or number in self.index.forgotten:
-            return None
-        try:
-            span = self._span(number)
-            return self._past_cache(*span, self.read(*span))
-        except ObjectMissing:
-            if not self._find_moved():
-                raise
-        return self.past_cache(number)
-
-    def _past_cache(self, tar: int, offset: int, length: int, data: bytes) -> Sample:
-        committed = self._read_store(tar, offset, length)
-        if committed != data:
-            self._forget(tar)  # the copy is damaged
-        return read_span(committed, self._name(tar, offset))
-
-    def _name(self, tar: int, offset: int) -> str:
-        return f"{self._where[tar]} at byte {offset}"
+        return self._wherever(lambda: self._sample(number))
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         """A sample per number, in their order, or the ValueError that says why it is invalid.
@@ -151,12 +136,25 @@ class ShardSamples:
         Neighbours in a tar are read together; from a bucket with several requests at a time. StorageUnreachable if the
         bucket does not answer.
         """
+        return self._wherever(lambda: self._samples(numbers))
+
+    def past_cache(self, number: int) -> Sample | None:
+        """A sample from the store; a cached copy that differs is removed. None if there is no cache.
+
+        For a sample whose JPEG does not decode. ValueError as `sample`.
+        """
+        if self.cache is None or number in self.index.withdrawn:
+            return None
+        return self._wherever(lambda: self._past_cache(*self._span(number)))
+
+    def _wherever(self, read: Callable[[], _Read]) -> _Read:
+        """What `read` returns; again if a tar is gone and its samples are elsewhere."""
         try:
-            return self._samples(numbers)
+            return read()
         except ObjectMissing:
             if not self._find_moved():
                 raise
-        return self._samples(numbers)
+        return read()
 
     def _samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         groups = self._neighbours(numbers)
@@ -170,12 +168,80 @@ class ShardSamples:
         if reads[alone:]:
             with ThreadPoolExecutor(min(_REQUESTS, len(reads))) as pool:
                 answers += pool.map(self._together, reads[alone:])
-        found = dict(
-            pair
-            for indices, samples in zip(groups, answers, strict=True)
-            for pair in zip(indices, samples, strict=True)
-        )
+        found = {}
+        for indices, samples in zip(groups, answers, strict=True):
+            found.update(zip(indices, samples, strict=True))
         return [found[index] for index in range(len(numbers))]
+
+    def _neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Indices into `numbers`, grouped by the request that reads them."""
+        withdrawn = self.index.withdrawn
+        spans = sorted((*self._span(n), index) for index, n in enumerate(numbers) if n not in withdrawn)
+        groups, first, end = [[index] for index, number in enumerate(numbers) if number in withdrawn], None, None
+        for tar, offset, length, index in spans:
+            near = first is not None and tar == first[0] and offset - end <= _GAP
+            if near and max(end, offset + length) - first[1] <= _JOINED:
+                groups[-1].append(index)
+                end = max(end, offset + length)
+            else:
+                groups.append([index])
+                first, end = (tar, offset), offset + length
+        return groups
+
+    def _together(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
+        """The samples of these numbers, sorted by their offsets in one tar, from one read."""
+        if len(numbers) == 1:
+            return [self._alone(numbers[0])]
+        spans = [self._span(number) for number in numbers]
+        tar, start = spans[0][:2]
+        try:
+            block = self.read(tar, start, max(offset + length for _, offset, length in spans) - start)
+        except ValueError:
+            return [self._alone(number) for number in numbers]
+        found = []
+        for number, (_, offset, length) in zip(numbers, spans, strict=True):
+            try:
+                data = block[offset - start : offset - start + length]
+                found.append(read_span(data, self._name(tar, offset)))
+            except ValueError:
+                found.append(self._alone(number))
+        return found
+
+    def _alone(self, number: int) -> Sample | ValueError:
+        try:
+            return self._sample(number)
+        except ValueError as error:
+            return error
+
+    def _sample(self, number: int) -> Sample:
+        key = self.index.withdrawn.get(number)
+        if key is not None:
+            raise BadSample(f"sample {key} was withdrawn since: docs/provenance.md", key)
+        tar, offset, length = self._span(number)
+        data = self.read(tar, offset, length)
+        try:
+            return read_span(data, self._name(tar, offset))
+        except ValueError:
+            if self.cache is None:
+                raise
+            return self._past_cache(tar, offset, length)
+
+    def _past_cache(self, tar: int, offset: int, length: int) -> Sample:
+        committed = self._read_store(tar, offset, length)
+        if committed != self.read(tar, offset, length):
+            self._forget(tar)  # the copy is damaged
+        return read_span(committed, self._name(tar, offset))
+
+    def _span(self, number: int) -> tuple[int, int, int]:
+        """Number of the tar, offset and length in bytes."""
+        index, tar = self.index, int(self.index.shard[number])
+        if tar in index.moved:
+            first, offset, length = index.moved[tar]
+            return tar, int(offset[number - first]), int(length[number - first])
+        return tar, int(index.offset[number]), int(index.length[number])
+
+    def _name(self, tar: int, offset: int) -> str:
+        return f"{self._where[tar]} at byte {offset}"
 
     def read(self, tar: int, offset: int, length: int) -> bytes:
         """Exactly these bytes of tar number `tar`: from a local file if there is one, else from the bucket."""
@@ -213,51 +279,6 @@ class ShardSamples:
         if not logged:
             print(f"reading waits for the storage, at most {self.patience:g} s: {error}", file=sys.stderr, flush=True)
 
-    def _span(self, number: int) -> tuple[int, int, int]:
-        """Number of the tar, offset and length in bytes."""
-        index = self.index
-        return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
-
-    def _neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Indices into `numbers`, grouped by the request that reads them."""
-        forgotten = self.index.forgotten
-        spans = sorted((*self._span(n), index) for index, n in enumerate(numbers) if n not in forgotten)
-        groups, first, end = [[index] for index, number in enumerate(numbers) if number in forgotten], None, None
-        for tar, offset, length, index in spans:
-            near = first is not None and tar == first[0] and offset - end <= _GAP
-            if near and max(end, offset + length) - first[1] <= _JOINED:
-                groups[-1].append(index)
-                end = max(end, offset + length)
-            else:
-                groups.append([index])
-                first, end = (tar, offset), offset + length
-        return groups
-
-    def _together(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """The samples of these numbers, sorted by their offsets in one tar, from one read."""
-        if len(numbers) == 1:
-            return [self._alone(numbers[0])]
-        spans = [self._span(number) for number in numbers]
-        tar, start = spans[0][:2]
-        try:
-            block = self.read(tar, start, max(offset + length for _, offset, length in spans) - start)
-        except ValueError:
-            return [self._alone(number) for number in numbers]
-        found = []
-        for number, (_, offset, length) in zip(numbers, spans, strict=True):
-            try:
-                data = block[offset - start : offset - start + length]
-                found.append(read_span(data, self._name(tar, offset)))
-            except ValueError:
-                found.append(self._alone(number))
-        return found
-
-    def _alone(self, number: int) -> Sample | ValueError:
-        try:
-            return self._sample(number)
-        except ValueError as error:
-            return error
-
     def _open(self, tar: int) -> io.FileIO | None:
         """The tar as a file of this machine, None if there is none."""
         file = None if self.cache is None else self.cache.open(self.index.tars[tar], self.index.tar_bytes[tar])
@@ -280,30 +301,3 @@ class ShardSamples:
             self._files.pop(tar, None)
         if self.cache is not None:
             self.cache.remove(self.index.tars[tar])
-
-    def _check_sizes(self) -> None:
-        """ValueError if a tar is missing or too short. One listing at the start is better than an error after hours."""
-        index = self.index
-        # Samples lie in their tar in the order of the index: the last one has its end.
-        last = np.searchsorted(index.shard, np.arange(len(index.tars), dtype=index.shard.dtype), "right") - 1
-        ends = index.offset[last] + index.length[last]
-        for tar in {int(index.shard[number]) for number in index.forgotten}:
-            number = int(last[tar])
-            while number in index.forgotten and number > 0 and index.shard[number - 1] == tar:
-                number -= 1
-            ends[tar] = 0 if number in index.forgotten else index.offset[number] + index.length[number]
-        folders = {tar.rpartition("/")[0] for tar in index.tars}
-        sizes = {info.path: info.size for folder in sorted(folders) for info in self.store.list(f"{folder}/")}
-        for tar, end in zip(index.tars, ends.tolist(), strict=True):
-            if sizes.get(tar, 0) < end and (tar in sizes or not self._reaches(tar, end)):
-                raise ValueError(
-                    f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {end}: it is torn "
-                    f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
-                )
-
-    def _reaches(self, tar: str, end: int) -> bool:
-        """Whether a tar that is not in the listing exists and is long enough; network file systems list it late."""
-        try:
-            return len(self.store.get_range(tar, end - 1, 1)) == 1
-        except (ValueError, ObjectMissing):
-            return False

@@ -1,7 +1,7 @@
 """The checkpoints of training runs: folders ROOT/runs/<run>/step-0000100, each whole once its state.json is there.
 
 state.json is written last. It has the size and sha256 of every other file. Checkpoints are read through a `Folder`,
-which checks each file against these. training/checkpoint_files.py writes them; docs/formats.md is the contract.
+which checks each file against these. training/checkpoint.py writes them; docs/formats.md is the contract.
 """
 
 import hashlib
@@ -169,7 +169,7 @@ def read_sealed(data: bytes, where: str) -> dict[str, Any]:
     """What sealed_json wrote, without its digest; ValueError if the bytes are not those that were written."""
     if not is_whole(data):
         raise ValueError(f"{where} is damaged: its {len(data)} bytes are not those that were written")
-    value = parse_json(data, where, nan=True)
+    value = parse_json(data, where)
     del value[OWN_SHA256]
     return value
 

@@ -83,28 +83,6 @@ def index_shard(file: Path) -> list[Span]:
         return [Span(key, start, end - start) for key, start, end, _ in _groups(data, str(file))]
 
 
-def each_span(data: bytes, name: str = "the shard") -> Iterator[tuple[Span, dict[str, bytes]]]:
-    """Of each sample of a whole tar its span and its members, extension -> content; errors as in read_shard."""
-    for key, start, end, members in _groups(data, name):
-        yield Span(key, start, end - start), {extension: data[a:b] for extension, (a, b) in members.items()}
-
-
-def shard_without(data: bytes, removed: Iterable[tuple[int, int]]) -> bytes | None:
-    """The tar of all samples but those at these (offset, length), byte for byte; None if there is no other.
-
-    removed: spans of samples, ascending. data: a whole tar.
-    """
-    parts, start = [], 0
-    for offset, length in removed:
-        parts.append(data[start:offset])
-        start = offset + length
-    end = max((end for _, _, end, _ in _groups(data, "the shard")), default=0)
-    rest = b"".join([*parts, data[start:end]])
-    if not rest:
-        return None
-    return rest + bytes(2 * _BLOCK + -(len(rest) + 2 * _BLOCK) % _RECORD)
-
-
 def read_span(data: bytes, name: str = "the span") -> Sample:
     """The sample whose bytes [offset, offset + length) are given; ValueError if they are anything else."""
     key, ranges = _span(data, name)

@@ -6,26 +6,29 @@ A training pins one and reads the offsets of its samples from that file alone. d
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage import index_file
 from storage.digests import BLANK, OWN_SHA256, check_version, seal
-from storage.forgotten import is_among
-from storage.manifests import OK, Header
+from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore, Ranges, StorageUnreachable
 from storage.safe_json import parse_json
 
-SNAPSHOT_VERSION = 4
+SNAPSHOT_VERSION = 5
 SNAPSHOT_SCHEMA = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
@@ -41,41 +44,57 @@ SNAPSHOT_SCHEMA = pa.schema(
         pa.field("license", pa.string()),
     ]
 )
+FROM_MANIFEST = SNAPSHOT_SCHEMA.names[1:]  # columns of a manifest
+LARGE = 2**20  # samples; each process holds a smaller index in its own memory
 _GROUP = 2**17  # rows of a row group, which are decoded together
+_UNUSED = 86400.0  # seconds
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """All shards of a stage at one moment; id is a hash of the manifests, and so of every sample.
 
-    random_init: whether the detector of one of them had random weights; None where no manifest tells, as of images.
+    manifests: the name of each, 00000 or 00000.r2. random_init: whether the detector of one of them had random weights;
+    None where no manifest tells, as of images.
     """
 
     id: str
     stage: str
-    shards: tuple[str, ...]
+    manifests: tuple[str, ...]
     ok_rows: int
     random_init: bool | None
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(map(shard_of, self.manifests))
+
+
+def shard_of(manifest: str) -> str:
+    """The shard of a manifest of this name."""
+    return manifest.partition(".")[0]
 
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
     """The spans of the S samples of a snapshot, by shard and then in the order of the rows: 16 bytes a sample.
 
-    tars        path of each tar relative to the root; shards without a tar are left out
+    manifests   the name of the manifest of each tar; shards without a tar are left out
+    tars        path of each tar relative to the root
     tar_sha256  of each tar, 64 hex
     tar_bytes   size of each tar
     shard       uint32 [S]  which of `tars`
     offset      int64  [S]  bytes
     length      int32  [S]  bytes: ObjectStore.get_range(tars[shard], offset, length) -> shards.read_span
     store, path the snapshot's file
-    forgotten   number -> key of the samples that were withdrawn since; they cannot be read (storage/moved.py)
-    moved       tars of the stage that hold such samples: copies of them are to be removed
+    moved       of each of `tars` that is not the one of the snapshot: number of its first sample, and the offsets and
+                lengths of its samples, in place of those above
+    withdrawn   number -> key of the samples that were withdrawn since; they cannot be read (storage/revised.py)
 
-    The arrays are read-only. All processes of a machine share those of a large snapshot: storage/index_file.py.
+    The arrays are read-only. All processes of a machine share those of a large snapshot, as files in TMPDIR.
     """
 
     snapshot: Snapshot
+    manifests: tuple[str, ...]
     tars: tuple[str, ...]
     tar_sha256: tuple[str, ...]
     tar_bytes: tuple[int, ...]
@@ -84,8 +103,8 @@ class ShardIndex:
     length: np.ndarray
     store: ObjectStore
     path: str
-    forgotten: Mapping[int, str] = field(default_factory=dict)
-    moved: frozenset[str] = frozenset()
+    moved: Mapping[int, tuple[int, np.ndarray, np.ndarray]] = field(default_factory=dict)
+    withdrawn: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -111,26 +130,23 @@ class ShardIndex:
 
 
 def snapshot_of(stage: str, headers: Sequence[Header]) -> Snapshot:
-    """The snapshot of these manifests, if no row of them was forgotten; headers sorted by shard."""
+    """The snapshot of these manifests; headers sorted by shard."""
     recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
     return Snapshot(
-        id=_id((header.shard, header.sha256, ()) for header in headers),
+        id=_id((header.name, header.sha256) for header in headers),
         stage=stage,
-        shards=tuple(header.shard for header in headers),
+        manifests=tuple(header.name for header in headers),
         ok_rows=sum(header.ok_rows for header in headers),
         random_init=any(recorded) if recorded else None,
     )
 
 
-def write_snapshot(
-    file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]], urls: Collection[str] = ()
-) -> Snapshot:
+def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]]) -> Snapshot:
     """Write a snapshot of these shards, each with its ok rows (columns of a manifest), sorted by shard.
 
-    urls: those that were forgotten, whose rows are left out. The same shards give the same bytes under one version of
-    pyarrow, which writes its name into them.
+    The same shards give the same bytes under one version of pyarrow, which writes its name into them.
     """
-    headers, forgotten = [], []  # of each shard the rows that are left out
+    headers = []
     with pq.ParquetWriter(
         file,
         SNAPSHOT_SCHEMA,
@@ -146,14 +162,9 @@ def write_snapshot(
         for header, table in shards:
             # Of the meta, kilobytes a shard, what snapshot_of needs.
             meta = {name: value for name, value in header.meta.items() if name == "random_init"}
-            forgotten.append([])
-            if urls:
-                out = is_among(table["url"], urls)
-                forgotten[-1] = table["row"].filter(out).to_pylist()
-                table = table.filter(pc.invert(out))
-            headers.append(replace(header, meta=meta, statuses={OK: len(table)}))
+            headers.append(replace(header, meta=meta))
             number = pa.array(np.full(len(table), int(header.shard), np.int32))
-            columns = [number, *(table[name] for name in SNAPSHOT_SCHEMA.names[1:])]
+            columns = [number, *(table[name] for name in FROM_MANIFEST)]
             waiting.append(pa.Table.from_arrays(columns, schema=SNAPSHOT_SCHEMA))
             rows += len(table)
             while rows >= _GROUP:
@@ -162,25 +173,21 @@ def write_snapshot(
                 waiting, rows = [joined.slice(_GROUP)], rows - _GROUP
         if rows:
             writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP)
-        snapshot = replace(
-            snapshot_of(stage, headers),
-            id=_id((header.shard, header.sha256, rows) for header, rows in zip(headers, forgotten, strict=True)),
-        )
+        snapshot = snapshot_of(stage, headers)
         metadata = {
             "version": SNAPSHOT_VERSION,
             "stage": stage,
             "random_init": snapshot.random_init,
             "shards": [
                 {
-                    "shard": header.shard,
+                    "manifest": header.name,
                     "manifest_sha256": header.sha256,
                     "rows": header.ok_rows,
                     "tar": header.tar and header.tar.rpartition("/")[2],
                     "tar_sha256": header.tar_sha256,
                     "tar_bytes": header.tar_bytes,
-                    **({"forgotten": rows} if rows else {}),
                 }
-                for header, rows in zip(headers, forgotten, strict=True)
+                for header in headers
             ],
         }
         text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
@@ -206,7 +213,7 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
         snapshot, shards = _footer(file, store.where(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
 
-        def spans() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        def spans() -> _Arrays:
             offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
             start = 0
             for table in _groups(file, store.where(path), ["offset", "length"]):
@@ -218,10 +225,11 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
                 array.setflags(write=False)
             return offset, length, number
 
-        offset, length, number = index_file.shared(snapshot.id, snapshot.ok_rows, spans)
+        offset, length, number = _shared(snapshot, spans)
     folder = path.rpartition("/snapshots/")[0]
     return ShardIndex(
         snapshot=snapshot,
+        manifests=tuple(shard["manifest"] for shard in shards),
         tars=tuple(f"{folder}/{shard['tar']}" for shard in shards),
         tar_sha256=tuple(shard["tar_sha256"] for shard in shards),
         tar_bytes=tuple(shard["tar_bytes"] for shard in shards),
@@ -231,6 +239,46 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
         store=store,
         path=path,
     )
+
+
+_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # offset, length and shard of a ShardIndex
+
+
+def _shared(snapshot: Snapshot, make: Callable[[], _Arrays]) -> _Arrays:
+    """The arrays of a snapshot's index. Those of a large one are files in TMPDIR, which one process of the machine
+    makes and all map; if there can be none, as on a full disk, this process holds its own."""
+    if snapshot.ok_rows < LARGE:
+        return make()
+    folder = Path(tempfile.gettempdir(), f"vlbert-index-{os.getuid()}")
+    files = [folder / snapshot.id / f"{name}.npy" for name in ("offset", "length", "shard")]
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} is another user's")
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not files[-1].exists():
+                _remove_unused(folder)
+                files[0].parent.mkdir(exist_ok=True)
+                for file, array in zip(files, make(), strict=True):
+                    with file.with_suffix(".new").open("wb") as out:
+                        np.save(out, array)
+                        os.fsync(out.fileno())
+                    file.with_suffix(".new").rename(file)
+            os.utime(files[0].parent)
+        # As plain arrays: single numbers of a memmap take longer.
+        return tuple(np.asarray(np.load(file, mmap_mode="r")) for file in files)
+    except (OSError, ValueError) as error:
+        shutil.rmtree(files[0].parent, ignore_errors=True)  # the next process makes it again
+        print(f"this process holds its own index, as {folder} cannot be used: {error}", file=sys.stderr, flush=True)
+        return make()
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove indices that nobody opened for a day; who has one mapped still reads it."""
+    for index in folder.glob("*/"):
+        if time.time() - index.stat().st_mtime > _UNUSED:
+            shutil.rmtree(index)
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -262,9 +310,9 @@ def _groups(
         yield table
 
 
-def _id(shards: Iterable[tuple[str, str, Sequence[int]]]) -> str:
-    """Of each shard its name, the sha256 of its manifest and the rows that were forgotten."""
-    lines = "".join(" ".join((shard, sha256, *map(str, rows))) + "\n" for shard, sha256, rows in shards)
+def _id(shards: Iterable[tuple[str, str]]) -> str:
+    """Of each shard the name and the sha256 of its manifest."""
+    lines = "".join(f"{name} {sha256}\n" for name, sha256 in shards)
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
@@ -277,9 +325,9 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
     check_version(metadata.get("version"), SNAPSHOT_VERSION, where)
     shards = metadata["shards"]
     snapshot = Snapshot(
-        id=_id((shard["shard"], shard["manifest_sha256"], shard.get("forgotten", ())) for shard in shards),
+        id=_id((shard["manifest"], shard["manifest_sha256"]) for shard in shards),
         stage=metadata["stage"],
-        shards=tuple(shard["shard"] for shard in shards),
+        manifests=tuple(shard["manifest"] for shard in shards),
         ok_rows=sum(shard["rows"] for shard in shards),
         random_init=metadata["random_init"],
     )

@@ -3,24 +3,19 @@
 import contextlib
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from storage.catalog import Catalog, sha256_of, temporary_folder
 from storage.digests import is_whole
-from storage.forgotten import forgotten_urls
 from storage.inventory import Inventory
-from storage.manifests import OK, Manifest
-from storage.moved import successors
+from storage.manifests import Manifest
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable
 from storage.runs import STATE, differing, file_hash, named_best, read_state, way_out
-from storage.safe_json import parse_json
 from storage.shards import index_shard
-from storage.snapshots import SNAPSHOT_SCHEMA, read_columns, read_snapshot
+from storage.snapshots import read_snapshot, shard_of
+from storage.withdrawn import Withdrawn, read_withdrawn
 
 _READERS = 4  # tars hashed at a time
 _PIECE = 2**24  # bytes of a tar that are fetched at a time
@@ -32,10 +27,11 @@ def verify(inventory: Inventory) -> Iterator[str]:
     store = inventory.store
     if inventory.dataset is None:
         yield from _faults_of_runs(inventory)
-        try:
-            forgotten_urls(store)
-        except ValueError as error:
-            yield str(error)
+    withdrawn, tars = Withdrawn(), {}  # path of a manifest -> the tar that it names
+    try:
+        withdrawn = read_withdrawn(store)
+    except ValueError as error:
+        yield str(error)
     for (name, stage), found in sorted(inventory.manifests.items()):
         catalog = Catalog(store, name)
 
@@ -43,7 +39,9 @@ def verify(inventory: Inventory) -> Iterator[str]:
             faults = []
             try:
                 catalog.revisions(stage, shard)  # an earlier one is checked, too
-                faults.extend(_faults_of_shard(inventory, catalog, catalog.manifest(stage, shard)))
+                manifest = catalog.manifest(stage, shard)
+                tars[catalog.manifest_path(stage, manifest.name)] = manifest.tar
+                faults.extend(_faults_of_shard(inventory, catalog, manifest, withdrawn))
             except (ValueError, ObjectMissing) as error:
                 faults.append(str(error))
             return faults
@@ -54,18 +52,20 @@ def verify(inventory: Inventory) -> Iterator[str]:
     for (name, stage), found in sorted(inventory.snapshots.items()):
         for info in found.values():
             try:
-                yield from _faults_of_snapshot(Catalog(store, name), stage, info)
+                yield from _faults_of_snapshot(Catalog(store, name), stage, info, tars)
             except (ValueError, ObjectMissing, FileNotFoundError) as error:
                 yield str(error)
 
 
-def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest) -> Iterator[str]:
+def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest, withdrawn: Withdrawn) -> Iterator[str]:
     store, where = catalog.store, catalog.where(manifest.stage, manifest.name)
     table = manifest.table
     counted = dict(sorted(Counter(table["status"].to_pylist()).items()))
     if counted != manifest.statuses:
         yield f"{where} has rows {counted}, but its header counts {manifest.statuses}"
-    ok = table.filter(pc.equal(table["status"], OK))
+    ok = manifest.ok()
+    if any(withdrawn.among(ok).to_pylist()):
+        yield f"{where} has images that were withdrawn; type `vlbert withdraw` again, with the same URLs"
     source = manifest.meta.get("source", {})
     if "manifest_sha256" in source:
         with contextlib.suppress(ValueError):  # it is damaged, which is reported for its own shard
@@ -149,17 +149,6 @@ def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
         yield str(error)
 
 
-def remarks(inventory: Inventory) -> Iterator[str]:
-    """What is no fault but worth knowing: torn lines of a run's log."""
-    store = inventory.store
-    for _, path in sorted(inventory.metrics.items() if inventory.dataset is None else ()):
-        for number, line in enumerate(store.get(path).splitlines(), 1):
-            try:
-                parse_json(line, f"{store.where(path)}, line {number},", nan=True, fix="its numbers are lost")
-            except ValueError as error:
-                yield str(error)
-
-
 def _pieces(store: ObjectStore, info: ObjectInfo) -> Iterator[bytes]:
     """The bytes of an object, in pieces."""
     for offset in range(0, info.size, _PIECE):
@@ -180,10 +169,12 @@ def _as_file(store: ObjectStore, info: ObjectInfo) -> Iterator[Path]:
         yield folder / "copy"
 
 
-def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Iterator[str]:
-    path = info.path
-    store, where = catalog.store, catalog.store.where(path)
-    snapshot, shards = read_snapshot(store, path)
+def _faults_of_snapshot(
+    catalog: Catalog, stage: str, info: ObjectInfo, tars: Mapping[str, str | None]
+) -> Iterator[str]:
+    """tars: path of each manifest that was checked, with its tar -> the tar."""
+    store, where = catalog.store, catalog.store.where(info.path)
+    _, shards = read_snapshot(store, info.path)
     with (
         _as_file(store, info) as file,
         file.open("rb") as stream,
@@ -192,52 +183,25 @@ def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Itera
         if not is_whole(data):
             yield f"{where} is damaged: its bytes differ from those that were written; put it back, or remove it"
             return
-    groups = read_columns(store, path, SNAPSHOT_SCHEMA.names)
-    for shard, rows in zip(shards, _regrouped(groups, [shard["rows"] for shard in shards]), strict=True):
-        try:
-            revisions = catalog.revisions(stage, shard["shard"])
-            manifest = next((one for one in revisions if one.sha256 == shard["manifest_sha256"]), None)
-            manifest = manifest and catalog.manifest_of(manifest)
-        except ValueError:
-            revisions, manifest = None, None  # reported as a fault of its own
-        if revisions == []:
-            yield f"{catalog.where(stage, shard['shard'])} is gone, and {where} names it; put it back, or run the stage"
-        if manifest is not None:
-            ok = manifest.table.filter(pc.equal(manifest.table["status"], OK)).drop_columns(["status", "detail"])
-            ok = ok.filter(pc.invert(pc.is_in(ok["row"], pa.array(shard.get("forgotten", ()), pa.int64()))))
-            expected = ok.append_column("shard", pa.array([int(shard["shard"])] * len(ok), pa.int32()))
-            if not all(rows[name].equals(expected[name]) for name in SNAPSHOT_SCHEMA.names):
-                yield f"{where}: its rows of shard {shard['shard']} are not those of the manifest"
-        # If the shard was made again, the tar that the snapshot names must still exist.
-        if shard["tar"] is not None and (manifest is None or manifest.sha256 != revisions[-1].sha256):
-            tar, size = f"{catalog.dataset}/{stage}/{shard['tar']}", shard["tar_bytes"]
-            try:
-                if not store.exists(tar) and (moved := successors(store, tar)):  # without what was forgotten
-                    tar, size = moved[-1].tar, moved[-1].tar_bytes
-                    if tar is None:
-                        continue
-                found = next(store.list(tar), None)
-                whole = found is not None and found.size == size
-                if whole:
-                    with _as_file(store, found) as file:
-                        whole = tar.endswith(f"-{sha256_of(file)[:12]}.tar")
-            except (ObjectMissing, FileNotFoundError):
-                whole = False
-            except ValueError as error:  # a record of what moved
-                yield str(error)
-                continue
-            if not whole:
-                yield f"{store.where(tar)} is gone or damaged, and {where} names it"
+    newest = catalog.newest(stage)
+    for one in shards:
+        name, shard = one["manifest"], shard_of(one["manifest"])
+        if shard not in newest:
+            yield f"{catalog.where(stage, name)} is gone, and {where} names it; put it back, or run the stage"
+        path = one["tar"] and catalog.path(stage, one["tar"])
+        if path is None or tars.get(catalog.manifest_path(stage, name)) == path:
+            continue
+        found = next(store.list(path), None)
+        # If it is gone, the samples are read from the newest revision: storage/revised.py.
+        if not _is_whole_tar(store, found, one["tar_sha256"]) and (found or newest.get(shard, name) == name):
+            yield f"{store.where(path)} is gone or damaged, and {where} names it"
 
 
-def _regrouped(groups: Iterable[pa.Table], counts: Sequence[int]) -> Iterator[pa.Table]:
-    """The rows of all groups in tables of `counts` rows."""
-    groups = iter(groups)
-    waiting = next(groups, None)
-    for count in counts:
-        parts = [SNAPSHOT_SCHEMA.empty_table()]
-        while count:
-            parts.append(waiting.slice(0, count))
-            count -= len(parts[-1])
-            waiting = waiting.slice(len(parts[-1])) if len(parts[-1]) < len(waiting) else next(groups, None)
-        yield pa.concat_tables(parts)
+def _is_whole_tar(store: ObjectStore, info: ObjectInfo | None, sha256: str) -> bool:
+    try:
+        if info is not None:
+            with _as_file(store, info) as file:
+                return sha256_of(file) == sha256
+    except (ObjectMissing, FileNotFoundError):
+        pass
+    return False

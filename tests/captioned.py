@@ -16,9 +16,7 @@ def captioned_scenes(
     """In shards of 10 rows, two a task; `file` takes the place of their list."""
     settings = {
         "captions": str(file or demo_data.train_tsv),
-        "download": DownloadSettings(
-            deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{demo_data.port}",)
-        ),
+        "download": DownloadSettings(deadline=1.5, retries=0, allowed_hosts=(f"127.0.0.1:{demo_data.port}",)),
         "rows_per_shard": 10,
         "shards_per_task": 2,
     }

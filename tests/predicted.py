@@ -13,8 +13,8 @@ from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import load_weights, read_config
 from storage.object_store import open_store
+from training.checkpoint import Writer
 from training.optimizer import make_optimizer
-from training.writer import Writer
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import RegionConfig
 from vlbert.data.vocabulary import SPECIALS, Vocabulary

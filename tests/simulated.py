@@ -19,7 +19,7 @@ from web import draw, encode
 
 from storage.collect.download import Download, Downloader
 from storage.collect.fetch import DownloadSettings
-from storage.collect.lists import CaptionRow
+from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool
 
 JPEG = encode(draw(32, 32))

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from storage.object_store import ObjectStore
+from training.checkpoint import Writer
 from training.distributed import World
 from training.loop import Run, train_steps
 from training.optimizer import OptimizerConfig
-from training.writer import Writer
 
 ALONE = World(0, 1, torch.device("cpu"))
 

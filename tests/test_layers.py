@@ -24,9 +24,7 @@ KNOW_DETECTORS = {
     "vlbert/published/vilbert.py",
     "vlbert/published/vlbert.py",
     "vlbert/initial_weights.py",  # starts from a detector's weights
-    "vlbert/needs.py",  # what a detection needs, too
     "vlbert/plan.py",
-    "vlbert/rehearsal.py",  # of a detection, too
 }
 FILES = sorted(path.relative_to(PROJECT) for folder in MAY_IMPORT for path in (PROJECT / folder).rglob("*.py"))
 HOUSE = {*MAY_IMPORT, "demo", "benchmarks", "tests"}

@@ -13,7 +13,7 @@ from PIL import Image
 
 from storage.collect.download import Download, Downloader
 from storage.collect.fetch import DownloadSettings
-from storage.collect.lists import CaptionRow
+from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool
 
 Answer = Callable[[BaseHTTPRequestHandler], None]

@@ -3,11 +3,13 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from storage.object_store import Content, LocalStore
+from training.checkpoint import Writer, write_checkpoint
 
 
 class Held(LocalStore):
@@ -29,12 +31,10 @@ def tensors(value: float) -> dict[str, Tensor]:
     return {"a": torch.full((3, 4), value), "step": torch.tensor(int(value))}
 
 
-def files(value: float) -> dict[str, bytes | dict[str, Tensor]]:
-    return {"model.safetensors": tensors(value), "state.json": b"{}"}
-
-
-def nothing() -> None:
-    pass
+def write(writer: Writer, step: int, metric: str | None = None, **state: Any) -> None:
+    """Have a checkpoint of run `r` written, of three steps, whose tensor `a` is full of the step's number."""
+    files = {"model.safetensors": tensors(step)}
+    write_checkpoint(writer, "r", step, 3, files, {"step": step} | state, 3, metric)
 
 
 def wait_for(condition: object, seconds: float = 20) -> None:

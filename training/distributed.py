@@ -19,7 +19,7 @@ from torch import Tensor, nn
 # write the last checkpoint (10 minutes at most); who has not come by then hangs.
 TIME_LIMIT = timedelta(minutes=30)
 
-# How gloo and nccl tell that another rank is the one who failed.
+# Error messages that mean a peer failed.
 _OF_ANOTHER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -48,7 +48,7 @@ class World:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes, for people: the model of a GPU, or CPU with its threads."""
+    """Return what computes, for people: the model of a GPU, or CPU with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type.upper()} (threads: {torch.get_num_threads()})"
@@ -96,7 +96,7 @@ def _end_with_parent() -> None:
 
 
 def fault_of_another(error: BaseException) -> str | None:
-    """What an error says of another rank that is gone or did not come; None where it is this one's own."""
+    """Return what an error says of another rank that is gone or did not come; None if it is this one's own."""
     words = next((words for words in _OF_ANOTHER if words in str(error)), None)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return words or str(error).partition("\n")[0]
@@ -112,7 +112,7 @@ def stop(world: World) -> None:
 
 
 def sum_over_ranks(numbers: list[float], world: World) -> list[float]:
-    """Each number summed over all ranks; every rank must call it."""
+    """Sum each number over all ranks; every rank must call this."""
     if world.size == 1:
         return numbers
     total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
@@ -127,7 +127,7 @@ def add_over_ranks(numbers: Tensor, world: World) -> None:
 
 
 def gather_rows(rows: list[Any], world: World) -> list[Any]:
-    """The rows of all ranks, on every rank, in rank order."""
+    """Return the rows of all ranks, on every rank, in rank order."""
     if world.size == 1:
         return rows
     parts: list[Any] = [None] * world.size
@@ -136,7 +136,7 @@ def gather_rows(rows: list[Any], world: World) -> list[Any]:
 
 
 def gather_on_first(rows: list[Any], world: World) -> list[Any]:
-    """The rows of all ranks on rank 0, in rank order; elsewhere none."""
+    """Return the rows of all ranks on rank 0, in rank order; elsewhere none."""
     if world.size == 1:
         return rows
     parts: list[Any] | None = [None] * world.size if world.first else None
@@ -145,7 +145,7 @@ def gather_on_first(rows: list[Any], world: World) -> list[Any]:
 
 
 def from_first(value: Any, world: World) -> Any:
-    """The value that rank 0 passed, on every rank."""
+    """Return the value that rank 0 passed, on every rank."""
     if world.size == 1:
         return value
     box = [value]
@@ -154,13 +154,13 @@ def from_first(value: Any, world: World) -> Any:
 
 
 def gather_from_nodes(value: Any, world: World) -> dict[str, Any]:
-    """What a rank of each node passed, by the node's number and host name, on every rank."""
+    """Return what a rank of each node passed, by the node's number and host name, on every rank."""
     node = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
     return dict(gather_rows([(node, value)], world))
 
 
 def check_on_all_nodes(paths: Mapping[str, str | None], world: World) -> None:
-    """FaultOfNode where a path is there on some nodes and not on all; every rank must call it.
+    """Raises FaultOfNode if a path is there on some nodes and not on all; every rank must call this.
 
     paths: by the names of their fields. What no node has is no local path (an address, the name of a model on a hub),
     or is told by who reads it.

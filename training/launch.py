@@ -7,9 +7,7 @@ ends with the status 1. This ends with the status of the first rank that failed;
 with 128 + the signal that torchrun itself got, but with 75 where the training has saved upon it. Where the environment
 variable TORCHELASTIC_ERROR_FILE names a file, the error of the first rank that failed is written to it.
 
-On several nodes of SLURM it finds out by itself where they meet:
-
-    srun --nodes=2 --ntasks-per-node=1 python -m training.launch --nproc-per-node N -m vlbert.train RECIPE ...
+On several nodes of SLURM docker/slurm/rendezvous.sh tells torchrun where they meet.
 """
 
 import argparse
@@ -17,10 +15,9 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 # Before the import of torch, which reads it. Else a stack trace of C++ is printed where another node ends first.
@@ -42,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     options = run.parse_args(arguments)
     try:
-        meet(options, os.environ)
         ranks = run.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         sys.exit(f"training.launch: {error}")
@@ -55,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launch(options: argparse.Namespace, ended: Path) -> int:
-    """Run torchrun; the exit status. ended: see ENDED_FOLDER."""
+    """Run torchrun and return the exit status. ended: see ENDED_FOLDER."""
     try:
         run.run(options)
     except ChildFailedError as error:
@@ -68,48 +64,13 @@ def launch(options: argparse.Namespace, ended: Path) -> int:
         print(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr, flush=True)
         return 128 - failure.exitcode
     except RendezvousError as error:
-        if (ended / "1").exists():
-            return 1
-        fault = type(error).__name__
-        print(f"training.launch: another node did not come, or has ended: see its error ({fault})", file=sys.stderr)
+        if not (ended / "1").exists():
+            fault = type(error).__name__
+            print(f"training.launch: another node did not come, or has ended: see its error ({fault})", file=sys.stderr)
         return 1
     except SignalException as error:
         return STOPPED if (ended / str(STOPPED)).exists() else 128 + error.sigval
     return 0
-
-
-def meet(options: argparse.Namespace, variables: Mapping[str, str]) -> None:
-    """Where torchrun's options do not say on which node the others find it: the first one of the SLURM step.
-
-    ValueError where the step has other nodes than the options, or there is no step.
-    """
-    nodes = int(variables.get("SLURM_STEP_NUM_NODES", 1))
-    if options.standalone or options.rdzv_endpoint or options.master_addr != "127.0.0.1":
-        return
-    if options.nnodes == "1:1":  # torchrun's default
-        options.nnodes = str(nodes)
-    least, most = (int(number) for number in (options.nnodes.split(":") * 2)[:2])
-    if most == 1:
-        return
-    if nodes == 1:
-        raise ValueError(
-            f"--nnodes={options.nnodes}, and nothing says where they meet: start it with srun, one task a node, or "
-            "give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=NAME or set PET_RDZV_ENDPOINT and so on"
-        )
-    if not least <= nodes <= most:
-        raise ValueError(f"--nnodes={options.nnodes}, but srun was given {nodes} nodes: have it be the same number")
-    if int(variables["SLURM_STEP_NUM_TASKS"]) != nodes:
-        raise ValueError(
-            f"srun runs {variables['SLURM_STEP_NUM_TASKS']} tasks on {nodes} nodes; give it --ntasks-per-node=1: each "
-            "starts the ranks of its node"
-        )
-    job, step, named = (variables[f"SLURM_{name}"] for name in ("JOB_ID", "STEP_ID", "STEP_NODELIST"))
-    listed = subprocess.run(["scontrol", "show", "hostnames", named], capture_output=True, text=True, check=True)
-    # Two jobs may share a node, so each has a port of its own, below those that the system gives away.
-    port = 20000 + (int(job) * 16 + int(step) % 16) % 10000
-    options.rdzv_backend, options.rdzv_endpoint = "c10d", f"{listed.stdout.split()[0]}:{port}"
-    # A job that was requeued has its number still, and may find the store of its former life.
-    options.rdzv_id = f"{job}.{step}.{variables.get('SLURM_RESTART_COUNT', 0)}"
 
 
 if __name__ == "__main__":

@@ -13,16 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage.object_store import ObjectStore, StorageUnreachable
+from storage.object_store import ObjectStore
 from storage.progress import clock
 from storage.safe_json import parse_json
-from training.log_files import Lines
 from training.stopping import Stopped
-from training.trackers import WAIT_AT_END, WAIT_WHEN_STOPPED, TrackedRun, Tracker, Trackers
+from training.trackers import MakeTracker, TrackedRun, Trackers
 
 if TYPE_CHECKING:  # flows read the heartbeat and the metrics, and need no torch for it
-    from training.metrics import Line, Step
-    from training.writer import Writer
+    from training.checkpoint import Writer
+    from training.metrics import RunningAverages, Step
 
 # An environment variable: "0" prints an empty line in place of each progress line. Flows set it, because they log the
 # heartbeat instead. The empty line is a sign of life that needs no storage.
@@ -45,6 +44,32 @@ class Unreadable:
     reason: str
 
 
+class Lines:
+    """A file of JSON objects, one a line. Each time that some are added, the writer's thread puts the whole file.
+
+    Lines of a file that is there, of steps after `step`, are removed: a resumed run does those steps again.
+    """
+
+    def __init__(self, writer: "Writer", path: str, step: int):
+        self.writer, self.path = writer, path
+        found = read_lines(writer.store, path)
+        self.records = [record for record in found if record["step"] <= step]
+        self._data = [_line(record) for record in self.records]
+        if len(self.records) < len(found):
+            self._put()  # at once: a kill must not cost the lines that stay
+
+    def add(self, *records: Mapping[str, Any]) -> None:
+        self._data += map(_line, records)
+        self.writer.do(self.path, self._put)
+
+    def _put(self) -> None:
+        self.writer.store.put(self.path, b"".join(self._data[:]))  # a copy: lines are added meanwhile
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(dict(record)) + "\n").encode()
+
+
 class RunLog:
     """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step), unreadable.jsonl (one
     a sample that could not be read, by the step that first met it), skipped.jsonl (one a step that was left out),
@@ -56,7 +81,7 @@ class RunLog:
     trackers     by name; they get each line of metrics.jsonl
     settings     the recipe as plain values, for trackers
 
-    On a bucket all files are kept in a temporary folder, and `publish` puts them; the heartbeat is put by itself.
+    The writer's thread puts all of them; of a run on a bucket, trackers write to a temporary folder.
     """
 
     def __init__(
@@ -68,21 +93,20 @@ class RunLog:
         samples_per_step: int,
         processes: int = 1,
         metadata: Mapping[str, Any] | None = None,
-        trackers: Mapping[str, Tracker] | None = None,
+        trackers: Mapping[str, MakeTracker] | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
         store = writer.store
         self.writer, self.store, self.run = writer, store, run
         self.steps, self.samples_per_step = steps, samples_per_step
-        folder = store.local_path(f"runs/{self.run}")
+        folder = store.local_path(f"runs/{run}")
         self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if folder is None else None
         self.folder = Path(self._temporary.name) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept = {name: self._keep_until(step, name) for name in ("metrics.jsonl", "skipped.jsonl", "unreadable.jsonl")}
-        self._known = {line["reason"]: line["step"] for line in kept["unreadable.jsonl"]}
-        self._lines = {name: Lines(self.folder / name, writer.log) for name in kept}
-        tracked = TrackedRun(run, step, steps, self.folder, settings or {}, writer.log)
-        self._trackers = Trackers(trackers or {}, tracked)
+        names = "metrics.jsonl", "skipped.jsonl", "unreadable.jsonl"
+        self._metrics, self._skipped, self._unreadable = (Lines(writer, f"runs/{run}/{name}", step) for name in names)
+        self._known = {line["reason"]: line["step"] for line in self._unreadable.records}
+        self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, self.folder, settings or {}), writer.log)
         self._began = self._line_began = time.monotonic()
         self._save_waited = 0.0
         self._resumed_from = self.where(f"step-{step:07d}") if step else None
@@ -106,22 +130,8 @@ class RunLog:
         return self.writer.saved or self._resumed_from
 
     def where(self, name: str) -> str:
-        """One of the run's files in full."""
+        """The full name of one of the run's files."""
         return self.store.where(f"runs/{self.run}/{name}")
-
-    def _keep_until(self, step: int, name: str) -> list[dict[str, Any]]:
-        """The lines of a file. What a stopped run wrote after its last checkpoint will be done again, so it goes."""
-        path = f"runs/{self.run}/{name}"
-        if not self.store.exists(path):
-            return []
-        data = self.store.get(path)
-        found = _parsed(data, self.store.where(path))
-        kept = b"".join(line for line, record in found if record["step"] <= step)
-        if self._temporary is not None:
-            (self.folder / name).write_bytes(kept)
-        elif kept != data:
-            self.store.put(path, kept)  # at once: a kill must not cost the lines that stay
-        return [record for _, record in found if record["step"] <= step]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -146,52 +156,47 @@ class RunLog:
     def step(self, step: int) -> None:
         """Note how many steps are done."""
         self._beat["step"] = step
-        if self._beat["state"] == "starting":  # the first may have taken minutes: it compiles
+        # The first step may have taken minutes: it compiles.
+        if self._beat["state"] == "starting" or time.monotonic() - self._beaten >= _BETWEEN_BEATS:
             self._enter("training")
-        elif time.monotonic() - self._beaten >= _BETWEEN_BEATS:
-            self._put_beat()
 
     def _enter(self, state: str) -> None:
+        """Put the heartbeat, with this state."""
         self._beat["state"] = state
-        self._put_beat()
-
-    def _put_beat(self) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         seconds = time.monotonic() - self._began
         beat = {"time": now} | self._beat | {"seconds": seconds, "checkpoint": self.checkpoint}
         self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode())
         self._beaten = time.monotonic()
 
-    def training(self, step: int, line: "Line", learning_rate: float) -> None:
-        """Log the means of the steps since the last line, after `step` of them; prints the progress line."""
-        rate = line.steps / line.seconds
-        samples_per_second, left = rate * self.samples_per_step, (self.steps - step) / rate
-        numbers = {f"loss_{name}": value for name, value in line.losses.items()}
-        numbers |= line.measures | {"learning_rate": learning_rate, "samples_per_second": samples_per_second}
-        waits = {"data_wait": line.data_wait, "save_wait": self._share_of_saving()}
-        numbers |= line.norms | waits | {"memory_gb": line.memory / 1e9} | line.counts
+    def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
+        """Log the averages after `step` steps, and print the progress line. memory: bytes, at most so far."""
+        seconds, waited = averages.seconds()
+        now, saved = time.monotonic(), self.writer.waited
+        rates = {
+            "samples_per_second": averages.steps / seconds * self.samples_per_step,
+            "data_wait": waited / seconds,
+            "save_wait": (saved - self._save_waited) / max(1e-9, now - self._line_began),
+        }
+        self._line_began, self._save_waited = now, saved
+        means, counts = averages.means(), dict(averages.counts)
+        numbers = means | rates | {"learning_rate": learning_rate, "memory_gb": memory / 1e9} | counts
         self.event("training", step, numbers)
-        self._beat |= {"samples_per_second": samples_per_second, "losses": line.losses, "counts": line.counts}
-        self._beat |= waits | {"seconds_left": left}
-        beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
+        losses = {name.removeprefix("loss_"): mean for name, mean in means.items() if name.startswith("loss_")}
+        left = (self.steps - step) * seconds / averages.steps
+        self._beat |= rates | {"losses": losses, "counts": counts, "seconds_left": left}
+        beat = self._beat | {"step": step, "seconds": now - self._began}
         print("" if os.environ.get(PROGRESS_LINES) == "0" else progress_line(beat), flush=True)
 
-    def _share_of_saving(self) -> float:
-        """Of all the time since the last line, in how much saves held up the training."""
-        now, waited = time.monotonic(), self.writer.waited
-        share = (waited - self._save_waited) / max(1e-9, now - self._line_began)
-        self._line_began, self._save_waited = now, waited
-        return share
-
     def skipped(self, step: int, why: str, found: "Step", keys: Iterable[str]) -> None:
-        """A step that was left out, and the samples of all ranks in it."""
+        """Log a step that was left out, and the samples of all ranks in it."""
         line = {"step": step, "why": why, "loss": _number(found.loss), "gradient_norm": _number(found.norm)}
         line |= {"losses": {name: _number(value) for name, value in found.losses.items()}, "keys": list(keys)}
-        self._lines["skipped.jsonl"].add([line])
+        self._skipped.add(line)
         print(f"step {step}/{self.steps}  left out: {why}", flush=True)
 
     def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:
-        """The numbers of a validation, and its predictions as predictions.jsonl, one object a line."""
+        """Log the metrics of a validation, and put its predictions as predictions.jsonl, one object a line."""
         whole = {name: value for name, value in metrics.items() if "/" not in name}  # of parts of a split: many
         for what, values in {"": whole, **by_dataset(metrics)}.items():
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
@@ -201,74 +206,55 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", data)
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Samples that could not be read, each with at least `step` and `reason`; says which are new, and returns how
-        many the run's steps have met in all."""
+        """Log samples that could not be read, each with at least `step` and `reason`, and print the new ones. Returns
+        how many the run's steps have met in all."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
                 new.setdefault(line["reason"], line)
         if new:
             self._known |= {reason: line["step"] for reason, line in new.items()}
-            self._lines["unreadable.jsonl"].add(new.values())
+            self._unreadable.add(*new.values())
             more = f"; and {len(new) - 3} more, see unreadable.jsonl" if len(new) > 3 else ""
-            print(
-                f"{len(new)} samples cannot be read, and count for nothing: {'; '.join(list(new)[:3])}{more}",
-                flush=True,
-            )
+            named = "; ".join(list(new)[:3])
+            print(f"{len(new)} samples cannot be read, and count for nothing: {named}{more}", flush=True)
         return sum(step > 0 for step in self._known.values())  # 0: of a validation
 
     def event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Add a line to metrics.jsonl, and give it to the trackers."""
         row = {"kind": kind, "step": step} | dict(fields)
-        self._lines["metrics.jsonl"].add([row])
-        self._trackers.add(row)
+        self._metrics.add(row)
+        self._trackers.log(row)
 
     def publish(self) -> None:
-        """Have a bucket brought up to date, or a folder's disk: before a checkpoint, which rests on metrics.jsonl."""
-        for lines in self._lines.values():
-            lines.write()
-        self._trackers.wait()
+        """Put what trackers have written for a run on a bucket: at each checkpoint and at the end."""
         if self._temporary is None:
-            metrics = self._lines["metrics.jsonl"]
-            self.writer.do(f"runs/{self.run}/metrics.jsonl", metrics.sync)
             return
         for file in sorted(Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names):
             # Read now: it grows while the writer writes. Trackers may remove files of theirs at any time.
             with contextlib.suppress(FileNotFoundError):
-                data = file.read_bytes() if file.is_file() else None
-            if data is not None:
-                self.writer.put(f"runs/{self.run}/{file.relative_to(self.folder)}", data)
+                self.writer.put(f"runs/{self.run}/{file.relative_to(self.folder)}", file.read_bytes())
 
     def close(self, state: str = "done") -> None:
-        """The end, in this state; StorageUnreachable, and the state "failed", where lines are still not written."""
-        try:
-            # At their end they may write files, which are published.
-            self._trackers.close(WAIT_AT_END if state == "done" else WAIT_WHEN_STOPPED)
-            self.publish()
-            lost = [str(lines.lost) for lines in self._lines.values() if lines.lost]
-            if lost:
-                raise StorageUnreachable("; ".join(lost))
-        except BaseException as error:
-            if state == "done":
-                state, self._beat["reason"] = "failed", str(error)
-            raise
-        finally:
-            if self._temporary is not None:
-                self._temporary.cleanup()
-            self._enter(state)
+        """End the log in this state."""
+        self._trackers.finish()  # they may write files, which are published
+        self.publish()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+        self._enter(state)
 
 
 def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
-    """The progress of a run as it last wrote it (docs/formats.md); None before it began to train.
+    """Return the progress of a run as it last wrote it (docs/formats.md); None before it began to train.
 
     A process that was killed writes nothing: compare `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
-    return parse_json(store.get(path), store.where(path), nan=True) if store.exists(path) else None
+    return parse_json(store.get(path), store.where(path)) if store.exists(path) else None
 
 
 def progress_of(beat: Mapping[str, Any]) -> dict[str, str]:
-    """A heartbeat for people, by what each value is about; some are missing before the first line of the log."""
+    """Return a heartbeat for people: name -> value in words; some are missing before the first line of the log."""
     found = {"step": f"{beat['step']} of {beat['steps']}"}
     if beat["losses"] is not None:
         losses = [f"{name} {value:.3f}" for name, value in beat["losses"].items()]
@@ -282,7 +268,7 @@ def progress_of(beat: Mapping[str, Any]) -> dict[str, str]:
 
 
 def progress_line(beat: Mapping[str, Any]) -> str:
-    """The same on one line, after the first line of the log."""
+    """Return the same on one line, after the first line of the log."""
     now = progress_of(beat)
     return (
         f"step {beat['step']}/{beat['steps']}  {now['loss']}  {now['samples/s']} samples/s  data wait "
@@ -291,45 +277,38 @@ def progress_line(beat: Mapping[str, Any]) -> str:
 
 
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl of one kind ("training" or "validation"), in order; none before the run wrote any."""
-    return [line for line in _read_lines(store, run, "metrics.jsonl") if line.get("kind") == kind]
+    """Return the lines of metrics.jsonl of one kind ("training", "validation"), in order; none before the first."""
+    return [line for line in read_lines(store, f"runs/{run}/metrics.jsonl") if line.get("kind") == kind]
 
 
 def read_skipped(store: ObjectStore, run: str) -> list[dict[str, Any]]:
-    """The lines of skipped.jsonl, in order: the steps that were left out."""
-    return _read_lines(store, run, "skipped.jsonl")
+    """Return the lines of skipped.jsonl, in order: the steps that were left out."""
+    return read_lines(store, f"runs/{run}/skipped.jsonl")
 
 
-def _read_lines(store: ObjectStore, run: str, name: str) -> list[dict[str, Any]]:
-    path = f"runs/{run}/{name}"
-    return [record for _, record in _parsed(store.get(path), store.where(path))] if store.exists(path) else []
-
-
-def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file, each with its content; ValueError names the one that cannot be read, and what to do.
-
-    The last may be half: a run writes it just now, or was killed. It is left out.
-    """
+def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
+    """Return the objects of a file, without a half line at its end; none if there is no file. Raises ValueError if a
+    line cannot be read."""
     found = []
-    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+    for number, line in enumerate(store.get(path).splitlines(keepends=True) if store.exists(path) else [], start=1):
         if not line.endswith(b"\n"):
             break
         try:
-            record = parse_json(line, f"line {number} of {where}", nan=True)
+            record = parse_json(line, f"line {number} of {store.where(path)}")
         except ValueError:
             record = {}
         if type(record.get("step")) is not int:
             raise ValueError(
-                f"line {number} of {where} is no JSON object with a `step`: {line[:60]!r}. Remove that line alone; "
-                "where the training still runs, stop it first"
+                f"line {number} of {store.where(path)} is no JSON object with a `step`: {line[:60]!r}. Remove that "
+                "line alone; where the training still runs, stop it first"
             )
-        found.append((line, record))
+        found.append(record)
     return found
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of a validation on several datasets the metrics of each, which are named `<dataset>/<metric>`. Other names with a
-    slash are of parts of a split, such as accuracy/yes/no."""
+    """Return the metrics of each dataset of a validation on several, which are named `<dataset>/<metric>`. Other names
+    with a slash are of parts of a split, such as accuracy/yes/no."""
     found: dict[str, dict[str, Any]] = {}
     for name, value in metrics.items():
         dataset, _, metric = name.partition("/")
@@ -339,11 +318,11 @@ def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def last_metrics(store: ObjectStore, run: str) -> dict[str, float]:
-    """The numbers of the run's last validation; none where it had none."""
+    """Return the metrics of the run's last validation; none where it had none."""
     validations = read_metrics(store, run, "validation")
     return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
 
 
 def _number(value: float) -> float | None:
-    """As JSON has it, which knows no infinity; what it was, the reason tells."""
+    """As JSON has it, which knows no infinity; the reason says what it was."""
     return value if math.isfinite(value) else None

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from storage.object_store import StorageUnreachable
 from storage.settings import to_json
 from training import distributed
+from training.checkpoint import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 from training.distributed import World
 from training.log import RunLog, Unreadable
-from training.metrics import Losses, Since, Step, Totals, timed
+from training.metrics import Losses, RunningAverages, Step, Totals, peak_memory, timed
 from training.optimizer import clip_gradients, set_learning_rate
 from training.program import find_trackers
 from training.skipping import LiveNorms, Skipping
 from training.stopping import Stop, Stopped
-from training.writer import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,8 +98,8 @@ class Run(ABC):
 
     @abstractmethod
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
-        """On the first process: begin the checkpoint after `done` steps (training/writer.py). `validation` is what was
-        measured after the same step, {} where nothing was."""
+        """On the first process: begin the checkpoint after `done` steps (training/checkpoint.py). `validation`: the
+        metrics after the same step, {} if there was none."""
 
     @property
     def most_unreadable(self) -> float:
@@ -136,7 +136,7 @@ def train_steps(run: Run) -> dict[str, float]:
     # Gradients as views of what is sent: no second copy of them, in memory or in time.
     parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
-    skipping, since = Skipping(recipe.spike, resumed.get("skipping")), Since(resumed.get("since"))
+    skipping, averages = Skipping(recipe.spike, resumed.get("skipping")), RunningAverages(resumed.get("since"))
     norms = LiveNorms(run.model)
     with Stop() as stop, run.log.running() if run.log else contextlib.nullcontext():
         for step, (parts, waited) in zip(range(run.step, recipe.steps), timed(run.batches()), strict=True):
@@ -152,19 +152,19 @@ def train_steps(run: Run) -> dict[str, float]:
                 norms.put_back()
                 log_skipped(run, done, why, found, parts)
             optimizer.zero_grad(set_to_none=True)
-            since.add(found, taken=why is None)
+            averages.add(found, taken=why is None)
             if run.log:
                 run.log.step(done)
             if skipping.in_a_row >= recipe.most_skipped:
                 raise too_many_skipped(run, skipping.in_a_row, done, why)
-            validated = between_steps(run, done, found.stop_requested, stop, skipping, since)
+            validated = between_steps(run, done, found.stop_requested, stop, skipping, averages)
             metrics = metrics if validated is None else validated
         distributed.wait_for_all(world)
     return metrics
 
 
 def between_steps(
-    run: Run, done: int, stop_requested: bool, stop: Stop, skipping: Skipping, since: Since
+    run: Run, done: int, stop_requested: bool, stop: Stop, skipping: Skipping, averages: RunningAverages
 ) -> dict[str, float] | None:
     """A line of the log, a validation, a checkpoint, where they are due after so many steps; the metrics, where that
     was a validation.
@@ -175,12 +175,12 @@ def between_steps(
     last = done == recipe.steps
     saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
     if saves or done % recipe.log_every == 0:
-        since.counts.update(run.note_unreadable(run.unreadable))
-        line = since.line(world.device)
+        averages.counts.update(run.note_unreadable(run.unreadable))
         if log:
-            log.training(done, line, run.optimizer.param_groups[0]["lr"])
+            log.training(done, averages, run.optimizer.param_groups[0]["lr"], peak_memory(world.device))
+        averages.reset()
     if validates and run.validate:
-        with since.paused(), log.during("validating") if log else contextlib.nullcontext():
+        with averages.paused(), log.during("validating") if log else contextlib.nullcontext():
             # Live norms have statistics of their own on each rank; those of rank 0 are validated and saved.
             distributed.share_buffers(run.model, world)
             metrics, rows = run.validate()
@@ -189,11 +189,11 @@ def between_steps(
         stop_requested = any(distributed.gather_rows([stop_requested or stop.requested], world))
     stops = stop_requested and not last
     if stops:
-        since.counts.update(run.note_unreadable(run.unreadable))  # they wait for the next line in the state
+        averages.counts.update(run.note_unreadable(run.unreadable))  # they wait for the next line in the state
     if log and (saves or stops):
-        with since.paused(), log.during("saving"):
-            log.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-            run.save(done, metrics or {}, {"skipping": skipping.state, "since": since.state})
+        with averages.paused(), log.during("saving"):
+            log.publish()
+            run.save(done, metrics or {}, {"skipping": skipping.state, "since": averages.state})
             if last or stops:
                 run.writer.finish(WAIT_WHEN_STOPPED if stops else WAIT_AT_END)
     if stops:

@@ -1,4 +1,4 @@
-"""What a step of a training came to, over all ranks, and what the log says of the steps since its last line."""
+"""Aggregates losses across ranks and averages them between log lines."""
 
 import resource
 import time
@@ -34,7 +34,7 @@ class Totals:
 
     @classmethod
     def of(cls, losses: Losses, world: World, stop_requested: bool, waited: float) -> "Totals":
-        """Of all ranks: each must call it, with the same names. Nothing waits for the device."""
+        """Add up over all ranks: each must call this, with the same names. Nothing waits for the device."""
         sums = torch.stack([value.detach().double() for value, _ in losses.values()])
         others = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
         known = torch.tensor(others, dtype=torch.float64)
@@ -45,9 +45,9 @@ class Totals:
         return cls(tuple(names), numbers)
 
     def mean(self, losses: Losses, weights: Mapping[str, float]) -> Tensor:
-        """This rank's share of the weighted losses, each divided by what was asked over all ranks.
+        """Return this rank's share of the weighted losses, each divided by its labels over all ranks.
 
-        A loss that nobody was asked about in this step is 0, not NaN.
+        A loss without labels in this step is 0, not NaN.
         """
         asked = self.numbers[len(losses) :].clamp(min=1).float()
         total = 0.0
@@ -74,7 +74,7 @@ class Step:
 
     @classmethod
     def of(cls, parts: Sequence[Totals], norm: Tensor, weights: Mapping[str, float], world: World) -> "Step":
-        """Waits for the device, once a step."""
+        """Read the totals of all parts. Waits for the device, once a step."""
         flat = iter(torch.cat([*(part.numbers for part in parts), norm.detach().double().reshape(1)]).tolist())
         sums: dict[str, tuple[float, float]] = {}
         loss, stop_requested, waited = 0.0, 0.0, 0.0
@@ -90,7 +90,7 @@ class Step:
 
     @property
     def losses(self) -> dict[str, float]:
-        """By name the mean of each loss."""
+        """The mean of each loss, by name."""
         return {
             name.removeprefix(_LOSS): total / max(1.0, count)
             for name, (total, count) in self.sums.items()
@@ -98,38 +98,26 @@ class Step:
         }
 
 
-@dataclass(frozen=True)
-class Line:
-    """What the log says of some steps."""
+class RunningAverages:
+    """Averages the steps since the last line of the log; `reset` begins the next line.
 
-    losses: dict[str, float]
-    """Means over what was asked, without weights."""
-    measures: dict[str, float]
-    """The same of what is not learned from, such as accuracies."""
-    norms: dict[str, float]
-    """`gradient_norm`, the mean, and `gradient_norm_max`, before clipping; none where all steps were left out."""
-    counts: dict[str, int]
-    """Of what was left out: `skipped` steps, and what the caller counts."""
-    steps: int
-    seconds: float
-    """Of training: those of validations and of saving are not in it."""
-    data_wait: float
-    """Share of these seconds in which the loop waited for the next batch."""
-    memory: int
-    """Bytes that this process held at most so far: on its GPU or, without one, in all."""
+    counts  what was left out: `skipped` steps, and what the caller counts
+    steps   how many there were
 
-
-class Since:
-    """What adds up since the last line. Its state is without times: trainings that compute the same have the same."""
+    The state is without times: trainings that compute the same have the same.
+    """
 
     def __init__(self, state: Mapping[str, Any] | None = None):
-        state = state or {"sums": {}, "norms": [], "counts": {}}
-        self._sums, self._norms = dict(state["sums"]), list(state["norms"])
-        self.counts = Counter(state["counts"])
-        self._start()
+        self.reset()
+        if state:
+            self._sums, self._norms = dict(state["sums"]), list(state["norms"])
+            self.counts.update(state["counts"])
 
-    def _start(self) -> None:
-        self._began, self._paused, self._steps, self._waited = time.monotonic(), 0.0, 0, 0.0
+    def reset(self) -> None:
+        self._sums: dict[str, Sequence[float]] = {}
+        self._norms: list[float] = []
+        self.counts: Counter[str] = Counter()
+        self.steps, self._began, self._paused, self._waited = 0, time.monotonic(), 0.0, 0.0
 
     @property
     def state(self) -> dict[str, Any]:
@@ -138,14 +126,14 @@ class Since:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done in the block is no training."""
+        """Count the time of the block as no training."""
         began = time.monotonic()
         yield
         self._paused += time.monotonic() - began
 
     def add(self, step: Step, taken: bool) -> None:
-        """A step; of one that is left out its time alone."""
-        self._steps += 1
+        """Add a step; of one that is left out its time alone."""
+        self.steps += 1
         self._waited += step.waited
         if not taken:
             self.counts["skipped"] += 1
@@ -155,35 +143,29 @@ class Since:
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = [before[0] + total, before[1] + count]
 
-    def line(self, device: torch.device) -> Line:
-        """All of it; the next line starts here."""
+    def means(self) -> dict[str, float]:
+        """Return the means of losses, as `loss_<name>`, and of measures, over their labels and without weights; and
+        `gradient_norm`, the mean, and `gradient_norm_max`, before clipping, if any step was taken."""
         means = {name: total / count for name, (total, count) in sorted(self._sums.items()) if count}
-        norms = self._norms
-        seconds = time.monotonic() - self._began - self._paused
-        line = Line(
-            losses={name.removeprefix(_LOSS): mean for name, mean in means.items() if name.startswith(_LOSS)},
-            measures={name: mean for name, mean in means.items() if not name.startswith(_LOSS)},
-            norms={"gradient_norm": sum(norms) / len(norms), "gradient_norm_max": max(norms)} if norms else {},
-            counts=dict(self.counts),
-            steps=self._steps,
-            seconds=max(1e-9, seconds),
-            data_wait=self._waited / max(1e-9, seconds),
-            memory=_peak_memory(device),
-        )
-        self._sums, self._norms, self.counts = {}, [], Counter()
-        self._start()
-        return line
+        if norms := self._norms:
+            means |= {"gradient_norm": sum(norms) / len(norms), "gradient_norm_max": max(norms)}
+        return means
+
+    def seconds(self) -> tuple[float, float]:
+        """Return how long these steps have trained, and for how much of it the loop waited for the next batch."""
+        return max(1e-9, time.monotonic() - self._began - self._paused), self._waited
 
 
 def timed(items: Iterable[Item]) -> Iterator[tuple[Item, float]]:
-    """The items, each with the seconds that it took to come."""
+    """Yield the items, each with the seconds that it took to come."""
     began = time.monotonic()
     for item in items:
         yield item, time.monotonic() - began
         began = time.monotonic()
 
 
-def _peak_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
+    """Return the bytes that this process held at most so far: on its GPU or, without one, in all."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in kibibytes

@@ -22,7 +22,7 @@ from training import distributed
 from training.distributed import FaultOfNode, World
 from training.loading import EXPECTED
 from training.stopping import Stopped, pass_over_requests
-from training.trackers import TRACKERS, Tracker
+from training.trackers import TRACKERS, MakeTracker
 
 STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop and has saved: start it again
 # An environment variable: the folder in which a rank makes a file that is named by the status with which all ranks end.
@@ -106,7 +106,7 @@ def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callab
     parse(type(recipe), ["--help"], program, recipe, description="")
 
 
-def find_trackers(names: Sequence[str]) -> dict[str, Tracker]:
+def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
     """The trackers of these names; ValueError where one cannot be found."""
     return {name: find_recipe(name, TRACKERS, "tracker") for name in names}
 

@@ -29,8 +29,7 @@ from storage.runs import (
 )
 from storage.safe_json import parse_json
 from storage.settings import from_json, to_json
-from training.checkpoint_files import MODEL, OPTIMIZER, load_tensors, optimizer_tensors, write_checkpoint
-from training.writer import Writer
+from training.checkpoint import MODEL, OPTIMIZER, Writer, load_tensors, optimizer_tensors, write_checkpoint
 from vlbert.config import ModelConfig, Recipe
 from vlbert.data.vocabulary import Vocabulary
 
@@ -45,7 +44,7 @@ MODEL_TYPE = "vlbert"  # tells transformers' Auto classes whose config.json it i
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What was read of a model, and of the run that it is a checkpoint of: `model` holds "vlbert.*" and "head.*"."""
+    """A model, and the run that it is a checkpoint of, as read: `model` holds "vlbert.*" and "head.*"."""
 
     folder: Folder
     config: dict
@@ -74,7 +73,7 @@ class Checkpoint:
         return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, without it."""
+        """Return the tensors whose names begin with `prefix`, without it."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.model.items() if name.startswith(prefix)}
 
 
@@ -86,7 +85,7 @@ def model_files(
     metadata: dict | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*"; config.json gets `metadata` too.
+    """Return the files of a model's folder by name. tensors: "vlbert.*" and "head.*"; metadata: for config.json.
 
     beside: further files. config.json has the hashes of these and of the tensors.
     """
@@ -118,9 +117,9 @@ def save_checkpoint(
     state: dict[str, Any],
     detector: dict | None = None,
 ) -> str:
-    """Have runs/<run>/step-<step>/ written, and return its path: write_checkpoint tells when it is whole.
+    """Have runs/<run>/step-<step>/ written, in the writer's thread, and return its path.
 
-    detector: id and description of that whose regions the run learns from (vlbert.train.detector_of).
+    detector: id and metadata of the one whose regions the run learns from (vlbert.train.detector_of).
     """
     metadata = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
     metadata |= {"detector": detector} if detector else {}
@@ -134,13 +133,13 @@ def save_checkpoint(
 
 
 def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
-    """The model at a path: ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, the newest of ROOT/runs/RUN, or any local folder
-    that holds one. tensors: whether those of the model are read, too."""
+    """Read the model at a path: ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, ROOT/runs/RUN for its newest, or any local
+    folder that holds one. tensors: whether those of the model are read, too."""
     return _read(_opened(*find_checkpoint(path)), tensors)
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Where what open_checkpoint reads lies, nothing of it read; ValueError where there is no such thing."""
+    """Return where open_checkpoint reads, without reading it. Raises ValueError if nothing is there."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
@@ -162,7 +161,7 @@ def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
 
 
 def _find_best(store: ObjectStore, run: str) -> str:
-    """What the run's best.json names."""
+    """Return what the run's best.json names."""
     best = named_best(store, run)
     if best is None:
         raise ValueError(
@@ -174,8 +173,8 @@ def _find_best(store: ObjectStore, run: str) -> str:
 
 
 def read_checkpoint(store: ObjectStore, folder: str, tensors: bool = True) -> Checkpoint:
-    """A whole checkpoint, or all of it but the model's tensors; ValueError names what is missing, damaged or of another
-    version."""
+    """Read a whole checkpoint, or all but the model's tensors. Raises ValueError if a file is missing, damaged or of
+    another version."""
     return _read(open_folder(store, folder), tensors)
 
 
@@ -193,23 +192,23 @@ def _check_there(folder: Folder) -> None:
 
 
 def read_model(folder: str | Path) -> Checkpoint:
-    """The model in a local folder, whoever wrote it; errors as of read_checkpoint."""
+    """Read the model in a local folder, whoever wrote it; errors as of read_checkpoint."""
     return _read(_opened(LocalStore(str(folder)), ""))
 
 
 def without_paths(config: ModelConfig) -> ModelConfig:
-    """The model without the file that its Fast R-CNN started from: elsewhere there is no such file."""
+    """Return the model's configuration without the file that its Fast R-CNN started from, which is here alone."""
     return replace(config, regions=replace(config.regions, weights=None))
 
 
 def read_config_at(store: ObjectStore, path: str) -> dict:
-    """config.json of what find_checkpoint found, and nothing else of it."""
+    """Read config.json, and nothing else, of what find_checkpoint found."""
     folder = _opened(store, path)
     return read_config(folder.get(CONFIG), folder.where_of(CONFIG))
 
 
 def _opened(store: ObjectStore, path: str) -> Folder:
-    """A checkpoint by its state.json; any other folder, which has none, as it is."""
+    """Open a checkpoint by its state.json; any other folder, which has none, as it is."""
     name = f"{path}/{STATE}" if path else STATE
     return open_folder(store, path) if path or store.exists(name) else Folder(store, path)
 
@@ -241,7 +240,7 @@ def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
 
 
 def _recorded_hashes(config: dict, where: str) -> dict:
-    """What config.json of a model says of the files beside it; {} where it says nothing."""
+    """Return the hashes of the files beside it that config.json of a model has; {} if it has none."""
     hashes = config.get("files", {})
     sound = isinstance(hashes, dict) and all(
         isinstance(one, dict) and isinstance(one.get("bytes"), int) and isinstance(one.get("sha256"), str)
@@ -262,15 +261,14 @@ def _read_saved(data: bytes, where: str) -> dict:
 
 
 def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Let the outputs of the task's head mean what they meant when the checkpoint was trained, whatever its files say
-    now."""
+    """Let the outputs of the task's head mean what they meant when the checkpoint was trained."""
     for name in task.saved:
         if name in checkpoint.saved:
             setattr(task, name, checkpoint.saved[name])
 
 
 def check_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """ValueError where the outputs of the task's head mean something else than when the checkpoint was trained."""
+    """Raises ValueError if the outputs of the task's head mean something else than when the checkpoint was trained."""
     for name in task.saved:
         now, before = getattr(task, name), checkpoint.saved.get(name)
         if before is None or now == before:  # it may be older than the file, or converted
@@ -286,7 +284,7 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def read_config(data: bytes, where: str) -> dict:
-    """What config.json holds; ValueError where it is that of something else, or of another version of this code."""
+    """Return what config.json holds. Raises ValueError if it is of something else, or of another version."""
     config = parse_json(data, where, fix="copy it again")
     if not isinstance(config.get("version"), int):
         raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
@@ -297,7 +295,7 @@ def read_config(data: bytes, where: str) -> dict:
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
-    """The checkpoint's own vocabulary, else that of `file`; ValueError where that is not its own, or there is none."""
+    """Return the checkpoint's own vocabulary, else that of `file`. Raises ValueError if that does not fit it."""
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:
@@ -312,7 +310,7 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """All tensors of `model` from `tensors`, exactly; ValueError names any missing, left over or of another shape."""
+    """Load all tensors of `model`. Raises ValueError if one is missing, left over or of another shape."""
     wanted = model.state_dict()
     # How many batches a live norm has seen: a frozen one does not count, so files may lack it or have it too many.
     tensors = {name: tensor for name, tensor in tensors.items() if name in wanted or not name.endswith(_COUNTER)}
@@ -322,7 +320,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None
 
 
 def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], where: str) -> None:
-    """ValueError where `tensors` have not the names and shapes of `wanted`, a model's."""
+    """Raises ValueError if `tensors` have not the names and shapes of `wanted`, a model's."""
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - tensors.keys())]
     problems += [f"has {name}, which the model has not" for name in sorted(tensors.keys() - wanted.keys())]
     problems += [

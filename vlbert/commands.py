@@ -23,7 +23,7 @@ COMMANDS = {
     "predict": ("vlbert.predict.command", "ask a model about images of your own"),
     "compare": ("vlbert.comparison.compare", "train variants x tasks x seeds, and write a page about what differs"),
     "whence": ("vlbert.evaluation.whence", "list every image URL that a checkpoint has seen, and at which steps"),
-    "forget": ("vlbert.evaluation.forget", "withdraw images, and list every checkpoint that has seen them"),
+    "withdraw": ("vlbert.evaluation.withdraw", "withdraw images, and list every checkpoint that has seen them"),
     "replay": ("vlbert.evaluation.replay", "make the batch of any step again, as a page"),
     "card": ("vlbert.hf.cards", "write a model card or a dataset card"),
     "catalog": ("storage.catalog.__main__", "inspect, verify and clean a root"),

@@ -21,7 +21,7 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
-    """ValueError where the recipe lacks what every run must give. resumed: the checkpoint that the run goes on from."""
+    """Raises ValueError if the recipe lacks what every run must give. resumed: the checkpoint that the run resumes."""
     if not recipe.data.root:
         raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
@@ -54,7 +54,7 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
 
 
 def local_paths(recipe: Recipe, resumed: Checkpoint | None) -> dict[str, str | None]:
-    """By field, what every rank reads beside the root: where it is a local path, it must be on every node."""
+    """Return what every rank reads beside the root, by field: a local path must be on every node."""
     paths = {
         "data.text_corpus": recipe.data.text_corpus if recipe.data.text_batch else None,
         "vocabulary": recipe.vocabulary,
@@ -69,7 +69,7 @@ def local_paths(recipe: Recipe, resumed: Checkpoint | None) -> dict[str, str | N
 
 
 def check_one_dataset(recipe: Recipe) -> None:
-    """ValueError where the task has files of its own, and several datasets are named."""
+    """Raises ValueError if the task has files of its own, and several datasets are named."""
     for name, given in (("datasets", recipe.data.datasets), ("held_out", recipe.data.held_out or ())):
         if recipe.task.validate_on is not None and len(given) > 1:
             raise ValueError(
@@ -81,7 +81,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """The checkpoint's vocabulary, else that of recipe.vocabulary, else BERT's, else one built from the captions."""
+    """Return the vocabulary of the checkpoint, else of recipe.vocabulary, else BERT's, else one built from captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:
@@ -103,9 +103,9 @@ def make_model(
     resumed: Checkpoint | None,
     report: Callable[[str], None],
 ) -> TaskModel:
-    """The model with the weights of the checkpoint that is resumed or, in a new run, those that the recipe starts from.
+    """Make the model, with the weights of the checkpoint that is resumed or, in a new run, of the recipe's sources.
 
-    report: called with a line about each source of weights.
+    report: prints a line about each source.
     """
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
@@ -142,7 +142,7 @@ def make_model(
 def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
     """Load the head of a checkpoint: all of it, if it has the same task and shapes, else the task's pretrained_parts.
 
-    Returns the names of what was taken.
+    Returns the names of the parts.
     """
     found = init_from.part("head.")
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}

@@ -1,210 +1,268 @@
-"""Plan: what the road from a caption list to a pre-trained model will need, before anything is downloaded or rented.
+"""Plan a pre-training on one page: images, GB, hours and euros of each stage, before anything is downloaded or rented.
 
-    vlbert plan pretrain_vlbert_base --list captions.tsv --card h100 --cards 8 --price 2.5
-    vlbert plan pretrain_vlbert_base --rows 3300000 data.cache=/scratch data.cache_gb=400 --json plan.json
+    vlbert plan pretrain_vlbert_base --list captions.tsv --sample --card h100 --cards 8
+    vlbert plan pretrain_vlbert_base --rows 3300000 --detect device=cpu --detect precision=bf16-res5
 
-Prints one page: images that survive, GB, requests to a bucket, hours and cost of each stage, and what does not fit.
---sample requests URLs of the list, and counts how they end.
+Hours come from one table of rates, THROUGHPUT, and hold for the settings that are given. Where no rate is known, the
+page says which command measures it.
 """
 
 import argparse
 import asyncio
 import dataclasses
 import json
-import math
-import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
-from storage.collect.download import Download, Downloader
-from storage.collect.lists import CaptionRow, ListFile
-from storage.collect.plan import CollectSettings, find_columns, rows_of
-from storage.collect.plan import plan as shards_of
+from detectors.resnet import without_values
+from storage.collect.download import Downloader
+from storage.collect.plan import CollectSettings, ListSample, sample_list
 from storage.collect.spool import Spool
-from storage.old import add_recipe_fields, make_parser
+from storage.programs import make_parser
 from storage.settings import override
-from training.program import find_recipe
-from vlbert.needs import (
-    FIGURES,
-    GB,
-    MOST_SHARDS,
-    SEED,
-    CaptionList,
-    Machine,
-    Plan,
-    Survival,
-    check_pretraining,
-    figure,
-    make_plan,
-)
+from storage.tables import aligned
+from training.program import add_recipe_fields, find_recipe
+from vlbert.config import Recipe
+from vlbert.data.loading import check_shares
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
+from vlbert.tasks import make_task
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import PretrainingSettings
 
-if TYPE_CHECKING:
-    from training.cards import Card
-
-
-# --- the list ---------------------------------------------------------------------------------------------------------
-
-
-def read_list(settings: CollectSettings, examples: int) -> CaptionList:
-    """Every line is checked. ValueError names a file or a line that cannot be read."""
-    try:
-        with ListFile(Path(settings.captions), find_columns(settings)) as list_file:
-            rows = sum(1 for _ in list_file.records())
-    except OSError as error:
-        raise ValueError(
-            f"--list {settings.captions} cannot be read: {error.strerror}; name a caption list (docs/download.md), or "
-            "give its length: --rows N"
-        ) from error
-    settings = _fine(settings, rows)
-    parts = shards_of(settings, {})
-    repeated = {row for part in parts for row, _ in part.duplicates}
-    chosen = {*random.Random(SEED).sample(range(rows), min(examples, rows))} - repeated
-    with ListFile(Path(settings.captions), parts[0].reading) as list_file:
-        found = [
-            row
-            for part in parts
-            if not chosen.isdisjoint(range(part.start, part.stop))
-            for row in rows_of(part, settings, list_file)
-            if row.row in chosen
-        ]
-    return CaptionList(parts[-1].stop, len(repeated), found, parts)
+GB = 1e9
+SAMPLE = 1000  # URLs of a sample
+_SEED = 0  # of the rows that are drawn
+_TAR_MEMBER = 512 + 256  # header of a member, and half a block at its end
+_MANIFEST_ROW = 120  # bytes of a row of a manifest: its URL and key, compressed
 
 
-def _fine(settings: CollectSettings, rows: int) -> CollectSettings:
-    """With rows_per_shard at which the list can be read: too many shards are a line of the plan, and no error."""
-    return dataclasses.replace(settings, rows_per_shard=max(settings.rows_per_shard, -(-rows // MOST_SHARDS)))
+@dataclass(frozen=True)
+class Figure:
+    """A number that no setting decides, and where it is from."""
+
+    value: float
+    unit: str
+    source: str
 
 
-def made_up_list(rows: int) -> CaptionList:
-    """Of so many rows; keys and URLs are as hard to compress as real ones."""
-    if rows < 1:
-        raise ValueError(f"--rows is {rows}; give the length of the list, at least 1")
-    url, rng = "https://images{}.example.org/photos/{}.jpg", random.Random(SEED)
-    caption = "word " * round((figure("text") - 80) / 5)
-    return CaptionList(
-        rows, 0, [CaptionRow(n, caption, url.format(n % 977, rng.randbytes(18).hex())) for n in range(1000)]
-    )
+SHARE = Figure(0.62, "of the rows", "URLs of CC12M that answered in October 2025, as reported; --sample measures")
+IMAGE_BYTES = Figure(90e3, "bytes an image", "CC3M at most 1,024 pixels a side (Hugging Face, WeiChow/cc3m)")
+COLLECTED = Figure(690, "rows/s", "CC12M in 5 hours, as img2dataset's examples report; --sample measures")
 
 
-def assumed(share: float | None, image: float | None, settings: CollectSettings) -> Survival:
-    if share is not None and not 0 < share <= 1:
-        raise ValueError(f"--share is {share:g}; give the share of rows that become images, over 0 and at most 1")
-    if image is not None and not image > 0:
-        raise ValueError(f"--image-bytes is {image:g}; give the bytes of a stored image, over 0")
-    source = "as given" if share is not None else FIGURES["share"].source
-    share = figure("share") if share is None else share
-    # Few images of the web are smaller than 1,024 pixels and larger than max_side, so this is what they take at least.
-    shrunk = min(1.0, settings.download.max_side / 1024) ** 2
-    return Survival(share, source, image or figure("image") * shrunk, share, share)
+@dataclass(frozen=True)
+class Throughput:
+    """Pairs a second of a pre-training, or images a second of a detection, on one card.
+
+    work is a recipe, or a preset of the detector.
+    """
+
+    card: str
+    work: str
+    precision: str
+    per_second: float
+    source: str
 
 
-def sample(listed: CaptionList, settings: CollectSettings, image: float | None) -> Survival:
-    """Download the list's examples, as a collection does, and keep none; ValueError where none is an image."""
-    settled: list[float] = []
+_GPU = "measured 2026-11-23: benchmarks/results/2026-11-23-gpu"
+_PAPER = "rehearsed 2026-11-24 (docs/performance.md), not measured"
+_CPU = "of one thread, measured 2026-11-21: benchmarks/results/2026-11-21-detect.json"
+THROUGHPUT = (
+    Throughput("h100", "pretrain_vlbert_base", "bf16", 259, _GPU),
+    Throughput("h100", "pretrain_vlbert_large", "bf16", 204, _GPU),
+    Throughput("h100", "pretrain_vlbert_base_precomputed", "bf16", 1979, _GPU),
+    Throughput("h100", "pretrain_vlbert_base_precomputed", "tf32", 1241, _GPU),
+    Throughput("h100", "pretrain_vlbert_base_precomputed", "fp32", 551, _GPU),
+    Throughput("h100", "pretrain_vlbert_large_precomputed", "bf16", 903, _GPU),
+    Throughput("h100", "pretrain_unicoder_vl_base", "bf16", 2272, _GPU),
+    Throughput("h100", "pretrain_unicoder_vl_base", "fp32", 855, _GPU),
+    Throughput("h100", "pretrain_vilbert_base", "bf16", 547, _GPU),
+    Throughput("h100", "pretrain_vilbert_base", "fp32", 555, _GPU),
+    Throughput("h200", "pretrain_vlbert_base", "bf16", 329, _PAPER),
+    Throughput("h200", "pretrain_vlbert_base_precomputed", "bf16", 3463, _PAPER),
+    Throughput("h200", "pretrain_unicoder_vl_base", "bf16", 3541, _PAPER),
+    Throughput("h200", "pretrain_vilbert_base", "bf16", 1639, _PAPER),
+    Throughput("h100", "vg_resnet101", "bf16-res5", 228, _PAPER),
+    Throughput("h200", "vg_resnet101", "bf16-res5", 263, _PAPER),
+    Throughput("cpu", "vg_resnet101", "bf16-res5", 1 / 3.4, _CPU),
+    Throughput("cpu", "vg_resnet101", "fp32", 1 / 13.4, _CPU),
+)
+CARDS = {"h100": 2.5, "h200": 3.5}  # euros an hour
 
-    async def download(spool: Spool) -> list[Download]:
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage leaves in the root, in bytes, and what it takes; hours are None where no rate is known."""
+
+    name: str
+    bytes: float
+    hours: float | None
+    price: float  # euros an hour
+    source: str
+
+    @property
+    def euros(self) -> float | None:
+        return None if self.hours is None else self.hours * self.price
+
+
+def rate_of(card: str, work: str | None, precision: str) -> Throughput | None:
+    found = [one for one in THROUGHPUT if (one.card, one.work, one.precision) == (card, work, precision)]
+    return found[0] if found else None
+
+
+def pretraining_rate(recipe: Recipe, card: str) -> Throughput | None:
+    """Return the rate of a recipe that computes the same as this one; batch, data and run may differ."""
+    if recipe.activation_checkpointing or recipe.compile:
+        return None
+    same = [name for name in {one.work for one in THROUGHPUT} & RECIPES.keys() if RECIPES[name]().model == recipe.model]
+    rates = [rate for name in same if (rate := rate_of(card, name, recipe.precision))]
+    return rates[0] if rates else None
+
+
+def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
+    """Return the bytes of a checkpoint's model and optimizer."""
+    vocabulary = Vocabulary.read(recipe.vocabulary) if recipe.vocabulary else None
+    words = [f"w{n}" for n in range(recipe.vocabulary_size - len(SPECIALS))]
+    vocabulary = vocabulary or Vocabulary([*SPECIALS, *words])
+    task = make_task(dataclasses.replace(recipe.task, monitored_words=()), vocabulary, num_classes)
+    with without_values():
+        model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
+    moments = 1 if recipe.optimizer.kind == "sgd" else 2
+    learned = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    return sum(one.nbytes for one in model.state_dict().values()) + moments * learned
+
+
+def region_bytes(config: DetectionConfig, regions: float) -> float:
+    """Return the bytes that the regions of an image take: boxes, scores, classes, attributes and, if kept, features."""
+    network = dataclasses.replace(PRESETS[config.preset or "vg_resnet101"], **config.network_overrides)
+    one = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
+    return regions * (one + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
+
+
+def download_sample(listed: ListSample, settings: CollectSettings) -> tuple[Counter[str], float, float]:
+    """Download the rows of a sample as a collection does, and keep none.
+
+    Returns rows by status, bytes of a stored image, and rows a second. Raises ValueError if none gave an image.
+    """
+
+    async def download(spool: Spool) -> list:
         async with Downloader(settings.download) as downloader:
-            return await downloader.download(listed.examples, spool, lambda url, outcome: settled.append(clock()))
-
-    def clock() -> float:
-        return time.monotonic() - begin
+            return await downloader.download(listed.examples, spool)
 
     begin = time.monotonic()
     with Spool() as spool:
         found = asyncio.run(download(spool))
-        statuses = Counter(one.status for one in found)
         sizes = [one.image.length for one in found if one.image]
+    seconds, statuses = time.monotonic() - begin, Counter(str(one.status) for one in found)
     counts = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
     if not sizes:
         raise ValueError(
-            f"none of {len(found)} URLs of {settings.origin} gave an image ({counts}, docs/download.md); check this "
+            f"none of {len(found)} URLs of {settings.origin} gave an image ({counts}; docs/download.md). Check this "
             "machine's network and --collect download.allowed_hosts=HOST:PORT, or plan without --sample"
         )
-    n, share, rows = len(found), len(sizes) / len(found), listed.rows - listed.duplicates
-    # Wilson's interval, narrowed for a sample that is a good part of the list.
-    z2 = 1.96**2 * (rows - n) / max(1, rows - 1)
-    middle, half = share + z2 / (2 * n), math.sqrt(z2 * (share * (1 - share) + z2 / (4 * n)) / n)
-    most = settled[int(0.9 * (len(settled) - 1))]
-    return Survival(
-        share,
-        f"a sample of {n} URLs: {counts}",
-        image or sum(sizes) / len(sizes),
-        (middle - half) / (1 + z2 / n),
-        (middle + half) / (1 + z2 / n),
-        dict(statuses),
-        0.9 * n / max(most, 1e-3),
-        settled[-1] - most,
-    )
+    return statuses, sum(sizes) / len(sizes), len(found) / max(seconds, 1e-3)
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the numbers of the page. Raises ValueError if an argument cannot be planned with."""
+    recipe = override(find_recipe(options.recipe, RECIPES)(), options.fields)
+    if not isinstance(recipe.task, PretrainingSettings):
+        names = ", ".join(name for name in RECIPES if name.startswith("pretrain_"))
+        raise ValueError(f"recipe {recipe.name} is no pre-training; name one of {names}")
+    for name, value in (("--cards", options.cards), ("--rows", options.rows), ("--sample", options.sample)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it is at least 1")
+    check_shares(recipe.data, options.cards)
+    if options.sample is not None and not options.list:
+        raise ValueError("--sample needs --list FILE")
+    collection = override(CollectSettings("captions", options.list or "captions.tsv"), options.collect)
+    # Of the weights only the preset decides anything here.
+    detection = DetectionConfig(random_init=True, preset="vg_resnet101", device="cuda", precision="bf16-res5")
+    stored = recipe.model.regions.features == "precomputed"
+    detection = override(detection, [f"keep_features={str(stored).lower()}", *options.detect])
+    if stored and not detection.keep_features:
+        raise ValueError(f"recipe {recipe.name} reads stored features; leave out --detect keep_features=false")
 
+    share, image, collected = SHARE, IMAGE_BYTES, COLLECTED
+    listed = ListSample(options.rows or 0, 0, [])
+    if options.list:
+        try:
+            listed = sample_list(collection, options.sample or SAMPLE, _SEED)
+        except OSError as error:
+            raise ValueError(f"--list {options.list} cannot be read: {error.strerror}; or give --rows N") from error
+    if options.sample is not None:
+        statuses, size, rate = download_sample(listed, collection)
+        source = f"a sample of {statuses.total()} URLs"
+        share = Figure(statuses["ok"] / statuses.total(), "of the rows", f"{source}: {dict(statuses)}")
+        image, collected = Figure(size, "bytes an image", source), Figure(rate, "rows/s", source)
+    texts = [len(row.caption.encode()) + len(row.url.encode()) for row in listed.examples] or [225]
+    selection = detection.selection
+    regions = (selection.minimum + selection.maximum) / 2 if options.regions is None else options.regions
+    if not 0 <= regions <= selection.maximum:
+        raise ValueError(f"--regions is {regions:g}; the detector keeps 0 to {selection.maximum}")
+    images = round((listed.rows - listed.duplicates) * share.value)
+    plain = 2 * _TAR_MEMBER + image.value + 250 + sum(texts) / len(texts)
 
-def page(plan: Plan) -> str:
-    survival, total = plan.survival, plan.stages
-    sampled = f" ({survival.low:.1%} to {survival.high:.1%})" if survival.statuses else ""
-    lines = [
-        f"{plan.recipe} on {plan.cards} x {plan.card}",
-        "",
-        f"rows      {plan.rows:,}, of them {plan.duplicates:,} repeated; {plan.shards:,} shards",
-        f"images    {plan.images:,}: {survival.share:.1%}{sampled} survive, {survival.source}",
-        f"epochs    {plan.epochs:,.1f}",
-        "",
-        f"{'stage':<14}{'hours':>9}{'EUR':>9}{'GB left':>10}{'requests':>14}   spent on",
+    device = options.card if detection.device.startswith("cuda") else detection.device
+    detecting, training = rate_of(device, detection.preset, detection.precision), pretraining_rate(recipe, options.card)
+    price = CARDS[options.card] if options.price is None else options.price
+    pairs = recipe.steps * recipe.data.batch
+    num_classes = PRESETS[detection.preset or "vg_resnet101"].num_classes
+    kept = (recipe.keep_checkpoints or 1) * checkpoint_bytes(recipe, num_classes)
+    on_cpu = options.cpu_price if device == "cpu" else price
+    collecting = Throughput("", "", "", collected.value, collected.source)
+    stages = [
+        _stage("collect", images * plain + listed.rows * _MANIFEST_ROW, listed.rows, collecting, options.cpu_price),
+        _stage("detect", images * (plain + region_bytes(detection, regions)), images, detecting, on_cpu, options.cards),
+        _stage("pre-train", kept, pairs, training, price, options.cards),
     ]
-    for one in total:
-        numbers = f"{one.hours:>9,.2f}{one.euros:>9,.2f}{_shown(one.bytes / GB):>10}{one.requests:>14,}"
-        lines.append(f"{one.name:<14}{numbers}   {one.bound}")
-    sums = [sum(getattr(one, name) for one in total) for name in ("hours", "euros", "bytes", "requests")]
-    lines += [f"{'all':<14}{sums[0]:>9,.2f}{sums[1]:>9,.2f}{_shown(sums[2] / GB):>10}{sums[3]:>14,}", ""]
-    for name, size in plan.bytes.items():
-        lines.append(f"{name:<34}{_shown(size / GB):>12} GB")
-    lines.append("")
-    for check in plan.checks:
-        there = "?" if check.available is None else _shown(check.available)
-        verdict = {True: "fits", False: f"DOES NOT FIT: {check.way_out}", None: "not known: give --disk"}[check.fits]
-        lines.append(f"{check.what:<28}{_shown(check.needed):>10} of {there:>8} {check.unit:<7} {verdict}")
-    lines.append("\nassumed or measured elsewhere:")
-    lines += [f"  {name:<14}{_shown(one.value):>14} {one.unit}: {one.source}" for name, one in FIGURES.items()]
+    return {
+        "recipe": recipe.name,
+        "rows": listed.rows,
+        "duplicates": listed.duplicates,
+        "images": images,
+        "epochs": pairs / max(1, images),
+        "stages": [dataclasses.asdict(one) | {"euros": one.euros} for one in stages],
+        "figures": {"share": dataclasses.asdict(share), "image": dataclasses.asdict(image)} | {"regions": regions},
+    }
+
+
+def _stage(name: str, size: float, work: float, rate: Throughput | None, price: float, cards: int = 1) -> Stage:
+    if rate is None:
+        command = {"detect": "benchmarks.detect", "pre-train": "benchmarks.rehearsal"}[name]
+        return Stage(name, size, None, price, f"nothing known of these settings: python -m {command}")
+    source = f"{rate.per_second:,.3g}/s x {cards}, {rate.source}"
+    return Stage(name, size, work / rate.per_second / cards / 3600, price * cards, source)
+
+
+def page(plan: dict[str, Any]) -> str:
+    """Return the plan in words: a table of the stages, and where its numbers are from."""
+    share, image = plan["figures"]["share"], plan["figures"]["image"]
+    rows = []
+    for one in plan["stages"]:
+        hours, euros = ("?" if one[name] is None else f"{one[name]:,.1f}" for name in ("hours", "euros"))
+        rows.append((one["name"], f"{one['bytes'] / GB:,.3g}", hours, euros, one["source"]))
+    lines = [
+        f"{plan['recipe']}: {plan['rows']:,} rows, of them {plan['duplicates']:,} repeated",
+        f"{plan['images']:,} images: {share['value']:.1%} of the rows, {share['source']}",
+        f"{image['value']:,.0f} {image['unit']}: {image['source']}",
+        f"{plan['figures']['regions']:g} regions an image; {plan['epochs']:,.1f} epochs",
+        "",
+        *aligned(("stage", "GB", "hours", "EUR", "at"), rows),
+    ]
     return "\n".join(lines)
 
 
-def _shown(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
-
-
-# --- as a program -----------------------------------------------------------------------------------------------------
-
-
-def main(
-    arguments: Sequence[str] | None = None, cards: "Mapping[str, Card] | None" = None, rehearsal: Any = None
-) -> None:
-    """cards, rehearsal: in place of training.cards.CARDS and of the module vlbert.rehearsal."""
-    if cards is None:
-        from training import cards as known
-        from vlbert import rehearsal
-
-        cards = known.CARDS
-    parser = _parser(cards, arguments)
-    options = parser.parse_intermixed_args(arguments)
-    try:
-        plan = _planned(options, cards, rehearsal)
-        if options.json:
-            Path(options.json).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    if not options.json:
-        print(page(plan))
-
-
-def _parser(cards: "Mapping[str, Card]", arguments: Sequence[str] | None) -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("vlbert plan", __doc__)
     parser.add_argument("recipe", metavar="RECIPE", help="a pre-training, or MODULE:FUNCTION")
     add_recipe_fields(parser, RECIPES, arguments)
@@ -212,60 +270,24 @@ def _parser(cards: "Mapping[str, Card]", arguments: Sequence[str] | None) -> arg
     which.add_argument("--list", metavar="FILE", help="caption list (docs/download.md)")
     which.add_argument("--rows", type=int, metavar="N", help="length of a list, in its place")
     add = parser.add_argument
-    add("--sample", nargs="?", type=int, const=1000, metavar="N", help="request N URLs of the list (1000)")
-    add("--share", type=float, help=f"share of rows that become images ({figure('share'):g})")
-    add("--image-bytes", type=float, help=f"bytes of a stored image ({figure('image'):,.0f})")
+    add("--sample", nargs="?", type=int, const=SAMPLE, metavar="N", help=f"request N URLs of the list ({SAMPLE})")
     add("--regions", type=float, help="regions of an image (the middle of what the selection allows)")
-    add("--card", default="h100", help=f"{', '.join(cards)} (%(default)s)")
-    add("--cards", type=int, default=1, help="how many, in one machine (%(default)s)")
-    add("--price", type=float, help="euros an hour of one card (that of training/cards.py)")
-    add("--cpu-price", type=float, default=0.2, help="euros an hour of the machine that collects (%(default)s)")
-    add("--bandwidth", type=float, default=1000, help="megabits a second of the machine that collects (%(default)s)")
-    add("--disk", type=float, metavar="GB", help="free on each machine")
-    add("--preset", choices=PRESETS, default="vg_resnet101", help="of the detector (%(default)s)")
-    add("--collect", action="append", default=[], metavar="field=value", help="a setting of storage.collect.run")
-    add("--detect", action="append", default=[], metavar="field=value", help="a setting of detectors.run")
+    add("--card", choices=CARDS, default="h100", help="GPU (%(default)s)")
+    add("--cards", type=int, default=1, help="how many; with --detect device=cpu, threads (%(default)s)")
+    add("--price", type=float, help="euros an hour of one card (that of the table)")
+    add("--cpu-price", type=float, default=0.2, help="euros an hour of a machine without a card (%(default)s)")
+    add("--collect", action="append", default=[], metavar="field=value", help="a setting of `vlbert collect`")
+    add("--detect", action="append", default=[], metavar="field=value", help="a setting of `vlbert detect`")
     add("--json", metavar="FILE", help="write it to a file, as JSON")
-    return parser
-
-
-def _planned(options: argparse.Namespace, cards: "Mapping[str, Card]", rehearsal: Any) -> Plan:
-    recipe = override(find_recipe(options.recipe, RECIPES)(), options.fields)
-    check_pretraining(recipe)
-    if options.card not in cards:
-        raise ValueError(f"--card {options.card} is not known; name one of {', '.join(cards)}")
-    card = cards[options.card]
-    machine = Machine(
-        card=card,
-        cards=options.cards,
-        price=card.price if options.price is None else options.price,
-        cpu_price=options.cpu_price,
-        bandwidth=options.bandwidth * 1e6 / 8,
-        disk=None if options.disk is None else options.disk * GB,
-        rehearse_training=rehearsal.rehearse_training,
-        rehearse_detection=rehearsal.rehearse_detection,
-    )
-    collection = override(CollectSettings("captions", options.list or "captions.tsv"), options.collect)
-    # On a GPU, as docs/detector.md has it; which weights are read decides nothing here.
-    detection = DetectionConfig(
-        random_init=True, preset=options.preset, device="cuda", precision="bf16-res5", tf32=True, batch=8, workers=8
-    )
-    features = recipe.model.regions.features == "precomputed"
-    detection = override(detection, [f"keep_features={str(features).lower()}", *options.detect])
-    if features and not detection.keep_features:
-        raise ValueError(f"recipe {recipe.name} reads stored features; leave out --detect keep_features=false")
-    if options.sample is None:
-        survival = assumed(options.share, options.image_bytes, collection)
-    elif options.sample < 1 or not options.list or options.share is not None:
-        raise ValueError("--sample needs --list FILE, at least 1 URL and no --share; or leave it out, and give --share")
-    listed = read_list(collection, options.sample or 1000) if options.list else made_up_list(options.rows)
-    if options.sample is not None:
-        if not collection.download.contact and not collection.download.allowed_hosts:
-            print(
-                "no contact is set: --collect download.contact=URL tells the servers' owners who asks", file=sys.stderr
-            )
-        survival = sample(listed, collection, options.image_bytes)
-    return make_plan(recipe, listed, survival, collection, detection, machine, options.regions)
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        found = plan(options)
+        if options.json:
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    if not options.json:
+        print(page(found))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from storage.reading import ShardSamples
 from storage.runs import checkpoints
 from storage.settings import differing_fields, flat, override, to_json
 from training import distributed
-from training.checkpoint_files import load_optimizer, settle
+from training.checkpoint import load_optimizer, prune_checkpoints
 from training.distributed import World
 from training.loading import EXPECTED
 from training.optimizer import make_optimizer
@@ -24,7 +24,7 @@ from vlbert.data.loading import TrainingDataset, check_shares
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import any_readable, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.evaluation.provenance import record_of
+from vlbert.evaluation.whence import record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, local_paths, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
@@ -51,7 +51,7 @@ class OpenedData:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """From where a run goes on: `step` steps of it are done, 0 in a new one."""
+    """Where a run goes on: `step` steps of it are done, 0 in a new one."""
 
     data: OpenedData
     model: TaskModel
@@ -61,10 +61,10 @@ class Start:
 
 
 def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Callable[[str], None]) -> Start | None:
-    """A new run, or the rest of one that has a checkpoint; None where it is complete.
+    """Start a run, or resume it from its last checkpoint; None if it is complete.
 
-    report: called with each line about what was found. ValueError where the recipe lacks something, or differs from the
-    checkpoint in what decides the result.
+    report: prints a line. Raises ValueError if the recipe lacks something, or a setting that affects results differs
+    from the checkpoint.
     """
     saved = distributed.from_first(checkpoints(store, recipe.run_name), world)
     resumed = read_checkpoint(store, saved[-1]) if saved else None
@@ -73,7 +73,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     if resumed:
         check_unchanged(recipe, resumed)
         if world.first:  # it may have been killed before it came to that
-            _settle(recipe, store)
+            _prune(recipe, store)
         if complete := _complete(recipe, resumed):
             report(complete)
             return None
@@ -94,9 +94,9 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
 
 
 def find_complete(name: str, assignments: Sequence[str], processes: int) -> str | None:
-    """The message that this program, started with these arguments, would end with where the run is complete.
+    """Return the message that `vlbert train` with these arguments prints for a complete run, without loading tensors.
 
-    None where a step is left, and where anything is wrong: the program itself then reports what. Loads no tensors.
+    None if a step is left, and if anything is wrong: the program itself reports that.
     """
     try:
         recipe = override(find_recipe(name, RECIPES)(), list(assignments))
@@ -111,14 +111,14 @@ def find_complete(name: str, assignments: Sequence[str], processes: int) -> str 
         check_unchanged(recipe, resumed)
         complete = _complete(recipe, resumed)
         if complete:
-            _settle(recipe, store)
+            _prune(recipe, store)
         return complete
     except (*EXPECTED, OSError):
         return None
 
 
 def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
-    """ValueError where a resumed run has another value of a field that decides what is computed."""
+    """Raises ValueError if a setting that affects results differs from the checkpoint."""
     fixed = ("task", "model", "data", "optimizer", "init_from", "bert", "precision")
     free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
     for name, now, before in differing_fields(_fields(to_json(recipe)), _fields(resumed.config["recipe"])):
@@ -128,24 +128,24 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
             now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
         if name.split(".")[0] in fixed and name not in free and now != before:
             raise ValueError(
-                f"{resumed.where} was trained with {name} = {before}, the recipe says {now}; set it back, or start "
-                "another run: run=NAME"
+                f"{resumed.where} was trained with {name}={before}, but the recipe has {now}. Restore {before}, or "
+                "start a new run: run=NAME"
             )
 
 
 def _fields(recipe: dict) -> dict[str, object]:
-    """The fields of a recipe by their dotted names; its datasets are one field, whose names are values."""
+    """Return the fields of a recipe by their dotted names; its datasets are one field, whose names are values."""
     given = recipe["data"]["datasets"]
     weights = {name: None if given[name] is None or len(given) == 1 else float(given[name]) for name in sorted(given)}
     return flat(recipe | {"data": recipe["data"] | {"datasets": as_text(weights)}})
 
 
-def _settle(recipe: Recipe, store: ObjectStore) -> None:
-    settle(store, recipe.run_name, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
+def _prune(recipe: Recipe, store: ObjectStore) -> None:
+    prune_checkpoints(store, recipe.run_name, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
 
 
 def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
-    """The message about a run that has no step left; None for any other."""
+    """Return the message about a run that has no step left; None for any other."""
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
@@ -160,10 +160,10 @@ def open_data(
     world: World,
     otherwise: str = ", or start another run: run=NAME",
 ) -> OpenedData:
-    """The data of a new run or, as they were, of a resumed one. start: whose vocabulary it takes, if any.
+    """Open the data of a new run or, as they were, of a resumed one. start: whose vocabulary it takes, if any.
 
-    ValueError where a resumed run has not the examples or the corpus that it was trained on: it says to put these back,
-    and `otherwise`.
+    Raises ValueError if a resumed run has other examples, or another corpus, than it was trained on; `otherwise` ends
+    its message.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
@@ -198,8 +198,8 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Of each dataset, in the order of their names, its samples and what a checkpoint pins; ValueError where they are
-    of different detectors."""
+    """Return the samples of each dataset, in the order of their names, and what a checkpoint pins of it. Raises
+    ValueError if they are of different detectors."""
     cache, found = open_cache(store, config), []
     for name in config.dataset_names:
         before = saved_of(resumed, name) if resumed else None
@@ -210,7 +210,7 @@ def _open_datasets(
 
 
 def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
-    """Region classes of the datasets; 0 where they are not known and not `needed`. ValueError where they differ."""
+    """Return the number of region classes; 0 if it is not known and not `needed`. Raises ValueError if they differ."""
     found = [(pinned["dataset"], any_readable(samples).regions) for samples, pinned in opened]
     known = needed or any(regions.class_probs is not None for _, regions in found)
     classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in found]
@@ -266,7 +266,7 @@ def _open_held_out(
 
 
 def saved_of(resumed: Checkpoint, dataset: str) -> dict:
-    """What a checkpoint records of one of the datasets that the run is trained on."""
+    """Return what a checkpoint records of a dataset of the run."""
     return next(saved for saved in resumed.state["data"] if saved["dataset"] == dataset)
 
 

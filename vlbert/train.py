@@ -19,6 +19,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.order import mix
 from storage.reading import ShardSamples
 from training import distributed
+from training.checkpoint import Writer
 from training.distributed import World
 from training.loading import EXPECTED, batches
 from training.log import last_metrics
@@ -26,7 +27,6 @@ from training.loop import Run, train_steps
 from training.metrics import Losses
 from training.precision import autocast, in_precision_of
 from training.program import run_program
-from training.writer import Writer
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
@@ -45,7 +45,7 @@ Observe = Callable[[int, Sequence[Batch]], None]
 
 @dataclass(eq=False, kw_only=True)
 class VLBertRun(Run):
-    """All that one process needs to train: made by `prepare`.
+    """A training in one process, made by `prepare`.
 
     observe(step, this process's parts) sees what each step, from 0 on, is computed from.
     """
@@ -130,7 +130,7 @@ class VLBertRun(Run):
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
-    """The whole run, or the rest of it; returns the metrics of the last validation. observe: see VLBertRun."""
+    """Train the whole run, or the rest of it; return the metrics of the last validation. observe: see VLBertRun."""
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
@@ -139,17 +139,18 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     run.model.train()
     with in_precision_of(recipe), run.writer:
         metrics = train_steps(run)
-    if world.first and recipe.compile:
-        print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
     if world.first:
-        print(f"on the real data: {run.data.task.paper}", flush=True)
+        if recipe.compile:
+            print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
+        print(f"Reported in the paper: {run.data.task.paper}", flush=True)
     return metrics
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """Pin a newer snapshot of a dataset, if there is one, from its sample `boundary` on; returns whether there was.
+    """Pin a newer snapshot of a dataset, if there is one, from its sample `boundary` on; return whether there was.
 
-    It has new shards, or lacks samples that were forgotten.
+    It has new shards, or others in a newer revision: with rows that were requested again, or without samples that were
+    withdrawn.
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
@@ -178,7 +179,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
     if run.log:
         run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # that of the first step that uses it
         new = samples.index.snapshot.shards != pinned.shards
-        what = "new shards enter" if new else "a snapshot without forgotten samples enters"
+        what = "new shards enter" if new else "revised shards enter"
         print(
             f"{what} in step {step + 1}, at the beginning of epoch {now.epoch}: {now.examples} examples an "
             f"epoch instead of {before.examples}, {name}/{stage} (snapshot {found})",
@@ -188,7 +189,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
 
 
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
-    """The run, from the start or from its last checkpoint (vlbert/resume.py); None where it is complete."""
+    """Return the run, new or from its last checkpoint (vlbert/resume.py); None if it is complete."""
     distributed.check_on_all_nodes({"data.root": recipe.data.root}, world)  # opening it would make the folder
     store = open_store(recipe.data.root)
     start = start_or_resume(recipe, store, world, report)
@@ -221,7 +222,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
 
 
 def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
-    """The `id` of the detector whose regions a stage has, and its `metadata`: None where no manifest has them."""
+    """Return the `id` of the detector whose regions a stage has, and its `metadata`, None if no manifest has it."""
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None

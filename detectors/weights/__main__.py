@@ -2,7 +2,7 @@
 
     vlbert convert-detector IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
-Prints what became of every tensor. See docs/detector.md.
+Prints what the file is, and what of it was changed. See docs/detector.md.
 """
 
 from pathlib import Path
@@ -10,9 +10,20 @@ from typing import Annotated
 
 import tyro
 
-from detectors.weights.files import read_names_of, write_weights
+from detectors.names import read_names
+from detectors.weights.files import write_weights
 from detectors.weights.releases import convert, describe
 from storage.programs import Positional, command
+
+
+def _names(file: Path, kind: str, count: int) -> list[str]:
+    """The first names in a file of `count` lines; kind: `classes` or `attributes`. ValueError for more or fewer."""
+    names = [synonyms[0] for synonyms in read_names(file)]
+    if not count:
+        raise ValueError(f"the weights have no {kind}: leave --{kind} out")
+    if len(names) != count:
+        raise ValueError(f"{file} names {len(names)} {kind}, the weights have {count}, without the background")
+    return names
 
 
 def convert_detector(
@@ -38,7 +49,7 @@ def convert_detector(
         counts = {"classes": 0, "attributes": 0}
     for kind, file in {"classes": classes, "attributes": attributes}.items():
         if file:
-            metadata[kind] = read_names_of(file, kind, counts[kind])
+            metadata[kind] = _names(file, kind, counts[kind])
     out.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_weights(out, converted.tensors, metadata)
     print(describe(converted))

@@ -1,6 +1,5 @@
 """Weight files (safetensors) of the Faster R-CNN: loaded whole or not at all, and identified by their hash."""
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -15,17 +14,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
-from detectors.names import read_names
-from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
+from detectors.weights.tensor_files import what_instead
 from storage.safe_json import parse_json, printable, shown
 from storage.settings import from_json
 
+RESNET = ("backbone.", "roi_heads.res5.")
 ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
-# What files may hold beside weights: counters, which inference ignores, and pixel statistics, which must be ours.
-COUNTER = re.compile(r"\.num_batches_tracked$")
-PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
+COUNTER = re.compile(r"\.num_batches_tracked$")  # which a frozen norm does not have
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,6 @@ class LoadedWeights:
     """The same of the attributes, from `attributes`."""
     release: str | None = None
     """The published weights that the file was converted from; from `release`."""
-    differences: tuple[str, ...] = ()
-    """Settings in which the network differs from that release's `detection`, one sentence each."""
 
     @property
     def metadata(self) -> dict:
@@ -62,7 +57,7 @@ class LoadedWeights:
         if self.attribute_names is not None:
             metadata["attribute_names"] = list(self.attribute_names)
         if self.release is not None:
-            metadata |= {"release": self.release, "differs_from_release": list(self.differences)}
+            metadata["release"] = self.release
         return metadata
 
 
@@ -75,28 +70,27 @@ def weights_hash(file: Path) -> str:
 def load_weights(network: FasterRCNN, file: Path) -> LoadedWeights:
     """Put the file's weights into the network, all or none.
 
-    ValueError names the file and every tensor that is missing, unexpected or of a wrong shape. Only the whole attribute
-    head may be absent; the network then goes on without it.
+    Only the whole attribute head may be absent; the network then goes on without it. Anchors may be there.
+
+    Raises:
+        ValueError: Names the file and every tensor that is missing, unexpected or of a wrong shape.
     """
     tensors, metadata = read_safetensors(file)
-    if tensors and all(name.startswith(("backbone.", "roi_heads.res5.")) for name in tensors):
+    if tensors and all(name.startswith(RESNET) for name in tensors):
         raise ValueError(f"{file} holds a ResNet alone and no detector: it is for model.regions.weights of VL-BERT")
-    loaded = _describe(file, tensors.keys(), metadata, network.config)
-    anchors = _take_extras(tensors, network, file)
-    wanted = network.state_dict()
-    expected = {n: t for n, t in wanted.items() if loaded.attributes or not n.startswith(ATTRIBUTE_HEAD)}
-    _check_tensors(tensors, expected, file)
-
+    loaded, own = _describe(file, tensors.keys(), metadata, network.config), network.proposal_generator.cell_anchors
+    expected = {n: t for n, t in network.state_dict().items() if loaded.attributes or not n.startswith(ATTRIBUTE_HEAD)}
+    _check_tensors(tensors, expected | ({ANCHORS: own} if ANCHORS in tensors else {}), file)
+    anchors = tensors.pop(ANCHORS, own)
     if not loaded.attributes:
         network.roi_heads.box_predictor.drop_attributes()
     network.load_state_dict(tensors, strict=True)
-    if anchors is not None:
-        network.proposal_generator.cell_anchors.copy_(anchors)
+    own.copy_(anchors)
     return loaded
 
 
 def describe_weights(file: Path, config: FasterRCNNConfig) -> LoadedWeights:
-    """What load_weights returns for a network of this configuration; no tensor is read."""
+    """Return what load_weights returns for a network of this configuration; no tensor is read."""
     return _describe(file, *read_safetensors(file, tensors=False), config)
 
 
@@ -112,7 +106,6 @@ def _describe(
         classes=_names_field(metadata, "classes", config.num_classes, file),
         attribute_names=_names_field(metadata, "attributes", config.num_attributes, file) if attributes else None,
         release=_field(metadata, "release", file, str),
-        differences=differences(_field(metadata, "detection", file, dict) or {}, config),
     )
 
 
@@ -148,17 +141,6 @@ def config_from(fields: Mapping[str, Any], where: str) -> FasterRCNNConfig:
         raise ValueError(f"{where}: its `network` is none of this version ({error}); convert it again") from error
 
 
-def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple[str, ...]:
-    """Settings in which a network differs from `detection` (Release.detection), one sentence each."""
-    here = dataclasses.asdict(config)
-    return tuple(
-        printable(f"{name} is {here.get(name, 'unknown')}, the release's is ")
-        + (printable(value) if isinstance(value, str) else shown(value))
-        for name, value in detection.items()
-        if here.get(name) != value
-    )
-
-
 def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
     """Write a weight file, and return its sha256; the same content gives the same bytes.
 
@@ -183,19 +165,17 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     """Put the ResNet of a detector's weight file, `backbone.*` and `roi_heads.res5.*`, into VL-BERT's region features.
 
-    All or none, without the detector's heads. ValueError names the file and every tensor that is missing,
-    unexpected or of a wrong shape.
+    All or none, without the detector's heads. A live norm starts counting at zero.
+
+    Raises:
+        ValueError: Names the file and every tensor that is missing, unexpected or of a wrong shape.
     """
-    modules = {"backbone.": backbone, "roi_heads.res5.": res5}
-    ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
-    # A detector's norms are saved frozen, without a counter; a live norm starts counting at zero.
-    counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
-    tensors, _ = read_safetensors(file)
     # Not about the stem's pool: VL-BERT's authors used a padded one with weights that were trained without padding.
     check_wiring(backbone.config, file, ("stride_in_1x1", "res5_dilated"), "model.regions.resnet")
-    found = {
-        name: tensor for name, tensor in tensors.items() if name.startswith(tuple(modules)) and not COUNTER.search(name)
-    }
+    found = {name: tensor for name, tensor in read_safetensors(file)[0].items() if name.startswith(RESNET)}
+    modules = dict(zip(RESNET, (backbone, res5), strict=True))
+    ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
+    counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
     _check_tensors(found, {name: tensor for name, tensor in ours.items() if name not in counters}, file)
     found |= counters
     for prefix, module in modules.items():
@@ -218,20 +198,13 @@ def check_wiring(config: ResNetConfig, file: Path, names: Sequence[str], setting
             )
 
 
-def read_names_of(file: Path, kind: str, count: int) -> list[str]:
-    """The first names in a file of `count` lines; kind: `classes` or `attributes`. ValueError for more or fewer."""
-    names = [synonyms[0] for synonyms in read_names(file)]
-    if not count:
-        raise ValueError(f"the weights have no {kind}: leave --{kind} out")
-    if len(names) != count:
-        raise ValueError(f"{file} names {len(names)} {kind}, the weights have {count}, without the background")
-    return names
-
-
 def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors by name, and the metadata, of a safetensors file. With tensors=False every tensor is None."""
+    """Return all tensors by name, and the metadata, of a safetensors file. With tensors=False every tensor is None."""
     if not Path(file).is_file():
         raise ValueError(f"there is no weight file {file}; name a safetensors file")
+    with open(file, "rb") as stream:
+        if instead := what_instead(stream.read(512)):
+            raise ValueError(f"{file} {instead}")
     try:
         with safe_open(file, framework="pt") as stream:
             found = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
@@ -240,28 +213,6 @@ def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor
         raise ValueError(
             f"{file} is not a safetensors file, or is damaged ({error}); fetch or convert it again"
         ) from error
-
-
-def _take_extras(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> Tensor | None:
-    """Check what is no weight and remove it from `tensors`; returns the anchors, if the file has them."""
-    for name in [name for name in tensors if COUNTER.search(name)]:
-        del tensors[name]
-    for name in PIXEL_STATISTICS.keys() & tensors.keys():
-        check_pixel_statistics(name, tensors.pop(name), file)
-    anchors = tensors.pop(ANCHORS, None)
-    wanted = network.proposal_generator.cell_anchors.shape
-    if anchors is not None and anchors.shape != wanted:
-        raise ValueError(f"{file}: {ANCHORS} has shape {tuple(anchors.shape)}, the network's is {tuple(wanted)}")
-    return anchors
-
-
-def check_pixel_statistics(name: str, theirs: Tensor, file: Path) -> None:
-    """ValueError where a file's pixel_mean or pixel_std is not this network's, which is in BGR order."""
-    ours, theirs = torch.tensor(PIXEL_STATISTICS[name]).double(), theirs.flatten().double()
-    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):
-        raise ValueError(
-            f"{file}: {name} is {theirs.tolist()}, this network is for {list(PIXEL_STATISTICS[name])} (BGR)"
-        )
 
 
 def tensor_fault(tensor: Tensor, shape: Sequence[int]) -> str | None:

@@ -11,18 +11,17 @@ from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.weights.files import (
     ANCHORS,
     COUNTER,
+    RESNET,
     check_wiring,
     read_metadata,
-    read_safetensors,
     tensor_fault,
     tensor_faults,
 )
 from detectors.weights.releases import VLBERT, our_name
-from detectors.weights.torch_pickle import read_tensors
+from detectors.weights.tensor_files import read_tensors
 
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_RESNET = ("backbone.", "roi_heads.res5.")
 
 
 def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()) -> str:
@@ -34,10 +33,9 @@ def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attr
     """
     if not file.is_file():
         raise ValueError(f"init_from={file} is no file; give a ResNet's or a detector's weights")
-    other_meaning: list[str] = []
-    is_safetensors = file.suffix == ".safetensors"
-    tensors = read_safetensors(file)[0] if is_safetensors else read_tensors(file).tensors
-    if is_safetensors and not any(name.startswith("layer1.") for name in tensors):
+    found, other_meaning = read_tensors(file), []
+    tensors = found.plain()
+    if found.container == "safetensors file" and "layer1.0.conv1.weight" not in tensors:
         other_meaning = _layers_of_other_meaning(network, tensors, file, classes, attribute_names)
     else:
         tensors = _from_torchvision(tensors, network, file)
@@ -65,7 +63,7 @@ def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attr
 
 
 def _resnet(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(_RESNET)}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(RESNET)}
 
 
 def _layers_of_other_meaning(

@@ -1,7 +1,7 @@
 """Converts published weight files of the Visual Genome network to our names: one short table per release.
 
-A file's release is recognised by the names of its tensors. It is converted completely or not at all, and the report
-says what became of every tensor. The command is `vlbert convert-detector`.
+A file's release is recognised by the names of its tensors. It is converted completely or not at all. The command is
+`vlbert convert-detector`.
 Shape letters: A anchors a cell, C classes without background, D channels of res5.
 """
 
@@ -18,20 +18,22 @@ import torch
 from torch import Tensor
 
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
+from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import RESNET50, RESNET101, without_values
 from detectors.weights.files import (
     ANCHORS,
     ATTRIBUTE_HEAD,
     COUNTER,
-    PIXEL_STATISTICS,
-    check_pixel_statistics,
+    RESNET,
+    read_safetensors,
     tensor_fault,
     weights_hash,
 )
-from detectors.weights.torch_pickle import read_tensors
+from detectors.weights.tensor_files import read_tensors
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-_RESNET = ("backbone.", "roi_heads.res5.")
+# What a file may hold beside weights, and what it must be: this network's, in BGR order.
+_PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 
 # --- what is done to a tensor -----------------------------------------------------------------------------------------
 
@@ -234,8 +236,6 @@ class Converted:
     """Its size, and otherwise the published network."""
     tensors: dict[str, Tensor]
     """float32, by our names."""
-    report: list[dict]
-    """One entry a tensor of the file: `theirs`, and `ours` unless it was dropped, and `did`, in words."""
     attributes: bool
     anchors: str | None
     """`file`: from the file; `generated`: by the release's rule; None for a ResNet alone."""
@@ -243,47 +243,38 @@ class Converted:
     """`file` (its name), `sha256` and `container` of what was converted."""
 
     def metadata(self) -> dict:
-        """What goes into our file beside names of classes and attributes; every value can be written as JSON."""
+        """Return what goes into our file beside names of classes and attributes; every value can be written as JSON."""
         metadata = {"release": self.release.name, "source": self.source, "network": dataclasses.asdict(self.network)}
-        if self.anchors:
-            metadata["anchors"] = self.anchors
-            metadata["detection"] = dict(self.release.detection)
-            metadata["selection"] = dict(self.release.selection)
-        return metadata
+        return metadata | ({"anchors": self.anchors} if self.anchors else {})
 
 
 def convert(file: Path) -> Converted:
     """Convert a published file. ValueError names every tensor that is missing, unexpected or unfit."""
     found = read_tensors(file)
-    theirs = found.tensors
+    if found.container == "safetensors file" and "network" in read_safetensors(file, tensors=False)[1]:
+        raise ValueError(f"{file} is a weight file of this project already; load it as it is")
+    theirs = found.plain()
     release = release_of({name: tuple(tensor.shape) for name, tensor in theirs.items()}, file)
-    report = [{"theirs": name, "did": "dropped: no weight"} for name in found.beside]
-    dropped = [_dropped(name, theirs, release, file) for name in theirs]
-    report += [entry for entry in dropped if entry]
-    theirs = {name: tensor for (name, tensor), entry in zip(theirs.items(), dropped, strict=True) if not entry}
+    theirs = {name: tensor for name, tensor in theirs.items() if not _is_no_weight(name, theirs, release, file)}
     config = network_of({our_name(name, release): tuple(tensor.shape) for name, tensor in theirs.items()})
     config = dataclasses.replace(config, **release.detection)
-    anchors = None if release.resnet_alone else theirs.pop(ANCHORS, None)
     wanted = _wanted(config, release)
     head = [name for name in wanted if name.startswith(ATTRIBUTE_HEAD)]
     attributes = any(_their_name(name, release) in theirs for name in head)
     if not attributes:
         wanted = {name: shape for name, shape in wanted.items() if name not in head}
         config = dataclasses.replace(config, num_attributes=0)
+    anchors = None if release.resnet_alone else "file" if ANCHORS in theirs else "generated"
+    if anchors == "file":
+        wanted[ANCHORS] = (config.num_anchors, 4)
 
-    tensors, faults = {}, []
-    if anchors is not None:
-        faults += _take_anchors(anchors, config, tensors, report)
-    source_of_anchors = None if release.resnet_alone else "generated" if anchors is None else "file"
-    if release is MILVLG and anchors is None:
-        tensors[ANCHORS] = caffe_cell_anchors()  # ours are others, and stand in another order
-    expected = {_their_name(ours, release): ours for ours in wanted}
-    faults += [f"missing {name}" for name in expected if name not in theirs]
+    tensors, expected = {}, {_their_name(ours, release): ours for ours in wanted}
+    faults = [f"missing {name}" for name in expected if name not in theirs]
     for name, tensor in theirs.items():
-        ours = expected.get(name)
-        if ours is None:
+        if name not in expected:
             faults.append(f"unexpected {name}")
             continue
+        ours = expected[name]
         change = next((change for start, change in release.changes.items() if ours.startswith(start)), None)
         fault = tensor_fault(tensor, change.their_shape(wanted[ours]) if change else wanted[ours])
         if fault:
@@ -292,23 +283,20 @@ def convert(file: Path) -> Converted:
         tensors[ours] = (change.apply(tensor.float()) if change else tensor.float()).contiguous()
         if not tensors[ours].isfinite().all():
             faults.append(f"{name} is not finite in float32")
-        report.append({"theirs": name, "ours": ours, "did": _did(name, ours, change, tensor)})
     if faults:
-        raise ValueError(f"{file} is not converted: as release {release.name}, {_listed(faults)}")
+        more = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
+        raise ValueError(f"{file} is not converted: as release {release.name}, {'; '.join(faults[:20])}{more}")
+    if release is MILVLG and anchors == "generated":
+        tensors[ANCHORS] = caffe_cell_anchors()  # ours are others, and stand in another order
     source = {"file": file.name, "sha256": weights_hash(file), "container": found.container}
-    return Converted(release, config, tensors, report, attributes, source_of_anchors, source)
-
-
-def _listed(faults: list[str]) -> str:
-    more = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
-    return "; ".join(faults[:20]) + more
+    return Converted(release, config, tensors, attributes, anchors, source)
 
 
 def _wanted(config: FasterRCNNConfig, release: Release) -> dict[str, Shape]:
     """Our name -> shape of what the release's file must give."""
     with without_values():
         state = FasterRCNN(config).state_dict()
-    names = [name for name in state if not release.resnet_alone or name.startswith(_RESNET)]
+    names = [name for name in state if not release.resnet_alone or name.startswith(RESNET)]
     return {name: tuple(state[name].shape) for name in names}
 
 
@@ -329,63 +317,35 @@ def _their_name(ours: str, release: Release) -> str:
     return _renamed(ours, [(new, old) for old, new in release.names])
 
 
-def _dropped(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> dict | None:
-    """The report's entry for a tensor that is no weight."""
+def _is_no_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
+    """Whether a tensor counts batches, which frozen norms do not need, or is a pixel statistic, which must be ours."""
+    if name in _PIXEL_STATISTICS and not release.resnet_alone:
+        ours, found = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
+        if found.shape != ours.shape or not torch.allclose(found, ours, atol=1e-3):
+            raise ValueError(
+                f"{file}: {name} is {found.tolist()}, this network is for {list(_PIXEL_STATISTICS[name])} (BGR)"
+            )
+        return True
     norm = COUNTER.sub("", name)
-    if norm != name and f"{norm}.running_var" in tensors:
-        return {"theirs": name, "did": "dropped: it counts batches, which frozen norms do not need"}
-    if name in PIXEL_STATISTICS and not release.resnet_alone:
-        check_pixel_statistics(name, tensors[name], file)
-        return {"theirs": name, "did": "dropped: this network has it"}
-    return None
-
-
-def _take_anchors(
-    anchors: Tensor, config: FasterRCNNConfig, tensors: dict[str, Tensor], report: list[dict]
-) -> list[str]:
-    fault = tensor_fault(anchors, (config.num_anchors, 4))
-    if fault:
-        return [f"{ANCHORS} {fault}"]
-    tensors[ANCHORS] = anchors.float().contiguous()
-    report.append({"theirs": ANCHORS, "ours": ANCHORS, "did": "taken: the network's anchors are these"})
-    return []
-
-
-def _did(theirs: str, ours: str, change: Change | None, tensor: Tensor) -> str:
-    done = ["taken" if theirs == ours else "renamed"]
-    if change:
-        done = ["changed" if theirs == ours else "renamed and changed"]
-    notes = [change.says] if change else []
-    if tensor.dtype != torch.float32:
-        notes.append(f"{str(tensor.dtype).removeprefix('torch.')} to float32")
-    return done[0] + (f": {'; '.join(notes)}" if notes else "")
+    return norm != name and f"{norm}.running_var" in tensors
 
 
 def describe(converted: Converted) -> str:
-    """The report for people: a line a tensor, then what the file is and how it was meant to be used."""
-    lines = []
-    for entry in converted.report:
-        arrow = f" -> {entry['ours']}" if entry.get("ours", entry["theirs"]) != entry["theirs"] else ""
-        lines.append(f"{entry['theirs']}{arrow}: {entry['did']}")
-    counts = {}
-    for entry in converted.report:
-        kind = entry["did"].partition(":")[0]
-        counts[kind] = counts.get(kind, 0) + 1
+    """Return lines for people: what the file is, what was changed, and how it was meant to be used."""
     network, release = converted.network, converted.release
-    lines.append(f"release: {release.name}, {release.description}; a {converted.source['container']}")
-    lines.append("tensors: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    lines = [f"release: {release.name}, {release.description}; a {converted.source['container']}"]
+    lines += [f"changed: {start}*: {change.says}" for start, change in release.changes.items()]
     lines.append(f"ResNet: {' + '.join(map(str, network.resnet.blocks))} blocks, {network.resnet.width} channels")
     if release.resnet_alone:
         lines.append("a ResNet alone: for model.regions.weights of VL-BERT, not for detection")
-        lines.append(f"note: {release.note}")
-        return "\n".join(lines)
-    attributes = f"{network.num_attributes} attributes" if converted.attributes else "attributes absent"
-    lines.append(f"heads: {network.num_classes} classes, {attributes}")
-    where = "from the file" if converted.anchors == "file" else "the file has none: generated by the release's rule"
-    lines.append(f"anchors: {where}")
-    lines.append(f"its own detection: {json.dumps(dict(release.detection))}")
-    if release.selection:
-        lines.append(f"its own selection: {json.dumps(dict(release.selection))}")
+    else:
+        attributes = f"{network.num_attributes} attributes" if converted.attributes else "attributes absent"
+        lines.append(f"heads: {network.num_classes} classes, {attributes}")
+        where = "from the file" if converted.anchors == "file" else "the file has none: generated by the release's rule"
+        lines.append(f"anchors: {where}")
+        lines.append(f"its own detection: {json.dumps(dict(release.detection))}")
+        if release.selection:
+            lines.append(f"its own selection: {json.dumps(dict(release.selection))}")
     if release.note:
         lines.append(f"note: {release.note}")
     return "\n".join(lines)

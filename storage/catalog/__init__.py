@@ -15,12 +15,11 @@ import contextlib
 import errno
 import hashlib
 import io
-import itertools
 import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -30,13 +29,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.digests import check_version, is_whole
-from storage.forgotten import TOMBSTONES, forgotten_urls, is_among
 from storage.manifests import MANIFEST_VERSION, OK, SCHEMA, Header, Manifest
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
 from storage.shards import SHARD_VERSION, read_shard
-from storage.snapshots import ShardIndex, Snapshot, read_columns, read_index, snapshot_of, write_snapshot
+from storage.snapshots import FROM_MANIFEST, ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
+from storage.withdrawn import WITHDRAWN
 
 STAGE_NAME = re.compile(r"images|regions/[A-Za-z0-9][A-Za-z0-9_.-]*")
 SHARD_NAME = re.compile(r"\d{5}")
@@ -50,10 +49,10 @@ class Catalog:
     """The committed shards of one dataset."""
 
     def __init__(self, store: ObjectStore, dataset: str):
-        if not dataset or "/" in dataset or dataset in ("runs", TOMBSTONES):
+        if not dataset or "/" in dataset or dataset in ("runs", WITHDRAWN):
             raise ValueError(
                 f"{dataset!r} cannot be a dataset: use the name of one folder of the root, other than runs and "
-                f"{TOMBSTONES}"
+                f"{WITHDRAWN}"
             )
         self.store = store
         self.dataset = dataset
@@ -61,6 +60,11 @@ class Catalog:
     def shards(self, stage: str) -> list[str]:
         """The committed shards, sorted; one listing."""
         return sorted(self._names(stage))
+
+    def newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
+        """Shard -> the name of its newest manifest: of all shards, or of these, committed or not; one listing."""
+        found = self._names(stage, "" if shards is None else os.path.commonprefix(list(shards)))
+        return {shard: found.get(shard, [shard])[-1] for shard in (sorted(found) if shards is None else shards)}
 
     def _names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
         """Shard -> the names of its manifests, the newest last, for shards that begin with `prefix`; one listing."""
@@ -73,12 +77,6 @@ class Catalog:
             names.setdefault(shard, []).append(name)
         return names
 
-    def _newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
-        """Shard -> the name of its newest manifest: of all shards, or of these, committed or not."""
-        found = self._names(stage, shards[0] if shards is not None and len(shards) == 1 else "")
-        wanted = sorted(found) if shards is None else shards
-        return {shard: found.get(shard, [shard])[-1] for shard in wanted}
-
     def revisions(self, stage: str, shard: str) -> list[Header]:
         """The header of each revision of a shard, the newest last; [] if it is not committed."""
         self.manifest_path(stage, shard)
@@ -86,13 +84,10 @@ class Catalog:
 
     def manifest(self, stage: str, shard: str) -> Manifest:
         """The newest manifest of one shard; ObjectMissing if it is not committed."""
-        return self._manifest(stage, self._newest(stage, [shard])[shard])
+        return self.manifest_of(stage, self.newest(stage, [shard])[shard])
 
-    def manifest_of(self, header: Header) -> Manifest:
-        """The whole manifest of a revision."""
-        return self._manifest(header.stage, header.name)
-
-    def _manifest(self, stage: str, name: str) -> Manifest:
+    def manifest_of(self, stage: str, name: str) -> Manifest:
+        """The manifest of this name, as of a revision: Header.name."""
         data, header = self._read_header(stage, name)
         table = pq.read_table(io.BytesIO(data)).replace_schema_metadata(None)
         if not table.schema.equals(SCHEMA):
@@ -105,15 +100,14 @@ class Catalog:
 
     def each_header(self, stage: str, shards: Sequence[str] | None = None) -> Iterator[tuple[str, Header]]:
         """The same one by one: each takes kilobytes."""
-        names = self._newest(stage, shards)
-        return zip(names, self._headers(stage, list(names.values())), strict=True)
+        return self._headers(stage, self.newest(stage, shards))
 
-    def _headers(self, stage: str, names: Sequence[str]) -> Iterator[Header]:
-        return _each(lambda name: self._read_header(stage, name)[1], names)
+    def _headers(self, stage: str, names: Mapping[str, str]) -> Iterator[tuple[str, Header]]:
+        return zip(names, _each(lambda name: self._read_header(stage, name)[1], list(names.values())), strict=True)
 
-    def each_manifest(self, stage: str, shards: Sequence[str]) -> Iterator[Manifest]:
-        """The newest manifests of these shards one by one, several fetched at a time."""
-        return _each(lambda name: self._manifest(stage, name), list(self._newest(stage, shards).values()))
+    def each_manifest(self, stage: str, names: Sequence[str]) -> Iterator[Manifest]:
+        """The manifests of these names one by one, several fetched at a time."""
+        return _each(lambda name: self.manifest_of(stage, name), names)
 
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """These columns of the manifests, shard by shard, several fetched at a time: of all shards, or of these."""
@@ -121,11 +115,15 @@ class Catalog:
         def load(name: str) -> pa.Table:
             return pq.read_table(io.BytesIO(self._bytes(stage, name)), columns=list(columns), use_threads=False)
 
-        return _each(load, list(self._newest(stage, shards).values()))
+        return _each(load, list(self.newest(stage, shards).values()))
 
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
         """The samples of a committed shard in the order of its rows; ValueError as `read_each` or at an invalid one."""
-        return map(_readable, self.read_each(self.manifest(stage, shard)))
+        return self.samples_of(self.manifest(stage, shard))
+
+    def samples_of(self, manifest: Manifest) -> Iterator[Sample]:
+        """The same of a revision."""
+        return map(_readable, self.read_each(manifest))
 
     def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:
         """The samples of a committed shard, in the order of this manifest's rows, each or why it is invalid.
@@ -151,42 +149,33 @@ class Catalog:
         return read_shard(source, where)
 
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
-        """The shards of `source` (of all, or of these) that are still to be made in `target`.
+        """The shards of `source` (of all, or of these) that are still to be made in `target`, sorted.
 
-        These are the shards that `target` does not have, and those that it made from an earlier revision of the source
-        with other samples; one that only leaves out what was forgotten does not count. Reads no tar. ValueError names
-        both manifests if a target was made from an unknown source.
+        These are the shards that `target` does not have, and those that it made from other samples than the source has
+        now; those that were only withdrawn do not count. Reads no tar. ValueError names a target of another source.
         """
-        prefix = "" if shards is None else os.path.commonprefix(list(shards))  # of one shard: a short listing
-        committed, done = (
-            {shard: names[-1] for shard, names in self._names(stage, prefix).items()} for stage in (source, target)
-        )
-        if shards is not None:
-            wanted = set(shards)
-            committed = {shard: name for shard, name in committed.items() if shard in wanted}
-        both = [shard for shard in committed if shard in done]
-        targets = self._headers(target, [done[shard] for shard in both])
-        sources = _each(lambda shard: hashlib.sha256(self._bytes(source, committed[shard])).hexdigest(), both)
-        pending = [shard for shard in committed if shard not in done]
-        for shard, made, sha256 in zip(both, targets, sources, strict=True):
-            found = made.meta.get("source")
-            if found == {"stage": source, "shard": shard, "manifest_sha256": sha256}:
-                continue
-            revisions = self.revisions(source, shard)
-            made_from = [number for number, one in enumerate(revisions) if one.as_source() == found]
-            if not made_from:
+        prefix = "" if shards is None else os.path.commonprefix(list(shards))
+        committed, done = self._names(source, prefix), self._names(target, prefix)
+        wanted = sorted(committed) if shards is None else sorted(committed.keys() & set(shards))
+        both = [shard for shard in wanted if shard in done]
+        pending = [shard for shard in wanted if shard not in done]
+        for (shard, ours), (_, made) in zip(
+            self._headers(source, {shard: committed[shard][-1] for shard in both}),
+            self._headers(target, {shard: done[shard][-1] for shard in both}),
+            strict=True,
+        ):
+            found = made.meta.get("source") or {}
+            if (found.get("stage"), found.get("shard")) != (source, shard):
                 raise ValueError(
-                    f"{self.where(target, made.name)} was made from {found}, not from "
-                    f"{self.where(source, committed[shard])} as it is now (sha256 {sha256}); "
+                    f"{self.where(target, made.name)} was made from {found}, not from {self.where(source, ours.name)}; "
                     f"{self._redo(target, made.name)}"
                 )
-            since = itertools.pairwise(revisions[made_from[0] :])
-            if any(new.tar_sha256 != old.tar_sha256 and not new.meta.get("forgets") for old, new in since):
+            if found["content"] != ours.content:
                 pending.append(shard)
         return sorted(pending)
 
     def snapshot(self, stage: str) -> Snapshot:
-        """The snapshot of all shards that are committed now, if nothing was forgotten; `pin` writes it."""
+        """The snapshot of all shards that are committed now; `pin` writes it."""
         return snapshot_of(stage, list(self.headers(stage).values()))
 
     def counts(self, stage: str) -> dict[str, int]:
@@ -199,18 +188,17 @@ class Catalog:
     def pin(self, stage: str) -> Snapshot:
         """Write the snapshot of all shards that are committed now as one file, dated now, for a training.
 
-        Rows whose URL was forgotten are not in it. Reads each manifest once.
+        Reads each manifest once.
         """
-        urls = forgotten_urls(self.store)
 
         def load(name: str) -> tuple[Header, pa.Table]:
             data, header = self._read_header(stage, name)
-            table = pq.read_table(io.BytesIO(data), use_threads=False)
+            table = pq.read_table(io.BytesIO(data), columns=[*FROM_MANIFEST, "status"], use_threads=False)
             return header, table.filter(pc.equal(table["status"], OK))
 
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
-            snapshot = write_snapshot(file, stage, _each(load, list(self._newest(stage).values())), urls)
+            snapshot = write_snapshot(file, stage, _each(load, list(self.newest(stage).values())))
             # Where it is already, it gets a new date, so that `gc` does not delete it before the first checkpoint names
             # it. A damaged one is replaced.
             self.store.put(self._snapshot_path(stage, snapshot.id), file)
@@ -219,12 +207,6 @@ class Catalog:
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
         """The index of a pinned snapshot, from its file alone; ValueError names a file that is missing or damaged."""
         return read_index(self.store, self._snapshot_path(stage, snapshot_id))
-
-    def holds_forgotten(self, snapshot: Snapshot) -> bool:
-        """Whether a URL of a pinned snapshot was forgotten since; reads its URLs, if anything was."""
-        urls = forgotten_urls(self.store)
-        groups = read_columns(self.store, self._snapshot_path(snapshot.stage, snapshot.id), ["url"]) if urls else ()
-        return any(pc.any(is_among(table["url"], urls)).as_py() for table in groups)
 
     def path(self, stage: str, name: str) -> str:
         if not STAGE_NAME.fullmatch(stage):
@@ -279,6 +261,7 @@ class Catalog:
             tar=header["tar"] and self.path(stage, header["tar"]),
             tar_sha256=header["tar_sha256"],
             tar_bytes=header["tar_bytes"],
+            content=header["content"],
             statuses=header["statuses"],
             meta=header["meta"],
             sha256=hashlib.sha256(data).hexdigest(),

@@ -7,10 +7,10 @@ from typing import Annotated
 import tyro
 
 from storage.garbage import collect_garbage
-from storage.inventory import Inventory, history, status
+from storage.inventory import Inventory, status
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.programs import Positional, Root, command
-from storage.verify import remarks, verify
+from storage.verify import verify
 
 OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET", help="only this dataset")]
 
@@ -18,11 +18,6 @@ OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET",
 def print_status(root: Root) -> None:
     """Print stages, rows by status, snapshots, and what each training run pinned."""
     _print(status(open_store(root, write=False)), root)
-
-
-def print_history(root: Root, dataset: OnlyDataset = None) -> None:
-    """Print what was committed when, by which settings or detector."""
-    _print(history(open_store(root, write=False), dataset), root)
 
 
 def verify_files(root: Root, dataset: OnlyDataset = None) -> None:
@@ -58,12 +53,10 @@ def _print_faults(inventory: Inventory) -> int:
     for fault in verify(inventory):
         print(fault, flush=True)
         faults += 1
-    for remark in remarks(inventory):
-        print(f"no fault, but: {remark}")
-    result = f"{faults:,} faults" if faults else "no fault: all is as it was committed"
+    result = f"{faults:,} faults" if faults else "OK: no problems found"
     print(f"{result} (checked: shards {shards:,}, snapshots {snapshots:,}, checkpoints {checkpoints:,})")
     return 1 if faults else 0
 
 
-COMMANDS = {"status": print_status, "history": print_history, "verify": verify_files, "gc": delete_garbage}
+COMMANDS = {"status": print_status, "verify": verify_files, "gc": delete_garbage}
 main = command("vlbert catalog", COMMANDS, ObjectMissing, StorageUnreachable)

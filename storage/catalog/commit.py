@@ -1,12 +1,13 @@
 """Commits a shard: its tar first, then its manifest, which makes it visible."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from storage.catalog import Catalog, sha256_of, temporary_folder
-from storage.manifests import Header, Row, check_rows, checked_meta, manifest_bytes, matched
+from storage.manifests import OK, Header, Row, check_rows, checked_meta, facts_of, manifest_bytes, matched
 from storage.sample import Sample
 from storage.shards import write_shard
+from storage.withdrawn import WITHDRAWN, read_withdrawn
 
 
 def commit_shard(
@@ -17,12 +18,14 @@ def commit_shard(
     rows: Sequence[Row],
     meta: dict,
     replaces: Header | None = None,
+    content: str | None = None,
 ) -> bool:
     """Write one shard; False, with nothing changed, if it was committed already or another writer was first.
 
     rows hold every input row of the shard once, in ascending order; samples are those of the ok rows, in the same
-    order. ValueError names the row that breaks this, and nothing becomes visible. `replaces` is the revision that
-    the caller has read: the next revision is written beside it, and readers use that from then on.
+    order. Samples that are withdrawn are left out, and their rows get that status. ValueError names the row that breaks
+    this, and nothing becomes visible. `replaces` is the revision that the caller has read: the next revision is written
+    beside it, and readers use that from then on. content: as Header has it, if it is not that of these samples.
     """
     path = catalog.manifest_path(stage, shard)
     if replaces is not None:
@@ -32,31 +35,63 @@ def commit_shard(
         return False
     where = catalog.store.where(path)
     check_rows(rows, where)
-    recorded = checked_meta(meta, where)
-    facts = []  # of each sample: width, height, number of regions
+    recorded, withdrawn = checked_meta(meta, where), read_withdrawn(catalog.store)
+    facts, gone = [], set()
+
+    def stored() -> Iterator[Sample]:
+        for sample in matched(samples, rows, stage, where):
+            if withdrawn.has(sample.url, sample.sha256):
+                gone.add(sample.key)
+            else:
+                facts.append(facts_of(sample))
+                yield sample
+
     with temporary_folder("commit-") as folder:
         file = folder / f"{shard}.tar"
-        spans = write_shard(matched(samples, rows, stage, where, facts), file)
+        spans = write_shard(stored(), file)
         tar, tar_sha256, tar_bytes = None, "", 0
         if spans:
             tar_sha256, tar_bytes = sha256_of(file), file.stat().st_size
             tar = f"{shard}-{tar_sha256[:12]}.tar"
             # Also if a killed writer left the same tar: with a new date, `gc` does not delete it.
             catalog.store.put(catalog.path(stage, tar), file)
+        if gone:
+            left_out = dataclasses.replace
+            rows = [left_out(r, status=WITHDRAWN) if r.status == OK and r.key in gone else r for r in rows]
+        if content is None:
+            same = replaces is not None and replaces.tar_sha256 == tar_sha256
+            content = replaces.content if same else tar_sha256
         metadata = {
             "stage": stage,
             "shard": shard,
             "tar": tar,
             "tar_sha256": tar_sha256,
             "tar_bytes": tar_bytes,
+            "content": content,
             "meta": recorded,
         }
         if catalog.store.put(path, manifest_bytes(rows, spans, facts, metadata), if_absent=True):
             # `gc` may have deleted it, because it had read the old date just before.
             if tar is not None and not catalog.store.exists(catalog.path(stage, tar)):
                 catalog.store.put(catalog.path(stage, tar), file)
+            if read_withdrawn(catalog.store) != withdrawn:  # who withdrew meanwhile did not see this shard
+                withdraw_samples(catalog, stage, shard)
             return True
     # The other writer's manifest is final, so a tar that no revision names will never be used.
     if tar is not None and all(one.tar != catalog.path(stage, tar) for one in catalog.revisions(stage, shard)):
         catalog.store.delete(catalog.path(stage, tar))
     return False
+
+
+def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
+    """Write the next revision of a shard without the samples that are withdrawn; False if it has none of them.
+
+    The other samples keep their bytes, and stages that were made from the shard stay up to date. ValueError names a tar
+    that is damaged. If another writer commits a revision first, that one leaves them out, too.
+    """
+    manifest = catalog.manifest(stage, shard)
+    if not any(read_withdrawn(catalog.store).among(manifest.ok()).to_pylist()):
+        return False
+    samples = catalog.samples_of(manifest)
+    meta = {name: value for name, value in manifest.meta.items() if name != "replaces"}
+    return commit_shard(catalog, stage, shard, samples, manifest.rows(), meta, manifest, manifest.content)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from storage.collect.normalise import Refused
+from storage.collect.statuses import Refused, Status
 from storage.redact import shown_url
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ class AddressGuard:
         if f"{host}:{port}" in self.allowed:
             return parsed
         if port not in _PORTS:
-            raise Refused("blocked_address", f"port {port} is not 80 or 443, and {host}:{port} is not allowed")
+            raise Refused(Status.BLOCKED_ADDRESS, f"port {port} is not 80 or 443, and {host}:{port} is not allowed")
         try:
             address = ipaddress.ip_address(host)
         except ValueError as error:
             if ":" in host:  # aiohttp connects to some texts that are not IPv6 addresses
-                raise Refused("bad_url", f"[{host[:200]}] is not an address: {error}") from error
+                raise Refused(Status.BAD_URL, f"[{host[:200]}] is not an address: {error}") from error
             return parsed  # a name: the resolver and open_socket check its addresses
         self.check_address(host, port, address)
         return parsed
@@ -75,7 +75,9 @@ class AddressGuard:
             self.allowed_addresses.add(f"{address}:{port}")
         elif not is_public(address):
             same = host == str(address)
-            raise Refused("blocked_address", f"{host} is {'' if same else f'{address}, which is '}not a public address")
+            raise Refused(
+                Status.BLOCKED_ADDRESS, f"{host} is {'' if same else f'{address}, which is '}not a public address"
+            )
 
     def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
         """The socket of one connection; the last check of the address that is really connected to."""
@@ -132,7 +134,7 @@ def guarded_resolver(guard: AddressGuard) -> Any:
             try:
                 addresses = [ipaddress.ip_address(address) for address in await system_lookup(host, port)]
             except UnicodeError as error:  # a label that is empty or over 63 characters
-                raise Refused("bad_url", f"host {host!r} is not a name: {error}") from error
+                raise Refused(Status.BAD_URL, f"host {host!r} is not a name: {error}") from error
             for address in addresses:
                 guard.check_address(host, port, address)
             return [
@@ -164,13 +166,13 @@ def parse_url(url: str) -> "yarl.URL":
     text = url.strip(" ")
     shown = repr(shown_url(url))
     if not text.isprintable() or "\\" in text:
-        raise Refused("bad_url", f"{shown} has control characters or a backslash")
+        raise Refused(Status.BAD_URL, f"{shown} has control characters or a backslash")
     match = re.match(r"(https?)://([^/?# ]*)(.*)", text, re.IGNORECASE)
     if not match or not match[2] or match[3].startswith(" "):
-        raise Refused("bad_url", f"{shown} is not http://host/... or https://host/...")
+        raise Refused(Status.BAD_URL, f"{shown} is not http://host/... or https://host/...")
     text = f"{match[1].lower()}://{match[2].lower()}{match[3]}"
     if "@" in match[2]:
-        raise Refused("bad_url", f"{shown} has a user name")
+        raise Refused(Status.BAD_URL, f"{shown} has a user name")
     try:
         parsed = yarl.URL(text, encoded=_PLAIN_URL.fullmatch(text) is not None)
         host, port = parsed.host, parsed.port
@@ -178,7 +180,7 @@ def parse_url(url: str) -> "yarl.URL":
             raise ValueError("no host")
         parsed.raw_host.encode("ascii")
     except ValueError as error:  # UnicodeError among them
-        raise Refused("bad_url", f"{shown}: {_unquoted(error)}") from error
+        raise Refused(Status.BAD_URL, f"{shown}: {_unquoted(error)}") from error
     try:
         # 2130706433, 0x7f.1 and 0177.0.0.1 are 127.0.0.1 to the system; written out, every check recognises it.
         dotted = socket.inet_ntoa(socket.inet_aton(host))

@@ -17,8 +17,9 @@ from urllib.parse import urljoin
 
 from storage.collect.addresses import AddressGuard, guarded_resolver
 from storage.collect.hosts import Hosts, Transient
-from storage.collect.normalise import ImageSettings, Refused, run_out
+from storage.collect.normalise import ImageSettings, run_out
 from storage.collect.robots import AGENT, MAX_BYTES, RobotsTxt, Rules, as_refused, check_x_robots_tag
+from storage.collect.statuses import Refused, Status
 from storage.programs import require
 from storage.redact import redacted, shown_url
 from storage.settings import FORM, check
@@ -27,14 +28,16 @@ if TYPE_CHECKING:
     import aiohttp
     import yarl
 
-_RETRIED = {"connect", "http_429"} | {f"http_{code}" for code in range(500, 600)}
-_TRANSIENT = _RETRIED | {"timeout"}
+_SERVER_ERRORS = {Status.HTTP_429} | {Status(f"http_{code}") for code in range(500, 600)}
+_RETRIED = _SERVER_ERRORS | {Status.CONNECT, Status.ROBOTS_TXT_FAILED}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
 _MAX_REDIRECTS = 5
+_MIN_RATE = 2000  # bytes a second that a body must bring over every `read_timeout` seconds
 _RETRY_DELAY = 0.5  # seconds before the first retry; doubled for each further one
-# A longer pause would keep a slot from other URLs. Such a URL is requested again in the second pass.
-_LONGEST_PAUSE = 2.0
+# A longer pause would keep a slot from other URLs. Such a URL is requested again when the others are done, unless the
+# server asks for more than the second.
+_LONGEST_PAUSE, _LONGEST_WAIT = 2.0, 30.0
 # The part of its deadline that a URL gets while its host is silent: 1 s of 20.
 _SHORT_DEADLINE = 1 / 20
 _Answer = TypeVar("_Answer")
@@ -47,17 +50,11 @@ class DownloadSettings(ImageSettings):
     __pydantic_config__ = FORM
 
     deadline: float = 20.0
-    """Seconds for one URL, from the first look-up to the last byte: redirects, retries and their pauses included."""
-    read_timeout: float = 10.0
-    """Seconds for which a server may be silent, and for one TCP connection and TLS handshake."""
-    min_rate: int = 2000
-    """Bytes a second that a body must bring over every `read_timeout` seconds; a server that drips is a `timeout`."""
+    """Seconds for one URL, from the first look-up to the last byte: redirects, retries and their pauses included. A
+    server may be silent, and a TCP connection or a TLS handshake may take, for half of them."""
     retries: int = 2
-    """Further attempts at once after `connect`, `http_429` and `http_5xx`, as far as the deadline allows."""
-    second_pass: float = 30.0
-    """A URL that asks for a longer pause, in seconds, gets no second attempt after the others; 0: no URL gets one."""
-    breaker: int = 2
-    """Timeouts or lost connections in a row after which a host may be silent: its URLs then get a short deadline."""
+    """Further attempts at once after a lost connection, 429 or 5xx, as far as the deadline allows, and if it is not 0
+    another one after these and timeouts, when the others are done."""
     concurrency: int = 64
     """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes`."""
     per_host: int = 64
@@ -75,10 +72,9 @@ class DownloadSettings(ImageSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("deadline", "read_timeout", "concurrency", "per_host", "breaker", "decode_threads"):
+        for name in ("deadline", "concurrency", "per_host", "decode_threads"):
             check(self, getattr(self, name) > 0, name, "over 0")
-        for name in ("min_rate", "retries", "second_pass"):
-            check(self, getattr(self, name) >= 0, name, "0 or more")
+        check(self, self.retries >= 0, "retries", "0 or more")
         if not self.contact.isprintable():
             raise ValueError(f"contact {self.contact!r} has control characters; it is sent in a header")
         if isinstance(self.allowed_hosts, str):
@@ -87,6 +83,11 @@ class DownloadSettings(ImageSettings):
             host, _, port = entry.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in entry or "*" in entry:
                 raise ValueError(f"allowed_hosts entry {entry!r} is not host:port, such as 127.0.0.1:8791")
+
+    @property
+    def read_timeout(self) -> float:
+        """Seconds for which a server may be silent, and for one TCP connection and TLS handshake."""
+        return self.deadline / 2
 
     @property
     def user_agent(self) -> str:
@@ -100,7 +101,7 @@ class Fetcher:
     def __init__(self, settings: DownloadSettings):
         self.settings = settings
         self.guard = AddressGuard(settings.allowed_hosts)
-        self.hosts = Hosts(settings.concurrency, settings.per_host, settings.breaker)
+        self.hosts = Hosts(settings.concurrency, settings.per_host)
         self.robots_txt = RobotsTxt(self._fetch_robots_txt)
 
     async def __aenter__(self) -> "Fetcher":
@@ -134,109 +135,90 @@ class Fetcher:
         """The host of a URL, with its port; Refused as AddressGuard.check_url."""
         return _host_of(self.guard.check_url(url))
 
-    async def fetch(self, url: str, before: Transient | None = None, *, full_deadline: bool = False) -> bytes:
+    async def fetch(self, url: str, before: Transient | None = None) -> bytes:
         """The body, within the deadline; Refused says why there is none, Transient that a later attempt may succeed.
 
         The caller holds a slot of the URL's host. `before` is the result of the first pass. The second pass is one
         attempt, in the rest of the deadline, but at most half of it; in all of it if the deadline was shortened.
-        `full_deadline`: do not shorten the deadline for a silent host.
         """
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
-        deadline = self.settings.deadline
-        second = before is not None and not before.shortened
-        if second:
-            deadline = min(deadline - before.spent, deadline / 2)
-        flight = _InFlight("", full_deadline, before.ended if before else float("-inf"))
-        refused: Transient | None = None
-        attempts = before.attempts if before else 0
+        deadline, retries = self.settings.deadline, self.settings.retries
+        if before is not None and not before.shortened:
+            deadline, retries = min(before.left, deadline / 2), 0
+        flight = _Flight(deadline, retries, before)
         try:
-            async with asyncio.timeout_at(begin + deadline) as flight.clock:
-                for attempt in itertools.count(1):
-                    attempts += 1
-                    try:
-                        return await self._attempt(url, flight)
-                    except Transient as error:
-                        refused = error
-                        if error.of_robots_txt:
-                            raise
-                    pause = max(_pause(url, attempt), refused.retry_after)
-                    more = refused.status in _RETRIED and attempt <= self.settings.retries
-                    if not more or second or flight.shortened or pause > _LONGEST_PAUSE:
-                        break
-                    if loop.time() + pause >= flight.clock.when():
-                        break
-                    await asyncio.sleep(pause)
-                if refused.status == "connect":
-                    self._count_failure(flight)
-                raise refused
+            return await self._with_retries(lambda: self._attempt(url, flight), url, flight)
         except TimeoutError as error:
             if flight.shortened:
-                refused = Transient(
-                    "host_timeout",
-                    f"not done after {self._short_deadline:g} s, and {flight.host} had not answered for long",
-                )
+                detail = f"not done after {self._short_deadline:g} s, and {flight.host} had not answered for long"
+                refused = Transient(Status.HOST_TIMEOUT, detail)
             else:
-                self._count_failure(flight)
-                earlier = f"; before that {refused.status}: {refused.detail}" if refused else ""
-                refused = Transient("timeout", f"not done after {deadline:g} s{earlier}")
-            raise refused from error
-        finally:
-            if refused is not None:
-                refused.attempts, refused.host, refused.shortened = attempts, flight.host, flight.shortened
-                refused.ended = loop.time()
-                refused.spent = refused.ended - begin - flight.waited + (before.spent if before else 0.0)
+                earlier = f"; before that {flight.failed.status}: {flight.failed.detail}" if flight.failed else ""
+                refused = Transient(Status.TIMEOUT, f"not done after {deadline:g} s{earlier}")
+                self.hosts.failed(flight.host)
+            raise flight.ended(refused) from error
+        except Transient as refused:
+            if refused.status == Status.CONNECT and not refused.of_robots_txt and not flight.shortened:
+                self.hosts.failed(flight.host)
+            flight.ended(refused)
+            raise
 
     @property
     def _short_deadline(self) -> float:
         """Seconds for a URL of a silent host."""
         return self.settings.deadline * _SHORT_DEADLINE
 
-    def _count_failure(self, flight: "_InFlight") -> None:
-        """Count a failure against the host that the URL was at, unless the deadline was shortened."""
-        if not flight.shortened:
-            self.hosts.failed(flight.host)
-
-    def pause_before_second_pass(self, url: str, refused: Transient) -> float | None:
+    def wait_before_second_pass(self, url: str, refused: Transient) -> float | None:
         """Seconds until the URL may be requested again; None if it may not."""
         if refused.shortened:
             return 0.0
-        settings = self.settings
-        pause = max(_pause(url, settings.retries + 1), refused.retry_after)
-        return None if pause > settings.second_pass or refused.spent >= settings.deadline else pause
+        wait = max(_pause(url, self.settings.retries + 1), refused.retry_after)
+        return wait if self.settings.retries and refused.left > 0 and wait <= _LONGEST_WAIT else None
 
-    async def _attempt(self, url: str, flight: "_InFlight") -> bytes:
+    async def probe(self, url: str) -> None:
+        """Request a URL of a silent host with the full deadline; an answer ends the silence."""
+        flight, checked = _Flight(self.settings.deadline, 0), self.guard.check_url(url)
+        flight.host, flight.url = _host_of(checked), str(checked)
+        with suppress(TimeoutError, Refused):
+            async with flight.running():
+                await self._request(checked, flight)
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[_Answer]], url: str, flight: "_Flight") -> _Answer:
+        """What an attempt gives, after at most `retries` further ones; the last one's Transient if none succeeds."""
+        for number in itertools.count(1):
+            flight.attempts += 1
+            try:
+                return await attempt()
+            except Transient as error:
+                flight.failed = error
+                pause = max(_pause(url, number), error.retry_after)
+                more = error.status in _RETRIED and not error.of_robots_txt and number <= flight.retries
+                if not more or pause > _LONGEST_PAUSE or pause >= flight.left:
+                    raise
+            async with flight.running():
+                await asyncio.sleep(pause)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _attempt(self, url: str, flight: "_Flight") -> bytes:
         """One attempt: redirects and body. Transient if another attempt may succeed, else Refused."""
         address = url
         for _ in range(_MAX_REDIRECTS + 1):
             checked = self.guard.check_url(address)
-            flight.host = _host_of(checked)
+            flight.host, flight.url = _host_of(checked), str(checked)
             if self.settings.obey_robots_txt:
-                await self._check_robots_txt(checked, flight)
-            if self.hosts.url_to_recheck(flight.host):
-                async with flight.clock_stopped():
-                    await self._recheck(flight.host)
-            if self.hosts.silent(flight.host) and not flight.full_deadline:
+                # Waiting for it takes nothing of the deadline: it is not the image's fault.
+                refused = as_refused(checked, await self.robots_txt.ask(checked, flight.since))
+                if refused:
+                    raise refused
+            if flight.is_first and self.hosts.is_silent(flight.host):
                 flight.shorten(self._short_deadline)
-            location, body = await self._request(checked, flight)
+            async with flight.running():
+                location, body = await self._request(checked, flight)
             if location is None:
                 return body
             address = _join(address, location)
-        raise Refused("too_many_redirects", f"more than {_MAX_REDIRECTS}, the last to {shown_url(address)}")
+        raise Refused(Status.TOO_MANY_REDIRECTS, f"more than {_MAX_REDIRECTS}, the last to {shown_url(address)}")
 
-    async def _recheck(self, host: str) -> None:
-        """Request again a URL that the host has answered: is the host silent, or only some of its URLs?"""
-        async with self.hosts.host(host).recheck_lock:
-            url = self.hosts.url_to_recheck(host)
-            if url is None:
-                return  # it has answered meanwhile, or another URL found it silent
-            flight = _InFlight(host, full_deadline=True)
-            with suppress(TimeoutError, Refused):
-                async with asyncio.timeout(self.settings.deadline) as flight.clock:
-                    await self._request(self.guard.check_url(url), flight)
-            self.hosts.recheck_failed(host, url)
-
-    async def _request(self, url: "yarl.URL", flight: "_InFlight") -> tuple[str | None, bytes]:
+    async def _request(self, url: "yarl.URL", flight: "_Flight") -> tuple[str | None, bytes]:
         """One request: where a redirect leads, or None and the body. What comes of it counts for the host."""
         loop = asyncio.get_running_loop()
         begin, seconds = loop.time(), None
@@ -249,14 +231,14 @@ class Fetcher:
         try:
             answer = await self._get(url, read)
         except Refused as error:
-            if error.status == "timeout":
-                self._count_failure(flight)
+            if error.status == Status.TIMEOUT:
+                self.hosts.failed(flight.host)  # the short deadline is shorter than this
             elif seconds is not None:
                 self.hosts.answered(flight.host, str(url), begin, seconds)
             must_wait = isinstance(error, Transient) and error.retry_after > 0
-            if must_wait or error.status == "http_429":
+            if must_wait or error.status == Status.HTTP_429:
                 self.hosts.overloaded(flight.host, begin, must_wait=must_wait)
-            elif error.status in ("http_503", "connect"):
+            elif error.status in (Status.HTTP_503, Status.CONNECT):
                 self.hosts.complained(flight.host)
             raise
         assert seconds is not None
@@ -277,7 +259,8 @@ class Fetcher:
             status = _status_of(error)
             text = str(error).replace(str(url), shown_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
-            transient = status in _TRANSIENT or (status == "dns" and error.errno == socket.EAI_AGAIN)
+            lost = status in (Status.CONNECT, Status.TIMEOUT)
+            transient = lost or (status == Status.DNS and error.errno == socket.EAI_AGAIN)
             raise (Transient if transient else Refused)(status, detail) from error
 
     async def _answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
@@ -290,59 +273,41 @@ class Fetcher:
         if code in _REDIRECTS:
             location = response.headers.get("Location")
             if not location:
-                raise Refused("http_other", f"HTTP {code} without a Location")
+                raise Refused(Status.HTTP_OTHER, f"HTTP {code} without a Location")
             return location, b""
-        status = f"http_{code}" if 400 <= code < 600 else "http_other"
-        if status in _TRANSIENT:
+        status = Status.of_http(code)
+        if status in _SERVER_ERRORS:
             raise Transient(status, _status_line(response), _retry_after(response))
         raise Refused(status, _status_line(response))
-
-    async def _check_robots_txt(self, url: "yarl.URL", flight: "_InFlight") -> None:
-        """Refused if the robots.txt of the URL's origin forbids it, or cannot be had."""
-        found = self.robots_txt.known(url, flight.since)
-        if found is None:
-            async with flight.clock_stopped():
-                found = await self.robots_txt.ask(url, flight.since)
-        refused = as_refused(url, found)
-        if refused:
-            raise refused
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
         """The rules of a robots.txt; retried and within a deadline as an image is.
 
         It counts neither for nor against its host, which may answer this and nothing else.
         """
-        deadline = self.settings.deadline
+        flight = _Flight(self.settings.deadline, self.settings.retries)
         try:
-            async with asyncio.timeout(deadline):
-                for attempt in itertools.count(1):
-                    try:
-                        return await self._attempt_robots_txt(url)
-                    except Transient as error:
-                        pause = max(_pause(str(url), attempt), error.retry_after)
-                        retried = error.status == "robots_txt_failed" or error.status in _RETRIED
-                        if not retried or attempt > self.settings.retries or pause > _LONGEST_PAUSE:
-                            raise
-                    await asyncio.sleep(pause)
+            return await self._with_retries(lambda: self._attempt_robots_txt(url, flight), str(url), flight)
         except TimeoutError as error:
-            raise Transient("timeout", f"not done after {deadline:g} s") from error
+            raise Transient(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
 
-    async def _attempt_robots_txt(self, url: "yarl.URL") -> Rules:
+    async def _attempt_robots_txt(self, url: "yarl.URL", flight: "_Flight") -> Rules:
         """One attempt, redirects included."""
         address, location = str(url), None
         for _ in range(_MAX_REDIRECTS + 1):
             try:
-                location, body = await self._get(self.guard.check_url(address), self._robots_txt)
+                async with flight.running():
+                    location, body = await self._get(self.guard.check_url(address), self._robots_txt)
                 if location is None:
-                    return Rules.parse(body)
+                    return Rules(body)
                 address = _join(address, location)
             except Refused as error:
                 # If the server cannot be reached, its images get that as their status, as without robots.txt.
-                if location is None or error.status == "robots_txt_failed":
+                if location is None or error.status == Status.ROBOTS_TXT_FAILED:
                     raise
                 detail = f"{error.status}: {error.detail}, after a redirect to {shown_url(address)}"
-                raise Transient("robots_txt_failed", detail) from error
-        return Rules({})  # as if there were none: RFC 9309, 2.3.1.2
+                raise Transient(Status.ROBOTS_TXT_FAILED, detail) from error
+        return Rules(b"")  # as if there were none: RFC 9309, 2.3.1.2
 
     async def _robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
         """Where a redirect leads, or None and the file; none at all allows everything."""
@@ -352,13 +317,13 @@ class Fetcher:
         if 400 <= code < 500 and code != 429:
             return None, b""
         if not 200 <= code < 300:
-            raise Transient("robots_txt_failed", _status_line(response), _retry_after(response))
+            raise Transient(Status.ROBOTS_TXT_FAILED, _status_line(response), _retry_after(response))
         try:
             return None, await self._body(response, MAX_BYTES, cut=True)
         except Refused as error:
-            if error.status == "timeout":
+            if error.status == Status.TIMEOUT:
                 raise
-            raise Transient("robots_txt_failed", f"{error.status}: {error.detail}") from error
+            raise Transient(Status.ROBOTS_TXT_FAILED, f"{error.status}: {error.detail}") from error
 
     async def _body(self, response: "aiohttp.ClientResponse", limit: int, *, cut: bool = False) -> bytes:
         """The body; of more than `limit` bytes those, if it may be cut, else `too_big`."""
@@ -366,7 +331,7 @@ class Fetcher:
 
         settings, content = self.settings, response.content
         if (response.content_length or 0) > limit and not cut:
-            raise Refused("too_big", f"{response.content_length} bytes announced, more than {limit}")
+            raise Refused(Status.TOO_BIG, f"{response.content_length} bytes announced, more than {limit}")
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         unpack = _decompressor(encoding)
         body, received = bytearray(), 0
@@ -382,57 +347,58 @@ class Fetcher:
                     if cut:
                         return bytes(body[:limit])
                     how = "sent" if received > limit else f"when unpacked from {encoding}"
-                    raise Refused("too_big", f"over {limit} bytes {how}")
+                    raise Refused(Status.TOO_BIG, f"over {limit} bytes {how}")
                 seconds = loop.time() - since
                 if seconds >= settings.read_timeout:
-                    if received - counted < settings.min_rate * seconds and not content.at_eof():
-                        raise Transient(
-                            "timeout", f"{received - counted} bytes in {seconds:.0f} s, under {settings.min_rate}/s"
-                        )
+                    if received - counted < _MIN_RATE * seconds and not content.at_eof():
+                        slow = f"{received - counted} bytes in {seconds:.0f} s, under {_MIN_RATE}/s"
+                        raise Transient(Status.TIMEOUT, slow)
                     since, counted = loop.time(), received
         except zlib.error as error:
-            raise Refused("bad_response", f"Content-Encoding {encoding}, but {error}") from error
+            raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {encoding}, but {error}") from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
             expected = "" if response.content_length is None else f" of {response.content_length}"
-            raise Transient("short_body", f"{received}{expected} bytes, then the connection ended") from error
+            raise Transient(Status.SHORT_BODY, f"{received}{expected} bytes, then the connection ended") from error
         if unpack and not unpack.eof:
-            raise Refused("short_body", f"the {encoding} stream of {received} bytes has no end")
+            raise Refused(Status.SHORT_BODY, f"the {encoding} stream of {received} bytes has no end")
         return bytes(body)
 
 
-class _InFlight:
-    """One URL in flight: the host that it is at, and the clock of its deadline.
+class _Flight:
+    """One URL in flight: the host that it is at, and the seconds that it has left; they run only in `running`.
 
-    full_deadline  whether it keeps its deadline though the host is silent
-    since          when it failed last, by the event loop's clock: a robots.txt that failed before is requested again
-    shortened      whether its deadline was shortened
+    retries    further attempts at once
+    before     the result of the first pass, if this is the second
+    is_first   whether its deadline may be shortened, which is done for silent hosts
+    since      when it failed last, by the event loop's clock: a robots.txt that failed before is requested again
     """
 
-    def __init__(self, host: str, full_deadline: bool, since: float = float("-inf")):
-        self.host = host
-        self.full_deadline = full_deadline
-        self.since = since
-        self.shortened = False
-        self.clock: asyncio.Timeout
-        self.waited = 0.0  # seconds in which the clock was stopped
+    def __init__(self, seconds: float, retries: int, before: Transient | None = None):
+        self.left, self.retries = seconds, retries
+        self.is_first, self.shortened = before is None, False
+        self.since, self.attempts = (before.ended, before.attempts) if before else (float("-inf"), 0)
+        self.host = self.url = ""
+        self.failed: Transient | None = None
 
     def shorten(self, seconds: float) -> None:
-        """End after this many seconds from now, unless the deadline is nearer."""
-        self.shortened = True
-        self.clock.reschedule(min(self.clock.when(), asyncio.get_running_loop().time() + seconds))
+        self.shortened, self.retries, self.left = True, 0, min(self.left, seconds)
 
     @asynccontextmanager
-    async def clock_stopped(self) -> AsyncIterator[None]:
-        """Time in here does not count towards the deadline: it is not the server's fault."""
+    async def running(self) -> AsyncIterator[None]:
+        """TimeoutError when no second is left."""
         loop = asyncio.get_running_loop()
-        end, begin = self.clock.when(), loop.time()
-        self.clock.reschedule(None)
+        begin = loop.time()
         try:
-            yield
+            async with asyncio.timeout(self.left):
+                yield
         finally:
-            seconds = loop.time() - begin
-            self.waited += seconds
-            self.clock.reschedule(end + seconds)
+            self.left -= loop.time() - begin
+
+    def ended(self, refused: Transient) -> Transient:
+        """The same with what a second pass needs to know."""
+        refused.host, refused.url, refused.shortened = self.host, self.url, self.shortened
+        refused.attempts, refused.left, refused.ended = self.attempts, self.left, asyncio.get_running_loop().time()
+        return refused
 
 
 def _pause(url: str, attempts: int) -> float:
@@ -449,24 +415,24 @@ def _join(base: str, location: str) -> str:
     try:
         return urljoin(base, location)
     except ValueError as error:
-        raise Refused("bad_url", f"redirect to {shown_url(location)!r} cannot be parsed") from error
+        raise Refused(Status.BAD_URL, f"redirect to {shown_url(location)!r} cannot be parsed") from error
 
 
-def _status_of(error: "aiohttp.ClientError") -> str:
+def _status_of(error: "aiohttp.ClientError") -> Status:
     """The status of an error before the body. Subclasses come before their base classes."""
     import aiohttp
 
     if isinstance(error, aiohttp.ClientSSLError) or isinstance(error.__cause__, ssl.SSLError):
-        return "tls"
+        return Status.TLS
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return "dns"
+        return Status.DNS
     if isinstance(error, aiohttp.ServerTimeoutError):
-        return "timeout"
+        return Status.TIMEOUT
     if isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
-        return "connect"
+        return Status.CONNECT
     if isinstance(error, aiohttp.InvalidURL):
-        return "bad_url"
-    return "bad_response"
+        return Status.BAD_URL
+    return Status.BAD_RESPONSE
 
 
 def _status_line(response: "aiohttp.ClientResponse") -> str:
@@ -489,5 +455,5 @@ def _decompressor(encoding: str) -> "zlib._Decompress | None":
     if encoding in ("", "identity"):
         return None
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise Refused("bad_response", f"Content-Encoding {encoding[:40]!r}, though none was asked for")
+        raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {encoding[:40]!r}, though none was asked for")
     return zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip or zlib, by the stream's header

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from storage.collect.normalise import Refused
+from storage.collect.statuses import Refused, Status
 
 # URLs of a host in flight at first, as in browsers. Its answers decide whether it gets more later.
 _INITIAL_LIMIT = 8
@@ -14,6 +14,7 @@ _INITIAL_LIMIT = 8
 # _NOISE seconds.
 _SLOWER, _NOISE, _ROUNDS = 1.5, 0.05, 32
 _MAX_COMPLAINTS = 1 / 8  # of a round: with more lost connections and 503 the limit is lowered
+BREAKER = 2  # failures in a row after which a host is silent
 
 
 class Transient(Refused):
@@ -21,32 +22,30 @@ class Transient(Refused):
 
     retry_after    seconds, at least, that the server asks to wait
     of_robots_txt  whether robots.txt could not be had, which was tried as often as an image is
-    spent          seconds of the URL's deadline that are used up
+    left           seconds of the URL's deadline
     attempts       how often the URL was requested
-    host           the host that failed, after redirects
+    host, url      what failed, after redirects
     shortened      whether its deadline was short because that host was silent
     ended          when it failed, by the event loop's clock
     """
 
-    def __init__(self, status: str, detail: str, retry_after: float = 0.0, *, of_robots_txt: bool = False):
+    def __init__(self, status: Status, detail: str, retry_after: float = 0.0, *, of_robots_txt: bool = False):
         super().__init__(status, detail)
         self.retry_after = retry_after
         self.of_robots_txt = of_robots_txt
-        self.spent = 0.0
+        self.left = self.ended = 0.0
         self.attempts = 0
-        self.host = ""
+        self.host = self.url = ""
         self.shortened = False
-        self.ended = 0.0
 
 
 class Hosts:
     """At most `at_once` URLs in flight, `per_host` of one host. Hosts with waiting URLs take turns.
 
-    The invariant: every URL is requested that robots.txt allows, and no URL of a host that answers ends as
-    `host_timeout`. A host that never answered is silent after `breaker` failures in a row (URLs that timed out or found
-    no connection). If a host has answered before, the URL that it answered is requested again first. Only if that fails
-    too is the host silent. URLs of a silent host get a short deadline. Any answer ends the silence, and these URLs are
-    requested again as usual. docs/download.md has the rules.
+    No URL of a host that answers ends as HOST_TIMEOUT. A host is silent after BREAKER failures in a row (timeouts, lost
+    connections); its URLs then get a short deadline, and go into the retry queue. When the rest of the shard is done, a
+    URL that the host has answered, else a few that it has not, get a full one. Any answer has the queue requested in
+    full.
 
     The number of URLs of a host in flight follows its answers. It grows after a round of answers as fast as before: by
     an eighth, or by one if it was lowered before. It is halved after a round of slow answers or of many lost
@@ -54,10 +53,9 @@ class Hosts:
     lower it: while the host answers other URLs, the fault is that URL's.
     """
 
-    def __init__(self, at_once: int, per_host: int, breaker: int):
+    def __init__(self, at_once: int, per_host: int):
         self._free = at_once
         self._per_host = per_host
-        self._breaker = breaker
         self._hosts: dict[str, Host] = {}
         self._ready: deque[Host] = deque()  # hosts with a waiting URL and a free slot for it, in turn
 
@@ -80,13 +78,13 @@ class Hosts:
     def host(self, name: str) -> "Host":
         """What is known of a host."""
         if name not in self._hosts:
-            self._hosts[name] = Host(name, min(_INITIAL_LIMIT, self._per_host))
+            self._hosts[name] = Host(min(_INITIAL_LIMIT, self._per_host))
         return self._hosts[name]
 
     def answered(self, name: str, url: str, began: float, seconds: float) -> None:
         """The host answered completely, with any status. `began`: when requested; `seconds`: until the headers came."""
         host = self.host(name)
-        host.answered, host.answered_url, host.failures = True, url, 0
+        host.answered_url, host.answered, host.failures = url, asyncio.get_running_loop().time(), 0
         if began >= host.lowered:
             host.latencies.append(seconds)
         if len(host.latencies) >= max(_INITIAL_LIMIT, host.limit):
@@ -116,25 +114,11 @@ class Hosts:
         """A URL of the host timed out after its full deadline, or found no connection."""
         host = self.host(name)
         host.failures += 1
-        host.last_failure = asyncio.get_running_loop().time()
         self._start(host)
 
-    def url_to_recheck(self, name: str) -> str | None:
-        """A URL that the host answered before, if it answered none of the last ones: to be requested again."""
-        host = self.host(name)
-        return host.answered_url if host.failures >= self._breaker else None
-
-    def recheck_failed(self, name: str, url: str) -> None:
-        """The URL that the host had answered was requested again and failed."""
-        host = self.host(name)
-        if host.answered_url == url and host.failures >= self._breaker:
-            host.answered_url = None
-            self._start(host)
-
-    def silent(self, name: str) -> bool:
-        """Whether the host answers nothing: its URLs get a short deadline."""
-        host = self.host(name)
-        return host.failures >= self._breaker and host.answered_url is None
+    def is_silent(self, name: str) -> bool:
+        """Whether the host answers nothing for now: its URLs get a short deadline."""
+        return self.host(name).failures >= BREAKER
 
     def _lower(self, host: "Host", limit: int) -> None:
         host.limit = max(1, limit)
@@ -143,12 +127,9 @@ class Hosts:
         host.complaints = 0
 
     def _has_slot(self, host: "Host") -> bool:
-        limit = host.limit
-        if self.silent(host.name):
-            limit = min(_INITIAL_LIMIT, self._per_host)
-        elif not host.answered:  # few URLs should find out whether the host answers
-            limit = min(limit, self._breaker - host.failures)
-        return host.in_flight < limit
+        found_out = host.answered_url is not None or host.failures >= BREAKER
+        # Few URLs should find out whether the host answers.
+        return host.in_flight < (host.limit if found_out else min(host.limit, BREAKER - host.failures))
 
     def _offer(self, host: "Host") -> None:
         if not host.ready and host.waiting and self._has_slot(host):
@@ -171,20 +152,22 @@ class Hosts:
 
 
 class Host:
-    """What is known of one host, and the URLs that wait for it.
+    """What is known of one host, and the URLs that wait for it. Times are by the event loop's clock.
 
-    last_failure  when a URL last failed after its full deadline, by the event loop's clock
-    recheck_lock  held while the URL that the host had answered is requested again
-    trial_lock    held while a URL of the silent host is requested with its full deadline
+    answered_url  a URL that it has answered
+    answered      when it answered last
+    probe         held while it is found out whether the silent host answers after all
+    probed        when that began and ended, the last time
+    lowered       when `limit` was lowered last
     """
 
-    def __init__(self, name: str, limit: int):
-        self.name, self.limit = name, limit
+    def __init__(self, limit: int):
+        self.limit = limit
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.in_flight = self.failures = self.complaints = 0  # failures: in a row; complaints: of this round
-        self.answered = self.ready = False
+        self.ready = False
         self.answered_url: str | None = None
-        self.last_failure = self.lowered = float("-inf")
+        self.answered = self.lowered = float("-inf")
+        self.probe, self.probed = asyncio.Lock(), (float("-inf"), float("-inf"))
         self.latencies: list[float] = []  # of this round
         self.medians: deque[float] = deque(maxlen=_ROUNDS)
-        self.recheck_lock, self.trial_lock = asyncio.Lock(), asyncio.Lock()

@@ -1,105 +1,88 @@
-"""What img2dataset.py and tars.py share: rows that others have stored, and how their images become ours."""
+"""Images that lie here already become stored ones: files of a folder, and members of tars (storage/collect/tars.py)."""
 
-import contextlib
-import io
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
 
 from storage.collect.download import Download, Outcome, spooled
 from storage.collect.fetch import DownloadSettings
-from storage.collect.lists import CaptionRow, Extra
-from storage.collect.normalise import Refused
+from storage.collect.normalise import run_out
+from storage.collect.rows import CaptionRow, Place
 from storage.collect.spool import Spool
-from storage.object_store import ObjectStore, Ranges, open_store
+from storage.collect.statuses import Refused, Status
 
-SUCCESS = "success"
-_READ_AHEAD = 4 * 2**20  # bytes of a file that are requested of a bucket at a time
-_Key = TypeVar("_Key")
+_WAITING = 64  # images that wait for a thread that decodes
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRow:
-    """A row of img2dataset's NNNNN.parquet, with its key and status (`success`, `failed_to_resize`, ...), or of a tar.
+def place_of(folder: Path, name: str) -> Place:
+    """A file of a folder as it is now; ValueError if its name leads out of the folder."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name[:200]!r} is not the name of a file in {folder}")
+    try:
+        status = (folder / path).stat()
+    except OSError:
+        return Place(name, 0, -1)
+    return Place(name, 0, status.st_size if stat.S_ISREG(status.st_mode) else -1)
 
-    A sample of a tar has the status `success` or one of STATUSES. offset: of the first member of the sample in the tar,
-    or the number of the row in the shard. size: of an image in a tar, in bytes.
+
+def read_folder(folder: Path, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes | Refused]]:
+    """The bytes of these files; ValueError names one that has another size than when the rows were read."""
+    for place in places:
+        try:
+            data = read_file(folder / place.file, limit)
+        except Refused as refused:
+            yield place, refused
+            continue
+        if len(data) != place.size:
+            raise ValueError(f"{folder / place.file} has {len(data)} bytes, and had {place.size}")
+        yield place, data
+
+
+def read_file(file: Path, limit: int) -> bytes:
+    """The bytes of a regular file, or of one that a symbolic link leads to.
+
+    Refused: `too_big` over `limit` bytes, `missing_file` for all that cannot be read, also for a FIFO or a device.
+    OSError if this machine has run out of files or memory.
     """
-
-    shard: str
-    key: str
-    caption: str
-    url: str
-    status: str
-    error: str
-    extra: Extra | None = None
-    offset: int = 0
-    size: int | None = None
-
-    def line(self) -> bytes:
-        """The identity of the row, for the digest of the shard's rows."""
-        more = [one for one in (self.extra, self.size) if one is not None]
-        return json.dumps([self.shard, self.key, self.caption, self.url, self.status, self.error, *more]).encode()
-
-
-def open_stored(root: str, what: str) -> ObjectStore:
-    """The folder or bucket that others have written; ValueError if it is neither."""
-    if "://" not in root and not Path(root).is_dir():
-        raise ValueError(f"{root} is not a folder; name one that holds {what}, or s3://bucket/prefix")
-    return open_store(root, write=False)
-
-
-@contextlib.contextmanager
-def opened(store: ObjectStore, path: str) -> Iterator[BinaryIO]:
-    """An object as a file that is read from here or there."""
-    local = store.local_path(path)
-    with local.open("rb") if local else io.BufferedReader(Ranges(store, path), _READ_AHEAD) as stream:
-        yield stream
-
-
-def check_faults(where: str, faults: Mapping[str, str], way_out: str) -> None:
-    torn = [f"{name}: {fault}" for name, fault in faults.items() if fault]
-    if torn:
-        more = f"; and {len(torn) - 10} more" if len(torn) > 10 else ""
-        raise ValueError(
-            f"{where}: {len(torn)} of {len(faults)} shards cannot be imported ({'; '.join(torn[:10])}{more}). To go "
-            f"on, {way_out} away and import the rest"
-        )
-
-
-def downloads_of(
-    rows: Sequence[StoredRow],
-    first: int,
-    duplicates: Mapping[int, int],
-    outcome: Callable[[int, StoredRow], Outcome],
-) -> list[Download]:
-    downloads = []
-    for number, row in enumerate(rows, first):
-        repeated = number in duplicates
-        found = Refused("duplicate", f"of row {duplicates[number]}") if repeated else outcome(number, row)
-        downloads.append(Download.of(CaptionRow(number, row.caption, row.url, row.extra), found))
-    return downloads
-
-
-def decoded(
-    images: Iterable[tuple[_Key, bytes | Refused]], settings: DownloadSettings, spool: Spool
-) -> dict[_Key, Outcome]:
-    """Each image in its stored form, by its key."""
-
-    def result(image: Outcome | Future[Outcome]) -> Outcome:
-        return image.result() if isinstance(image, Future) else image
-
-    found = {}
-    with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:
-        for number, (key, data) in enumerate(images, 1):
-            found[key] = data if isinstance(data, Refused) else pool.submit(spooled, data, settings, spool)
-            if number % 64 == 0:  # so that the images that wait for a thread stay few in memory
-                found = {key: result(image) for key, image in found.items()}
-    return {key: result(image) for key, image in found.items()}
+    try:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused(Status.MISSING_FILE, f"{file} is not a regular file")
+            # The file system reports the size and may be wrong, so the read is limited too.
+            data = b"" if status.st_size > limit else opened.read(limit + 1)
+            if max(status.st_size, len(data)) > limit:
+                raise too_big(max(status.st_size, len(data)), limit)
+            return data
+    except OSError as error:
+        if run_out(error):
+            raise
+        raise Refused(Status.MISSING_FILE, f"{file}: {error.strerror}") from error
 
 
 def too_big(size: int, limit: int) -> Refused:
-    return Refused("too_big", f"{size} bytes, more than {limit}")
+    return Refused(Status.TOO_BIG, f"{size} bytes, more than {limit}")
+
+
+def import_images(
+    rows: Sequence[CaptionRow],
+    images: Iterable[tuple[Place, bytes | Refused]],
+    settings: DownloadSettings,
+    spool: Spool,
+) -> list[Download]:
+    """The images of these rows as if they had been downloaded; one that several rows name is decoded once."""
+
+    def outcome(found: Outcome | Future[Outcome]) -> Outcome:
+        return found.result() if isinstance(found, Future) else found.bare() if isinstance(found, Refused) else found
+
+    outcomes = {}
+    with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:
+        for number, (place, data) in enumerate(images, 1):
+            is_read = not isinstance(data, Refused)
+            outcomes[place] = pool.submit(spooled, data, settings, spool) if is_read else data
+            if number % _WAITING == 0:
+                outcomes = {place: outcome(found) for place, found in outcomes.items()}
+    return [Download.of(row, outcome(outcomes[row.place])) for row in rows]

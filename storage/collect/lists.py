@@ -1,39 +1,40 @@
-"""Caption lists: which columns hold the URLs and the captions, and the rows, without reading the file as a whole.
+"""Caption lists: which columns hold the URLs and the captions, and the rows, read once and in little memory.
 
 A list is TSV, CSV or JSON lines, each of them also as .gz, or Parquet, or JSON. A list of a folder of images has the
-names of its files in the place of the URLs.
+names of its files in the place of the URLs. A row that cannot be read is one with a status; what is wrong with the file
+as a whole is a ValueError.
 """
 
-import bisect
 import contextlib
 import csv
-import dataclasses
 import gzip
-import io
 import itertools
-import json
 import math
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.collect.rows import CaptionRow, Extra, Scalar
+from storage.collect.statuses import Status
 from storage.redact import redacted
 from storage.safe_json import parse_json, printable, shown
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp")
+LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _SAMPLED = 100  # rows from which columns are recognised
 _BATCH = 1000  # rows of a Parquet file that are decoded at a time
-_LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
+_LONGEST_LINE = 2**20  # bytes; what is longer is read as several lines
 _NAMES = {"tsv": "TSV", "csv": "CSV", "jsonl": "JSON lines", "json": "JSON", "parquet": "Parquet"}
-_NAMES |= {"img2dataset": "img2dataset", "webdataset": "WebDataset"}
+_NAMES |= {"webdataset": "WebDataset"}
 _SUFFIXES = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"}
+_TEXT = ("tsv", "csv")  # forms whose columns may have no names
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,7 @@ FOLDER_SHAPES = (
 
 _LICENSES = ("license", "licence", "license_name", "license_url")  # columns of the licence, the best first
 
-Scalar = str | int | float | bool | None
-Extra = dict[str, Scalar]  # further columns of a row, by name
-
-
-@dataclass(frozen=True, slots=True)
-class CaptionRow:
-    """One row of a caption list: `row` is its number there, from 0 and without the header.
-
-    caption and url stand as the file has them; `extra` has the further columns that were asked for, None for none.
-    """
-
-    row: int
-    caption: str
-    url: str
-    extra: Extra | None = None
+Values = Sequence[Any] | ValueError  # URL, caption and what is kept of a row; or why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -108,8 +95,8 @@ class Reading:
 
     form: str
     columns: tuple[str, ...]
-    places: tuple[int, ...]
-    width: int
+    places: tuple[int, ...] = ()
+    width: int = 0
     header: bool = False
     shape: str = ""
 
@@ -121,14 +108,10 @@ class Reading:
     def __str__(self) -> str:
         url, caption, *kept = self.columns
         url = f"URL in column {url}" if url else "files' names as URLs"
-        header = {True: " with a header", False: " without a header"}[self.header] if self.form in _SPLIT else ""
+        header = {True: " with a header", False: " without a header"}[self.header] if self.form in _TEXT else ""
         more = f", {', '.join(kept)} kept" if kept else ""
         shape = f" (as {self.shape})" if self.shape else ""
         return f"{_NAMES[self.form]}{header}, {url}, caption in column {caption}{more}{shape}"
-
-
-_SPLIT = {"tsv": "\t", "csv": ","}
-PLAIN = Reading("tsv", ("2", "1"), (1, 0), 2, shape="Conceptual Captions")
 
 
 # --- which columns ----------------------------------------------------------------------------------------------------
@@ -139,36 +122,31 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
     of_folder: the list names files of a folder. ValueError names a column that is not there, or says what to give.
     """
-    form = _form(file)
-    if form in _SPLIT:
-        return _of_text(file, form, columns, of_folder)
+    form, shapes = _form(file), FOLDER_SHAPES if of_folder else SHAPES
+    if form in _TEXT:
+        return _of_text(file, form, columns, shapes, _like_an_image if of_folder else LIKE_A_URL.match)
     if form == "parquet":
-        schema = _opened_parquet(file).schema_arrow
-        names, kept = schema.names, [field.name for field in schema if keepable(field.type)]
-    elif form == "json":
-        table = _json_columns(file)
-        names, kept = list(table), [name for name in table if all(isinstance(value, Scalar) for value in table[name])]
+        with _opened_parquet(file) as table:
+            names = table.schema_arrow.names
+            kept = [field.name for field in table.schema_arrow if not pa.types.is_nested(field.type)]
     else:
-        with _opened(file) as stream:
-            heads = itertools.islice(_errors(_lines(stream), file), _SAMPLED)
-            found = [parse_json(line, f"{file}:{n}") for n, line in enumerate(heads, 1)]
-        names = list(dict.fromkeys(name for one in found for name in one))
-        if not names:
-            return Reading(form, columns or ("url", "caption"), (), 0)
-        kept = kept_names(found)
-    return _named(file, form, names, kept, columns, of_folder)
+        names, kept = names_of(itertools.islice(_json_rows(file, form), _SAMPLED))
+        if not names and form == "jsonl":
+            return Reading(form, tuple(columns) or ("url", "caption"))
+    reading = _named(file, form, names, kept, columns, shapes)
+    return replace(reading, columns=tuple(names[place] for place in reading.places)) if "json" in form else reading
 
 
 def _named(
-    file: Path, form: str, names: Sequence[str], kept: Sequence[str], columns: Sequence[str], of_folder: bool
+    file: Path, form: str, names: Sequence[str], kept: Sequence[str], columns: Sequence[str], shapes: Sequence[Shape]
 ) -> Reading:
     """How a list with these names of its columns is read; `kept`: those that hold what a sample can keep."""
     shape = ""
     if not columns:
-        columns, shape = recognise(names, str(file), FOLDER_SHAPES if of_folder else SHAPES)
+        columns, shape = recognise(names, str(file), shapes)
         columns += license_column(kept)
-    places = [_place(file, column, names) for column in columns]
-    return Reading(form, tuple(columns), tuple(places), len(names), form in _SPLIT, shape)
+    places = tuple(_place(file, column, names) for column in columns)
+    return Reading(form, tuple(columns), places, len(names), form in _TEXT, shape)
 
 
 def recognise(names: Sequence[str], where: str, shapes: Sequence[Shape] = SHAPES) -> tuple[tuple[str, str], str]:
@@ -215,21 +193,16 @@ def _listed(names: Sequence[str]) -> str:
     return printable(", ".join(names[:20]))[:500] + (", ..." if len(names) > 20 else "")
 
 
-def _of_text(file: Path, form: str, columns: Sequence[str], of_folder: bool) -> Reading:
-    rows = []
-    # A row with a fault ends the sample: who reads it says which it is, without the header.
-    with _opened(file) as stream, contextlib.suppress(ValueError):
-        for record in itertools.islice(_errors(_text_records(stream, form, file), file), _SAMPLED):
-            rows.append(_split(record.decode(errors="replace").removeprefix("\ufeff"), form))
+def _of_text(file: Path, form: str, columns: Sequence[str], shapes: Sequence[Shape], is_reference: Any) -> Reading:
+    """The reading of a TSV or CSV; `is_reference`: whether a cell is a URL, or the name of an image."""
+    rows = [cells for cells in itertools.islice(_cells(file, form), _SAMPLED) if not isinstance(cells, ValueError)]
     if not rows:
-        return dataclasses.replace(PLAIN, form=form)
-    refers = _like_an_image if of_folder else _LIKE_A_URL.match
-    head, shapes = rows[0], FOLDER_SHAPES if of_folder else SHAPES
-    lower = {cell.strip().lower() for cell in head}
-    known = any({one.url, one.caption} <= lower for one in shapes) and not any(map(refers, head))
+        return Reading(form, ("2", "1"), (1, 0), 2, shape="Conceptual Captions")
+    head = [cell.strip() for cell in rows[0]]
+    lower = {cell.lower() for cell in head}
+    known = any({one.url, one.caption} <= lower for one in shapes) and not any(map(is_reference, head))
     if known or not all(column.isdecimal() for column in columns):
-        names = [cell.strip() for cell in head]
-        return _named(file, form, names, names, columns, of_folder)
+        return _named(file, form, head, head, columns, shapes)
     width = Counter(map(len, rows)).most_common(1)[0][0]
     if columns:
         places = tuple(_place(file, column, [str(n + 1) for n in range(width)]) for column in columns)
@@ -239,11 +212,11 @@ def _of_text(file: Path, form: str, columns: Sequence[str], of_folder: bool) -> 
             f"{file} has {width} columns and no header that is known; give the places of URL and caption, from 1 on: "
             "columns=2,1"
         )
-    first = sum(len(row) > 1 and bool(refers(row[0])) and not refers(row[1]) for row in rows)
-    second = sum(len(row) > 1 and bool(refers(row[1])) and not refers(row[0]) for row in rows)
-    if first > second:
-        return Reading(form, ("1", "2"), (0, 1), 2, shape="" if of_folder else "CC12M")
-    return dataclasses.replace(PLAIN, form=form, shape="" if of_folder else PLAIN.shape)
+    first = sum(len(row) > 1 and bool(is_reference(row[0])) and not is_reference(row[1]) for row in rows)
+    second = sum(len(row) > 1 and bool(is_reference(row[1])) and not is_reference(row[0]) for row in rows)
+    places, shape = ((0, 1), "CC12M") if first > second else ((1, 0), "Conceptual Captions")
+    shape = "" if shapes is FOLDER_SHAPES else shape
+    return Reading(form, tuple(str(place + 1) for place in places), places, 2, shape=shape)
 
 
 def _like_an_image(cell: str) -> bool:
@@ -253,7 +226,7 @@ def _like_an_image(cell: str) -> bool:
 def _form(file: Path) -> str:
     """The format, by the first bytes where they tell it, else by the name; TSV for any other name."""
     if file.is_dir():
-        raise ValueError(f"{file} is a folder; name one list, or give it as images, img2dataset or webdataset")
+        raise ValueError(f"{file} is a folder; name one list, or give it as images or webdataset")
     with open(file, "rb") as opened:
         magic = opened.read(4)
     if magic == b"PAR1":
@@ -263,76 +236,49 @@ def _form(file: Path) -> str:
         raise ValueError(f"{file} is not a Parquet file, or is packed; unpack it, or fetch it again")
     form = _SUFFIXES.get(name.suffix.lower())
     if form is None:
-        with _opened(file) as stream:
-            line = next(_errors(_lines(stream), file), b"").decode(errors="replace")
+        line = next(_lines(file), b"").decode(errors="replace")
         cells = {cell.strip().lower() for cell in line.split(",")}
         known = any({one.url, one.caption} <= cells for one in (*SHAPES, *FOLDER_SHAPES))
         form = "csv" if "\t" not in line and known else "tsv"
     return form
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
-class ListFile:
-    """The records of a list, one after the other, from any of them on; a context manager.
+def read_rows(file: Path, reading: Reading) -> Iterator[CaptionRow]:
+    """Every row of a list, one at a time, each with its URL and caption or with the status BAD_ROW.
 
-    A record is the bytes of a line (with its end) or, in Parquet and JSON, its values as a JSON array: the same bytes
-    in every run, of which digests are made. Offsets are those of the unpacked bytes; Parquet and JSON have none.
+    ValueError names a file that is damaged, and what to do.
     """
-
-    def __init__(self, file: Path, reading: Reading):
-        self._file, self._reading = file, reading
-        self._rows = {"parquet": _parquet_records, "json": _json_records}.get(reading.form)
-        self._records, self._next = _errors(iter(()), file), -1  # of Parquet and JSON: where the last call ended
-        self.first = 0
-        """The offset of the first record, behind the header."""
-
-    def __enter__(self) -> "ListFile":
-        self._stream = io.BytesIO() if self._rows else _opened(self._file)
-        if self._reading.header:
-            next(_errors(_text_records(self._stream, self._reading.form, self._file), self._file), b"")
-            self.first = self._stream.tell()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._records.close()
-        self._stream.close()
-
-    def records(self, start: int = 0, offset: int | None = None) -> Iterator[bytes]:
-        """Those from row `start` on, whose offset is `offset`, or `first`. Going on where the last call ended is cheap.
-
-        ValueError names the file, and the row where it is one's fault.
-        """
-        if not self._rows:
-            self._stream.seek(self.first if offset is None else offset)
-            return _errors(_text_records(self._stream, self._reading.form, self._file, start), self._file)
-        if start != self._next:
-            self._records = _errors(self._rows(self._file, self._reading, start), self._file)
-        self._next = start
-        return self._counted()
-
-    def _counted(self) -> Iterator[bytes]:
-        for record in self._records:
-            self._next += 1
-            yield record
+    kept = reading.columns[2:]
+    if reading.form in _TEXT:
+        rows = _text_rows(file, reading)
+    elif reading.form == "parquet":
+        rows = _parquet_rows(file, reading)
+    else:
+        found = _json_rows(file, reading.form)
+        rows = (one if isinstance(one, ValueError) else [one.get(name) for name in reading.columns] for one in found)
+    for row, values in enumerate(rows):
+        try:
+            if isinstance(values, ValueError):
+                raise values
+            for name, text in zip(reading.columns, values[:2], strict=False):
+                if text is not None and not isinstance(text, str):
+                    raise ValueError(f"{shown(name)} is {shown(text)}, not a text; name another column under columns")
+            extra = {name: scalar(value, name) for name, value in zip(kept, values[2:], strict=True)} if kept else None
+            yield CaptionRow(row, values[1] or "", values[0] or "", extra)
+        except ValueError as error:
+            detail = f"{where(file.name, reading, row)}: {redacted(str(error))}"
+            yield CaptionRow(row, "", "", status=Status.BAD_ROW, detail=detail)
 
 
-def read_captions(
-    file: Path, start: int = 0, stop: int | None = None, reading: Reading | None = None
-) -> Iterator[CaptionRow]:
-    """Rows [start, stop) of a list, one at a time; ValueError names the file and the row that is not one."""
-    reading = reading or find_reading(file)
-    with ListFile(file, reading) as records:
-        yield from parse_rows(itertools.islice(records.records(), start, stop), file, reading, start)
-
-
-def parse_rows(records: Iterable[bytes], file: Path, reading: Reading, start: int) -> Iterator[CaptionRow]:
-    """The rows of these records, the first of which is row `start` of `file`; ValueError as in read_captions."""
-    names = reading.columns[2:]
-    for row, raw in enumerate(records, start):
-        url, caption, *kept = _values(raw, file, reading, row)
-        yield CaptionRow(row, caption, url, dict(zip(names, kept, strict=True)) if names else None)
+def read_captions(file: Path) -> Iterator[CaptionRow]:
+    """The rows of a list whose columns are recognised; ValueError names file and row of one that cannot be read."""
+    for row in read_rows(file, find_reading(file)):
+        if row.status:
+            raise ValueError(f"{file.parent}/{row.detail}")
+        yield row
 
 
 def where(file: Path | str, reading: Reading, row: int) -> str:
@@ -342,184 +288,110 @@ def where(file: Path | str, reading: Reading, row: int) -> str:
     return f"{file}, row {row + 1}"
 
 
-def _values(raw: bytes, file: Path, reading: Reading, row: int) -> list[Any]:
-    """URL, caption and what is kept, of one record."""
-    if reading.form in ("parquet", "json"):
-        return json.loads(raw)
-    try:
-        line = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where(file, reading, row)}: not UTF-8 ({error}); convert the list to UTF-8") from error
-    if row == 0 and not reading.header:
-        line = line.removeprefix("\ufeff")
-    if reading.form == "jsonl":
-        place = where(file, reading, row)
-        found = parse_json(line, place)
-        texts = [_text(found.get(name), name, place) for name in reading.columns[:2]]
-        return texts + [scalar(found.get(name), name, place) for name in reading.columns[2:]]
+def _text_rows(file: Path, reading: Reading) -> Iterator[Values]:
     # Of two columns the first tab splits, and further ones are text, as Conceptual Captions has them.
-    cells = _split(line, reading.form, 1 if reading.width == 2 else -1)
-    if len(cells) != reading.width:
+    rows = _cells(file, reading.form, 1 if reading.width == 2 else -1)
+    for cells in itertools.islice(rows, int(reading.header), None):
+        if isinstance(cells, ValueError) or len(cells) == reading.width:
+            yield cells if isinstance(cells, ValueError) else [cells[place] for place in reading.places]
+            continue
         names = "caption TAB url" if reading.places[:2] == (1, 0) else "url TAB caption"
         rule = f"every line is `{names}`" if reading.width == 2 and reading.form == "tsv" else "every row has as many"
         what = f"{len(cells)} columns, and {reading.width} are expected"
-        if reading.form == "tsv" and len(cells) == 1:
-            what = f"no tab in {redacted(cells[0])[:80]!r}" if cells[0] else "an empty line"
-        raise ValueError(f"{where(file, reading, row)}: {what}; {rule}: write it so, or remove the line")
-    return [cells[number] for number in reading.places]
+        if len(cells) < 2:
+            what = f"one column: {redacted(cells[0])[:80]!r}" if any(cells) else "an empty line"
+        yield ValueError(f"{what}; {rule}: write it so, or remove the line")
 
 
-def _split(line: str, form: str, most: int = -1) -> list[str]:
+def _cells(file: Path, form: str, most: int = -1) -> Iterator[list[str] | ValueError]:
+    """The cells of each row, or why there are none; `most`: tabs of a line that split it, -1 for all."""
+    lines = (line.decode(errors="surrogateescape") for line in _lines(file))
+    lines = itertools.chain((line.removeprefix("\ufeff") for line in itertools.islice(lines, 1)), lines)
     if form == "csv":
-        return next(csv.reader([line]), [])
-    return line.removesuffix("\n").removesuffix("\r").split("\t", most)
+        rows = csv.reader(lines, strict=True)
+    else:  # to csv.reader, a lone carriage return ends a line
+        rows = (line.removesuffix("\n").removesuffix("\r").split("\t", most) for line in lines)
+    while True:
+        try:
+            cells = next(rows)
+            "\t".join(cells).encode()
+            yield cells
+        except StopIteration:
+            return
+        except csv.Error as error:
+            wrong = "a carriage return, which ends no line here" if "new-line" in str(error) else error
+            yield ValueError(f"{wrong}; write quotes and ends of lines (\\n or \\r\\n) as CSV has them")
+        except UnicodeEncodeError:
+            yield ValueError("not UTF-8; convert the list to UTF-8")
 
 
-def _opened(file: Path) -> BinaryIO:
-    """The unpacked bytes of a file."""
+def _lines(file: Path) -> Iterator[bytes]:
+    """The lines of an unpacked or packed file. Only \\n ends one: U+2028, form feeds and a lone \\r are text."""
     with open(file, "rb") as stream:
         packed = stream.read(2) == b"\x1f\x8b"
-    return gzip.open(file, "rb") if packed else open(file, "rb")
+    with named_errors(file), gzip.open(file, "rb") if packed else open(file, "rb") as stream:
+        yield from iter(lambda: stream.readline(_LONGEST_LINE), b"")
 
 
-def _errors(records: Iterator[bytes], file: Path) -> Iterator[bytes]:
-    """The same records; what is wrong with the file becomes a ValueError that names it."""
+@contextlib.contextmanager
+def named_errors(file: Path | str) -> Iterator[None]:
+    """What is wrong with the file becomes a ValueError that names it."""
     try:
-        yield from records
+        yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{file} is damaged or ends early ({error}); fetch it again") from error
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {printable(error)[:300]}; fetch it again") from error
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    # In binary mode only \n ends a line: U+2028, form feeds and a lone \r are part of a caption.
-    return iter(stream.readline, b"")
+# --- JSON and Parquet -------------------------------------------------------------------------------------------------
 
 
-def _text_records(stream: BinaryIO, form: str, file: Path, start: int = 0) -> Iterator[bytes]:
-    """Lines or, in CSV, as many lines as the quotes of a row span; the stream is then behind what was yielded."""
-    if form != "csv":
-        yield from _lines(stream)
+def _json_rows(file: Path, form: str) -> Iterator[dict[str, Any] | ValueError]:
+    """The rows of JSON lines or, read as a whole, of a list of objects or of an object of columns, as SBU has it."""
+    if form == "jsonl":
+        for line in _lines(file):
+            try:
+                yield parse_json(line, "the line", fix="write it as one object a line, or remove it")
+            except ValueError as error:
+                yield error
         return
-    taken = []
-
-    def texts() -> Iterator[str]:
-        for line in _lines(stream):
-            taken.append(line)
-            yield line.decode("latin-1")  # only commas, quotes and ends of lines matter here
-
-    rows = csv.reader(texts(), strict=True)
-    for row in itertools.count(start + 1):
-        try:
-            if next(rows, None) is None:
-                return
-        except csv.Error as error:
-            wrong = "a carriage return, which ends no line here" if "new-line" in str(error) else error
-            raise ValueError(
-                f"{file}, row {row}: {wrong}; write quotes and ends of lines (\\n or \\r\\n) as CSV has them"
-            ) from error
-        yield b"".join(taken)
-        taken.clear()
+    found = parse_json(b"".join(_lines(file)), str(file), (dict, list))
+    if isinstance(found, dict):
+        lists = {name: value for name, value in found.items() if isinstance(value, list)}
+        if len({len(values) for values in lists.values()}) > 1:
+            lengths = ", ".join(f"{shown(name)} {len(values)}" for name, values in lists.items())
+            raise ValueError(f"{file}: its columns differ in length ({lengths[:300]}); fetch it again")
+        found = (dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True))
+    for row in found:
+        wrong = f"{shown(row)} is not an object; write each row as one"
+        yield row if isinstance(row, dict) else ValueError(wrong)
 
 
-# --- Parquet and JSON -------------------------------------------------------------------------------------------------
+def names_of(rows: Iterable[dict[str, Any] | ValueError]) -> tuple[list[str], list[str]]:
+    """The names in these rows, and those whose values a sample can keep, in order."""
+    kept: dict[str, bool] = {}
+    for row in rows:
+        for name, value in ({} if isinstance(row, ValueError) else row).items():
+            kept[name] = kept.get(name, True) and isinstance(value, Scalar)
+    return list(kept), [name for name, fits in kept.items() if fits]
 
 
-def _opened_parquet(file: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20)  # page by page, not a row group at a time
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file} cannot be read: {printable(error)[:200]}; fetch it again") from error
+@contextlib.contextmanager
+def _opened_parquet(file: Path) -> Iterator[pq.ParquetFile]:
+    with named_errors(file), pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:  # page by page
+        yield table
 
 
-def _parquet_records(file: Path, reading: Reading, start: int) -> Iterator[bytes]:
+def _parquet_rows(file: Path, reading: Reading) -> Iterator[Values]:
     with _opened_parquet(file) as table:
-        for place in reading.places:
-            _check_type(file, table.schema_arrow.field(place), place in reading.places[:2])
         names = [table.schema_arrow.names[place] for place in reading.places]
-        ends = list(itertools.accumulate(table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)))
-        group = bisect.bisect_right(ends, start)
-        skipped = start - (ends[group - 1] if group else 0)
-        groups = range(group, table.num_row_groups)
-        for batch in table.iter_batches(_BATCH, row_groups=groups, columns=names, use_threads=False):
-            left = batch.slice(skipped)
-            skipped = max(0, skipped - len(batch))
-            yield from _arrays(*(left[name].to_pylist() for name in names))
+        for batch in table.iter_batches(_BATCH, columns=names, use_threads=False):
+            yield from zip(*(batch[name].to_pylist() for name in names), strict=True)
 
 
-def _check_type(file: Path, field: pa.Field, is_text: bool) -> None:
-    if not (_is_text(field.type) if is_text else keepable(field.type)):
-        wanted = "text" if is_text else "text, numbers or truth values, which can be kept"
-        raise ValueError(f"{file}: column {field.name} holds {field.type}, not {wanted}; name another under columns")
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_view = pa.types.is_string_view(kind)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_view or pa.types.is_null(kind)
-
-
-def keepable(kind: pa.DataType) -> bool:
-    """Whether a sample can keep the values of a column of this type."""
-    return _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-
-
-def kept_names(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The names whose values in these rows a sample can keep, in order."""
-    wrong = {name for row in rows for name, value in row.items() if not isinstance(value, Scalar)}
-    return [name for name in dict.fromkeys(name for row in rows for name in row) if name not in wrong]
-
-
-def _json_records(file: Path, reading: Reading, start: int) -> Iterator[bytes]:
-    columns = _json_columns(file)
-    names = [list(columns)[place] for place in reading.places]
-    for row, values in enumerate(zip(*(columns[name][start:] for name in names), strict=True), start + 1):
-        place = f"{file}, row {row}"
-        texts = [_text(value, name, place) for value, name in zip(values[:2], names, strict=False)]
-        kept = [scalar(value, name, place) for value, name in zip(values[2:], names[2:], strict=True)]
-        yield from _arrays(*([value] for value in texts + kept))
-
-
-def _json_columns(file: Path) -> dict[str, list]:
-    """An object of columns, as SBU has it, or a list of rows; read as a whole."""
-    with _opened(file) as stream:
-        data = b"".join(_errors(iter(lambda: stream.read(2**20), b""), file))
-    found = parse_json(data, str(file), (dict, list), nan=True)
-    if isinstance(found, list):
-        wrong = next((n for n, row in enumerate(found, 1) if not isinstance(row, dict)), None)
-        if wrong:
-            raise ValueError(f"{file}, row {wrong}: {shown(found[wrong - 1])} is not an object; a row has its columns")
-        names = dict.fromkeys(name for row in found for name in row)
-        return {name: [row.get(name) for row in found] for name in names}
-    lists = {name: value for name, value in found.items() if isinstance(value, list)}
-    if len({len(values) for values in lists.values()}) > 1:
-        lengths = ", ".join(f"{shown(name)} {len(values)}" for name, values in lists.items())
-        raise ValueError(f"{file}: its columns differ in length ({lengths[:300]}); fetch it again")
-    return lists
-
-
-def _arrays(urls: list, captions: list, *kept: list) -> Iterator[bytes]:
-    for url, caption, *more in zip(urls, captions, *kept, strict=True):
-        values = [url or "", caption or "", *(_finite(value) for value in more)]
-        yield json.dumps(values, ensure_ascii=False).encode()
-
-
-def _text(value: Any, name: str, place: str) -> str:
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{place}: {shown(name)} is {shown(value)}, not a text; name another column under columns")
-    return value or ""
-
-
-def scalar(value: Any, name: str, place: str) -> Scalar:
-    """A value that a sample can keep; ValueError names the place of one that it cannot."""
+def scalar(value: Any, name: str) -> Scalar:
+    """A value that a sample can keep, None in place of NaN (a missing number to pandas); ValueError for any other."""
     if not isinstance(value, Scalar):
-        raise ValueError(
-            f"{place}: {shown(name)} is {shown(value)}; keep texts, numbers and truth values alone under columns"
-        )
-    return _finite(value)
-
-
-def _finite(value: Any) -> Any:
-    """None in place of NaN, which pandas writes for a missing number and JSON cannot hold."""
+        raise ValueError(f"{shown(name)} is {shown(value)}; keep texts, numbers and truth values alone under columns")
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,11 +10,11 @@ import io
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from storage.collect.statuses import Refused, Status
 from storage.settings import FORM, check, check_choices
 
 FLAGS: dict[str, str] = {
@@ -62,20 +62,6 @@ _UPRIGHT = {
 }
 # A progressive JPEG is decoded once per scan; encoders write about ten, a file made to take hours has thousands.
 _MAX_SCANS = 100
-
-
-class Refused(Exception):
-    """An image that is not stored: `status` is a key of storage.collect.download.STATUSES, `detail` has more."""
-
-    def __init__(self, status: str, detail: str):
-        super().__init__(status, detail)
-        self.status = status
-        self.detail = detail
-
-    def bare(self) -> Self:
-        """The same without its traceback, whose frames hold the image's bytes."""
-        self.__traceback__ = self.__cause__ = self.__context__ = None
-        return self
 
 
 def run_out(error: BaseException) -> str:
@@ -134,7 +120,7 @@ class NormalisedImage:
 def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
     """The stored form of an image file; Refused says why there is none. Equal input gives equal output."""
     if len(data) > settings.max_bytes:
-        raise Refused("too_big", f"{len(data)} bytes, more than {settings.max_bytes}")
+        raise Refused(Status.TOO_BIG, f"{len(data)} bytes, more than {settings.max_bytes}")
     image = _open(data)
     width, height = image.size
     _check_size(width, height, settings)
@@ -157,11 +143,11 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
             return NormalisedImage(data, width, height, hashlib.sha256(data).hexdigest(), tuple(flags))
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise Refused("too_many_pixels", str(error)) from error
+        raise Refused(Status.TOO_MANY_PIXELS, str(error)) from error
     except _DAMAGE as error:
         if run_out(error):
             raise
-        raise Refused("truncated", f"{image.format}: {type(error).__name__}: {error}") from error
+        raise Refused(Status.TRUNCATED, f"{image.format}: {type(error).__name__}: {error}") from error
     image = _to_rgb_or_grey(image, flags)
     if orientation != 1:
         image = image.transpose(_UPRIGHT[orientation])
@@ -183,26 +169,30 @@ def _open(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise Refused("too_many_pixels", str(error)) from error
+        raise Refused(Status.TOO_MANY_PIXELS, str(error)) from error
     except _DAMAGE as error:  # UnidentifiedImageError is an OSError
         if run_out(error):
             raise
         names = [name for name, magic in _MAGIC.items() if start.startswith(magic)]
         if not names:
-            raise Refused("not_image", f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {start!r}") from error
+            raise Refused(
+                Status.NOT_IMAGE, f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {start!r}"
+            ) from error
         # Pillow's message holds a memory address.
         reason = "" if isinstance(error, UnidentifiedImageError) else f": {type(error).__name__}: {error}"
-        raise Refused("truncated", f"starts as {names[0]}, but its header cannot be read{reason}") from error
+        raise Refused(Status.TRUNCATED, f"starts as {names[0]}, but its header cannot be read{reason}") from error
 
 
 def _check_size(width: int, height: int, settings: ImageSettings) -> None:
     if width * height > settings.max_pixels:
-        raise Refused("too_many_pixels", f"{width}x{height}, more than {settings.max_pixels}")
+        raise Refused(Status.TOO_MANY_PIXELS, f"{width}x{height}, more than {settings.max_pixels}")
     shorter, longer = sorted((width, height))
     if shorter < settings.min_side:
-        raise Refused("bad_geometry", f"{width}x{height}: the shorter side is under {settings.min_side}")
+        raise Refused(Status.BAD_GEOMETRY, f"{width}x{height}: the shorter side is under {settings.min_side}")
     if longer > settings.max_aspect * shorter:
-        raise Refused("bad_geometry", f"{width}x{height}: one side is over {settings.max_aspect:g} times the other")
+        raise Refused(
+            Status.BAD_GEOMETRY, f"{width}x{height}: one side is over {settings.max_aspect:g} times the other"
+        )
 
 
 def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
@@ -215,10 +205,10 @@ def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
 
     scans = data.count(b"\xff\xda")
     if scans > _MAX_SCANS:
-        raise Refused("too_many_pixels", f"{scans} scans of {image.width}x{image.height}, more than {_MAX_SCANS}")
+        raise Refused(Status.TOO_MANY_PIXELS, f"{scans} scans of {image.width}x{image.height}, more than {_MAX_SCANS}")
     height, width = simplejpeg.decode_jpeg_header(data)[:2]
     if (width, height) != image.size:
-        raise Refused("truncated", f"two sizes in one JPEG: {width}x{height} and {image.width}x{image.height}")
+        raise Refused(Status.TRUNCATED, f"two sizes in one JPEG: {width}x{height} and {image.width}x{image.height}")
     try:
         simplejpeg.decode_jpeg(data, colorspace="GRAY", min_height=1, min_width=1, min_factor=8)
     except ValueError as error:
@@ -246,7 +236,7 @@ def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
     if image.mode.startswith("I"):
         pixels = np.asarray(image)
         if pixels.min() < 0 or pixels.max() > 65535:
-            raise Refused("not_image", f"pixel values {pixels.min()}..{pixels.max()} are not 16-bit grey")
+            raise Refused(Status.NOT_IMAGE, f"pixel values {pixels.min()}..{pixels.max()} are not 16-bit grey")
         reduced = np.empty(pixels.shape, dtype=np.uint8)
         for i, line in enumerate(pixels):  # by line: a 32-bit copy of the image would be large
             reduced[i] = (line.astype(np.uint32) + 128) // 257  # 257 = 65535 / 255
@@ -261,5 +251,5 @@ def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
     elif image.mode == "CMYK":
         flags.append("cmyk")
     elif image.mode not in ("1", "L", "RGB", "P"):
-        raise Refused("not_image", f"pixels of mode {image.mode} cannot be converted to RGB or grey")
+        raise Refused(Status.NOT_IMAGE, f"pixels of mode {image.mode} cannot be converted to RGB or grey")
     return image.convert("L" if grey else "RGB")

@@ -1,36 +1,31 @@
-"""What is collected: the settings of a dataset, and the shards that its list or folder makes.
+"""What is collected: the settings of a dataset, its rows, and the shards that these make.
 
-Before the first download, `plan` checks every line of the list and cuts the list into parts, and `check_committed`
-compares these with the shards that are committed.
+Before the first download the origin is read into rows (storage/collect/rows.py), unless they are there already. `plan`
+cuts them into parts, and compares these with the shards that are committed.
 """
 
 import dataclasses
 import hashlib
-import itertools
+import json
 import os
-import re
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from storage.collect.download import STATUSES
 from storage.collect.fetch import DownloadSettings
-from storage.collect.img2dataset import Img2dataset
-from storage.collect.imports import StoredRow
-from storage.collect.lists import IMAGE_SUFFIXES, PLAIN, CaptionRow, ListFile, Reading, find_reading, parse_rows, where
+from storage.collect.imports import place_of
+from storage.collect.lists import IMAGE_SUFFIXES, LIKE_A_URL, Reading, find_reading, read_rows, where
 from storage.collect.normalise import ImageSettings
+from storage.collect.rows import CaptionRow, Rows, write_rows
+from storage.collect.statuses import Status, parse_statuses
 from storage.collect.tars import TarSet
-from storage.forgotten import FORGOTTEN
-from storage.manifests import OK
-from storage.sample import sample_key
+from storage.manifests import Header
+from storage.object_store import ObjectMissing, ObjectStore, open_store
 from storage.settings import FORM, check, check_choices
 
-_LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
-_FAILED = [status for status in STATUSES if status not in (OK, "duplicate", FORGOTTEN)]
-_CLASSES = ("http_4xx", "http_5xx")
+MOST_SHARDS = 100_000  # of a catalog: their names have five digits
 
 
 @dataclass(frozen=True)
@@ -43,16 +38,14 @@ class CollectSettings:
     """The dataset: the folder of the root that holds the shards."""
     captions: str | None = None
     """A caption list to download: TSV, CSV, JSON lines, Parquet, JSON, or .gz of one. With `images`, the captions of
-    that folder. Give this, `images`, `img2dataset` or `webdataset`."""
+    that folder. Give this, `images` or `webdataset`."""
     columns: tuple[str, ...] = ()
     """Which columns of the list hold the URL, the caption and, if more are named, what is kept with each sample: names,
     or places from 1 on. None: URL and caption are recognised."""
     images: str | None = None
     """A local folder of image files to import."""
-    img2dataset: str | None = None
-    """What img2dataset wrote, in its format webdataset, files, tfrecord or parquet: a folder, or s3://bucket/prefix."""
     webdataset: str | None = None
-    """WebDataset tars of others to import: a local folder, or s3://bucket/prefix."""
+    """WebDataset tars of others to import, such as img2dataset's: a local folder, or s3://bucket/prefix."""
     download: DownloadSettings = DownloadSettings()
     """How images are fetched, and which are stored in which form."""
     rows_per_shard: int = 1000
@@ -61,44 +54,32 @@ class CollectSettings:
     """Shards that are collected, and tried again, together: in a flow, by one Prefect task."""
     commit_unreachable: bool = False
     """Commit a shard even if none of its hosts could be reached; set it only if these hosts are gone for good."""
-    save_every: float = 20.0
-    """Seconds between two saves of the images of shards in progress; a kill loses those since the last save."""
     retry_statuses: tuple[str, ...] = ()
     """Statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows in committed shards are requested again, for one run."""
 
     def __post_init__(self):
-        origins = (self.captions or self.images, self.img2dataset, self.webdataset)
-        if sum(origin is not None for origin in origins) != 1:
+        if (self.captions is None and self.images is None) == (self.webdataset is None):
             raise ValueError(
                 f"Dataset {self.name}: set captions (a list to download) or images (a local folder; captions are then "
-                "those of its files), or img2dataset (a folder that it wrote), or webdataset (tars)"
+                "those of its files), or webdataset (tars)"
             )
         check_choices(self)
         for name in ("rows_per_shard", "shards_per_task"):
             check(self, getattr(self, name) >= 1, name, "at least 1")
-        check(self, self.save_every > 0, "save_every", "over 0")
-        check(
-            self,
-            self.is_download or not self.retry_statuses,
-            "retry_statuses",
-            "empty: nothing is requested of a server",
-        )
+        asks = self.is_download or not self.retry_statuses
+        check(self, asks, "retry_statuses", "empty: nothing is requested of a server")
         named = len(self.columns) == len(set(self.columns)) and len(self.columns) != 1
         check(self, named, "columns", "URL, caption and what is kept beside them, each once")
         check(self, not self.columns or self.origin != self.images, "columns", "empty where there is no list")
-        self.retried_statuses  # noqa: B018  refuses an unknown status
+        try:
+            self.retried_statuses  # noqa: B018  refuses an unknown status
+        except ValueError as error:
+            raise ValueError(f"Dataset {self.name}: retry_statuses names {error}") from None
 
     @property
-    def retried_statuses(self) -> frozenset[str]:
+    def retried_statuses(self) -> frozenset[Status]:
         """The statuses that `retry_statuses` names; ValueError for an unknown one."""
-        found = set()
-        for name in self.retry_statuses:
-            matching = {one for one in _FAILED if one == name or (name in _CLASSES and one.startswith(name[:6]))}
-            if not matching:
-                known = [one for one in _FAILED if not one[5:].isdecimal()] + [*_CLASSES, "http_404, ..."]
-                raise ValueError(f"Dataset {self.name}: retry_statuses names {name!r}, must be of {', '.join(known)}")
-            found |= matching
-        return frozenset(found)
+        return parse_statuses(self.retry_statuses)
 
     @property
     def is_download(self) -> bool:
@@ -108,189 +89,96 @@ class CollectSettings:
     @property
     def origin(self) -> str:
         """The list, the folder or the bucket."""
-        return self.captions or self.images or self.img2dataset or self.webdataset
-
-    @property
-    def list_file(self) -> Path:
-        """The list; only where there is one."""
-        assert self.captions is not None, self
-        return Path(self.captions)
+        return self.captions or self.images or self.webdataset or ""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One shard to collect: rows [start, stop) of the list.
-
-    source      file and sha256 of those rows
-    reading     how the list or `file` is read; None for a folder without captions
-    offset      of the first row in the list or the tar, in bytes; 0 for images; for img2dataset the row in `file`
-    file        img2dataset's shard, or the tar, that holds the rows
-    duplicates  (row, first row with the same URL and caption) for rows that repeat an earlier one of the list
-    replaces    sha256 of the committed manifest if some of its rows are requested again; "" if it is not committed yet
-    """
-
-    shard: str
-    start: int
-    stop: int
-    source: str
-    reading: Reading | None = None
-    offset: int = 0
-    file: str = ""
-    duplicates: tuple[tuple[int, int], ...] = ()
-    replaces: str = ""
-
-    @property
-    def known_reading(self) -> Reading:
-        """`reading`; not of a folder without captions."""
-        assert self.reading is not None, self
-        return self.reading
-
-
-def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
-    """The shards of the dataset's list, in order; `stops`: where committed shards end, by shard.
-
-    Every row is checked before the first download. ValueError if the list is empty, makes more than 100,000 shards,
-    has a line that is not a row (FILE:LINE), or no URL in the column that should have them.
-    """
-    parts, keys, reading = [], bytearray(), find_columns(settings)
-    has_url, swapped = not settings.is_download, None  # swapped: the first row with a URL in the place of its caption
-    for start, offset, file, chunk in _chunks(settings, reading, stops):
-        lines, rows = chunk, ()
-        if settings.captions:
-            rows = list(parse_rows(chunk, Path(settings.captions), reading, start))
-            lines = _identities(chunk, rows, settings)
-        elif file:
-            lines, rows = [row.line() for row in chunk], chunk
-        for number, row in enumerate(rows, start):
-            keys += bytes.fromhex(sample_key(row.url, row.caption))
-            if not has_url:
-                has_url = _LIKE_A_URL.match(row.url) is not None
-                if swapped is None and _LIKE_A_URL.match(row.caption):
-                    swapped = number
-        source = f"{Path(settings.origin).name} sha256:{_digest(lines)}"
-        parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source, reading, offset, file))
-    if not parts:
-        raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
-    if swapped is not None and not has_url:
-        raise ValueError(
-            f"{where(settings.origin, reading, swapped)}: the URL is in the column of the caption, and no row has one "
-            f"in its own ({reading}); swap them under columns"
-        )
-    if len(parts) > 100_000:
-        raise ValueError(f"{settings.name} would make {len(parts)} shards, more than 100000: raise rows_per_shard")
-    rows, firsts = _repeated(keys)
-    ends = np.searchsorted(rows, [part.stop for part in parts])
-    return [
-        dataclasses.replace(part, duplicates=tuple(zip(rows[a:b].tolist(), firsts[a:b].tolist(), strict=True)))
-        for part, a, b in zip(parts, [0, *ends[:-1]], ends, strict=True)
-    ]
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def find_columns(settings: CollectSettings) -> Reading | None:
-    """How the list, or what others have stored, is read: as `columns` says, or recognised; None for bare images.
+    """How the list, or the tars, are read: as `columns` says, or recognised; None for bare images.
 
     ValueError names a file that cannot be read, a column that is not there, or says that columns are to be given.
     """
     if settings.captions:
         return find_reading(Path(settings.captions), settings.columns, of_folder=settings.images is not None)
-    stored = stored_by_others(settings)
-    return stored.find_reading(settings.columns) if stored else None
+    return TarSet(settings.webdataset).find_reading(settings.columns) if settings.webdataset else None
 
 
-def stored_by_others(settings: CollectSettings) -> Img2dataset | TarSet | None:
-    """What is imported; None for a list and for a folder of images."""
-    if settings.img2dataset:
-        return Img2dataset(settings.img2dataset)
-    return TarSet(settings.webdataset) if settings.webdataset else None
+def prepare_rows(store: ObjectStore, settings: CollectSettings, reading: Reading | None) -> Rows:
+    """The rows of the origin: those in the dataset's folder if it was read before as it is now, else it is read.
 
-
-def _chunks(
-    settings: CollectSettings, reading: Reading | None, stops: Mapping[str, int]
-) -> Iterator[tuple[int, int, str, list[bytes] | list[StoredRow]]]:
-    """For each shard: its first row, offset and file as in Part, and the identity of each row."""
-    if settings.captions:
-        with ListFile(Path(settings.captions), reading) as list_file:
-            for start, offset, chunk in _chunks_of_lines(list_file.records(), settings.rows_per_shard, stops):
-                yield start, list_file.first + offset, "", chunk
-    elif settings.images:
-        files = map(identity, image_files(settings.images))
-        for start, _, chunk in _chunks_of_lines(files, settings.rows_per_shard, stops):
-            yield start, 0, "", chunk
-    else:
-        yield from _stored(stored_by_others(settings).rows(reading), settings.rows_per_shard, stops)
-
-
-def _stored(
-    files: Iterable[tuple[str, Iterable[StoredRow]]], rows_per_shard: int, stops: Mapping[str, int]
-) -> Iterator[tuple[int, int, str, list[StoredRow]]]:
-    """The rows that others have stored; a shard of ours holds rows of one of their files."""
-    start, number = 0, 0
-    for file, rows in files:
-        rows = iter(rows)
-        while chunk := list(itertools.islice(rows, max(1, stops.get(f"{number:05}", start + rows_per_shard) - start))):
-            yield start, chunk[0].offset, file, chunk
-            start, number = start + len(chunk), number + 1
-
-
-def _chunks_of_lines(
-    lines: Iterator[bytes], rows_per_shard: int, stops: Mapping[str, int]
-) -> Iterator[tuple[int, int, list[bytes]]]:
-    start = offset = 0
-    for number in itertools.count():
-        stop = stops.get(f"{number:05}", start + rows_per_shard)
-        chunk = list(itertools.islice(lines, max(0, stop - start)))
-        if not chunk:
-            return
-        yield start, offset, [line.removesuffix(b"\n") for line in chunk]  # the last may get one later
-        start += len(chunk)
-        offset += sum(map(len, chunk))
-
-
-def identity(file: Path) -> bytes:
-    """Name and size of an image file; size -1 if it is not a regular file."""
+    ValueError if it has no row, or no URL in the column that should have them.
+    """
+    id = identify(settings, reading)
     try:
-        status = file.stat()
-        size = status.st_size if stat.S_ISREG(status.st_mode) else -1
-    except OSError:
-        size = -1
-    return os.fsencode(f"{file.name}\t{size}")
+        return Rows(store, settings.name, id)
+    except ObjectMissing:
+        return write_rows(store, settings.name, id, _checked(settings, reading))
 
 
-def image_of(row: CaptionRow, settings: CollectSettings) -> Path:
-    """The file that a row of a folder's captions names; ValueError if its name leads out of the folder."""
-    name = Path(row.url)
-    if name.is_absolute() or ".." in name.parts or "\0" in row.url:
-        raise ValueError(f"{row.url[:200]!r} is not the name of a file in {settings.images}")
-    return Path(settings.images) / name
+def identify(settings: CollectSettings, reading: Reading | None) -> str:
+    """What tells whether the origin is as it was, in 16 hex digits, without reading its rows.
+
+    Of a list its bytes, of a folder the names and sizes of its files, of tars also their dates.
+    """
+    facts: list = [reading.as_meta if reading else None]
+    if settings.captions:
+        with open(settings.captions, "rb") as stream:
+            facts.append(hashlib.file_digest(stream, "sha256").hexdigest())
+    if settings.images and settings.captions:
+        facts.append([(name, place_of(Path(settings.images), name).size) for name in _files_below(settings.images)])
+    elif settings.images:
+        facts.append([(file.name, place_of(file.parent, file.name).size) for file in image_files(settings.images)])
+    if settings.webdataset:
+        facts.append(TarSet(settings.webdataset).identity)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _identities(chunk: Sequence[bytes], rows: Iterable[CaptionRow], settings: CollectSettings) -> list[bytes]:
-    """Of the rows of a list: the lines themselves, and of a folder's captions also its files."""
-    if not settings.images:
-        return list(chunk)
-    files = []
-    for row in rows:
-        try:
-            files.append(identity(image_of(row, settings)))
-        except ValueError:
-            files.append(b"")
-    return [line + b"\0" + file for line, file in zip(chunk, files, strict=True)]
+def _files_below(folder: str) -> list[str]:
+    """The files of a folder and of its subfolders, links to folders included, each folder once."""
+    found, seen = [], set()
+    for path, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(path)) in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        found += [os.path.relpath(os.path.join(path, file), folder) for file in files]
+    return sorted(found)
 
 
-def _digest(chunk: Sequence[bytes]) -> str:
-    return hashlib.sha256(b"\n".join(chunk)).hexdigest()
+def _checked(settings: CollectSettings, reading: Reading | None) -> Iterator[CaptionRow]:
+    """The rows; ValueError behind the last one if there is none, or if URLs and captions have changed places."""
+    has_url, swapped, row = not settings.is_download, None, None
+    for row in _read(settings, reading):
+        has_url = has_url or LIKE_A_URL.match(row.url) is not None
+        if swapped is None and not has_url and LIKE_A_URL.match(row.caption):
+            swapped = row.row
+        yield row
+    if row is None:
+        raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
+    if reading and swapped is not None and not has_url:
+        raise ValueError(
+            f"{where(settings.origin, reading, swapped)}: the URL is in the column of the caption, and no row has one "
+            f"in its own ({reading}); swap them under columns"
+        )
 
 
-def _repeated(keys: bytearray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows whose key an earlier row has, ascending, and the first row with that key. `keys`: 10 bytes per row."""
-    table = np.frombuffer(keys, dtype="S10")
-    order = np.argsort(table, kind="stable")  # equal keys side by side, the earliest row first
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = table[order[1:]] != table[order[:-1]]
-    firsts = order[new][np.cumsum(new) - 1] if len(order) else order
-    rows, firsts = order[~new], firsts[~new]
-    ascending = np.argsort(rows)
-    return rows[ascending], firsts[ascending]
+def _read(settings: CollectSettings, reading: Reading | None) -> Iterator[CaptionRow]:
+    if reading and settings.captions and settings.images:
+        for row in read_rows(Path(settings.captions), reading):
+            try:
+                yield row if row.status else dataclasses.replace(row, place=place_of(Path(settings.images), row.url))
+            except ValueError as error:
+                yield dataclasses.replace(row, status=Status.MISSING_FILE, detail=str(error))
+    elif reading and settings.captions:
+        yield from read_rows(Path(settings.captions), reading)
+    elif reading and settings.webdataset:
+        yield from TarSet(settings.webdataset).rows(reading)
+    elif settings.images:
+        for number, file in enumerate(image_files(settings.images)):
+            name = os.fsencode(file.name).decode(errors="backslashreplace")  # not all are UTF-8
+            yield CaptionRow(number, "", name, place=place_of(file.parent, file.name))
 
 
 def image_files(folder: str) -> list[Path]:
@@ -300,55 +188,108 @@ def image_files(folder: str) -> list[Path]:
     return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
 
 
-def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: CollectSettings) -> None:
-    """ValueError if a committed shard (its meta, by shard) has other rows or other image settings than now."""
-    expected = {part.shard: part for part in parts}
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One shard to collect: rows [start, stop).
+
+    replaces: sha256 of the committed manifest if some of its rows are requested again; "" if it is not committed yet.
+    """
+
+    shard: str
+    start: int
+    stop: int
+    replaces: str = ""
+
+
+def plan(settings: CollectSettings, rows: Rows, reading: Reading | None, done: Mapping[str, Header]) -> list[Part]:
+    """The shards that the rows make, in order, committed ones (`done`, by shard) with the rows that they have.
+
+    ValueError if they are more than MOST_SHARDS, or if a committed shard has other rows, another reading or other image
+    settings.
+    """
+    parts, start = [], 0
+    while start < rows.count:
+        shard = f"{len(parts):05}"
+        stop = done[shard].meta["source"]["rows"][1] if shard in done else start + settings.rows_per_shard
+        parts.append(Part(shard, start, min(max(stop, start + 1), rows.count)))
+        start = parts[-1].stop
+        if len(parts) > MOST_SHARDS:
+            raise ValueError(f"{settings.name} would make more than {MOST_SHARDS} shards: raise rows_per_shard")
+    by_shard = {part.shard: part for part in parts}
+    for shard, header in done.items():
+        _check_committed(settings, rows, reading, header, by_shard.get(shard))
+    return parts
+
+
+def source_of(settings: CollectSettings, rows: Rows, reading: Reading | None, part: Part) -> dict:
+    """What a manifest says of its rows: which of which list, and how that is read."""
+    digest = rows.digest(part.start, part.stop)
+    source = {"list": f"{Path(settings.origin).name} sha256:{digest}", "id": rows.id, "rows": [part.start, part.stop]}
+    return source | ({"reading": reading.as_meta} if reading else {})
+
+
+def _check_committed(
+    settings: CollectSettings, rows: Rows, reading: Reading | None, header: Header, part: Part | None
+) -> None:
+    before, shard = header.meta["source"], header.shard
+    if "id" not in before:
+        raise ValueError(
+            f"{settings.name}: an earlier version of this code collected shard {shard}: use another dataset"
+        )
+    if part and reading and before.get("reading") != reading.as_meta:
+        raise ValueError(
+            f"{settings.name}: {settings.origin} is read otherwise than when shard {shard} was collected: "
+            f"{_shown(reading.as_meta)}, then {_shown(before.get('reading'))}. Set columns as they were, or collect "
+            "another dataset"
+        )
+    same = part is not None and [part.start, part.stop] == before["rows"]
+    if same and before["id"] != rows.id:  # a list that grew, most likely
+        same = source_of(settings, rows, reading, part)["list"].rpartition(":")[2] == before["list"].rpartition(":")[2]
+    if not same:
+        now = f"rows {part.start} to {part.stop} of {settings.origin}" if part else f"only {rows.count} rows"
+        raise ValueError(
+            f"{settings.name}: the list changed under committed shards: shard {shard} holds rows "
+            f"{before['rows'][0]} to {before['rows'][1]} of {before['list']}, now it would be {now}. "
+            "Collect the new list as another dataset, or set the old list and rows_per_shard again"
+        )
     wanted = {field.name: getattr(settings.download, field.name) for field in dataclasses.fields(ImageSettings)}
-    for shard, meta in done.items():
-        rows, digest = meta["source"]["rows"], meta["source"]["list"].rpartition(" ")[2]
-        part = expected.get(shard)
-        before = meta["source"].get("reading", PLAIN.as_meta if settings.captions else None)
-        if part and part.reading and before and before != part.reading.as_meta:
-            raise ValueError(
-                f"{settings.name}: {settings.origin} is read otherwise than when shard {shard} was collected: "
-                f"{_shown(part.reading.as_meta)}, then {_shown(before)}. Set columns as they were, or collect another "
-                "dataset"
-            )
-        if part is None or [part.start, part.stop] != rows or part.source.rpartition(" ")[2] != digest:
-            now = f"rows {part.start} to {part.stop} of {part.source}" if part else f"only {len(parts)} shards"
-            raise ValueError(
-                f"{settings.name}: the list changed under committed shards: shard {shard} holds rows {rows[0]} to "
-                f"{rows[1]} of {meta['source']['list']}, now it would be {now}. Collect the new list as another "
-                "dataset, or set the old list and rows_per_shard again"
-            )
-        if meta["config"] != wanted:
-            differing = [
-                f"{k} {meta['config'].get(k)}, now {v}" for k, v in wanted.items() if meta["config"].get(k) != v
-            ]
-            raise ValueError(
-                f"{settings.name}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
-                "Set them back, or collect another dataset"
-            )
+    config = header.meta["config"]
+    if config != wanted:
+        differing = [
+            f"{name} {config.get(name)}, now {value}" for name, value in wanted.items() if config.get(name) != value
+        ]
+        raise ValueError(
+            f"{settings.name}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
+            "Set them back, or collect another dataset"
+        )
 
 
-def _shown(reading: Mapping[str, object]) -> str:
+def _shown(reading: Mapping | None) -> str:
+    if reading is None:
+        return "without columns"
     return f"{reading['form']} with columns={','.join(reading['columns'])}" + (" and a header" * reading["header"])
 
 
-def rows_of(part: Part, settings: CollectSettings, list_file: ListFile) -> list[CaptionRow]:
-    """The rows of a part, read from its offset; ValueError if they changed since `plan`."""
-    records = itertools.islice(list_file.records(part.start, part.offset), part.stop - part.start)
-    chunk = [line.removesuffix(b"\n") for line in records]
-    rows = parse_rows(chunk, Path(settings.captions), part.reading, part.start)
-    if settings.images:
-        rows = list(rows)
-    check_unchanged(part, _identities(chunk, rows, settings), settings)  # first: a changed line may be none
-    return list(rows)
+# --- a sample of a list -----------------------------------------------------------------------------------------------
 
 
-def check_unchanged(part: Part, chunk: Sequence[bytes], settings: CollectSettings) -> None:
-    if not part.source.endswith(f" sha256:{_digest(chunk)}"):
-        raise ValueError(
-            f"{settings.name}: {settings.origin} was changed while it was collected: rows {part.start} to {part.stop} "
-            f"(shard {part.shard}) changed. Shard {part.shard} was not committed; run again"
-        )
+@dataclass(frozen=True)
+class ListSample:
+    """How many rows a list has, how many repeat an earlier one, and some of the others from all over it."""
+
+    rows: int
+    duplicates: int
+    examples: list[CaptionRow]
+
+
+def sample_list(settings: CollectSettings, examples: int, seed: int = 0) -> ListSample:
+    """Up to so many rows of a list, drawn at random; nothing is kept. ValueError as `prepare_rows`."""
+    with tempfile.TemporaryDirectory(prefix="list-") as folder:
+        rows = prepare_rows(open_store(folder), settings, find_columns(settings))
+        drawn = random.Random(seed).sample(range(rows.count), min(examples, rows.count))
+        repeated = set(rows.repeated.tolist())
+        found = [row for number in sorted(drawn) if number not in repeated for row in rows.read(number, number + 1)]
+        return ListSample(rows.count, len(repeated), [row for row in found if not row.status])

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
 from collections import Counter
@@ -20,57 +19,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from storage.catalog import Catalog
 from storage.claims import Claims, exit_at_sigterm
-from storage.collect.download import (
-    STATUSES,
-    Download,
-    Downloader,
-    Outcome,
-    all_of,
-    commit_images,
-    image_config,
-    import_images,
-)
-from storage.collect.img2dataset import Img2dataset
-from storage.collect.lists import CaptionRow, ListFile, where
-from storage.collect.normalise import NormalisedImage, Refused
-from storage.collect.plan import (
-    CollectSettings,
-    Part,
-    check_committed,
-    check_unchanged,
-    identity,
-    image_files,
-    image_of,
-    plan,
-    rows_of,
-    stored_by_others,
-)
+from storage.collect.download import Download, Downloader, Outcome, all_of, commit_images, image_config
+from storage.collect.imports import import_images, read_folder
+from storage.collect.lists import Reading, where
+from storage.collect.normalise import NormalisedImage
+from storage.collect.plan import CollectSettings, Part, find_columns, identify, plan, prepare_rows, source_of
+from storage.collect.rows import CaptionRow, Rows
 from storage.collect.spool import PartialShard, Spool, remove_partial
+from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Refused, Status
 from storage.collect.tars import TarSet
-from storage.forgotten import FORGOTTEN, forgotten_urls
-from storage.manifests import OK, Header
+from storage.manifests import Header
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.programs import Flat, Root, command
 from storage.progress import progress_line
 from storage.redact import shown_url
+from storage.withdrawn import read_withdrawn
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
-UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # also while this machine has no network
-_NOT_REQUESTED = {"duplicate", FORGOTTEN, "bad_url", "blocked_address"}  # statuses of rows that need no request
+SAVE_SECONDS = 20.0  # between two saves of the images of shards in progress; a kill loses those since the last
 # Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
-_WAYS_OUT = {  # by the most frequent status, if no row of a list is ok
-    "blocked_address": "If you trust this server, set download.allowed_hosts to its host:port",
-    "bad_url": "Name the column of the URLs under columns; if they are names of files, their folder under images",
-    "noindex": "If its owner allows this use, set download.obey_noindex=false",
-    "robots_txt": "If its owner allows this use, set download.obey_robots_txt=false",
+_HINTS = {  # by the most frequent status, if no row of a list is ok
+    Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
+    Status.BAD_URL: "Name the column of the URLs under columns; if they are names of files, their folder under images",
+    Status.NOINDEX: "If its owner allows this use, set download.obey_noindex=false",
+    Status.ROBOTS_TXT: "If its owner allows this use, set download.obey_robots_txt=false",
+    Status.BAD_ROW: "Name the columns under columns, or write the list anew",
     **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),
 }
 
@@ -79,12 +60,15 @@ _WAYS_OUT = {  # by the most frequent status, if no row of a list is ok
 class Group:
     """Shards that are collected together.
 
+    list_id     of their rows in the dataset's folder, and `reading`, how the list is read
     before      rows by status of the run's earlier groups
     rows        of the whole run, as `shards` and `started` (by time.monotonic)
     has_images  whether the dataset has an ok row; until then, a shard without one is not committed
     """
 
     parts: tuple[Part, ...]
+    list_id: str
+    reading: Reading | None
     before: dict[str, int]
     rows: int
     shards: int
@@ -130,36 +114,23 @@ def collect(
     new_shards = set()
     catalog = Catalog(open_store(root), settings.name)
     headers = catalog.headers(IMAGES)
-    done = {shard: header.meta for shard, header in headers.items()}
-    parts = plan(settings, {shard: meta["source"]["rows"][1] for shard, meta in done.items()})
-    check_committed(done, parts, settings)
-    missing = [part for part in parts if part.shard not in done]
-    if missing:
-        origin = settings.origin
-        log(f"{settings.name}: {len(missing)} of {len(parts)} shards to collect, {parts[-1].stop} rows in {origin}")
-        if parts[0].reading:
-            log(f"{settings.name}: {origin} is read as {parts[0].reading}")
-        if settings.is_download and not settings.download.contact and not settings.download.allowed_hosts:
-            log(
-                f"{settings.name}: warning: no contact is set, so the servers' owners cannot ask what this is; set "
-                "download.contact to a URL or a mail address"
-            )
-    else:
-        log(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
-    wanted = settings.retried_statuses
-    retried = {
-        part.shard: sum(headers[part.shard].statuses.get(one, 0) for one in wanted)
-        for part in parts
-        if part.shard in done
-    }
-    retries = [
-        dataclasses.replace(part, replaces=headers[part.shard].sha256) for part in parts if retried.get(part.shard)
-    ]
-    if wanted:
-        rows, statuses = sum(retried.values()), ", ".join(settings.retry_statuses)
-        log(f"{settings.name}: {rows} rows of {len(retries)} shards are requested again: {statuses}")
+
+    def say(line: str) -> None:
+        log(f"{settings.name}: {line}")
+
+    reading = find_columns(settings)
+    listed = prepare_rows(catalog.store, settings, reading)
+    parts = plan(settings, listed, reading, headers)
+    missing = [part for part in parts if part.shard not in headers]
+    retries = _retries(settings, parts, headers)
+    _say_what_is_to_do(settings, listed, reading, len(missing), len(parts), say)
+    retried_rows = sum(
+        headers[part.shard].statuses.get(one, 0) for part in retries for one in settings.retried_statuses
+    )
+    if settings.retry_statuses:
+        say(f"{retried_rows} rows of {len(retries)} shards are requested again: {', '.join(settings.retry_statuses)}")
     missing += retries
-    remove_partial(catalog.store, settings.name, done.keys() - {part.shard for part in retries})
+    remove_partial(catalog.store, settings.name, headers.keys() - {part.shard for part in retries})
     has_images = any(header.ok_rows for header in headers.values())
 
     claims = Claims(catalog.store, catalog.path(IMAGES, ""))
@@ -168,23 +139,19 @@ def collect(
         committed = set(catalog.shards(IMAGES))
         return [shard for shard in shards if shard not in committed]
 
-    def say(line: str) -> None:
-        log(f"{settings.name}: {line}")
-
     while missing:
         rows, counts = sum(part.stop - part.start for part in missing), Counter()
         for first in range(0, len(missing), settings.shards_per_task):
-            parts_of_group = tuple(missing[first : first + settings.shards_per_task])
-            group = Group(parts_of_group, dict(counts), rows, len(missing), has_images, started)
+            together = tuple(missing[first : first + settings.shards_per_task])
+            group = Group(together, listed.id, reading, dict(counts), rows, len(missing), has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
-            has_images = has_images or counts[OK] > 0
-            ready = first + len(parts_of_group)
-            log(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
+            has_images = has_images or counts[Status.OK] > 0
+            say(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")
         left = claims.wait([part.shard for part in missing], pending, say, for_all=True)
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
         if missing and not has_images and counts.total() == rows:  # none of them was another worker's
-            raise NothingStored(_nothing_stored(settings, counts, missing[0]))
+            raise NothingStored(_nothing_stored(settings, listed, reading, counts, missing[0]))
         if missing:
             say(f"{len(missing)} shards that had no image, or another worker, are collected again")
     names = [part.shard for part in retries]
@@ -195,27 +162,63 @@ def collect(
         len(new_shards - set(names)),
         catalog.counts(IMAGES),
         time.monotonic() - started,
-        sum(retried.values()),
+        retried_rows,
         newly_ok,
     )
+
+
+def _retries(settings: CollectSettings, parts: Sequence[Part], headers: Mapping[str, Header]) -> list[Part]:
+    """The committed shards with rows that are requested again."""
+    done = [(part, headers[part.shard]) for part in parts if part.shard in headers]
+    wanted = settings.retried_statuses
+    return [
+        dataclasses.replace(part, replaces=header.sha256) for part, header in done if wanted & header.statuses.keys()
+    ]
+
+
+def _say_what_is_to_do(
+    settings: CollectSettings,
+    listed: Rows,
+    reading: Reading | None,
+    missing: int,
+    shards: int,
+    say: Callable[[str], None],
+) -> None:
+    if not missing:
+        say(f"nothing to download: all {shards} shards are committed")
+        return
+    say(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}")
+    if reading:
+        say(f"{settings.origin} is read as {reading}")
+    if listed.unreadable:
+        (row,) = listed.read(listed.unreadable[0], listed.unreadable[0] + 1)
+        say(f"{len(listed.unreadable)} rows cannot be collected, the first: {row.status}: {row.detail}")
+    if settings.is_download and not settings.download.contact and not settings.download.allowed_hosts:
+        say(
+            "warning: no contact is set, so the servers' owners cannot ask what this is; set download.contact to a URL "
+            "or a mail address"
+        )
 
 
 def _by_status(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in Counter(counts).most_common())
 
 
-def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part) -> str:
+def _nothing_stored(
+    settings: CollectSettings, listed: Rows, reading: Reading | None, counts: Mapping[str, int], part: Part
+) -> str:
     """The message if no row is ok; `part` is a shard that was not committed."""
-    status = counts.most_common(1)[0][0]
-    way_out = f"{status}: {STATUSES[status]} (docs/download.md)"
-    if settings.is_download and status in _WAYS_OUT:
-        with ListFile(settings.list_file, part.known_reading) as list_file:
-            url = shown_url(rows_of(part, settings, list_file)[0].url)
-        place = where(settings.list_file, part.known_reading, part.start)
-        way_out += f". {_WAYS_OUT[status]}; {place} has {url!r} as its URL"
+    status = Status(Counter(counts).most_common(1)[0][0])
+    hint = f"{status}: {status.meaning} (docs/download.md)"
+    (row,) = listed.read(part.start, part.start + 1)
+    if row.status:
+        hint += f"; {row.detail}"
+    if reading and settings.is_download and status in _HINTS:
+        place = where(settings.origin, reading, row.row)
+        hint += f". {_HINTS[status]}; {place} has {shown_url(row.url)!r} as its URL"
     return (
         f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
-        f"{way_out}. Then run again"
+        f"{hint}. Then run again"
     )
 
 
@@ -233,29 +236,23 @@ def collect_group(
     one.
     """
     catalog = Catalog(open_store(root), settings.name)
+    if not settings.is_download and identify(settings, group.reading) != group.list_id:
+        raise ValueError(
+            f"{settings.name}: {settings.origin} was changed while it was collected. Shard {group.parts[0].shard} was "
+            "not committed; run again"
+        )
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
         collecting = _Group(catalog, settings, group, on_commit, log, claims)
-        if settings.is_download:
-            asyncio.run(_download(collecting))
-            return collecting.count()
-        files = image_files(settings.images) if settings.images and not settings.captions else []
-        stored = stored_by_others(settings)
-        for part in group.parts:
-            if not claims.take([part.shard]):
-                continue
-            if committed := collecting.committed(part):
-                collecting.update(part, committed)
-            else:
-                with Spool() as spool:
-                    downloads = collecting.without_forgotten(_import(part, files, stored, settings, spool, log))
-                    if collecting.wants(part, downloads):
-                        collecting.commit(part, downloads)
-            claims.release(part.shard)
+        asyncio.run(collecting.collect())
         return collecting.count()
 
 
 class _Group:
-    """A group while it is collected: commits its shards, and logs a line of progress from time to time."""
+    """A group while it is collected: commits its shards, and logs a line of progress from time to time.
+
+    Files are read and written in a thread, so that the other shards go on. Saves have their own thread, so that they do
+    not wait for the commit of a large shard.
+    """
 
     def __init__(
         self,
@@ -267,8 +264,8 @@ class _Group:
         claims: Claims,
     ):
         self.catalog, self.settings, self.group, self.on_commit, self.log = catalog, settings, group, on_commit, log
-        self.claims = claims
-        self.forgotten = forgotten_urls(catalog.store)
+        self.claims, self.rows = claims, Rows(catalog.store, settings.name, group.list_id)
+        self.withdrawn = read_withdrawn(catalog.store)
         self.counts: dict[str, Mapping[str, int]] = {}  # rows by status of each shard
         self.due = time.monotonic() + _REPORT_SECONDS
 
@@ -285,6 +282,63 @@ class _Group:
             self.log(progress_line(name, counts.total(), self.group.rows, "rows", counts, seconds))
             self.due = time.monotonic() + _REPORT_SECONDS
 
+    async def collect(self) -> None:
+        """All shards: downloads of a few at a time, imports one by one."""
+        free = asyncio.Semaphore(SHARDS_AT_ONCE if self.settings.is_download else 1)
+        download = self.settings.download
+        self.files, self.saves = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("files", "saves"))
+
+        async def claimed(part: Part) -> None:
+            async with free:
+                if await self.in_thread(self.claims.take, [part.shard]):
+                    try:
+                        with Spool() as spool:
+                            await self.one(part, downloader, spool)
+                    finally:
+                        await self.in_thread(self.claims.release, part.shard)
+
+        with self.files, self.saves:
+            async with Downloader(download) if self.settings.is_download else contextlib.nullcontext() as downloader:
+                await all_of(claimed(part) for part in self.group.parts)
+
+    async def in_thread(self, work: Callable, *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.files, work, *arguments)
+
+    async def one(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
+        """One shard, from its rows to its commit."""
+        if committed := await self.in_thread(self.committed, part):
+            self.update(part, committed)
+            return
+        rows = await self.in_thread(self.rows.read, part.start, part.stop)
+        replaces, before = await self.in_thread(self.results_before, part, rows, spool)
+        known = before | self.settled(part, rows)
+        retried = self.settings.retried_statuses
+        left = [row for row in rows if row.row not in known or known[row.row].status in retried]
+        counts = Counter(item.status for item in known.values() if item.status not in retried)
+        if downloader is None:
+            found = await self.in_thread(self.imported, left, spool)
+        else:
+            found = await self.downloaded(part, left, downloader, spool, counts)
+            if not self.settings.commit_unreachable and not replaces:
+                check_network(part, found, self.settings)
+        results = dict(known)
+        for item in found:  # a row whose host could not be reached again keeps its result from before
+            if item.row.row not in known or item.status not in UNREACHABLE:
+                results[item.row.row] = item
+        downloads = [self.without_withdrawn(results[row.row]) for row in rows]
+        statuses = Counter[str](item.status for item in downloads)
+        self.update(part, statuses)
+        if replaces:
+            wanted = any(results[row].status != item.status for row, item in before.items())
+        else:  # not a new shard without an image while its dataset has none
+            gone = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
+            wanted = bool(self.group.has_images or gone or self.count().get(Status.OK))
+        if wanted:
+            await self.in_thread(self.commit, part, downloads, replaces)
+        if downloader:  # in the thread of the saves, so that none is written afterwards
+            close = functools.partial(remove_partial, self.catalog.store, self.settings.name, [part.shard])
+            await asyncio.get_running_loop().run_in_executor(self.saves, close)
+
     def committed(self, part: Part) -> dict[str, int]:
         """Rows by status if another process, or an earlier attempt, has committed the shard; else {}."""
         try:
@@ -293,131 +347,105 @@ class _Group:
             return {}
         return {} if header.sha256 == part.replaces else header.statuses
 
-    def without_forgotten(self, downloads: Iterable[Download]) -> list[Download]:
-        """The results of rows, those whose URL was forgotten without their image."""
-        return [_forgotten(item.row) if item.row.url in self.forgotten else item for item in downloads]
+    def results_before(
+        self, part: Part, rows: Sequence[CaptionRow], spool: Spool
+    ) -> tuple[Header | None, dict[int, Download]]:
+        """The committed manifest if some of its rows are requested again, and its results, by row."""
+        if not part.replaces:
+            return None, {}
+        manifest = self.catalog.manifest(IMAGES, part.shard)
+        samples, results = self.catalog.read(IMAGES, part.shard), {}
+        for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
+            image = None
+            if line["status"] == Status.OK:
+                sample = next(samples)
+                size = sample.width, sample.height
+                image = spool.write(NormalisedImage(sample.image, *size, sample.sha256, sample.flags))
+            results[row.row] = Download(row, Status(line["status"]), line["detail"], image)
+        return manifest, results
 
-    def wants(self, part: Part, downloads: Sequence[Download]) -> bool:
-        """Whether a new shard is to be committed: not one without an image while its dataset has none."""
-        statuses = Counter(item.status for item in downloads)
-        self.update(part, statuses)
-        gone = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
-        return bool(self.group.has_images or gone or self.count().get(OK))
+    def settled(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, Download]:
+        """The results of rows for which nothing is requested: withdrawn, unreadable or repeated ones, by row."""
+        results, firsts = {}, self.rows.duplicates(part.start, part.stop)
+        for row in rows:
+            if row.url in self.withdrawn.urls:
+                results[row.row] = Download(row, Status.WITHDRAWN, "", None)
+            elif row.status:
+                results[row.row] = Download(row, Status(row.status), row.detail, None)
+            elif row.row in firsts:
+                results[row.row] = Download(row, Status.DUPLICATE, f"of row {firsts[row.row]}", None)
+        return results
 
-    def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None = None) -> None:
-        reading = None if part.reading is None else part.reading.as_meta
-        settings, source = self.settings.download, part.source
-        if commit_images(
-            self.catalog, part.shard, downloads, settings, source=source, reading=reading, replaces=replaces
-        ):
-            self.on_commit(part.shard)
+    def without_withdrawn(self, item: Download) -> Download:
+        """Return the result of a row, without an image that was withdrawn. A commit would leave that out, too."""
+        if item.image is None or item.image.sha256 not in self.withdrawn.sha256:
+            return item
+        return Download(item.row, Status.WITHDRAWN, "", None)
 
+    def imported(self, rows: Sequence[CaptionRow], spool: Spool) -> list[Download]:
+        """The rows with their images of a folder or of tars; the first file that is missing is logged."""
+        settings, group = self.settings, self.group
+        places, limit = list(dict.fromkeys(row.place for row in rows if row.place)), settings.download.max_bytes
+        if settings.images:
+            images = read_folder(Path(settings.images), places, limit)
+        else:
+            images = TarSet(settings.origin).read(places, limit)
+        found = import_images(rows, images, settings.download, spool)
+        missing = [item.row for item in found if item.status == Status.MISSING_FILE]
+        if missing and group.reading and settings.images:
+            more = f", and of {len(missing) - 1} more rows" if missing[1:] else ""
+            place = where(settings.origin, group.reading, missing[0].row)
+            what = f"there is no image {missing[0].url!r} in {settings.images}{more}"
+            self.log(f"{settings.name}: {place}: {what}: missing_file")
+        return found
 
-async def _download(group: _Group) -> None:
-    catalog, settings = group.catalog, group.settings
-    free = asyncio.Semaphore(SHARDS_AT_ONCE)
-    loop = asyncio.get_running_loop()
+    async def downloaded(
+        self, part: Part, rows: Sequence[CaptionRow], downloader: Downloader, spool: Spool, counts: Counter[str]
+    ) -> list[Download]:
+        """The rows with their images from the web; those that come are saved from time to time."""
+        partial = PartialShard(
+            self.catalog.store, self.settings.name, part.shard, image_config(self.settings.download)[1]
+        )
+        stored = await self.in_thread(partial.load, spool)
+        if stored:
+            self.log(
+                f"{self.settings.name}: shard {part.shard} continues with {len(stored)} images from an earlier run"
+            )
+        rows_of_url = Counter(row.url for row in rows)
 
-    async def save(partial: PartialShard) -> None:
+        def on_result(url: str, outcome: Outcome) -> None:
+            counts[outcome.status if isinstance(outcome, Refused) else Status.OK] += rows_of_url[url]
+            self.update(part, counts)
+            if not isinstance(outcome, Refused):
+                partial.add(url, outcome)
+
+        for url in rows_of_url.keys() & stored:
+            counts[Status.OK] += rows_of_url[url]
+        saving = asyncio.ensure_future(self.save(partial))
+        try:
+            return await downloader.download(rows, spool, on_result, stored)
+        finally:
+            saving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await saving
+
+    async def save(self, partial: PartialShard) -> None:
         while True:
-            await asyncio.sleep(settings.save_every)
+            await asyncio.sleep(SAVE_SECONDS)
             try:
-                await loop.run_in_executor(saves, partial.save)
+                await asyncio.get_running_loop().run_in_executor(self.saves, partial.save)
             except StorageUnreachable as error:
-                group.log(f"{settings.name}: images in progress could not be saved: {error}")
+                self.log(f"{self.settings.name}: images in progress could not be saved: {error}")
 
-    async def claimed(part: Part) -> None:
-        async with free:
-            if await loop.run_in_executor(files, group.claims.take, [part.shard]):
-                try:
-                    await one(part)
-                finally:
-                    await loop.run_in_executor(files, group.claims.release, part.shard)
-
-    async def one(part: Part) -> None:
-        if committed := await loop.run_in_executor(files, group.committed, part):
-            group.update(part, committed)
-            return
-        rows = await loop.run_in_executor(files, rows_of, part, settings, list_file)
-        partial = PartialShard(catalog.store, settings.name, part.shard, image_config(settings.download)[1])
-        with Spool() as spool:
-            replaces, known = await loop.run_in_executor(files, _known_rows, catalog, part, rows, spool)
-            before = {row: item.status for row, item in known.items()}
-            known |= {row.row: _forgotten(row) for row in rows if row.url in group.forgotten}
-            stored = await loop.run_in_executor(files, partial.load, spool)
-            if stored:
-                images = f"{len(stored)} images from an earlier run"
-                group.log(f"{settings.name}: shard {part.shard} continues with {images}")
-            retried = settings.retried_statuses
-            requested = [row for row in rows if row.row not in known or known[row.row].status in retried]
-            rows_of_url = Counter(row.url for row in requested)
-            counts = Counter(item.status for item in known.values() if item.status not in retried)
-
-            def on_result(url: str, outcome: Outcome) -> None:
-                counts[outcome.status if isinstance(outcome, Refused) else OK] += rows_of_url[url]
-                group.update(part, counts)
-                if not isinstance(outcome, Refused):
-                    partial.add(url, outcome)
-
-            for url in rows_of_url.keys() & stored:
-                counts[OK] += rows_of_url[url]
-            saving = asyncio.ensure_future(save(partial))
-            try:
-                answers = await downloader.download(requested, spool, on_result, stored)
-            finally:
-                saving.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await saving
-            if not settings.commit_unreachable and not replaces:
-                check_network(part, answers, settings)
-            results = dict(known)
-            for item in answers:  # a row whose host could not be reached again keeps its result from before
-                if item.row.row not in known or item.status not in UNREACHABLE:
-                    results[item.row.row] = item
-            downloads = [results[row.row] for row in rows]
-            wanted = group.wants(part, downloads)
-            if replaces:
-                wanted = any(results[row].status != before[row] for row in before)
-            if wanted:
-                await loop.run_in_executor(files, group.commit, part, downloads, replaces)
-            await loop.run_in_executor(files, partial.close)
-
-    # Files are read and written in a thread, so that the other shards go on. Saves have their own thread, so that they
-    # do not wait for the commit of a large shard.
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="files") as files,
-        ThreadPoolExecutor(1, thread_name_prefix="saves") as saves,
-        ListFile(settings.list_file, group.group.parts[0].known_reading) as list_file,
-    ):
-        async with Downloader(settings.download) as downloader:
-            await all_of(claimed(part) for part in group.group.parts)
-
-
-def _forgotten(row: CaptionRow) -> Download:
-    return Download(row, FORGOTTEN, "", None)
-
-
-def _known_rows(
-    catalog: Catalog, part: Part, rows: Sequence[CaptionRow], spool: Spool
-) -> tuple[Header | None, dict[int, Download]]:
-    """The committed manifest if some of its rows are requested again, and the results that are known, by row."""
-    if not part.replaces:
-        first = dict(part.duplicates)
-        repeated = [row for row in rows if row.row in first]
-        return None, {row.row: Download(row, "duplicate", f"of row {first[row.row]}", None) for row in repeated}
-    manifest, samples, known = catalog.manifest(IMAGES, part.shard), catalog.read(IMAGES, part.shard), {}
-    for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
-        image = None
-        if line["status"] == OK:
-            sample = next(samples)
-            image = spool.write(NormalisedImage(sample.image, sample.width, sample.height, sample.sha256, sample.flags))
-        known[row.row] = Download(row, line["status"], line["detail"], image)
-    return manifest, known
+    def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None) -> None:
+        source = source_of(self.settings, self.rows, self.group.reading, part)
+        if commit_images(self.catalog, part.shard, downloads, self.settings.download, source, replaces):
+            self.on_commit(part.shard)
 
 
 def check_network(part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
     """ConnectionError if every requested row is UNREACHABLE, and these are at least 20 rows or of five hosts."""
-    requested = [item for item in downloads if item.status not in _NOT_REQUESTED]
+    requested = [item for item in downloads if item.status not in NOT_REQUESTED]
     hosts = {urlsplit(item.row.url).hostname for item in requested}
     few = len(hosts) < _FEW_HOSTS and len(requested) < _FEW_ROWS
     if not few and all(item.status in UNREACHABLE for item in requested):
@@ -429,58 +457,6 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
             "network and whether the server is up, and run again; if these hosts are gone for good, set "
             "commit_unreachable=true"
         )
-
-
-def _import(
-    part: Part,
-    files: Sequence[Path],
-    stored: Img2dataset | TarSet | None,
-    settings: CollectSettings,
-    spool: Spool,
-    log: Callable[[str], None],
-) -> list[Download]:
-    """The rows of a part: of `files`, the image files of a folder, of a folder's captions, or as others stored them."""
-    if settings.images and settings.captions:
-        return _import_captioned(part, settings, spool, log)
-    if settings.images:
-        files = files[part.start : part.stop]
-        check_unchanged(part, [identity(file) for file in files], settings)
-        names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
-        rows = [CaptionRow(number, "", name) for number, name in enumerate(names, part.start)]
-        return import_images(rows, files, settings.download, spool)
-    assert stored is not None, settings
-    count, duplicates = part.stop - part.start, dict(part.duplicates)
-    rows, downloads = stored.import_rows(
-        part.file, part.offset, count, part.known_reading, part.start, duplicates, settings.download, spool
-    )
-    check_unchanged(part, [row.line() for row in rows], settings)
-    return downloads
-
-
-def _import_captioned(
-    part: Part, settings: CollectSettings, spool: Spool, log: Callable[[str], None]
-) -> list[Download]:
-    """The rows of the captions of a folder; the first image that is missing is logged."""
-    with ListFile(settings.list_file, part.known_reading) as list_file:
-        rows = rows_of(part, settings, list_file)
-    found, files, firsts = {}, {}, dict(part.duplicates)
-    for row in rows:
-        if row.row in firsts:
-            found[row.row] = Download(row, "duplicate", f"of row {firsts[row.row]}", None)
-            continue
-        try:
-            files[row.row] = image_of(row, settings)
-        except ValueError as error:
-            found[row.row] = Download(row, "missing_file", str(error), None)
-    images = import_images([row for row in rows if row.row in files], list(files.values()), settings.download, spool)
-    found |= {item.row.row: item for item in images}
-    missing = [row for row in rows if found[row.row].status == "missing_file"]
-    if missing:
-        first = missing[0]
-        more = f", and of {len(missing) - 1} more rows of shard {part.shard}" if missing[1:] else ""
-        place = where(settings.list_file, part.known_reading, first.row)
-        log(f"{settings.name}: {place}: there is no image {first.url!r} in {settings.images}{more}: missing_file")
-    return [found[row.row] for row in rows]
 
 
 # --- as a program -----------------------------------------------------------------------------------------------------

@@ -103,37 +103,29 @@ class PartialShard:
 
     def __init__(self, store: ObjectStore, dataset: str, shard: str, settings: str):
         self._store = store
-        self._shard = f"{dataset}/images/partial/{shard}-"
-        self._prefix = f"{self._shard}{settings}-"
+        self._prefix = f"{dataset}/images/partial/{shard}-{settings}-"
         self._new: list[tuple[str, SpooledImage]] = []
-        self._closed = False
-        self._lock = threading.Lock()  # one thread saves while another closes
 
     def add(self, url: str, image: SpooledImage) -> None:
         """A new image, for the next `save`."""
         self._new.append((url, image))
 
     def save(self) -> None:
-        """Write the images that were added since the last time."""
-        while self._new and not self._closed:
-            with self._lock:
-                if not self._closed:
-                    self._save_object()
-
-    def _save_object(self) -> None:
-        count = size = 0
-        while count < len(self._new) and size < _OBJECT_BYTES:
-            size += self._new[count][1].length
-            count += 1
-        rows = [
-            {name: url if name == "url" else getattr(image, name) for name in _SCHEMA.names}
-            for url, image in self._new[:count]
-        ]
-        out = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), out, compression="none", use_dictionary=False)
-        data = out.getvalue()
-        self._store.put(f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}.parquet", data)
-        del self._new[:count]  # only now: if the storage was unreachable, the next save tries again
+        """Write the images that were added since the last time; in one thread at a time."""
+        while self._new:
+            count = size = 0
+            while count < len(self._new) and size < _OBJECT_BYTES:
+                size += self._new[count][1].length
+                count += 1
+            rows = [
+                {name: url if name == "url" else getattr(image, name) for name in _SCHEMA.names}
+                for url, image in self._new[:count]
+            ]
+            out = io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), out, compression="none", use_dictionary=False)
+            data = out.getvalue()
+            self._store.put(f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}.parquet", data)
+            del self._new[:count]  # only now: if the storage was unreachable, the next save tries again
 
     def load(self, spool: Spool) -> dict[str, SpooledImage]:
         """The images that earlier runs saved, by URL. Damaged objects are skipped, and downloaded again."""
@@ -152,13 +144,6 @@ class PartialShard:
                 url, flags = row.pop("url"), tuple(row.pop("flags"))
                 found[url] = spool.write(NormalisedImage(**row, flags=flags))
         return found
-
-    def close(self) -> None:
-        """The shard is committed, by this or another collector: remove its partial objects."""
-        self._closed = True
-        with self._lock:  # an object that is being written arrives before the listing
-            for info in list(self._store.list(self._shard)):
-                self._store.delete(info.path)
 
 
 def remove_partial(store: ObjectStore, dataset: str, committed: Container[str]) -> None:

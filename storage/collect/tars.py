@@ -1,56 +1,194 @@
-"""WebDataset tars of others: KEY.jpg (or another of IMAGE_SUFFIXES) beside KEY.txt, KEY.json or both.
+"""WebDataset tars of others, img2dataset's among them: KEY.jpg (or another image) beside KEY.txt, KEY.json or both.
 
-Nothing says how many there are. The members of a sample are neighbours; an extension that repeats begins another one;
-of two images the first is taken. All of it is untrusted: at most MAX_MEMBER bytes of a text are read.
+The webdataset library groups the members into samples, their contents not read: of a text MAX_MEMBER bytes are read, of
+an image only where it lies. A tar of img2dataset has a table beside it with the rows that it did not store.
 """
 
 import contextlib
-import dataclasses
-import functools
+import io
 import itertools
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from storage.collect.download import Download, Outcome
-from storage.collect.fetch import DownloadSettings
-from storage.collect.imports import (
-    SUCCESS,
-    StoredRow,
-    check_faults,
-    decoded,
-    downloads_of,
-    open_stored,
-    opened,
-    too_big,
-)
-from storage.collect.lists import IMAGE_SUFFIXES, SHAPES, Reading, kept_names, license_column, scalar
-from storage.collect.normalise import Refused
-from storage.collect.spool import Spool
+import pyarrow.parquet as pq
+
+from storage.collect.imports import too_big
+from storage.collect.lists import IMAGE_SUFFIXES, SHAPES, Reading, license_column, named_errors, names_of, scalar
+from storage.collect.rows import CaptionRow, Place
+from storage.collect.statuses import Refused, Status
+from storage.object_store import Ranges, open_store
+from storage.programs import require
 from storage.safe_json import parse_json, printable, shown
 
 MAX_MEMBER = 2**20  # bytes of a .txt or .json in a tar
 _BLOCK = 512
 _SAMPLED = 100  # samples from which the members of a tar are recognised
-_MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")  # WebDataset ends the key at the first dot of the name
-_OTHER_IMAGE = re.compile(r"(^|\.)(jpe?g|png|gif|webp|bmp|tiff?|avif|hei[cf]|jxl|svg)$")
+_MOST_MEMBERS = 10_000  # of a sample; where a name has dots, all members of a tar may have one key
+_READ_AHEAD = 4 * 2**20  # bytes of a tar that are requested of a bucket at a time
+_BATCH = 1000  # rows of a table that are decoded at a time
+_META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
+_LIKE_AN_IMAGE = re.compile(r"(^|\.)(jpe?g|png|gif|webp|bmp|tiff?|avif|hei[cf]|jxl|svg)$")
+_TABLE = ("url", "key", "status", "error_message")  # columns of img2dataset's table
+# Its error messages come from urllib, from sockets and from itself. The first pattern that matches decides.
+_MEANINGS = (
+    (r"infinite loop|redirect error", Status.TOO_MANY_REDIRECTS),
+    (r"X-Robots-Tag", Status.X_ROBOTS_TAG),
+    (r"timed out|timeout", Status.TIMEOUT),
+    (r"name or service not known|nodename nor servname|getaddrinfo|no address assoc|name resolution", Status.DNS),
+    (r"\bssl\b|certificate|tlsv1", Status.TLS),
+    (r"incompleteread", Status.SHORT_BODY),
+    (r"refused|reset by peer|aborted|no route|unreachable|remote end closed|broken pipe", Status.CONNECT),
+    (r"unknown url type|no host given|control characters|invalid url|nonnumeric port", Status.BAD_URL),
+    (r"too small|aspect ratio", Status.BAD_GEOMETRY),
+    (r"decod|cannot identify|not an image", Status.NOT_IMAGE),
+)
+_Members = dict[str, tarfile.TarInfo]  # of a sample, by extension in small letters
 
 
-def end_fault(name: str, size: int, read: Callable[[int, int], bytes]) -> str:
-    """Why a tar is not whole, by its last two blocks, which are zeros; "" if it is. read: from an offset, a length."""
-    whole = size >= 2 * _BLOCK and size % _BLOCK == 0 and not any(read(size - 2 * _BLOCK, 2 * _BLOCK))
-    packed = not whole and size > 1 and read(0, 2) == b"\x1f\x8b"
-    return "" if whole else f"{name} is packed: unpack it" if packed else f"{name} ends early"
+class TarSet:
+    """The tars below a folder or `s3://bucket/prefix`."""
+
+    def __init__(self, root: str):
+        require("webdataset", "importing tars")
+        if "://" not in root and not Path(root).is_dir():
+            raise ValueError(f"{root} is not a folder; name one that holds tars, or s3://bucket/prefix")
+        self._root, self._store = root, open_store(root, write=False)
+        self._files = {info.path: info for info in self._store.list() if info.path.endswith((".tar", ".parquet"))}
+        self._tars = [path for path in self._files if path.endswith(".tar")]
+        if not self._tars:
+            packed = next(
+                (f"; {one.path} is packed: unpack it" for one in self._store.list() if ".tar." in one.path), ""
+            )
+            raise ValueError(f"{root} holds no .tar{packed}")
+
+    @property
+    def identity(self) -> list:
+        """What tells whether these are the same tars: their names, sizes and dates."""
+        return [[info.path, info.size, info.modified] for info in self._files.values()]
+
+    def find_reading(self, columns: Sequence[str] = ()) -> Reading:
+        """Which members and which fields of .json hold URL, caption and what is kept, by the first samples.
+
+        `columns`: of URL, caption and so on, as names of fields, `txt` for the .txt. ValueError if none is a caption.
+        """
+        tar, fields, has_text = self._tars[0], [], False
+        self._check_ends()
+        with self._opened(tar) as stream:
+            for _, members in itertools.islice(samples_of(stream, self._store.where(tar)), _SAMPLED):
+                has_text |= "txt" in members
+                fields.append(_texts_of(members, stream, self._store.where(tar))[0])
+        names, kept = names_of(fields)
+        names = [name for name in names if name != "txt"]
+        if columns:
+            missing = next((one for one in columns if one not in names and not (one == "txt" and has_text)), None)
+            if missing is not None:
+                listed = printable(", ".join([*names, *["txt"] * has_text]))[:500]
+                raise ValueError(f"{self._store.where(tar)}: no .json has a field {shown(missing)}; there are {listed}")
+            return Reading("webdataset", tuple(columns))
+        captions = ["txt"] if has_text else _known(names, {shape.caption for shape in SHAPES})
+        urls = _known(names, {shape.url for shape in SHAPES})
+        if len(captions) != 1 or len(urls) > 1:
+            listed = printable(", ".join(names))[:500] or "no .json"
+            raise ValueError(
+                f"{self._store.where(tar)}: its first samples have no .txt, and {listed}; name the fields of URL and "
+                "caption: columns=URL,CAPTION"
+            )
+        return Reading("webdataset", (*(urls or [""]), *captions, *license_column(kept)))
+
+    def rows(self, reading: Reading) -> Iterator[CaptionRow]:
+        """A row for each image, for each sample without one, and for what img2dataset did not store.
+
+        ValueError names a tar that is torn or damaged.
+        """
+        self._check_ends()
+        for number, fields in enumerate(self._fields(reading)):
+            yield CaptionRow(number, *fields)
+
+    def _fields(self, reading: Reading) -> Iterator[tuple]:
+        for tar in self._tars:
+            keys, where = set(), self._store.where(tar)
+            with self._opened(tar) as stream:
+                for key, members in samples_of(stream, where):
+                    keys.add(key)
+                    yield from _fields_of(tar, key, members, reading, *_texts_of(members, stream, where))
+            table = f"{tar.removesuffix('.tar')}.parquet"
+            if table in self._files:
+                with self._opened(table) as stream:
+                    yield from _not_stored(stream, self._store.where(table), tar, keys, reading)
+
+    def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes | Refused]]:
+        """The bytes of these images, in their order."""
+        for tar, images in itertools.groupby(places, key=lambda place: place.file):
+            with self._opened(tar) as stream:
+                for place in images:
+                    if place.size > limit:
+                        yield place, too_big(place.size, limit)
+                        continue
+                    stream.seek(place.offset)
+                    data = stream.read(place.size)
+                    if len(data) < place.size:
+                        raise ValueError(f"{self._store.where(tar)} is torn: it ends early; copy or write it again")
+                    yield place, data
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[BinaryIO]:
+        """A file that is read from here or there."""
+        local = self._store.local_path(path)
+        with local.open("rb") if local else io.BufferedReader(Ranges(self._store, path), _READ_AHEAD) as stream:
+            yield stream
+
+    def _check_ends(self) -> None:
+        """ValueError lists the tars that are not whole, by their last two blocks, which are zeros."""
+        faults = []
+        for tar in self._tars:
+            size = self._files[tar].size
+            if size < 2 * _BLOCK or size % _BLOCK or any(self._store.get_range(tar, size - 2 * _BLOCK, 2 * _BLOCK)):
+                packed = size > 1 and self._store.get_range(tar, 0, 2) == b"\x1f\x8b"
+                faults.append(f"{tar} is packed: unpack it" if packed else f"{tar} ends early")
+        if faults:
+            more = f"; and {len(faults) - 10} more" if len(faults) > 10 else ""
+            raise ValueError(
+                f"{self._root}: {len(faults)} of {len(self._tars)} tars cannot be imported ({'; '.join(faults[:10])}"
+                f"{more}). Write or copy them again, or move them away"
+            )
 
 
-def members_of(stream: BinaryIO, where: str) -> Iterator[tarfile.TarInfo]:
-    """The files of a tar, from where the stream is; ValueError names a tar that is torn or damaged."""
+def samples_of(stream: BinaryIO, where: str) -> Iterator[tuple[str, _Members]]:
+    """Key and members of each sample, as webdataset groups them, their contents not read.
+
+    An extension that repeats begins another sample, at which webdataset itself ends.
+    """
+    require("webdataset", "importing tars")
+    from webdataset.tariterators import base_plus_ext, group_by_keys
+
+    def entries() -> Iterator[dict]:
+        last, extensions = None, set()
+        for member in _members(stream, where):
+            key, extension = base_plus_ext(member.name)
+            if key != last:
+                extensions.clear()
+            elif key and (extension.lower() in extensions or len(extensions) == _MOST_MEMBERS):
+                extensions.clear()
+                yield {}  # to webdataset, the end of a sample
+            if key:
+                last = key
+                extensions.add(extension.lower())
+                yield {"fname": member.name, "data": member, "__url__": where}
+
+    for sample in group_by_keys(entries()):
+        yield sample["__key__"], {name: one for name, one in sample.items() if isinstance(one, tarfile.TarInfo)}
+
+
+def _members(stream: BinaryIO, where: str) -> Iterator[tarfile.TarInfo]:
+    """The files of a tar; ValueError names a tar that is torn or damaged."""
     try:
         with tarfile.open(fileobj=stream, mode="r:") as members:
             while (member := members.next()) is not None:
                 members.members.clear()  # which would grow with the tar
-                if member.isreg() and not member.issparse():
+                if member.isreg() and not member.issparse() and not _META.match(member.name):
                     yield member
             end = members.offset
     except tarfile.TarError as error:
@@ -61,195 +199,97 @@ def members_of(stream: BinaryIO, where: str) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"{where} is damaged at byte {end}; copy or write it again")
 
 
-def content(stream: BinaryIO, member: tarfile.TarInfo, limit: int, where: str) -> bytes | Refused:
-    """The bytes of a member; Refused if they are more than `limit`."""
-    if member.size > limit:
-        return too_big(member.size, limit)
-    stream.seek(member.offset_data)
-    data = stream.read(member.size)
-    if len(data) < member.size:
-        raise ValueError(f"{where} is torn: {member.name} ends early; copy or write it again")
-    return data
+def _texts_of(members: _Members, stream: BinaryIO, where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What KEY.json says, and KEY.txt as `txt`; and why one of the two is not read, by its extension."""
+    values, faults = {}, {}
+    for extension in ("json", "txt"):
+        member = members.get(extension)
+        if member is None:
+            continue
+        stream.seek(member.offset_data)
+        data = stream.read(min(member.size, MAX_MEMBER))
+        if len(data) < min(member.size, MAX_MEMBER):
+            raise ValueError(f"{where} is torn: {member.name} ends early; copy or write it again")
+        try:
+            if member.size > MAX_MEMBER:
+                raise ValueError(too_big(member.size, MAX_MEMBER).detail)
+            if extension == "txt":
+                values["txt"] = data.decode("utf-8-sig").rstrip("\r\n")
+            else:
+                values |= parse_json(data, "its text")
+        except ValueError as error:
+            faults[extension] = f"{_utf8(member.name)}: {printable(error)}"
+    return values, faults
 
 
-class TarSet:
-    """The tars below a folder or `s3://bucket/prefix` whose samples are an image beside .txt, .json or both."""
+def _fields_of(
+    tar: str, key: str, members: _Members, reading: Reading, values: dict[str, Any], faults: dict[str, str]
+) -> Iterator[tuple]:
+    """The fields of a sample's rows, as CaptionRow has them: of its first image, else of each image that is not read.
 
-    def __init__(self, root: str):
-        self._root, self._store = root, open_stored(root, "tars")
+    The URL is the image's name in the tar if none is stored.
+    """
+    url, caption, *kept = reading.columns
+    extra, text, status, detail = None, values.get(caption), "", ""
+    try:
+        extra = {name: scalar(values.get(name), name) for name in kept} if kept else None
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{shown(caption)} is {shown(text)}, not a text")
+    except ValueError as error:
+        status, detail = Status.BAD_CAPTION, f"{_utf8(key)}.json: {error}"
+    if text is None:
+        wanted = [fault for extension, fault in faults.items() if extension == "json" or caption == "txt"]
+        status, detail = Status.BAD_CAPTION, "; ".join(wanted) or f"{tar} has no caption for {_utf8(key)}"
+    text = text if isinstance(text, str) else ""
 
-    def names(self) -> list[str]:
-        """The tars, in order; ValueError if there is none, or lists those that end early."""
-        found = {info.path: info.size for info in self._store.list()}
-        tars = {path: size for path, size in found.items() if path.endswith(".tar")}
-        if not tars:
-            packed = next((f"; {path} is packed: unpack it" for path in found if ".tar." in path), "")
-            raise ValueError(f"{self._root} holds no .tar{packed}")
+    def fields(name: str, status: str, detail: str, place: Place | None = None) -> tuple:
+        address = values.get(url) if isinstance(values.get(url), str) else f"{tar}/{_utf8(name)}"
+        return text, address, extra, "", status, detail, place
 
-        def fault(path: str, size: int) -> str:
-            return end_fault(path, size, functools.partial(self._store.get_range, path))
+    image = next((one for extension, one in members.items() if f".{extension}" in IMAGE_SUFFIXES), None)
+    unread = [one for extension, one in members.items() if _LIKE_AN_IMAGE.search(extension)]
+    missing = f"{tar} has no image {_utf8(key)}"
+    if image is not None:
+        yield fields(image.name, status, detail, None if status else Place(tar, image.offset_data, image.size))
+    elif unread:
+        for one in unread:
+            name = _utf8(one.name).removeprefix(_utf8(key))
+            yield fields(one.name, Status.MISSING_FILE, f"{missing}; {name} is none that is read")
+    elif values or faults:
+        yield fields(key, Status.MISSING_FILE, missing)
 
-        faults = {path: fault(path, size) for path, size in tars.items()}
-        check_faults(self._root, faults, "copy them again, or move them")
-        return list(tars)
 
-    def find_reading(self, columns: Sequence[str] = ()) -> Reading:
-        """Which members and which fields of .json hold URL, caption and what is kept, by the first samples.
+def _not_stored(stream: BinaryIO, where: str, tar: str, keys: set[str], reading: Reading) -> Iterator[tuple]:
+    """The fields of the rows of img2dataset's table that its tar has no sample of; none of another table."""
+    with named_errors(where), pq.ParquetFile(stream) as table:
+        names = [name for name in (*_TABLE, "caption", *reading.columns[2:]) if name in table.schema_arrow.names]
+        if not set(_TABLE) <= {*names}:
+            return
+        for batch in table.iter_batches(_BATCH, columns=list(dict.fromkeys(names)), use_threads=False):
+            for line in batch.to_pylist():
+                status, error = str(line["status"]), str(line["error_message"] or "")
+                if line["key"] in keys:
+                    continue
+                ours = Status.MISSING_FILE if status == "success" else status_of(status, error)
+                extra = {name: scalar(line.get(name), name) for name in reading.columns[2:]} or None
+                detail = (
+                    f"img2dataset: {status}: {error}" if error else f"img2dataset: {status}, but {tar} has no such key"
+                )
+                yield line.get("caption") or "", line["url"] or "", extra, "", ours, detail, None
 
-        `columns`: of URL, caption and so on, as names of fields, `txt` for the .txt. ValueError if none is a caption.
-        """
-        tar = self.names()[0]
-        fields, has_text = [], False
-        with opened(self._store, tar) as stream:
-            groups = itertools.groupby(members_of(stream, self._store.where(tar)), key=_numbered())
-            for _, members in itertools.islice(groups, _SAMPLED):
-                for member in members:
-                    extension = _split(member)[1]
-                    has_text |= extension == "txt"
-                    if extension == "json" and member.size <= MAX_MEMBER:
-                        with contextlib.suppress(ValueError):  # the row of a broken one gets a status
-                            fields.append(parse_json(content(stream, member, MAX_MEMBER, tar), tar))
-        names = dict.fromkeys(name for one in fields for name in one)
-        if columns:
-            missing = next((one for one in columns if one not in names and not (one == "txt" and has_text)), None)
-            if missing is not None:
-                listed = printable(", ".join([*names, *["txt"] * has_text]))[:500]
-                raise ValueError(f"{self._store.where(tar)}: no .json has a field {shown(missing)}; there are {listed}")
-            return Reading("webdataset", tuple(columns), (), 0)
-        captions = ["txt"] if has_text else _known(names, {shape.caption for shape in SHAPES})
-        urls = _known(names, {shape.url for shape in SHAPES})
-        if len(captions) != 1 or len(urls) > 1:
-            listed = printable(", ".join(names))[:500] or "no .json"
-            raise ValueError(
-                f"{self._store.where(tar)}: its first samples have no .txt, and {listed}; name the fields of URL and "
-                "caption: columns=URL,CAPTION"
-            )
-        return Reading("webdataset", (*(urls or [""]), *captions, *license_column(kept_names(fields))), (), 0)
 
-    def rows(self, reading: Reading) -> Iterator[tuple[str, Iterator[StoredRow]]]:
-        """Each tar and its samples; their images are skipped."""
-        for tar in self.names():
-            yield tar, (row for row, _ in self._samples(tar, reading, 0, None))
-
-    def import_rows(
-        self,
-        tar: str,
-        offset: int,
-        count: int,
-        reading: Reading,
-        first: int,
-        duplicates: Mapping[int, int],
-        settings: DownloadSettings,
-        spool: Spool,
-    ) -> tuple[list[StoredRow], list[Download]]:
-        """The samples from byte `offset` of a tar on, the first of them row `first`, and a Download of each.
-
-        duplicates: row -> the first row with the same URL and caption. ValueError if the tar is torn or damaged.
-        """
-        rows = []
-
-        def images() -> Iterator[tuple[int, bytes | Refused]]:
-            samples = self._samples(tar, reading, offset, settings.max_bytes)
-            for number, (row, image) in enumerate(itertools.islice(samples, count), first):
-                rows.append(row)
-                if image is not None and number not in duplicates:
-                    yield number, image
-
-        outcomes = decoded(images(), settings, spool)
-
-        def outcome(number: int, row: StoredRow) -> Outcome:
-            return outcomes[number] if row.status == SUCCESS else Refused(row.status, row.error)
-
-        return rows, downloads_of(rows, first, duplicates, outcome)
-
-    def _samples(
-        self, tar: str, reading: Reading, offset: int, limit: int | None
-    ) -> Iterator[tuple[StoredRow, bytes | Refused | None]]:
-        """Each sample from a byte of the tar on, with its image of at most `limit` bytes; None: images are skipped."""
-        where = self._store.where(tar)
-        with opened(self._store, tar) as stream:
-            stream.seek(offset)
-            for (_, key), group in itertools.groupby(members_of(stream, where), key=_numbered()):
-                texts, image, data, begin, other = {}, None, None, -1, ""
-                for member in group:
-                    begin = member.offset if begin < 0 else begin
-                    extension = _split(member)[1]
-                    if extension in ("txt", "json"):
-                        texts[extension] = content(stream, member, MAX_MEMBER, where)
-                    elif f".{extension}" in IMAGE_SUFFIXES and image is None:
-                        image = member
-                        data = None if limit is None else content(stream, member, limit, where)
-                    elif _OTHER_IMAGE.search(extension):
-                        other = extension
-                if key and (image or texts or other):
-                    row = _row(tar, key, image, texts, reading, where, other)
-                    yield dataclasses.replace(row, offset=begin), data if row.status == SUCCESS else None
+def status_of(status: str, error: str) -> Status:
+    """Our status of a row that img2dataset did not store."""
+    for pattern, meaning in _MEANINGS:
+        if re.search(pattern, error, re.IGNORECASE):
+            return meaning
+    if code := re.search(r"HTTP Error (\d{3})", error):
+        return Status.of_http(int(code[1]))
+    return Status.NOT_IMAGE if status == "failed_to_resize" else Status.NOT_STORED
 
 
 def _known(names: Iterable[str], known: set[str]) -> list[str]:
     return [name for name in names if name.lower() in known]
-
-
-def _split(member: tarfile.TarInfo) -> tuple[str, str]:
-    """The key of a member's sample and the member's extension in small letters; two empty ones for other files."""
-    match = _MEMBER.fullmatch(member.name)
-    return (match[1], match[2].lower()) if match else ("", "")
-
-
-def _numbered() -> Callable[[tarfile.TarInfo], tuple[int, str]]:
-    """Number and key of a member's sample, for each member in turn: an extension that repeats begins another one."""
-    number, last, extensions = 0, "", set()
-
-    def sample(member: tarfile.TarInfo) -> tuple[int, str]:
-        nonlocal number, last
-        key, extension = _split(member)
-        if key != last or extension in extensions:
-            number += 1
-            extensions.clear()
-        extensions.add(extension)
-        last = key
-        return number, key
-
-    return sample
-
-
-def _row(
-    tar: str,
-    key: str,
-    image: tarfile.TarInfo | None,
-    texts: Mapping[str, bytes | Refused],
-    reading: Reading,
-    where: str,
-    other: str,
-) -> StoredRow:
-    """The row of one sample. The URL is the image's name in the tar if none is stored; other: a member not read."""
-    url, caption, *kept = reading.columns
-    key, name = (_utf8(text) for text in (key, image.name if image else key))
-    place, values, faults = f"{where}: {key}", {}, []
-    for extension, text in texts.items():
-        try:
-            if isinstance(text, Refused):
-                raise ValueError(text.detail)
-            if extension == "txt":
-                values["txt"] = text.decode("utf-8-sig").rstrip("\r\n")
-            else:
-                found = parse_json(text, "its text")
-                values |= {one: found[one] for one in found if one != "txt"}
-        except ValueError as error:
-            if extension == "json" or caption == "txt":
-                faults.append(f"{key}.{extension}: {printable(error)}")
-    extra = {one: scalar(values.get(one), one, place) for one in kept} if kept else None
-    address = values.get(url) if isinstance(values.get(url), str) else f"{tar}/{name}"
-    text, status, fault = values.get(caption), SUCCESS, ""
-    if image is None:
-        rest = f"; .{_utf8(other)} is none that is read" if other else ""
-        status, fault = "missing_file", f"{tar} has no image {key}{rest}"
-    elif text is not None and not isinstance(text, str):
-        status, fault = "bad_caption", f"{key}.json: {shown(caption)} is {shown(text)}, not a text"
-    elif text is None:
-        status, fault = "bad_caption", "; ".join(faults) or f"{tar} has no caption for {name}"
-    text = text if isinstance(text, str) else ""
-    return StoredRow(tar, key, text, address, status, fault, extra, size=image.size if image else None)
 
 
 def _utf8(name: str) -> str:

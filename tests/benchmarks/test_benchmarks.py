@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from places import PROJECT
 
-from benchmarks import killed_writer
 from benchmarks.measure import in_turns
 
 LOADER_BARS = {
@@ -51,18 +50,6 @@ def loaded(report: dict[str, Any], printed: str) -> None:
     assert all(line["what"] in printed for line in lines)
 
 
-def killed(report: None, printed: str) -> None:
-    assert re.search(r"killed_writer +2 +0 .*passed", printed)
-
-
-def spread(report: None, printed: str) -> None:
-    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()[2:-1]]
-    assert [row[0] for row in rows] == ["2", "4", "8", "16", "32", "64"]
-    assert all(row[2] == "0.0 %" for row in rows)
-    assert float(rows[-1][1].split()[0]) > 50  # without claims, 64 workers make most of 40 shards twice
-    assert "really, 2 processes: 0 of 40 twice" in printed
-
-
 def scaled(report: dict[str, Any], printed: str) -> None:
     small, large = (report["rows"][rows] for rows in ("2000", "4000"))
     assert large["status"]["requests"] - small["status"]["requests"] == 20  # one a shard; one in a hundred comes later
@@ -83,19 +70,14 @@ PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
         + ["--rounds", "1"],
         loaded,
     ),
-    "kill": (["--kills", "2", "--training-kills", "0"], killed),
     "scale": (["--rows", "2000", "4000", "--per-shard", "100"], scaled),
-    "spread": (["--shards", "40", "--rounds", "1", "--processes", "2"], spread),
 }
-NO_JSON = {"kill", "spread"}
 # A bar that a busy machine, or so small a run, does not meet ends these with status 1.
 WITH_BARS = {"download", "loader"}
 FAST = {"detect"}  # the others take some seconds each, in processes of their own
 # Programs whose small runs stand in a file of tests with more about them.
 ELSEWHERE = {
-    "conformance": "benchmarks/test_conformance.py",
-    "parity": "benchmarks/test_parity.py",
-    "rehearse": "vlbert/test_rehearsal.py",
+    "rehearsal": "benchmarks/test_rehearsal.py",
     "train_step": "vlbert/test_train_step.py",
 }
 
@@ -106,12 +88,11 @@ ELSEWHERE = {
 def test_the_command_runs_in_small(program: str, tmp_path: Path, capfd: pytest.CaptureFixture):
     arguments, check = PROGRAMS[program]
     file = tmp_path / "report.json"
-    with_json = [] if program in NO_JSON else ["--json", str(file)]
-    status = run(program, *arguments, *with_json)
+    status = run(program, *arguments, "--json", str(file))
     printed, errors = capfd.readouterr()
     assert status in ({0, 1} if program in WITH_BARS else {0}), errors
-    check(json.loads(file.read_text()) if with_json else None, printed)
-    assert list(tmp_path.iterdir()) == ([file] if with_json else [])
+    check(json.loads(file.read_text()), printed)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.slow
@@ -132,12 +113,6 @@ def test_contenders_take_turns_and_their_times_stay_apart():
     assert order == ["a", "b", "a", "b"]
     assert [spent.result for spent in found["a"]] == [1, 1]
     assert all(spent.wall >= 0.05 > spent.cpu for spent in found["b"])
-
-
-def test_kill_fails_where_a_part_finds_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(killed_writer, "check", lambda folder, seed, kills, say: ["a row is lost"])
-    assert run("kill", "--kills", "3", "--training-kills", "0") == 1
-    assert "killed_writer: a row is lost" in capsys.readouterr().out
 
 
 def test_every_command_has_such_a_test():

@@ -32,10 +32,10 @@ def coco(**changes) -> dict:
     return content | changes
 
 
-def detector_of(folder: Path, content: dict, name: str = "annotations.json", **settings) -> AnnotatedDetector:
-    file = folder / name
+def detector_of(folder: Path, content: dict) -> AnnotatedDetector:
+    file = folder / "annotations.json"
     file.write_text(json.dumps(content))
-    return AnnotatedDetector(file, **settings)
+    return AnnotatedDetector(file)
 
 
 @pytest.mark.parametrize(
@@ -91,39 +91,26 @@ def test_an_image_turned_since_it_was_annotated_gets_a_status(tmp_path: Path):
     assert found.startswith("size_mismatch: image 7 was annotated at 200x100")
 
 
-def test_crowds_are_skipped_or_kept_as_the_setting_says(tmp_path: Path):
+def test_crowds_are_skipped(tmp_path: Path):
     content = coco()
     content["annotations"][0]["iscrowd"] = 1
-    skipping, keeping = detector_of(tmp_path, content), detector_of(tmp_path, content, crowd="keep")
-    assert (len(skipping.detect([a_sample()])[0]), len(keeping.detect([a_sample()])[0])) == (1, 2)
-    assert skipping.metadata["crowd_boxes"] == keeping.metadata["crowd_boxes"] == 1
-    assert skipping.id != keeping.id
-    with pytest.raises(ValueError, match="crowd is 'drop'"):
-        detector_of(tmp_path, content, crowd="drop")
-
-
-def without(kind: str) -> dict:
-    content = coco()
-    del content[kind]
-    return content
+    (regions,) = detector_of(tmp_path, content).detect([a_sample()])
+    assert regions.labels.tolist() == [1]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"images": [', r"a\.json is not JSON"),
-        ("\x80\x02}q", r"a\.json is not JSON"),
         ("[]", r"a\.json holds a list, not an object"),
-        (without("categories"), "categories missing"),
-        (coco(images={}), "images is no list"),
-        (coco(images=coco()["images"] + [None]), r"images\[2\] is None, not an object"),
+        ({"images": [], "annotations": []}, "categories missing or no list"),
+        (coco(images={}), "images missing or no list"),
         (coco(annotations=[None]), r"annotations\[0\] is None, not an object"),
-        (coco(categories=[None]), r"categories\[0\] is None, not an object"),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, message: str):
     file = tmp_path / "a.json"
-    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="latin1")
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
         AnnotatedDetector(file)
     with pytest.raises(ValueError, match="there is no annotation file"):
@@ -135,34 +122,28 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, 
     [
         ("categories", "id", ..., r"categories\[1\] has no id"),
         ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number"),
-        ("categories", "id", 30, r"category 30: categories\[1\] has the id of another category"),
-        ("categories", "name", ..., r"category 5 has no name"),
+        ("categories", "id", 30, r"category 30: categories\[1\] has the id of another"),
         ("categories", "name", None, r"category 5 has the name None, not a text"),
-        ("images", "id", ..., r"images\[1\] has no id"),
-        ("images", "id", 7, r"image 7: images\[1\] has the id of another image"),
+        ("images", "id", 7, r"image 7: images\[1\] has the id of another"),
         ("images", "file_name", ..., r"image 8 has no file_name"),
         ("images", "file_name", "other/000001.jpg", "images 7 and 8 both have the file_name 000001.jpg"),
-        ("images", "width", ..., "image 8 has no positive width"),
-        ("images", "file_name", 3, r"image 8 has the file_name 3, not a text"),
         ("images", "sample_key", None, r"image 8 has the sample_key None, not a text"),
-        ("images", "height", None, r"image 8 has no positive height"),
+        ("images", "width", ..., "image 8 has no width"),
+        ("images", "height", 0, r"image 8 has the height 0, not a positive number"),
         ("annotations", "bbox", ..., r"annotation 2 has no bbox"),
         *(
             ("annotations", "bbox", bbox, "annotation 2 has the bbox")
             for bbox in (
                 [10, 20, 0, 40],
-                [10, 20, 30, -1],
                 [200, 20, 30, 40],
-                [10, -50, 30, 50],
                 [10, 20, float("nan"), 40],
+                [10, 20, 10**400, 40],
                 [1, 2, 3],
                 [1, 2, "3", 4],
-                None,
             )
         ),
         ("annotations", "category_id", 6, "annotation 2 refers to image 7 and category 6"),
-        ("annotations", "image_id", [7], r"annotation 2 has the image_id \[7\], not an image's id"),
-        ("annotations", "category_id", ..., r"annotation 2 has no category_id"),
+        ("annotations", "image_id", [7], r"annotation 2 has the image_id \[7\], not a whole number"),
     ],
 )
 def test_a_wrong_entry_is_named(tmp_path: Path, kind: str, field: str, value: object, message: str):

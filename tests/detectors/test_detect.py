@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import typing
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,22 +16,20 @@ import numpy as np
 import pytest
 import torch
 from places import PROJECT
-from seeded import another_writer
 from tiny_detector import coco_annotations, commit_images, image_sample, rectangles
 
 from demo.deployments import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
-from detectors.config import DetectionConfig, NetworkOverrides
+from detectors.config import DetectionConfig
 from detectors.detect import DetectorSettings, FasterRCNNDetector
-from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
-from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
-from storage.catalog.commit import commit_shard
-from storage.forgotten import forget
-from storage.garbage import collect_garbage
+from detectors.faster_rcnn import DEMO, FasterRCNN
+from detectors.run import detect_pending, detect_shard, finished, main, make_detector, stage_of, stage_size
+from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.manifests import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
 from storage.settings import from_assignments
+from storage.withdrawn import withdraw
 
 
 def a_sample(number: int) -> Sample:
@@ -94,22 +91,6 @@ def test_the_manifest_says_which_detector_looked_at_which_shard(tmp_path: Path):
         assert meta["random_init"] is random_init
 
 
-def test_a_sample_that_is_none_costs_its_row_and_is_named(tmp_path: Path):
-    samples = [a_sample(n) for n in range(3)]
-    with another_writer(
-        lambda key, members: members | {"json": b"[]"} if key == samples[1].key else members,
-    ):
-        catalog = commit_images(tmp_path, [samples])
-    detector = random_demo()
-    assert detect_shard(catalog, "00000", detector)
-    table = catalog.manifest(stage_of(detector), "00000").table
-    assert table["status"].to_pylist() == ["ok", "bad_sample", "ok"]
-    assert f"sample {samples[1].key}: the .json member" in table["detail"][1].as_py()
-    assert [sample.key for sample in catalog.read(stage_of(detector), "00000")] == [samples[0].key, samples[2].key]
-    with pytest.raises(ValueError, match=samples[1].key):
-        list(catalog.read("images", "00000"))
-
-
 class Careless(AnnotatedDetector):
     """Boxes that begin left of the image, in some images."""
 
@@ -160,19 +141,16 @@ def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], ["dead"], [a_sample(3)] + [a_sample(4)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1, 3]))
     reports = []
-    assert detect_pending(catalog, detector, reports.append, only=["00002"]) == 1
-    assert detect_pending(catalog, detector, reports.append) == 2
+    assert detect_pending(catalog, detector, reports.append) == 3
     assert detect_pending(catalog, detector, reports.append) == 0
     assert all(report.pop("images_per_s") >= 0 for report in reports)
-    assert [(report.pop("done"), report["of"]) for report in reports] == [(1, 1), (1, 2), (2, 2)]
+    assert [report.pop("done") for report in reports] == [1, 2, 3]
     assert sorted(reports, key=lambda report: report["shard"]) == [
-        {"shard": "00000", "images": 2, "regions": 2, "of": 2, "by": "this"},
-        {"shard": "00001", "images": 0, "regions": 0, "of": 2, "by": "this"},
-        {"shard": "00002", "images": 2, "regions": 1, "of": 1, "by": "this"},
+        {"shard": "00000", "images": 2, "regions": 2, "of": 3, "by": "this"},
+        {"shard": "00001", "images": 0, "regions": 0, "of": 3, "by": "this"},
+        {"shard": "00002", "images": 2, "regions": 1, "of": 3, "by": "this"},
     ]
     assert catalog.counts(stage_of(detector)) == {"no_annotation": 1, "no_image": 1, "ok": 3}
-    with pytest.raises(ValueError, match="no shards 00007"):
-        detect_pending(catalog, detector, reports.append, only=["00007"])
 
 
 def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path: Path):
@@ -194,39 +172,18 @@ def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path:
     assert catalog.snapshot(stage_of(detector)).ok_rows == 3
 
 
-def test_what_was_forgotten_is_not_detected_and_leaving_it_out_detects_nothing_again(tmp_path: Path):
+def test_withdrawn_images_are_not_detected_and_their_withdrawal_detects_nothing_again(tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], [a_sample(2), a_sample(3)]])
     detector = CountingDetector(annotations(tmp_path / "a.json", range(4)))
-    assert detect_pending(catalog, detector, lambda report: None, only=["00000"]) == 1
-    forget(catalog.store, [a_sample(0).url, a_sample(2).url])
+    assert detect_shard(catalog, "00000", detector)
+    withdraw(catalog.store, [a_sample(0).url, a_sample(2).url])
+    for stage, shard in (("images", "00000"), ("images", "00001"), (stage_of(detector), "00000")):
+        assert withdraw_samples(catalog, stage, shard)
     detector.samples = 0
     assert detect_pending(catalog, detector, lambda report: None) == 1
     assert detector.samples == 1
-    assert catalog.manifest(stage_of(detector), "00001").statuses == {"forgotten": 1, "ok": 1}
-    collect_garbage(catalog.store, 0, delete=True)
+    assert catalog.manifest(stage_of(detector), "00001").statuses == {"ok": 1}
     assert catalog.manifest("images", "00000").revision == catalog.manifest(stage_of(detector), "00000").revision == 2
-    assert catalog.pending("images", stage_of(detector)) == []
-
-
-def test_a_shard_that_another_does_meanwhile_counts_as_done_and_is_not_detected_again(tmp_path: Path):
-    catalog = commit_images(tmp_path / "root", [[a_sample(n)] for n in range(4)])
-    file = annotations(tmp_path / "a.json", range(4))
-    detector, another, reports = CountingDetector(file), AnnotatedDetector(file), []
-
-    def on_shard(report: dict) -> None:
-        reports.append(report)
-        if len(reports) == 1:
-            left = catalog.pending("images", stage_of(detector))
-            assert len(left) == 3
-            for shard in left[:2]:
-                assert detect_shard(catalog, shard, another)
-
-    assert detect_pending(catalog, detector, on_shard) == 2
-    assert detector.samples == 2
-    assert [report["of"] for report in reports] == [4, 4]
-    assert reports[0]["done"] == 1
-    assert 2 <= reports[1]["done"] <= 4
-    assert catalog.pending("images", stage_of(detector)) == []
 
 
 def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_is_there(tmp_path: Path):
@@ -259,21 +216,6 @@ def test_a_shard_that_another_commits_while_it_is_detected_is_reported_as_the_ot
     assert [(report["shard"], report["by"], report["done"], report["of"]) for report in reports] == [
         ("00000", "another", 1, 1)
     ]
-
-
-def test_every_run_takes_the_shards_in_an_order_of_its_own(tmp_path: Path):
-    orders = set()
-    for attempt in range(3):
-        catalog = commit_images(tmp_path / str(attempt), [["dead"]] * 12)
-        shards = []
-        detect_pending(
-            catalog,
-            AnnotatedDetector(annotations(tmp_path / "a.json", [0])),
-            lambda report, shards=shards: shards.append(report["shard"]),
-        )
-        assert sorted(shards) == [f"{shard:05}" for shard in range(12)]
-        orders.add(tuple(shards))
-    assert len(orders) > 1
 
 
 def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
@@ -313,37 +255,36 @@ RANDOM_INIT = [*NETWORK, "preset=demo", "random_init=true"]
 @pytest.mark.parametrize(
     ("fields", "other"),
     [
-        (["backend=annotated", "annotations=FILE"], ["crowd=keep"]),
+        (["backend=annotated", "annotations=FILE"], None),
         (
             [*TRAINED, "selection.maximum=7", "selection.minimum=3", "network.post_nms=9", "keep_features=true"],
             ["keep_features=false"],
         ),
-        ([*RANDOM_INIT, "seed=3", "precision=bf16-res5"], ["seed=4"]),
+        ([*RANDOM_INIT, "precision=bf16-res5"], ["precision=fp32"]),
         ([*RANDOM_INIT, "boxes=given", "annotations=FILE"], ["keep_features=true"]),
     ],
 )
-def test_that_nothing_is_left_is_known_without_a_detector(fields: list[str], other: list[str], tmp_path: Path, capsys):
+def test_that_nothing_is_left_is_known_without_a_detector(
+    fields: list[str], other: list[str] | None, tmp_path: Path, capsys
+):
     root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
     fields = [field.replace("=FILE", f"={file}") for field in fields]
-    config, others = (from_assignments(DetectionConfig, [*fields, *more]) for more in ([], other))
+    config = from_assignments(DetectionConfig, fields)
     catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
     assert finished(catalog, config) is None
     another = annotations(tmp_path / "b.json", [1])  # a detector that is done
     main([str(root), "captions", "backend=annotated", f"annotations={another}"])
     assert finished(catalog, config) is None
-    main([str(root), "captions", *fields, "--shard", "00000"])
+    detect_shard(catalog, "00000", make_detector(config))
     assert finished(catalog, config) is None, "a shard is left"
-    assert ("random weights" in capsys.readouterr().err) == ("random_init=true" in fields)
     main([str(root), "captions", *fields, "--json"])
-    assert finished(catalog, config) == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert finished(catalog, others) is None
+    printed = capsys.readouterr()
+    assert ("random weights" in printed.err) == ("random_init=true" in fields)
+    assert finished(catalog, config) == json.loads(printed.out.splitlines()[-1])
+    if other:
+        assert finished(catalog, from_assignments(DetectionConfig, [*fields, *other])) is None
     file.write_text(file.read_text() + " ")
     assert (finished(catalog, config) is None) == bool(config.annotations), "another file, another detector"
-
-
-def test_what_a_detection_may_set_of_the_network_is_a_field_of_the_network():
-    fields, overrides = (typing.get_type_hints(kind) for kind in (FasterRCNNConfig, NetworkOverrides))
-    assert overrides == {name: fields[name] | None for name in overrides}
 
 
 def test_features_and_regressed_boxes_come_back_from_stages_of_their_own(tmp_path: Path):
@@ -365,15 +306,16 @@ def test_features_and_regressed_boxes_come_back_from_stages_of_their_own(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("seconds", "line"),
+    ("seconds", "rest"),
     [
-        (2.0, "x: 1,000 of 4,000 rows: 900 ok, 100 http_404; 500.0 rows/s, 0:02 gone, 0:06 left"),
-        (3600.0, "x: 1,000 of 4,000 rows: 900 ok, 100 http_404; 0.3 rows/s, 1:00:00 gone, 3:00:00 left"),
-        (0.0, "x: 1,000 of 4,000 rows: 900 ok, 100 http_404; 0.0 rows/s, 0:00 gone"),
+        (2.0, "500.0 rows/s, 0:02 gone, 0:06 left"),
+        (3600.0, "0.3 rows/s, 1:00:00 gone, 3:00:00 left"),
+        (0.0, "0.0 rows/s, 0:00 gone"),
     ],
 )
-def test_progress_has_counts_rate_and_what_is_left(seconds: float, line: str):
-    assert progress_line("x", 1000, 4000, "rows", {"http_404": 100, "ok": 900}, seconds) == line
+def test_progress_has_counts_rate_and_what_is_left(seconds: float, rest: str):
+    line = progress_line("x", 1000, 4000, "rows", {"http_404": 100, "ok": 900}, seconds)
+    assert line == f"x: 1,000 of 4,000 rows: 900 ok, 100 http_404; {rest}"
 
 
 def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -384,7 +326,10 @@ def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: py
     *people, _, second, stage = capsys.readouterr().out.splitlines()
     assert len(people) == 3
     assert people[1].startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
-    assert re.fullmatch(r"captions: 0.0 MB in regions/\w+, \d+\.\d per 1,000 images, without features", people[2])
+    said = (
+        r"captions: 0.0 MB in regions/\w+, \d+\.\d per 1,000 images, without features; all rows: 1 no_annotation, 2 ok"
+    )
+    assert re.fullmatch(said, people[2])
     assert (json.loads(second)["done"], json.loads(second)["of"]) == (2, 2)
     assert json.loads(stage)["images"] == 2
 
@@ -404,39 +349,20 @@ IMPORTED = ["backend=imported", "imported.files=absent.tsv"]
         (["random_init=true"], "preset is not set"),
         (["preset=demo"], "needs weights"),
         ([*DEMO_NETWORK, "weights=x"], "not both"),
-        (["preset=vgg", "random_init=true"], "preset=vgg: it must be one of vg_resnet101"),
         (["preset=demo", "weights=x.st"], "there is no weight file x.st"),
-        (["preset=demo", "weights=x", "seed=3"], "seed is 3: it is that of random weights"),
         ([*DEMO_NETWORK, "selection.minimum=101"], "SelectionSettings.minimum is 101"),
         ([*DEMO_NETWORK, "selection.most=3"], "SelectionSettings has no field 'most'; it has minimum, maximum"),
         ([*DEMO_NETWORK, "network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
-        ([*DEMO_NETWORK, "batch=0"], "DetectionConfig.batch is 0"),
-        ([*DEMO_NETWORK, "device=tpu"], "DetectionConfig.device is 'tpu'"),
-        ([*DEMO_NETWORK, "tf32=true"], "DetectionConfig.tf32 is True; it must be false with device cpu"),
         ([*DEMO_NETWORK, "boxes=given"], "annotations is not set: boxes given needs a file"),
         ([*DEMO_NETWORK, "annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
-        ([*DEMO_NETWORK, "boxes=regressed", "crowd=keep"], "crowd: not for backend faster_rcnn"),
-        ([*GIVEN, "selection.minimum=3"], "selection.minimum: not for boxes given"),
-        (
-            [*GIVEN, "selection.strict=false", "selection.threshold=0.2"],
-            "selection.threshold, selection.strict: not",
-        ),
+        ([*GIVEN, "selection.strict=false", "selection.threshold=0.2"], "selection.threshold, selection.strict: not"),
         (GIVEN, "there is no annotation file absent.json"),
-        (FILE, "there is no annotation file absent.json"),
-        ([*FILE, "selection.threshold=0.2"], "selection.threshold: not for backend annotated"),
         ([*FILE, "network.post_nms=3", "random_init=true"], "random_init, network.post_nms: not for backend annotated"),
-        ([*FILE, "boxes=regressed", "keep_features=true"], "boxes, keep_features: not for backend annotated"),
         ([*FILE, "boxes=given"], "boxes: not for backend annotated"),
-        ([*FILE, "device=cuda", "tf32=true"], "device, tf32: not for backend annotated"),
         ([*FILE, "imported.files=x"], "imported.files: not for backend annotated"),
         ([*DEMO_NETWORK, "imported.match=key"], "imported.match: not for backend faster_rcnn"),
         (["backend=imported"], "imported.files is not set: backend imported needs files of features"),
-        (
-            ["backend=imported", "imported.match=row"],
-            "imported.match=row: it must be one of file_name, number, url, key",
-        ),
-        ([*IMPORTED, "weights=x", "crowd=keep"], "weights, crowd: not for backend imported; leave out$"),
-        ([*IMPORTED, "selection.minimum=3"], "selection.minimum: not for backend imported; .* set imported.select"),
+        ([*IMPORTED, "weights=x", "selection.minimum=3"], "weights, selection.minimum: not for backend imported"),
         ([*IMPORTED, "imported.num_classes=0"], "ImportedFeatures.num_classes is 0; it must be at least 1"),
         (IMPORTED, "there is no file of features absent.tsv"),
     ],
@@ -492,39 +418,6 @@ def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):
     finally:
         running.kill()
     assert claims() == []
-
-
-# SIGTERM in a finalizer: Python drops the SystemExit that is raised there.
-DROPPED = """
-import os, signal, sys
-from detectors.run import detect_pending
-from storage.catalog import Catalog
-from storage.claims import exit_at_sigterm
-from storage.object_store import open_store
-
-class Last:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-class Slow:
-    id, metadata = "0123456789ab", {"random_init": True}
-
-    def detect(self, samples):
-        print(len(samples), flush=True)
-        last = Last()
-        del last
-        return ["no_regions: none"] * len(samples)
-
-exit_at_sigterm()
-detect_pending(Catalog(open_store(sys.argv[1]), "captions"), Slow(), print)
-"""
-
-
-def test_a_detection_that_missed_its_sigterm_ends_before_the_next_images(tmp_path: Path):
-    catalog = commit_images(tmp_path, [[a_sample(number) for number in range(40)]])
-    run = subprocess.run([sys.executable, "-c", DROPPED, tmp_path], cwd=PROJECT, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (143, "32\n"), run.stderr
-    assert not [info.path for info in catalog.store.list("captions/regions/")]
 
 
 def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from detectors.examples import TrainingImages, make_example
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.recipes import DataConfig
 from training.distributed import World
-
-NAMES = ("red", "round", "old")
 
 
 def write(file: Path, content: Any) -> str:
@@ -91,91 +89,28 @@ def test_images_that_no_list_names_may_be_absent(tmp_path):
         read_ground_truth(config)
 
 
-def an_object(number: int, **more: Any) -> dict[str, Any]:
-    return {"object_id": number, "x": 5, "y": 5, "w": 20, "h": 20, "names": ["dog"], **more}
-
-
-def genome(
-    folder: Path, images: Mapping[int, Sequence[Any]], attributes: Sequence[Any] | None = None, **lists: str
-) -> DataConfig:
-    """Objects by image; attributes: the entries of image 1 in attributes.json, which is absent without them."""
-    for image in images:
-        write(folder / "images" / f"{image}.jpg", "")
-    sizes = [{"image_id": image, "width": 90, "height": 60} for image in images]
-    content = [{"image_id": image, "objects": found} for image, found in images.items()]
-    entries = [{"image_id": 1, "attributes": attributes}]
-    return DataConfig(
-        objects=write(folder / "objects.json", content),
-        attributes=None if attributes is None else write(folder / "attributes.json", entries),
-        image_data=write(folder / "image_data.json", sizes),
-        images=(str(folder / "images"),),
-        classes=write(folder / "classes.txt", "dog\n"),
-        attribute_names=write(folder / "names.txt", "\n".join(NAMES)),
-        **{name: write(folder / f"{name}.txt", text) for name, text in lists.items()},
-    )
-
-
-def test_attributes_belong_to_an_object_by_its_id_and_by_the_ids_that_were_merged_into_it(tmp_path):
-    found = [
-        an_object(10),
-        an_object(20, merged_object_ids=[21, 22]),
-        an_object(30, merged_object_ids=[31], attributes=["old"]),
-        an_object(40, merged_object_ids=None),
-    ]
-    attributes = [
-        {"object_id": 10, "attributes": ["Red"]},
-        {"object_id": 10, "attributes": None},
-        {"object_id": 10},
-        {"object_id": 20, "attributes": ["round"]},
-        {"object_id": 22, "attributes": ["old", "round"]},
-        {"object_id": 31, "attributes": ["red"]},
-        {"object_id": 40, "attributes": []},
-    ]
-    truth = read_ground_truth(genome(tmp_path, {1: found}, attributes))
-    assert truth.train[0].attributes == ((0,), (1, 2), (0, 2), ())
-    assert truth.skipped == {}
-
-
-def test_objects_that_the_attributes_do_not_have_are_counted_and_refused_where_it_has_none(tmp_path):
-    images = {1: [an_object(10), an_object(11)], 2: [an_object(20)]}
-    truth = read_ground_truth(genome(tmp_path, images, [{"object_id": 11, "attributes": ["red"]}]))
-    assert [image.attributes for image in truth.train] == [((), (0,)), ((),)]
-    assert truth.skipped == {"objects that data.attributes does not have": 2}
-    with pytest.raises(
-        ValueError, match=r"attributes.json has none of the objects of .*objects.json: take both of one"
-    ):
-        read_ground_truth(genome(tmp_path, images, [{"object_id": 12, "attributes": ["red"]}]))
-
-
 def entries(**changes: Any) -> list[dict[str, Any]]:
-    return [{"image_id": 1, "objects": [an_object(1) | changes]}]
+    one = {"object_id": 1, "x": 5, "y": 5, "w": 20, "h": 20, "names": ["dog"]}
+    return [{"image_id": 1, "objects": [one | changes]}]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("content", "message"),
     [
-        ("image_data", [{"image_id": 1, "width": -5, "height": 60}], r"\[0\] is -5x60 pixels"),
-        ("image_data", [{"image_id": 1, "width": 90}], r"\[0\] has height None"),
-        ("attributes", [None], r"\[0\] has no list `objects` \(or `attributes`\)"),
-        ("attributes", [{"image_id": 1, "attributes": [None]}], r"image 1, \[0\] has object_id None"),
-        (
-            "attributes",
-            [{"image_id": 1, "attributes": [an_object(1, attributes=5)]}],
-            r"image 1, \[0\] .* attributes 5",
-        ),
-        ("objects", [{"image_id": 1}], r"\[0\] has no list `objects`"),
-        ("objects", [{"image_id": "x", "objects": []}], r"\[0\] has image_id 'x'"),
-        ("objects", entries(attributes="red"), r"image 1, \[0\] has the attributes 'red'"),
-        ("objects", entries(merged_object_ids=2), r"image 1, \[0\] has the merged_object_ids 2"),
-        ("objects", entries(x=None), r"image 1, \[0\] has x, y, w, h \[None"),
-        ("objects", entries(names="dog"), r"image 1, \[0\] has the names 'dog'"),
+        ([None], r"\[0\] has image_id None"),
+        ([{"image_id": 1}], r"\[0\] has no list `objects`"),
+        ([{"image_id": "x", "objects": []}], r"\[0\] has image_id 'x'"),
+        ([{"image_id": 1, "objects": [None]}], r"image 1, \[0\] has the names None"),
+        (entries(attributes="red"), r"image 1, \[0\] has the attributes 'red'"),
+        (entries(x=None), r"image 1, \[0\] has x, y, w, h \[None"),
+        (entries(w=float("nan")), r"image 1, \[0\] has x, y, w, h \[5, 5, nan"),
+        (entries(names="dog"), r"image 1, \[0\] has the names 'dog'"),
     ],
 )
-def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path, name, content, message):
-    config = genome(tmp_path, {1: [an_object(1)]}, [{"object_id": 1, "attributes": ["red"]}])
-    write(tmp_path / f"{name}.json", content)
-    with pytest.raises(ValueError, match=rf"{name}\.json: {message}"):
-        read_ground_truth(config)
+def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path, content, message):
+    classes = write(tmp_path / "classes.txt", "dog\n")
+    with pytest.raises(ValueError, match=rf"objects\.json: {message}"):
+        read_ground_truth(DataConfig(objects=write(tmp_path / "objects.json", content), classes=classes))
 
 
 @pytest.mark.parametrize(
@@ -201,35 +136,31 @@ def images(tmp_path_factory) -> Path:
         words = {"names": [CLASSES[annotation["category_id"] - 10].upper()], "attributes": annotation["attributes"]}
         objects_of[annotation["image_id"]].append(box | words | {"object_id": number})
     genome = [{"image_id": image, "objects": objects} for image, objects in objects_of.items()]
-    sizes = [{"image_id": image["id"], "width": image["width"], "height": image["height"]} for image in coco["images"]]
-    (folder / "objects.json").write_text(json.dumps(genome))
-    (folder / "image_data.json").write_text(json.dumps(sizes))
+    (folder / "scene_graphs.json").write_text(json.dumps(genome))
     (folder / "classes.txt").write_text("".join(f"{name}\n" for name in CLASSES))
     return folder
 
 
 def genome_data(folder: Path, **changes) -> DataConfig:
     config = dataclasses.replace(
-        coco_data(folder), annotations=None, objects=str(folder / "objects.json"), classes=str(folder / "classes.txt")
+        coco_data(folder),
+        annotations=None,
+        objects=str(folder / "scene_graphs.json"),
+        classes=str(folder / "classes.txt"),
     )
     return dataclasses.replace(config, **changes)
 
 
 def test_both_formats_give_the_same_ground_truth(images, tmp_path):
     coco = read_ground_truth(coco_data(images))
-    genome = read_ground_truth(genome_data(images))
-    sized = read_ground_truth(genome_data(images, image_data=str(images / "image_data.json")))
-    assert coco.hash == genome.hash == sized.hash
-    # attributes.json holds the objects, too; beside objects.json it only tells their attributes.
-    attributes = rewritten(
-        images / "objects.json", tmp_path, lambda data: [e.update(attributes=e.pop("objects")) for e in data]
-    )
-    attributes = attributes.rename(tmp_path / "attributes.json")
+    assert coco.hash == read_ground_truth(genome_data(images)).hash
+    renamed = rewritten(
+        images / "scene_graphs.json", tmp_path, lambda data: [e.update(attributes=e.pop("objects")) for e in data]
+    )  # as in attributes.json
+    assert read_ground_truth(genome_data(images, objects=str(renamed))).hash == coco.hash
     plain = rewritten(
-        images / "objects.json", tmp_path, lambda data: [o.pop("attributes") for e in data for o in e["objects"]]
+        images / "scene_graphs.json", tmp_path, lambda data: [o.pop("attributes") for e in data for o in e["objects"]]
     )
-    assert read_ground_truth(genome_data(images, objects=str(attributes))).hash == coco.hash
-    assert read_ground_truth(genome_data(images, objects=str(plain), attributes=str(attributes))).hash == coco.hash
     assert read_ground_truth(genome_data(images, objects=str(plain))).hash != coco.hash
     assert (len(coco.train), len(coco.held_out)) == (16, 8)
     assert coco.classes == tuple(CLASSES)
@@ -274,7 +205,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(images, tmp_path):
 
     classes = tmp_path / "classes.txt"
     classes.write_text("red square,crimson square\n" + "".join(f"{name}\n" for name in CLASSES[1:]))
-    file = rewritten(images / "objects.json", tmp_path, change)
+    file = rewritten(images / "scene_graphs.json", tmp_path, change)
     truth = read_ground_truth(genome_data(images, objects=str(file), classes=str(classes), unreadable=0.05))
     assert truth.skipped == {
         "attributes of no name in data.attribute_names": 1,

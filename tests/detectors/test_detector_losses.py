@@ -1,4 +1,4 @@
-"""What a training computes, held against the same by hand: losses, optimizer steps, validation."""
+"""What a training computes: losses and steps as torchvision and torch have them, validation and average precision."""
 
 import copy
 import dataclasses
@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_detector import ALONE, TINY, annotated_boxes, annotated_images, boxes, coco_data, seeded
 from torch import Tensor
+from torchvision.models.detection._utils import BoxCoder, Matcher
+from torchvision.ops import box_iou
 
 from detectors.average_precision import (
     FALSE_POSITIVE,
@@ -23,7 +26,7 @@ from detectors.average_precision import (
     mean_average_precision,
 )
 from detectors.examples import TrainingImages, make_example
-from detectors.faster_rcnn import FasterRCNN, HeadOutputs
+from detectors.faster_rcnn import FasterRCNN, HeadOutputs, grid_anchors
 from detectors.ground_truth import LabelledImage, read_ground_truth
 from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, match_anchors
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, ValidationConfig
@@ -89,108 +92,60 @@ def three_images() -> list[Target]:
     ]
 
 
-def overlap(one: np.ndarray, other: np.ndarray) -> float:
-    """IoU of two boxes."""
-    sides = np.minimum(one[2:], other[2:]) - np.maximum(one[:2], other[:2])
-    shared = sides.clip(min=0).prod()
-    return shared / ((one[2:] - one[:2]).prod() + (other[2:] - other[:2]).prod() - shared)
-
-
-def encoded(box: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    size, wanted_size = box[2:] - box[:2], wanted[2:] - wanted[:2]
-    return np.concatenate([(wanted[:2] + wanted[2:] - box[:2] - box[2:]) / 2 / size, np.log(wanted_size / size)])
-
-
-def smooth_l1(difference: np.ndarray, beta: float) -> float:
-    size = np.abs(difference)
-    return np.where(size < beta, size**2 / (2 * beta), size - beta / 2).sum()
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-
-
-def anchors_by_hand(network: FasterRCNN, target: Target, inside_alone: bool) -> dict[str, tuple[float, int]]:
-    logits, deltas = (output[0].double().numpy() for output in network.rpn(network.backbone(target.pixels)))
+def by_torchvision(network: FasterRCNN, target: Target, inside: bool) -> dict[str, tuple[float, int]]:
+    """The sums of the losses of one image, of torchvision's matcher, coder and losses, and what each is a sum over."""
+    c4, objects = network.backbone(target.pixels), target.boxes
     height, width = target.pixels.shape[2:]
-    objects = target.boxes.double().numpy()
-    kinds = {"crossing": 0, "foreground": 0, "background": 0, "ignored": 0}
-    rows, objectness, moves = [], 0.0, 0.0
-    for a, ratio in enumerate(NETWORK.anchor_ratios):
-        half = np.array([32 / np.sqrt(ratio), 32 * np.sqrt(ratio)]) / 2
-        for y, x in np.ndindex(*logits.shape[1:]):
-            centre = np.array([16 * x, 16 * y])
-            box = np.concatenate([centre - half, centre + half])
-            if inside_alone and (box.min() < 0 or box[2] > width or box[3] > height):
-                kinds["crossing"] += 1
-            else:
-                rows.append((box, logits[a, y, x], deltas[4 * a : 4 * a + 4, y, x], [overlap(box, o) for o in objects]))
-    best = np.max([overlaps for *_, overlaps in rows], axis=0)
-    for box, logit, delta, overlaps in rows:
-        if max(overlaps) >= SAMPLING.anchor_positive or (overlaps == best).any():
-            kinds["foreground"] += 1
-            objectness += np.log1p(np.exp(-logit))
-            moves += smooth_l1(delta - encoded(box, objects[np.argmax(overlaps)]), SAMPLING.anchor_beta)
-        elif max(overlaps) < SAMPLING.anchor_negative:
-            kinds["background"] += 1
-            objectness += np.log1p(np.exp(logit))
-        else:
-            kinds["ignored"] += 1
-    assert all(kinds[kind] for kind in kinds if inside_alone or kind != "crossing"), f"the test needs all: {kinds}"
-    count = kinds["foreground"] + kinds["background"]
-    return {"objectness": (objectness, count), "anchors": (moves, count)}
+    logits, deltas = network.rpn(c4)
+    anchors = grid_anchors(network.proposal_generator.cell_anchors, *logits.shape[2:])
+    logits, moves = (
+        logits[0].permute(1, 2, 0).flatten(),
+        deltas[0].unflatten(0, (-1, 4)).permute(2, 3, 0, 1).flatten(0, 2),
+    )
+    kept = (anchors >= 0).all(dim=1) & (anchors <= torch.tensor([width, height] * 2)).all(dim=1) | (not inside)
+    anchors, logits, moves = anchors[kept], logits[kept], moves[kept]
+    matcher = Matcher(SAMPLING.anchor_positive, SAMPLING.anchor_negative, allow_low_quality_matches=True)
+    matched = matcher(box_iou(objects, anchors))
+    shows, used = matched >= 0, matched != Matcher.BETWEEN_THRESHOLDS
+    assert 0 < shows.sum() < used.sum() < len(anchors), "the test needs all kinds"
+    wanted = BoxCoder((1.0, 1.0, 1.0, 1.0)).encode_single(objects[matched[shows]], anchors[shows])
+    found = {
+        "objectness": (F.binary_cross_entropy_with_logits(logits[used], shows[used].float(), reduction="sum"), used),
+        "anchors": (F.smooth_l1_loss(moves[shows], wanted, beta=SAMPLING.anchor_beta, reduction="sum"), used),
+    }
 
-
-def regions_by_hand(network: FasterRCNN, target: Target) -> dict[str, tuple[float, int]]:
     network = copy.deepcopy(network)
     network.config = dataclasses.replace(NETWORK, pre_nms=SAMPLING.pre_nms, post_nms=SAMPLING.post_nms)
-    c4 = network.backbone(target.pixels)
-    logits, deltas = network.rpn(c4)
-    (proposals,), _ = network.proposals(logits, deltas, *target.pixels.shape[2:])
-    regions = torch.cat([proposals, target.boxes])
-    features = network.roi_features(c4, [regions]).double().numpy()
-    weights = {name: tensor.double().numpy() for name, tensor in network.roi_heads.box_predictor.state_dict().items()}
-
-    def layer(name: str, given: np.ndarray) -> np.ndarray:
-        return weights[f"{name}.weight"] @ given + weights[f"{name}.bias"]
-
-    objects = target.boxes.double().numpy()
-    classes, moves, attributes, labelled, shown = 0.0, 0.0, 0.0, 0, 0
-    for box, feature in zip(regions.double().numpy(), features, strict=True):
-        overlaps = [overlap(box, o) for o in objects]
-        matched = int(np.argmax(overlaps))
-        shows = overlaps[matched] >= SAMPLING.roi_positive
-        label = int(target.labels[matched]) if shows else NETWORK.num_classes
-        classes -= log_softmax(layer("cls_score", feature))[label]
-        if not shows:
-            continue
-        shown += 1
-        wanted = encoded(box, objects[matched]) * NETWORK.box_weights
-        moves += smooth_l1(layer("bbox_pred", feature).reshape(-1, 4)[label] - wanted, SAMPLING.roi_beta)
-        given = np.concatenate([feature, weights["cls_embedding.weight"][label]])
-        logs = log_softmax(layer("attr_score", layer("fc_attr", given).clip(min=0)))
-        truth = target.attributes[matched].double().numpy()
-        attributes -= logs @ truth
-        labelled += int(truth.sum())
-    assert len(objects) < shown < len(regions), "the test needs a proposal that shows an object, and one that does not"
-    return {
-        "classes": (classes, len(regions)),
-        "boxes": (moves, len(regions)),
-        "attributes": (attributes, labelled),
+    (proposals,), _ = network.proposals(*network.rpn(c4), height, width)
+    regions = torch.cat([proposals, objects])
+    features, predictor = network.roi_features(c4, [regions]), network.roi_heads.box_predictor
+    matched = Matcher(SAMPLING.roi_positive, SAMPLING.roi_positive)(box_iou(objects, regions))
+    shows = matched >= 0
+    assert len(objects) < shows.sum() < len(regions), "the test needs a proposal that shows an object, and one without"
+    labels = torch.where(shows, target.labels[matched], NETWORK.num_classes)
+    moves = predictor.bbox_pred(features).unflatten(1, (-1, 4))[shows, labels[shows]]
+    wanted = BoxCoder(NETWORK.box_weights).encode_single(objects[matched[shows]], regions[shows])
+    given = torch.cat([features[shows], predictor.cls_embedding(labels[shows])], dim=1)
+    said, truth = predictor.attr_score(F.relu(predictor.fc_attr(given))), target.attributes[matched[shows]]
+    found |= {
+        "classes": (F.cross_entropy(predictor.cls_score(features), labels, reduction="sum"), torch.ones(len(regions))),
+        "boxes": (F.smooth_l1_loss(moves, wanted, beta=SAMPLING.roi_beta, reduction="sum"), torch.ones(len(regions))),
+        "attributes": (F.cross_entropy(said, truth, reduction="sum"), truth),
     }
+    return {name: (float(loss), int(counted.sum())) for name, (loss, counted) in found.items()}
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_the_five_losses_are_those_computed_by_hand(inside: bool):
+def test_the_five_losses_are_those_of_torchvisions_parts(inside: bool):
     network = lively()
     losses = Losses(network, dataclasses.replace(SAMPLING, anchors_inside=inside))
     with torch.no_grad():
         found = losses(three_images())
-        by_hand = [anchors_by_hand(network, t, inside) | regions_by_hand(network, t) for t in three_images()]
-    assert found.keys() == by_hand[0].keys()
+        expected = [by_torchvision(network, target, inside) for target in three_images()]
+    assert found.keys() == expected[0].keys()
     for name, (loss, count) in found.items():
-        assert count == sum(expected[name][1] for expected in by_hand), name
-        assert float(loss) == pytest.approx(sum(expected[name][0] for expected in by_hand), rel=1e-4), name
+        assert count == sum(one[name][1] for one in expected), name
+        assert float(loss) == pytest.approx(sum(one[name][0] for one in expected), rel=1e-4), name
     assert network.config == NETWORK, "the numbers of proposals are training's in training alone"
 
 
@@ -232,35 +187,26 @@ def start(tmp_path_factory) -> DetectorRecipe:
     )
 
 
-def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float]]:
-    """The parameters after the recipe's steps, and the norm of each step's gradient."""
-    config = recipe.optimizer
-    network = FasterRCNN(recipe.network)
+def steps_of_torch(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float]]:
+    """The parameters after the recipe's steps by torch's optimizer, and the norm of each step's gradient."""
+    config, network = recipe.optimizer, FasterRCNN(recipe.network)
     network.load_state_dict(load_file(recipe.init_from))
     network.backbone.freeze(recipe.frozen_stages)
     network.to(memory_format=torch.channels_last)
     data = TrainingImages(read_ground_truth(recipe.data).train, recipe.network, recipe.data, ALONE)
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    first, second, norms = [0.0] * len(learning), [0.0] * len(learning), []
+    common = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    optimizer = torch.optim.SGD(learning, momentum=config.momentum, **common)
+    if config.kind == "adamw":
+        optimizer = torch.optim.AdamW(learning, betas=config.betas, eps=config.epsilon, **common)
+    norms = []
     for step in range(recipe.steps):
         losses = Losses(network, recipe.sampling)([example.target(ALONE.device) for example in data[step].examples])
-        total = sum(loss / count for name, (loss, count) in losses.items() if name != "attributes")
-        total = total + recipe.sampling.attribute_weight * losses["attributes"][0] / losses["attributes"][1]
-        gradients = torch.autograd.grad(total, learning)
-        norms.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
-        shrink = min(1.0, config.max_grad_norm / norms[-1]) if config.max_grad_norm else 1.0
-        with torch.no_grad():
-            for i, (parameter, gradient) in enumerate(zip(learning, gradients, strict=True)):
-                gradient = gradient * shrink
-                if config.kind == "sgd":
-                    first[i] = config.momentum * first[i] + gradient + config.weight_decay * parameter
-                    parameter -= config.learning_rate * first[i]
-                    continue
-                one, two = config.betas
-                first[i], second[i] = one * first[i] + (1 - one) * gradient, two * second[i] + (1 - two) * gradient**2
-                mean, square = first[i] / (1 - one ** (step + 1)), second[i] / (1 - two ** (step + 1))
-                parameter *= 1 - config.learning_rate * config.weight_decay
-                parameter -= config.learning_rate * mean / (square.sqrt() + 1e-8)
+        weights = {"attributes": recipe.sampling.attribute_weight}
+        optimizer.zero_grad()
+        sum(weights.get(name, 1.0) * loss / count for name, (loss, count) in losses.items()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(learning, config.max_grad_norm or 1e9)))
+        optimizer.step()
     return dict(network.state_dict()), norms
 
 
@@ -269,8 +215,7 @@ def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float
     [
         ("sampling", {"attribute_weight": 3.0}),
         ("optimizer", {"max_grad_norm": 0.5}),
-        ("optimizer", {"weight_decay": 0.2}),
-        ("optimizer", {"momentum": 0.7}),
+        ("optimizer", {"momentum": 0.7, "weight_decay": 0.2}),
         (
             "optimizer",
             {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 2.0, "epsilon": 1e-8, "betas": (0.5, 0.7)},
@@ -278,13 +223,11 @@ def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
-def test_a_run_takes_the_steps_that_are_computed_by_hand(start, setting: str, changes: dict):
+def test_a_run_takes_the_steps_of_torchs_optimizer(start, setting: str, changes: dict):
     recipe = dataclasses.replace(start, run="-".join(changes))
     recipe = dataclasses.replace(recipe, **{setting: dataclasses.replace(getattr(start, setting), **changes)})
-    expected, norms = steps_by_hand(recipe)
-    assert recipe.optimizer.max_grad_norm is None or max(norms) > 2 * recipe.optimizer.max_grad_norm, (
-        f"nothing to clip: {norms}"
-    )
+    expected, norms = steps_of_torch(recipe)
+    assert recipe.optimizer.max_grad_norm is None or max(norms) > 2 * recipe.optimizer.max_grad_norm, norms
     train(recipe, ALONE)
     found = load_file(Path(recipe.root) / "runs" / recipe.run / "step-0000002/model.safetensors")
     assert found.keys() == expected.keys()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_detector import image_file, image_sample, rectangles
 
+from benchmarks.rehearsal.virtual_device import DEVICE, VirtualDevice
 from detectors.detect import DetectorSettings, FasterRCNNDetector, running, to_stored_pixels
 from detectors.faster_rcnn import (
     DEMO,
@@ -29,7 +30,6 @@ from detectors.resnet import ResNetConfig
 from detectors.select import SelectionSettings
 from storage.sample import Sample
 from training.precision import float32_products
-from training.virtual_device import DEVICE, VirtualDevice
 
 TINY = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
 SMALL = dataclasses.replace(DEMO, resnet=TINY, num_classes=5, num_attributes=3, rpn_channels=8)
@@ -184,11 +184,6 @@ def test_suppression_counts_both_end_pixels_where_the_boxes_do():
         found[arithmetic] = len(boxes)
         touching[4] = 3 / 16
     assert found == {"continuous": 2, "plus_one": 1}
-
-
-def test_the_rpn_answers_for_every_cell_of_the_map():
-    logits, deltas = small_network().rpn(torch.zeros(2, 64, 11, 14))
-    assert (logits.shape, deltas.shape) == ((2, 6, 11, 14), (2, 24, 11, 14))
 
 
 def test_proposals_lie_in_the_image_best_first_and_do_not_overlap():

@@ -84,30 +84,23 @@ def test_the_attribute_head_is_whole_or_absent(tmp_path: Path):
         load_weights(FasterRCNN.random_init(TINY, 0), tmp_path / "half.safetensors")
 
 
-def test_counters_and_pixel_statistics_are_dropped_and_anchors_used(tmp_path: Path):
-    extras = {
-        "backbone.stem.conv1.norm.num_batches_tracked": torch.tensor(3),
-        "pixel_mean": torch.tensor([102.9801, 115.9465, 122.7717]).reshape(3, 1, 1),
-        "pixel_std": torch.ones(3, 1, 1),
-        ANCHORS: torch.arange(24.0).reshape(6, 4),
-    }
+def test_anchors_of_a_file_are_used(tmp_path: Path):
     network, file = FasterRCNN.random_init(TINY, seed=0), tmp_path / "w.safetensors"
-    for tensors, anchors in ((tiny_tensors(), "generated"), (tiny_tensors(**extras), "file")):
+    own = {ANCHORS: torch.arange(24.0).reshape(6, 4)}
+    for tensors, anchors in ((tiny_tensors(), "generated"), (tiny_tensors(**own), "file")):
         write_weights(file, tensors, {"network": dataclasses.asdict(TINY)})
         loaded = load_weights(network, file)
         assert loaded == describe_weights(file, TINY)
         assert loaded.anchors == anchors
-    assert torch.equal(network.proposal_generator.cell_anchors, extras[ANCHORS])
-    for name, wrong in (("pixel_mean", torch.tensor([123.675, 116.28, 103.53])), (ANCHORS, torch.zeros(12, 4))):
-        write_weights(file, tiny_tensors(**{name: wrong}), {})
-        with pytest.raises(ValueError, match=rf"w\.safetensors: {name}"):
-            load_weights(FasterRCNN.random_init(TINY, seed=0), file)
+    assert torch.equal(network.proposal_generator.cell_anchors, own[ANCHORS])
+    write_weights(file, tiny_tensors(**{ANCHORS: torch.zeros(12, 4)}), {})
+    with pytest.raises(ValueError, match=rf"w\.safetensors .*{ANCHORS} has shape \[12, 4\]"):
+        load_weights(network, file)
 
 
 def test_region_features_take_the_resnet_with_live_norms_or_frozen(tmp_path: Path):
-    counter = {"backbone.stem.conv1.norm.num_batches_tracked": torch.tensor(9)}
     file, tensors = tmp_path / "w.safetensors", tiny_tensors()
-    write_weights(file, tensors | counter, {"network": dataclasses.asdict(TINY)})
+    write_weights(file, tensors, {"network": dataclasses.asdict(TINY)})
     for norm in ("frozen", "batch"):
         config = dataclasses.replace(TINY.resnet, norm=norm, stem_pool="caffe")
         c4, res5 = ResNetC4(config), Res5(config)
@@ -126,19 +119,19 @@ def test_region_features_take_the_resnet_with_live_norms_or_frozen(tmp_path: Pat
 def test_region_features_need_the_whole_resnet(tmp_path: Path):
     file, c4, res5 = tmp_path / "backbone.safetensors", ResNetC4(TINY.resnet), Res5(TINY.resnet)
     write_weights(file, {name: t for name, t in tiny_tensors().items() if name.startswith("backbone.")}, {})
-    before = {name: tensor.clone() for name, tensor in c4.state_dict().items()}
     with pytest.raises(ValueError, match=r"backbone\.safetensors does not fit") as error:
         load_resnet(c4, res5, file)
-    assert all(torch.equal(before[name], tensor) for name, tensor in c4.state_dict().items())
     assert all(f"missing roi_heads.res5.{name}" in str(error.value) for name in res5.state_dict())
 
 
 def test_files_that_are_no_weights_are_refused(tmp_path: Path):
     (tmp_path / "torn").write_bytes(b"\x80\x02}q\x00.")
+    (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1")
     write_weights(tmp_path / "names", tiny_tensors(), {"classes": ["a"]})
     for name, message in (
         ("absent", "there is no weight file"),
         ("torn", "torn is not a safetensors file"),
+        ("pointer", "pointer is a Git LFS pointer"),
         ("names", "names 1 classes, the network has 8"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -153,12 +146,9 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
         ("network", '{"resnet": [1]}'),
         ("network", '{"num_classes": 36}'),
         ("network", '{"resnet": {}, "num_classes": "x"}'),
-        ("network", '{"resnet": {}, "resize": ["pil"]}'),
         ("classes", '{"a": 1}'),
         ("classes", "[1]"),
-        ("classes", '["\\ud800"]'),
         ("attributes", '"names"'),
-        ("detection", "[1]"),
         ("anchors", "{}"),
         ("release", "7"),
     ],
@@ -169,11 +159,13 @@ def test_metadata_of_another_kind_are_refused_by_file_and_key(key: str, text: st
     named = f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again"
     with pytest.raises(ValueError, match=named):
         load_weights(network, file) if key != "network" else read_config(file)
-    if text in ("[1]", '{"resnet": [1]}', "[" * 100_000) and key == "network":
-        with pytest.raises(ValueError, match=named):
-            load_resnet(network.backbone, network.roi_heads.res5, file)
-        with pytest.raises(ValueError, match=named):
-            init_from(network, file)
+    if text in ("[1]", '{"resnet": [1]}') and key == "network":
+        for read in (
+            lambda: load_resnet(network.backbone, network.roi_heads.res5, file),
+            lambda: init_from(network, file),
+        ):
+            with pytest.raises(ValueError, match=named):
+                read()
 
 
 def test_a_converted_file_is_the_same_bytes_each_time_and_its_metadata_in_order(tmp_path: Path):

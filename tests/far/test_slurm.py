@@ -11,6 +11,7 @@ import pytest
 import yaml
 from cluster import Cluster, slurm
 from operated import ENDED, Operated, operated, running, wait_until
+from places import PROJECT
 from programs import command_line
 from tiny import tiny_root
 from tiny_detector import commit_images, image_sample, rectangles
@@ -23,7 +24,8 @@ LOST = 25  # seconds after which this SLURM gives a node up; 300 by default
 STEPS = 600  # of a training in which something happens: seconds, and none while the cable is cut
 SHARDS = 150  # of one image each
 LEFT = 10.0  # seconds after which a run that has ended, however it did, has no process on any node
-SRUN = ["srun", "--nodes=2", "--ntasks-per-node=1", "--wait=60", "--kill-on-bad-exit=0"]
+RENDEZVOUS = ["bash", str(PROJECT / "docker/slurm/rendezvous.sh")]
+SRUN = ["srun", "--nodes=2", "--ntasks-per-node=1", "--wait=60", "--kill-on-bad-exit=0", *RENDEZVOUS]
 
 
 @pytest.fixture(scope="module")

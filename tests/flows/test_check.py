@@ -185,13 +185,8 @@ REFUSED = [
         {"dataset": {"captions": None, "images": str(PROJECT / "docs")}},
         ["dataset captions: images", "docs", "below it"],
     ),
-    ({"dataset": {"captions": None, "img2dataset": "no"}}, ["dataset captions", "no", "img2dataset"]),
     ({"dataset": {"captions": None, "webdataset": "no"}}, ["dataset captions", "no is not a folder", "tars"]),
     ({"dataset": {"columns": ("url", "alt")}}, ["dataset captions", "train.tsv", "no column 'url'"]),
-    (
-        {"dataset": {"captions": None, "img2dataset": str(PROJECT / "docs")}},
-        ["dataset captions", "docs", "img2dataset"],
-    ),
     ({"dataset": {"detector": DETECTOR}}, ["dataset captions: detector.annotations", "a.json"]),
     (
         {"dataset": {"detector": DetectionConfig(preset="demo", weights="no.safetensors")}},

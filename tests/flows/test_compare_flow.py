@@ -1,13 +1,12 @@
 """The flow of comparisons: its child process, and its tables."""
 
-import json
 from pathlib import Path
 
 import pytest
 from places import PROJECT
 from tiny import tiny_root
 
-from flows.compare import Compared, compare, read_progress, table_of_comparison, table_of_trainings
+from flows.compare import compare, table_of_comparison
 from flows.settings import CompareSettings
 from flows.supervisor import ChildFailed
 
@@ -20,18 +19,15 @@ def plans_are_found(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_a_comparison_runs_in_a_child_and_what_failed_is_named(tmp_path: Path):
     """The root has no regions of the task, so that every fine-tuning fails."""
-    root, lines, plans = tiny_root(tmp_path), [], set()
+    root, lines = tiny_root(tmp_path), []
     settings = CompareSettings("compared:plan", fields=("pretraining:steps=1",), seeds=(0,), jobs=2)
-    compared = compare(str(root), settings, lines.append, plans.add)
-    assert (compared.plan, plans) == ("tiny", {"tiny"})
-    runs = {f"compare-tiny-{variant}-refcoco-seed0" for variant in ("without", "words")}
-    assert compared.failed.keys() == runs
-    assert all("refcoco+" in reason for reason in compared.failed.values())
-    assert compared.means == {"refcoco": {}}
-    assert Path(compared.page).is_file()
+    found = compare(str(root), settings, lines.append)
+    reasons = {one["run"]: one["reason"] for one in found["failed"]}
+    assert reasons.keys() == {f"compare-tiny-{variant}-refcoco-seed0" for variant in ("without", "words")}
+    assert all("refcoco+" in reason for reason in reasons.values())
+    assert found["tasks"]["refcoco"]["means"] == {}
+    assert (root / "comparisons/tiny/index.html").is_file()
     assert any("compare-tiny-words-pretraining-seed0: done" in line for line in lines)
-    progress = read_progress(str(root), "tiny")
-    assert (progress["done"], progress["trainings"], progress["failed"].keys()) == (1, 3, runs)
 
 
 def test_the_numbers_stay_where_the_child_refuses_its_arguments(tmp_path: Path):
@@ -49,23 +45,12 @@ def test_a_plan_that_is_not_there_is_refused_before_a_child_is_started(tmp_path:
         compare(str(tmp_path / "root"), CompareSettings("none_such"))
 
 
-def test_the_table_of_trainings_names_what_failed():
-    progress = {"done": 3, "trainings": 12, "running": ["a", "b"], "failed": {"c": "no *data*"}, "seconds_left": 75.0}
-    shown = table_of_trainings(progress)
-    assert "| done | 3 of 12 |" in shown
-    assert "| time left | 1:15 |" in shown
-    assert r"- **c**: no \*data\*" in shown
-
-
-def test_the_table_of_a_comparison_has_means_with_intervals_and_the_pairs_that_differ(tmp_path: Path):
+def test_the_table_of_a_comparison_has_means_with_intervals_and_the_pairs_that_differ():
     pairs = [{"first": "a", "second": "b", "differs": True}, {"first": "a", "second": "c", "differs": False}]
     means = {name: {"mean": 0.5, "low": 0.25, "high": 0.75} for name in "ab"}
     task = {"title": "VQA", "means": means, "chance": 0.1, "pairs": pairs}
     variants = {name: {"title": f"model {name}", "tasks": ["vqa"]} for name in "abc"}
-    file = tmp_path / "comparisons" / "x" / "numbers.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"tasks": {"vqa": task}, "variants": variants}))
-    shown = table_of_comparison(str(tmp_path), Compared("x", "page", {}, {}, {}))
+    shown = table_of_comparison({"tasks": {"vqa": task}, "variants": variants}, "page")
     assert "| model a | 50.0 (25.0 to 75.0) |" in shown
     assert "| model c | failed |" in shown
     assert "- VQA differs: model a and model b" in shown

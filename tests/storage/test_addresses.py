@@ -13,15 +13,15 @@ from web import Web, downloaded, draw, encode, send
 from storage.collect.addresses import AddressGuard, is_public, parse_url
 from storage.collect.fetch import DownloadSettings, Fetcher
 from storage.collect.hosts import Transient
-from storage.collect.lists import CaptionRow
-from storage.collect.normalise import Refused
+from storage.collect.rows import CaptionRow
+from storage.collect.statuses import Refused
 from storage.redact import redacted, shown_url
 
 JPEG = encode(draw())
 
 
 def settings_for(web: Web) -> DownloadSettings:
-    return DownloadSettings(deadline=5, retries=0, second_pass=0, allowed_hosts=(web.host,))
+    return DownloadSettings(deadline=5, retries=0, allowed_hosts=(web.host,))
 
 
 def status_of(url: str, settings: DownloadSettings) -> str:
@@ -35,7 +35,7 @@ def refusal(url: str) -> str:
         AddressGuard(()).check_url(url)
     except Refused as refused:
         return refused.status
-    return status_of(url, DownloadSettings(deadline=5, second_pass=0))
+    return status_of(url, DownloadSettings(deadline=5))
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from seeded import DETECTOR, as_dict, sealed_parquet, seeded_sample, shard_of
 from stores import Recorded
 
 from storage.catalog import Catalog, ShardIndex
-from storage.catalog.commit import commit_shard
+from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.inventory import Inventory
 from storage.manifests import Row
 from storage.object_store import LocalStore, ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.sample import Sample
 from storage.shards import read_span
 from storage.verify import verify
+from storage.withdrawn import withdraw
 
 REGIONS = f"regions/{DETECTOR}"
 
@@ -123,25 +124,11 @@ def test_readers_see_the_newest_revision_and_earlier_ones_stay(catalog):
     revisions = catalog.revisions("images", "00000")
     assert [one.revision for one in revisions] == list(range(1, 12))
     assert [one.meta.get("replaces") for one in revisions] == [None, *(one.sha256 for one in revisions[:-1])]
-    assert catalog.manifest_of(revisions[0]).table == first.table
+    assert catalog.manifest_of("images", revisions[0].name).table == first.table
     assert catalog.shards("images") == ["00000", "00001"]
     assert all(catalog.store.get(name) == data for name, data in before.items())
     assert len(catalog.pinned("images", index.snapshot.id)) == 8
     assert pinned(catalog).snapshot.ok_rows == found.ok_rows + 4
-
-
-def test_pending_includes_revisions_with_other_samples(catalog):
-    for number in range(2):
-        commit(catalog, number)
-        detect(catalog, number)
-    revise(catalog, 0, 4, asked="again")  # the same samples
-    assert catalog.pending("images", REGIONS) == []
-    revise(catalog, 0, 3)
-    assert catalog.pending("images", REGIONS) == ["00000"]
-    assert catalog.pending("images", REGIONS, ["00001"]) == []
-    assert list(verify(Inventory(catalog.store))) == []
-    revise(catalog, 0, 3, REGIONS, source=catalog.manifest("images", "00000").as_source())
-    assert catalog.pending("images", REGIONS) == []
 
 
 def test_of_two_revisions_one_wins_and_named_tars_stay(catalog):
@@ -287,33 +274,43 @@ def test_invalid_names_of_datasets_are_refused(local, dataset):
         Catalog(local.store, dataset)
 
 
-def test_pending_is_what_the_target_lacks(catalog):
+def test_pending_is_what_the_target_lacks_or_made_from_other_samples(catalog):
     for number in (0, 1, 3):
         commit(catalog, number)
     assert catalog.pending("images", REGIONS) == ["00000", "00001", "00003"]
-    detect(catalog, 1)
-    assert catalog.pending("images", REGIONS) == ["00000", "00003"]
+    for number in (0, 1, 3):
+        detect(catalog, number)
     assert catalog.pending("images", "regions/another") == ["00000", "00001", "00003"]
-    detect(catalog, 0)
-    detect(catalog, 3)
+    revise(catalog, 0, 4, asked="again")  # the same samples
     assert catalog.pending("images", REGIONS) == []
+    withdraw(catalog.store, [shard_of(0)[0][0].url])
+    for stage in ("images", REGIONS):
+        withdraw_samples(catalog, stage, "00000")
+    assert [catalog.manifest(stage, "00000").ok_rows for stage in ("images", REGIONS)] == [3, 3]
+    assert catalog.pending("images", REGIONS) == []
+    revise(catalog, 0, 4, asked="again")  # the same, but for what was withdrawn
+    assert catalog.pending("images", REGIONS) == []
+    revise(catalog, 0, 2)
+    assert catalog.pending("images", REGIONS) == ["00000"]
+    assert catalog.pending("images", REGIONS, ["00001", "00003"]) == []
+    assert list(verify(Inventory(catalog.store))) == []
+    revise(catalog, 0, 2, REGIONS, source=catalog.manifest("images", "00000").as_source())
     commit(catalog, 2)
     assert catalog.pending("images", REGIONS) == ["00002"]
 
 
-def test_a_target_of_an_unknown_source_is_an_error(catalog):
-    commit(catalog, 0)
-    detect(catalog, 0)
-    catalog.store.delete("captions/images/00000.parquet")
-    commit(catalog, 0, config="another")
-    with pytest.raises(
-        ValueError, match=rf"{REGIONS}/00000\.parquet was made from .*images/00000\.parquet as it is now"
-    ):
-        catalog.pending("images", REGIONS)
-    commit(catalog, 1)
-    commit(catalog, 1, REGIONS)
-    catalog.store.delete(f"captions/{REGIONS}/00000.parquet")
-    with pytest.raises(ValueError, match=rf"{REGIONS}/00001\.parquet was made from None"):
+def test_a_shard_that_was_made_again_is_pending_and_a_target_without_a_source_is_an_error(catalog):
+    for number in (0, 1):
+        commit(catalog, number)
+        detect(catalog, number)
+        catalog.store.delete(f"captions/images/{number:05d}.parquet")
+    commit(catalog, 0, config="another")  # the same samples
+    samples, rows = shard_of(1)
+    commit_shard(catalog, "images", "00001", [dataclasses.replace(one, flags=("new",)) for one in samples], rows, {})
+    assert catalog.pending("images", REGIONS) == ["00001"]
+    commit(catalog, 2)
+    commit(catalog, 2, REGIONS)
+    with pytest.raises(ValueError, match=rf"{REGIONS}/00002\.parquet was made from {{}}, not from .*images/00002\.p"):
         catalog.pending("images", REGIONS)
 
 
@@ -371,7 +368,7 @@ def test_invalid_manifests_are_named(local):
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
         (sealed_parquet(table, {}), "is not a manifest"),
-        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 4: use the code"),
+        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 5: use the code"),
         (b'{"version": 1}', "is damaged or not a manifest"),
         (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
         (rewritten(table.drop_columns(["detail"]), header), "has columns"),

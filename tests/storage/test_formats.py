@@ -14,21 +14,21 @@ import msgpack
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from places import DATA, PROJECT
+from places import DATA
 from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.collect.download import Download, ImageSettings, commit_images
-from storage.collect.lists import CaptionRow
 from storage.collect.normalise import NormalisedImage
+from storage.collect.rows import CaptionRow, Place, Rows, write_rows
 from storage.digests import is_whole
-from storage.manifests import MANIFEST_VERSION, SCHEMA, Row
+from storage.manifests import SCHEMA, Row
 from storage.object_store import LocalStore
-from storage.runs import CHECKPOINT_VERSION
-from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
-from storage.shards import SHARD_VERSION
-from storage.snapshots import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION, read_columns
+from storage.runs import sealed_json
+from storage.sample import Sample, pack_regions, unpack_regions
+from storage.snapshots import read_columns
+from storage.withdrawn import WITHDRAWAL_VERSION, Withdrawn, read_withdrawn
 
 GOLDEN = DATA / "golden"
 STAGE = f"regions/{DETECTOR}"
@@ -49,10 +49,15 @@ IMAGES_META = {
     },
     "config_hash": "0f71cd04581c",
 }
-SNAPSHOT = f"captions/{STAGE}/snapshots/3be241d9892ddb45.parquet"
-SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
+SNAPSHOT = f"captions/{STAGE}/snapshots/e20c091cc0f58042.parquet"
+SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64, "content": "1" * 64}
+WITHDRAWAL = "withdrawn/0123456789abcdef.json"
 
 
+SHA256 = [
+    "06c81c663198ac004f787f168a31b7ab095c13c29490711aad46e746ff096be6",
+    "93d8c01bad0370de9efd09bc1185b067a568ac4124260fe62a05d056449313d8",
+]
 GOLDEN_SAMPLES = [seeded_sample(3, seeded_regions(3, 2)), seeded_sample(4, seeded_regions(4, 0))]
 
 
@@ -83,7 +88,30 @@ def golden_images_commit(root: Path) -> None:
         Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
     ]
     catalog = Catalog(LocalStore(str(root)), "captions")
-    assert commit_images(catalog, "00002", outcomes, ImageSettings(), source=IMAGES_META["source"]["list"])
+    assert commit_images(catalog, "00002", outcomes, ImageSettings(), IMAGES_META["source"])
+
+
+GOLDEN_ROWS = [
+    CaptionRow(0, "a café", "http://example.org/0.jpg", {"license": "CC0", "score": 0.5}, "4041d925e79ebac70fbf"),
+    CaptionRow(1, "", "", status="bad_row", detail="list.tsv:2: an empty line"),
+    CaptionRow(2, "a café", "http://example.org/0.jpg", place=Place("a.tar", 512, 99)),
+]
+ROWS = "0123456789abcdef"
+
+
+def golden_rows(root: Path) -> None:
+    write_rows(LocalStore(str(root)), "captions", ROWS, GOLDEN_ROWS)
+
+
+def test_the_golden_rows_read_to_these_values_and_are_written_so(tmp_path):
+    golden_rows(tmp_path)
+    for root in (GOLDEN, tmp_path):
+        rows = Rows(LocalStore(str(root)), "captions", ROWS)
+        assert rows.read(0, 3) == GOLDEN_ROWS
+        assert (rows.unreadable, rows.duplicates(0, 3)) == ([1], {2: 0})
+        assert rows.digest(0, 3) == "3fb83768a77d2b270095190c78eb8984afa32c7c674516f2f61cd5e32674f6e0"
+    metadata = [pq.read_metadata(root / f"captions/images/rows/{ROWS}.parquet").metadata for root in (GOLDEN, tmp_path)]
+    assert metadata[0][b"rows"] == metadata[1][b"rows"]
 
 
 def test_the_golden_shard_reads_to_these_values():
@@ -106,13 +134,15 @@ def test_the_golden_manifest_reads_to_these_values():
     manifest = Catalog(LocalStore(str(GOLDEN)), "captions").manifest(STAGE, "00000")
     assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00000", STAGE, TAR, 10240)
     assert manifest.tar_sha256.startswith("6d277ce0f700")
+    assert manifest.content == manifest.tar_sha256
     assert manifest.statuses == {"http_404": 1, "ok": 2}
     assert manifest.meta == {"source": SOURCE, "config": {"max_regions": 100}, "random_init": False}
     assert manifest.table.schema.equals(SCHEMA)
+    third, fourth, fifth = (f"http://example.org/images/00000{i}.jpg" for i in (3, 4, 5))
     assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
-        (7, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 3072, 16, 8, 2, "CC BY 4.0"),
-        (8, "01430a82a2e6c6c7f151", "http_404", "Not Found", "http://example.org/images/000005.jpg", *(None,) * 6),
-        (9, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 3072, 3072, 16, 8, 0, None),
+        (7, "f17f635f1028ec2eb17d", "ok", "", third, 0, 3072, 16, 8, 2, SHA256[0], "CC BY 4.0"),
+        (8, "01430a82a2e6c6c7f151", "http_404", "Not Found", fifth, *(None,) * 7),
+        (9, "9abcd6e6cf1cf0b3855c", "ok", "", fourth, 3072, 3072, 16, 8, 0, SHA256[1], None),
     ]
 
 
@@ -123,12 +153,12 @@ def test_the_golden_manifest_of_images_reads_to_these_values():
     assert manifest.statuses == {"duplicate": 1, "http_404": 1, "ok": 2}
     assert manifest.meta == IMAGES_META
     assert manifest.table.schema.equals(SCHEMA)
-    nothing = (None,) * 6
+    nothing, (third, fourth) = (None,) * 7, (f"http://example.org/images/00000{i}.jpg" for i in (3, 4))
     assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
-        (20, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 2048, 16, 8, None, None),
+        (20, "f17f635f1028ec2eb17d", "ok", "", third, 0, 2048, 16, 8, None, SHA256[0], None),
         (21, "5a60a8683e53e40ceb17", "http_404", "HTTP 404 Not Found", "http://example.org/gone.jpg", *nothing),
-        (22, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 2048, 2048, 16, 8, None, None),
-        (23, "f17f635f1028ec2eb17d", "duplicate", "of row 20", "http://example.org/images/000003.jpg", *nothing),
+        (22, "9abcd6e6cf1cf0b3855c", "ok", "", fourth, 2048, 2048, 16, 8, None, SHA256[1], None),
+        (23, "f17f635f1028ec2eb17d", "duplicate", "of row 20", third, *nothing),
     ]
     samples = [as_dict(sample) for sample in catalog.read("images", "00002")]
     assert samples == [as_dict(seeded_sample(3)), as_dict(seeded_sample(4))]
@@ -164,12 +194,12 @@ def test_the_golden_snapshot_reads_to_these_values():
     metadata = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
     header = Catalog(store, "captions").headers(STAGE)["00000"]
     assert metadata == {
-        "version": 4,
+        "version": 5,
         "stage": STAGE,
         "random_init": False,
         "shards": [
             {
-                "shard": "00000",
+                "manifest": "00000",
                 "manifest_sha256": header.sha256,
                 "rows": 2,
                 "tar": TAR.rpartition("/")[2],
@@ -231,7 +261,14 @@ def test_the_golden_regions_with_all_arrays_round_trip():
     assert pack_regions(seeded_regions(9, 3, everything=True)) == data
 
 
-@pytest.mark.parametrize("file", [MANIFEST, IMAGES_MANIFEST, SNAPSHOT])
+def test_the_golden_withdrawal_reads_to_these_values(tmp_path):
+    (file,) = (GOLDEN / "withdrawn").iterdir()
+    assert file.name == Path(WITHDRAWAL).name
+    found = read_withdrawn(LocalStore(str(GOLDEN)))
+    assert found == Withdrawn(frozenset({"http://example.org/a.jpg", "é.jpg"}), frozenset({"2" * 64}))
+
+
+@pytest.mark.parametrize("file", [MANIFEST, IMAGES_MANIFEST, SNAPSHOT, WITHDRAWAL])
 def test_a_digest_finds_every_changed_bit(file):
     data = bytearray((GOLDEN / file).read_bytes())
     assert is_whole(data)
@@ -243,27 +280,15 @@ def test_a_digest_finds_every_changed_bit(file):
         assert not is_whole(changed)
 
 
-def test_the_document_has_the_versions_and_fields_of_this_code():
-    text = (PROJECT / "docs" / "formats.md").read_text()
-    for name, version in [
-        ("Sample", SAMPLE_VERSION),
-        ("Regions", SAMPLE_VERSION),
-        ("Shard", SHARD_VERSION),
-        ("Index", MANIFEST_VERSION),
-        ("Manifest", MANIFEST_VERSION),
-        ("Snapshot", SNAPSHOT_VERSION),
-        ("Model and checkpoint", CHECKPOINT_VERSION),
-    ]:
-        assert f"\n## {name} (version {version})\n" in text
-    for field in [*SCHEMA, *SNAPSHOT_SCHEMA]:
-        assert f"| `{field.name}` | {field.type} |" in text
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         golden_commit(Path(folder))
         golden_images_commit(Path(folder))
+        golden_rows(Path(folder))
         Catalog(LocalStore(folder), "captions").pin(STAGE)
         shutil.rmtree(GOLDEN / "captions", ignore_errors=True)
         shutil.copytree(folder, GOLDEN, dirs_exist_ok=True)
+    content = {"urls": ["http://example.org/a.jpg", "é.jpg"], "sha256": ["2" * 64]}
+    withdrawal = {"version": WITHDRAWAL_VERSION, "since": "2026-11-25T00:00:00+00:00", **content}
+    LocalStore(str(GOLDEN)).put(WITHDRAWAL, sealed_json(withdrawal))
     (GOLDEN / "regions.mp").write_bytes(pack_regions(seeded_regions(9, 3, everything=True)))

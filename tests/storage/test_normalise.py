@@ -17,8 +17,8 @@ from PIL import Image
 from places import PROJECT
 from web import draw, encode
 
-from storage.collect.download import STATUSES
-from storage.collect.normalise import FLAGS, ImageSettings, Refused, normalise
+from storage.collect.normalise import FLAGS, ImageSettings, normalise
+from storage.collect.statuses import Refused
 
 SETTINGS = ImageSettings(max_side=512)
 
@@ -109,21 +109,6 @@ def test_16_bit_grey_is_reduced_exactly():
     assert abs((stored - values / 257).mean()) < 0.02
 
 
-def test_a_16_bit_colour_png_is_flagged():
-    rows = b"".join(b"\0" + struct.pack(">3H", 65535, 0, 32768) * 40 for _ in range(40))
-    chunks = [
-        (b"IHDR", struct.pack(">IIBBBBB", 40, 40, 16, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(rows)),
-        (b"IEND", b""),
-    ]
-    data = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
-    )
-    normalised = normalise(data, SETTINGS)
-    assert normalised.flags == ("png", "16_bit")
-    assert np.abs(pixels(normalised.jpeg)[20, 20] - [255, 0, 128]).max() <= 3
-
-
 @pytest.mark.parametrize(("mode", "form"), [("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("P", "GIF")])
 def test_transparent_parts_become_white(mode: str, form: str):
     image = draw(mode="RGBA")
@@ -196,16 +181,12 @@ def test_stray_bytes_in_a_jpeg_are_repaired_so_that_training_can_read_it():
     assert np.abs(simplejpeg.decode_jpeg(normalised.jpeg).astype(int) - pixels(data)).mean() < 4
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
-@pytest.mark.parametrize("part", [0.3, 0.6, 0.95])
-def test_a_file_that_ends_early_is_truncated(form: str, part: float):
-    data = encode(draw(), form)
-    assert refusal(data[: int(len(data) * part)]) == "truncated"
-
-
 JPEG, SCANS = encode(draw()), encode(draw(), progressive=True)
 LAST_SCAN = SCANS.rindex(b"\xff\xda")
+FORMS = ("JPEG", "PNG", "GIF", "WEBP", "BMP")
+WHOLE = [encode(draw(), form) for form in FORMS]
 REFUSED = [
+    *((data[: int(len(data) * part)], {}, "truncated") for data in WHOLE for part in (0.3, 0.6, 0.95)),
     (JPEG[: len(JPEG) // 2] + b"\xff\xd9", {}, "truncated"),
     (SCANS[: len(SCANS) // 2] + b"\xff\xd9", {}, "truncated"),
     (JPEG[:-2], {}, "truncated"),
@@ -247,7 +228,7 @@ def test_a_detail_has_no_memory_address():
     assert not [detail for detail in details if " at 0x" in detail]
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_damaged_file_is_stored_readable_or_refused(form: str):
     rng = random.Random(form)
     kinds = [
@@ -271,28 +252,13 @@ def test_a_damaged_file_is_stored_readable_or_refused(form: str):
         stored += 1
         assert simplejpeg.decode_jpeg(normalised.jpeg).shape[:2] == (normalised.height, normalised.width)
     assert stored > 0
-    assert "truncated" in statuses <= STATUSES.keys()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_bytes": 0}, "max_bytes"),
-        ({"max_side": 100}, "min_side"),
-        ({"max_aspect": 0.5}, "max_aspect"),
-        ({"jpeg_quality": 101}, "jpeg_quality"),
-        ({"max_pixels": 10**9}, "MAX_IMAGE_PIXELS"),
-    ],
-)
-def test_image_settings_are_refused_by_field(settings: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        ImageSettings(**settings)
+    assert "truncated" in statuses
 
 
 def test_a_machine_out_of_open_files_is_no_fault_of_an_image(tmp_path: Path):
     (tmp_path / "a.jpg").write_bytes(JPEG)
     code = (
-        "import os, resource, sys; from pathlib import Path; from storage.collect.download import read_file;"
+        "import os, resource, sys; from pathlib import Path; from storage.collect.imports import read_file;"
         "from storage.collect.normalise import ImageSettings, normalise;"
         "file, settings = Path(sys.argv[1]), ImageSettings(); data = file.read_bytes();"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"

@@ -16,8 +16,8 @@ from web import Answer, Web, downloaded, draw, drip, encode, endless, in_turn, r
 
 from storage.collect.download import Download, Downloader
 from storage.collect.fetch import DownloadSettings
-from storage.collect.lists import CaptionRow
-from storage.collect.robots import MAX_BYTES, RobotsTxt, Rules
+from storage.collect.robots import MAX_BYTES, MAX_LINES, MAX_WILDCARDS, RobotsTxt, Rules
+from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool
 
 JPEG = encode(draw())
@@ -26,7 +26,7 @@ FORBID_ALL = b"User-agent: *\nDisallow: /\n"
 
 def settings_for(*hosts: str, **changes: object) -> DownloadSettings:
     """Impatient settings that admit these host:port and no other address."""
-    patience = {"deadline": 5.0, "read_timeout": 2.0, "retries": 0, "second_pass": 0.0, "breaker": 64}
+    patience = {"deadline": 4.0, "retries": 0}
     return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
 
 
@@ -105,54 +105,10 @@ def test_a_forbidden_body_is_not_read_and_a_redirect_may_forbid_too(web: Web):
 
 # --- robots.txt as text -----------------------------------------------------------------------------------------------
 
-# A file -> paths that it allows, paths that it forbids. A row without an agent is for all.
-FILES: dict[str, tuple[str, list[str], list[str]]] = {
-    "nothing": ("", ["/"], []),
-    "an empty rule": ("Disallow:", ["/"], []),
-    "the beginning of a path": ("Disallow: /a", ["/", "/b/a", "/A"], ["/a", "/a/", "/ab.jpg", "/a?b"]),
-    "all": ("Disallow: /", ["/robots.txt"], ["/", "/a.jpg", "/robots.txt/a"]),
-    "the longest decides": ("Disallow: /a/\nAllow: /a/b/\nDisallow: /a/b/c", ["/a/b/x", "/x"], ["/a/x", "/a/b/c"]),
-    "whatever the order": ("Allow: /a/b/\nDisallow: /a/b/c\nDisallow: /a/", ["/a/b/x", "/x"], ["/a/x", "/a/b/c"]),
-    "allow wins a tie": (
-        "Disallow: /a\nAllow: /a\nDisallow: /*b\nAllow: /bb\nAllow: /d\nDisallow: /%64", ["/a", "/bb", "/d"], ["/cb"],
-    ),
-    "a wildcard": ("Disallow: /*.gif\nDisallow: /a/*/c", ["/a/c", "/gif"], ["/x.gif", "/x/y.gif?z", "/a/b/c", "/a//c"]),
-    "several wildcards": ("Disallow: /*a*b*c$", ["/abcd", "/cba", "/ab"], ["/abc", "/xaxbxc", "/abcc"]),
-    "many in a row": ("Disallow: /***a***", ["/b"], ["/a", "/ba"]),
-    "the end": ("Disallow: /*.png$\nDisallow: /x$", ["/a.png?b", "/xy", "/a.pngs"], ["/a.png", "/x"]),
-    "a wildcard is as long as any octet": ("Allow: /a.jpg\nDisallow: /*.jpg$", ["/a.jpg?"], ["/a.jpg", "/b.jpg"]),
-    "the length is that of the encoded path": (  # /%62%61 is /ba, and /?a is /%3Fa
-        "Disallow: /%62%61\nAllow: /*a*\nAllow: /*z*\nDisallow: /?a", ["/ba", "/ca"], ["/?az"],
-    ),
-    "a dollar inside": ("Disallow: /a$b", ["/a", "/a$"], ["/a$b", "/a%24b"]),
-    "query": ("Disallow: /*?size=\nDisallow: /q?$", ["/a?b=size=", "/q?a", "/q"], ["/a?size=3", "/q?", "/q%3f"]),
-    "percent-encoding": (
-        "Disallow: /%62%61z\nDisallow: /\u30c4\nDisallow: /%e3%83%83\nDisallow: /a%2Fb\nDisallow: /~u\nDisallow: /s%2a",
-        ["/a/b", "/sx"],
-        ["/baz", "/%62az", "/%E3%83%84", "/%e3%83%84", "/%E3%83%83", "/a%2fb", "/%7Eu", "/s*", "/s%2A"],
-    ),
-    "reserved characters": ("Disallow: /u?x=http://a.b\nDisallow: /p,q", ["/pq"], ["/u?x=http%3A//a.b", "/p%2Cq"]),
-    "a comment": ("Disallow: /a # /b\n#Disallow: /c\nDisallow: #/d", ["/c", "/d", "/ b"], ["/a"]),
-    "spaces and case": (" \tDISALLOW\t :  /a  \r\nallow:/a/b", ["/a/b"], ["/a", "/aa"]),
-    "old line ends": ("Disallow: /a\rDisallow: /b", ["/c"], ["/a", "/b"]),
-    "not from the root": ("Disallow: a\nDisallow: https://h.example/b", ["/a", "/b"], []),
-    "lines that are no rules": ("Disallow /a\nNoindex: /b\n\0\nhuh\n: /c\nDisallow: /d", ["/a", "/b", "/c"], ["/d"]),
-    "rules for nobody": ("x", ["/a"], []),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_the_longest_rule_that_matches_decides(name: str):
-    text, allowed, forbidden = FILES[name]
-    for line_end in ("\n", "\r\n"):
-        rules = Rules.parse(f"User-agent: *\n{text}\n".replace("\n", line_end).encode())
-        assert [path for path in allowed if rules.forbidding(path)] == [], line_end
-        assert [path for path in forbidden if not rules.forbidding(path)] == [], line_end
-    assert not any(map(Rules.parse(text.encode()).forbidding, forbidden)), "rules before the first agent are nobody's"
-
-
-# A file -> the paths of /a, /b, /c that are forbidden.
+# A file -> the paths of /a, /b, /c that are forbidden. What a rule matches is protego's own.
 GROUPS = {
+    "": "",
+    "Disallow: /": "",  # rules before the first agent are nobody's
     "User-agent: vlbert-downloader\nDisallow: /a\n\nUser-agent: *\nDisallow: /b": "a",
     "User-agent: *\nDisallow: /b\n\nUser-agent: VLBert-Downloader\nDisallow: /a": "a",
     "User-agent: otherbot\nDisallow: /a\n\nUser-agent: *\nDisallow: /b": "b",
@@ -160,60 +116,72 @@ GROUPS = {
     "User-agent: vlbert-downloader\nDisallow:\n\nUser-agent: *\nDisallow: /": "",
     "User-agent: vlbert-downloader\nUser-agent: *\nDisallow: /a": "a",
     "User-agent: otherbot\nUser-agent: vlbert-downloader\nDisallow: /a\nUser-agent: *\nDisallow: /b": "a",
-    "User-agent: vlbert-downloader\nSitemap: https://h/s.xml\nCrawl-delay: 9\nUser-agent: otherbot\nDisallow: /a": "a",
     "User-agent: vlbert-downloader\nDisallow: /a\nUser-agent: x\nDisallow: /b\n"
     "User-agent: vlbert-downloader\nDisallow: /c": "ac",
-    "User-agent: *\nDisallow: /a\nUser-agent: x\nDisallow: /b\nUser-agent: *\nDisallow: /c": "ac",
-    "User-agent: vlbert-downloader/1.0\nDisallow: /a": "a",
+    "User-agent: vlbert-downloader/1.0\rDisallow: /a # no\rDisallow: /b$\rAllow: /b": "ab",
     "User-agent: vlbert\nDisallow: /a\nUser-agent: downloader\nDisallow: /b\nUser-agent: v\nDisallow: /c": "",
     "User-agent: vlbert-downloader-news\nDisallow: /a": "",
     "User-agent:\nDisallow: /a": "",
-    "User-agent: *\n\n\nDisallow: /a\n\nDisallow: /b": "ab",
-    "\ufeffUser-agent: *\nDisallow: /a": "a",
+    "\ufeffUser-agent: *\nDisallow: /%61\nAllow: /c\nDisallow: /*": "ab",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", GROUPS)
 def test_the_groups_of_our_product_token_hold_and_else_those_of_all(text: str):
-    rules = Rules.parse(text.encode())
-    assert "".join(letter for letter in "abc" if rules.forbidding(f"/{letter}")) == GROUPS[text]
+    rules = Rules(text.encode())
+    assert "".join(letter for letter in "abc" if not rules.allow(f"http://h/{letter}")) == GROUPS[text]
+    assert rules.allow("http://h/robots.txt")
 
 
-@given(st.text("ab/*", max_size=7), st.booleans(), st.text("ab/", max_size=9))
-def test_a_pattern_matches_as_the_regular_expression_of_its_meaning(pattern: str, whole: bool, path: str):
-    pattern, path = f"/{pattern}", f"/{path}"
-    expression = ".*".join(map(re.escape, pattern.split("*"))) + ("$" if whole else "")
-    rules = Rules.parse(f"User-agent: *\nDisallow: {pattern}{'$' * whole}".encode())
-    assert bool(rules.forbidding(path)) == bool(re.match(expression, path))
+@given(st.binary(max_size=200), st.text(st.sampled_from("ab/*$%?#=~\u30c4"), max_size=30))
+def test_no_file_and_no_rule_ends_the_program(noise: bytes, rule: str):
+    for data in (noise, f"User-agent: *\nDisallow: {rule}\nAllow: /{rule}\nCrawl-delay: {rule}".encode() + noise):
+        Rules(data).allow("http://h/a/%E3?b=*$")
 
 
 def filled(line: Callable[[int], bytes]) -> bytes:
-    """A file of MAX_BYTES of these lines."""
-    return b"User-agent: *\n" + b"".join(line(number) for number in range(MAX_BYTES // len(line(9))))[: MAX_BYTES - 20]
+    """A file of MAX_BYTES of these lines, for all agents."""
+    lines = (line(number) for number in range(MAX_BYTES // len(line(9))))
+    return (b"User-agent: *\n" + b"".join(lines))[:MAX_BYTES]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"".join(b"User-agent: a%d\n" % i for i in range(14_000)) + filled(lambda i: b"Disallow:/%x*x\n" % i)[14:],
-        filled(lambda i: b"Disallow:/*%x$\n" % i),
-        filled(lambda i: b"Disallow: /" + b"*a" * 40 + b"*b\n"),
-        b"User-agent: *\nDisallow: /" + b"*a" * 200_000,
-        b"User-agent: *\nDisallow: /" + b"*" * 400_000 + b"$",
-        b"User-agent: *\nDisallow: " + b"%" * 400_000,
-        b" " * MAX_BYTES,
-        b"\t\r" * (MAX_BYTES // 2),
-        b"User-agent" * (MAX_BYTES // 10),
-        bytes(range(256)) * 2000,
-    ],
-    ids=range(10),
-)
-def test_a_file_made_to_be_costly_is_not(data: bytes):
-    begin = time.process_time()
-    rules = Rules.parse(data[:MAX_BYTES])
-    rules.forbidding("/" + "ab" * 1000)
-    assert time.process_time() - begin < 5  # 0.3 s where this was written; what is quadratic takes minutes
+HOSTILE = {
+    "agents times rules": b"".join(b"User-agent: a%d\n" % i for i in range(14_000))
+    + filled(lambda i: b"Allow:/%x\n" % i),
+    "agents of ours": filled(lambda i: b"User-agent: *\nUser-agent: vlbert-downloader\nDisallow:/*%x*x\n" % i),
+    "rules": filled(lambda i: b"Allow:/%x\n" % i),
+    "rules that allow two things": filled(lambda i: b"Allow:/%x/index.html$\n" % i),
+    "rules with a wildcard": filled(lambda i: b"Disallow:/*%x$\n" % i),
+    "wildcards in each rule": filled(lambda i: b"Disallow: /" + b"*a" * 40 + b"*b\n"),
+    "a rule of wildcards": b"User-agent: *\nDisallow: /" + b"*a" * 200_000,
+    "a rule of stars": b"User-agent: *\nDisallow: /" + b"*" * 400_000 + b"$",
+    "a rule of percent signs": b"User-agent: *\nDisallow: " + b"%" * MAX_BYTES,
+    "escapes": filled(lambda i: b"Disallow:/%%e3%%e3%%%x\n" % i),
+    "nothing but spaces": b" " * MAX_BYTES,
+    "nothing but ends of lines": b"\r\n" * MAX_BYTES,
+    "one word": b"User-agent" * (MAX_BYTES // 10),
+    "noise": bytes(range(256)) * 2000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_made_to_be_costly_is_not(name: str):
+    """Seconds of the processor; where this was written they were under 0.4 and 0.02. Unbounded, the first takes 24."""
+    data, begin = HOSTILE[name], time.process_time()
+    rules = Rules(data)
+    parsed = time.process_time()
+    rules.allow("http://h/" + "ab" * 1000)
+    assert parsed - begin < 2
+    assert time.process_time() - parsed < 0.2
     assert rules.bytes < 20 * MAX_BYTES
+
+
+def test_what_is_beyond_a_limit_does_not_count():
+    rule = b"Disallow: /a\n"
+    for before in (b"Allow: /b\n" * (MAX_LINES - 2), b"Allow: /b" + b"*b" * (MAX_WILDCARDS - 1) + b"\n"):
+        for more, forbidden in ((b"", True), (before.partition(b"\n")[0] + b"*\n", False)):
+            rules = Rules(b"User-agent: *\n" + more + before + rule)
+            assert rules.allow("http://h/a") != forbidden
 
 
 # --- robots.txt of a server -------------------------------------------------------------------------------------------
@@ -253,8 +221,8 @@ def padded(rule: bytes, before: int) -> bytes:
 
 # What a server answers to /robots.txt -> the status of its image, and what the detail says.
 ANSWERS: dict[str, tuple[Answer, str, str]] = {
-    "200": (send(FORBID_ALL), "robots_txt", "Disallow: /"),
-    "206": (send(FORBID_ALL, 206), "robots_txt", "Disallow: /"),
+    "200": (send(FORBID_ALL), "robots_txt", "forbids /a.jpg"),
+    "206": (send(FORBID_ALL, 206), "robots_txt", "forbids /a.jpg"),
     "another page": (send(b"User-agent: *\nDisallow: /b"), "ok", ""),
     "204": (send(b"", 204), "ok", ""),
     "404": (send(FORBID_ALL, 404), "ok", ""),
@@ -270,14 +238,14 @@ ANSWERS: dict[str, tuple[Answer, str, str]] = {
     "hangs up": (raw(b""), "connect", "robots.txt: "),
     "not http": (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "bad_response", "robots.txt: "),
     "half a file": (send(FORBID_ALL, length=999), "robots_txt_failed", "short_body"),
-    "gzip": (send(gzip.compress(FORBID_ALL), Content_Encoding="gzip"), "robots_txt", "Disallow: /"),
+    "gzip": (send(gzip.compress(FORBID_ALL), Content_Encoding="gzip"), "robots_txt", "forbids /a.jpg"),
     "brotli": (send(FORBID_ALL, Content_Encoding="br"), "robots_txt_failed", "bad_response"),
     "an html page": (send(b"<html>Disallow: /</html>", Content_Type="text/html"), "ok", ""),
-    "noise": (send(bytes(range(256)) * 9 + b"\nUser-agent: *\n\xff\nDisallow: /"), "robots_txt", "Disallow: /"),
-    "a byte order mark": (send(b"\xef\xbb\xbf" + FORBID_ALL), "robots_txt", "Disallow: /"),
+    "noise": (send(bytes(range(256)) * 9 + b"\nUser-agent: *\n\xff\nDisallow: /"), "robots_txt", "forbids /a.jpg"),
+    "a byte order mark": (send(b"\xef\xbb\xbf" + FORBID_ALL), "robots_txt", "forbids /a.jpg"),
     "its own x-robots-tag": (send(b"", X_Robots_Tag="noai, noindex"), "ok", ""),
-    "a redirect": (send(b"", 301, Location="/moved.txt"), "robots_txt", "Disallow: /"),
-    "five redirects": (send(b"", 302, Location="/hop/4"), "robots_txt", "Disallow: /"),
+    "a redirect": (send(b"", 301, Location="/moved.txt"), "robots_txt", "forbids /a.jpg"),
+    "five redirects": (send(b"", 302, Location="/hop/4"), "robots_txt", "forbids /a.jpg"),
     "six redirects": (send(b"", 302, Location="/hop/5"), "ok", ""),
     "a redirect without a target": (send(b"", 302), "robots_txt_failed", "HTTP 302"),
     "a redirect to nonsense": (send(b"", 302, Location="http://[::1"), "robots_txt_failed", "bad_url"),
@@ -286,25 +254,26 @@ ANSWERS: dict[str, tuple[Answer, str, str]] = {
     ),
     "a redirect to no host": (send(b"", 302, Location="http://no-such.invalid/"), "robots_txt_failed", "dns"),
     "a redirect to an error": (send(b"", 302, Location="/hop/error"), "robots_txt_failed", "HTTP 500"),
-    "an end without a line end": (send(FORBID_ALL[:-1]), "robots_txt", "Disallow: /"),
-    "a rule at the end of 500 KiB": (send(padded(b"Disallow: /\n", MAX_BYTES - 13)), "robots_txt", "Disallow: /"),
+    "an end without a line end": (send(FORBID_ALL[:-1]), "robots_txt", "forbids /a.jpg"),
+    "a rule at the end of 500 KiB": (send(padded(b"Disallow: /\n", MAX_BYTES - 13)), "robots_txt", "forbids /a.jpg"),
     "a rule behind 500 KiB": (send(padded(b"Disallow: /\n", MAX_BYTES)), "ok", ""),
     "a rule cut at 500 KiB": (send(padded(b"Disallow: /b\n", MAX_BYTES - 11)), "ok", ""),
-    "without an end": (endless(FORBID_ALL + b"#" * 65536), "robots_txt", "Disallow: /"),
+    "without an end": (endless(FORBID_ALL + b"#" * 65536), "robots_txt", "forbids /a.jpg"),
     "a gzip bomb": (
-        send(gzip.compress(FORBID_ALL + b"#" * 50_000_000), Content_Encoding="gzip"), "robots_txt", "Disallow: /",
+        send(gzip.compress(FORBID_ALL + b"#" * 50_000_000), Content_Encoding="gzip"), "robots_txt", "forbids /a.jpg",
     ),
 }  # fmt: skip
 
 
-def test_every_answer_to_robots_txt_ends_in_its_status(origins: Origins):
+def test_every_answer_to_robots_txt_ends_in_its_status(origins: Origins, monkeypatch: pytest.MonkeyPatch):
     origins.web.put("/moved.txt", send(FORBID_ALL))
     origins.web.put("/hop/0", send(FORBID_ALL))
     origins.web.put("/hop/error", send(b"", 500))
     for hop in range(1, 6):
         origins.web.put(f"/hop/{hop}", send(b"", 302, Location=f"/hop/{hop - 1}"))
     hosts = {name: origins.add(answer) for name, (answer, *_) in ANSWERS.items()}
-    settings = settings_for(*hosts.values(), read_timeout=1.0, deadline=3.0, min_rate=0)
+    settings = settings_for(*hosts.values(), deadline=2.0)
+    monkeypatch.setattr("storage.collect.fetch._MIN_RATE", 0)
     found = results([f"http://{host}/a.jpg" for host in hosts.values()], settings)
     for (name, host), item in zip(hosts.items(), found, strict=True):
         _, status, detail = ANSWERS[name]
@@ -313,24 +282,18 @@ def test_every_answer_to_robots_txt_ends_in_its_status(origins: Origins):
         assert ("/a.jpg" in origins.requests(host)) == (status == "ok"), name
 
 
-def test_robots_txt_is_not_requested_where_the_setting_is_off(origins: Origins):
-    host = origins.add(send(FORBID_ALL))
-    assert statuses([f"http://{host}/a.jpg"], settings_for(host, obey_robots_txt=False)) == ["ok"]
-    assert origins.requests(host) == ["/a.jpg"]
-
-
 def test_it_is_requested_once_for_all_urls_in_flight_and_before_any_of_them(origins: Origins):
     def slow(handler: BaseHTTPRequestHandler) -> None:
         time.sleep(0.3)
         send(b"User-agent: *\nDisallow: /no/")(handler)
 
-    host, settings = origins.add(slow), {"breaker": 64, "per_host": 64}
+    host = origins.add(slow)
     urls = []
     for number in range(60):
         path = f"/{'no' if number % 3 == 0 else 'yes'}/{number}.jpg"
         origins.web.put(path, send(JPEG))
         urls.append(f"http://{host}{path}")
-    assert statuses(urls, settings_for(host, **settings)) == 20 * ["robots_txt", "ok", "ok"]
+    assert statuses(urls, settings_for(host)) == 20 * ["robots_txt", "ok", "ok"]
     first, *others = origins.requests(host)
     assert first == "/robots.txt"
     assert sorted(others) == sorted(yarl.URL(url).path for url in urls if "/yes/" in url)
@@ -359,9 +322,10 @@ def test_waiting_for_it_takes_nothing_of_the_deadline_of_a_url(origins: Origins)
 
         return answer
 
-    host = origins.add(after(1.0, b""))
-    origins.web.put("/slow.jpg", after(1.0, JPEG))
-    assert statuses([f"http://{host}/slow.jpg"], settings_for(host, deadline=1.9)) == ["ok"]
+    host = origins.add(after(1.3, b""))
+    origins.web.put("/slow.jpg", after(1.2, JPEG))
+    origins.web.put("/to", lambda handler: (time.sleep(1.2), send(b"", 302, Location="/slow.jpg")(handler)))
+    assert statuses([f"http://{host}/to"], settings_for(host, deadline=3)) == ["ok"]
 
 
 def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_txt(origins: Origins):
@@ -372,7 +336,7 @@ def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_
 
     async def work() -> None:
         with Spool() as spool:
-            async with Downloader(settings_for(host, breaker=2, per_host=2)) as downloader:
+            async with Downloader(settings_for(host, per_host=2)) as downloader:
                 one, two = (
                     asyncio.create_task(downloader.download(rows_of(*part), spool)) for part in (urls[:2], urls[2:])
                 )
@@ -383,7 +347,7 @@ def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_
                 with pytest.raises(asyncio.CancelledError):
                     await one
                 assert [item.status for item in await two] == ["ok", "ok"]
-                assert time.monotonic() - begin < 1.8  # less than `read_timeout`
+                assert time.monotonic() - begin < 1.8  # less than half the deadline
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(work())
@@ -434,40 +398,15 @@ def test_a_robots_txt_that_cannot_be_had_is_tried_again_for_the_second_pass(brok
         assert done.statuses == {"ok": 640}
 
 
-@pytest.mark.parametrize(("failures", "status"), [(2, "ok"), (3, "robots_txt_failed"), (3, "connect")])
-def test_it_is_retried_as_an_image_is_and_no_url_does_so_once_more(failures: int, status: str):
-    left = [simulated.Answer(0.1, 503, refused=status == "connect")] * failures
+def test_a_retry_after_of_robots_txt_is_waited_for_up_to_half_a_minute():
+    for seconds, statuses in ((20, {"ok": 50}), (40, {"robots_txt_failed": 50})):
 
-    def robots_txt(*_: object) -> simulated.Answer:
-        return left.pop() if left else simulated.Answer(0.1, body=b"")
+        def robots_txt(_: yarl.URL, now: float, seconds: float = seconds) -> simulated.Answer:
+            later = {"Retry-After": str(seconds)}
+            return simulated.Answer(0.1, body=b"") if now >= seconds else simulated.Answer(0.1, 429, headers=later)
 
-    done = simulated.downloaded([urls_of(1, 60)], image, DownloadSettings(retries=2, second_pass=0), robots_txt)
-    assert (done.statuses, asked(done)) == ({status: 60}, 3)
-    assert done.seconds < 6  # two pauses and the images; with pauses of its own, each two URLs would take a second
-
-
-@pytest.mark.parametrize(("hosts", "rows"), [(1, 500), (50, 20)])
-def test_hosts_that_answer_nothing_cost_less_than_without_robots_txt(hosts: int, rows: int):
-    dead = lambda url, *_: simulated.Answer(0.1 if "good" in url.host else None)  # noqa: E731
-    urls = urls_of(hosts, rows) + [f"http://good{row % 50}.example/{row}" for row in range(500)]
-    shards = [urls[part::5] for part in range(5)]
-    done = simulated.downloaded(
-        shards, dead, DownloadSettings(), lambda url, _: dead(url) if "host" in url.host else image()
-    )
-    assert done.statuses == {"ok": 500, "timeout": hosts * rows}
-    assert done.seconds < 45
-    assert asked(done) < 50 + 7 * hosts
-
-
-def test_a_retry_after_of_robots_txt_is_waited_for():
-    def robots_txt(_: yarl.URL, now: float) -> simulated.Answer:
-        later = {"Retry-After": "20"}
-        return simulated.Answer(0.1, body=b"") if now >= 20 else simulated.Answer(0.1, 429, headers=later)
-
-    done = simulated.downloaded([urls_of(1, 50)], image, DownloadSettings(), robots_txt)
-    assert (done.statuses, asked(done)) == ({"ok": 50}, 2)
-    done = simulated.downloaded([urls_of(1, 50)], image, DownloadSettings(second_pass=10), robots_txt)
-    assert (done.statuses, asked(done)) == ({"robots_txt_failed": 50}, 1)
+        done = simulated.downloaded([urls_of(1, 50)], image, DownloadSettings(), robots_txt)
+        assert (done.statuses, asked(done)) == (statuses, 1 + (seconds == 20))
 
 
 def test_it_is_kept_for_a_day_and_a_failure_for_a_minute_and_few_bytes_of_them(monkeypatch: pytest.MonkeyPatch):
@@ -479,7 +418,7 @@ def test_it_is_kept_for_a_day_and_a_failure_for_a_minute_and_few_bytes_of_them(m
         requests.append(str(url))
         if url.host == "fails.example":
             raise Transient("robots_txt_failed", "HTTP 503")
-        return Rules.parse(FORBID_ALL)
+        return Rules(FORBID_ALL)
 
     async def work() -> None:
         robots, loop = RobotsTxt(request), asyncio.get_running_loop()
@@ -488,7 +427,7 @@ def test_it_is_kept_for_a_day_and_a_failure_for_a_minute_and_few_bytes_of_them(m
             await asyncio.sleep(seconds)
             url = yarl.URL(f"http://{host}.example/a.jpg")
             await robots.ask(url, since)
-            assert robots.known(url, float("-inf")) is not None
+            await robots.ask(url, float("-inf"))
             assert requests.count(f"http://{host}.example/robots.txt") == times
 
         for host, seconds in (("good", 23 * 3600), ("fails", 50)):
@@ -498,7 +437,7 @@ def test_it_is_kept_for_a_day_and_a_failure_for_a_minute_and_few_bytes_of_them(m
         await ask("fails", 0, 2, loop.time() - 1)  # it failed after the URL did
         await asyncio.sleep(1)
         await ask("fails", 0, 3, loop.time() - 0.5)
-        monkeypatch.setattr("storage.collect.robots.KEPT_BYTES", 2000)
+        monkeypatch.setattr("storage.collect.robots.KEPT_BYTES", 6000)
         for number in range(4):
             await ask(f"h{number}", 0, 1)
         await ask("h3", 0, 1)

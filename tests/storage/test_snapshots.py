@@ -130,9 +130,7 @@ def test_pinning_reads_each_manifest_once_and_no_snapshot(local):
         recorded = Recorded(local.store, remote=True)
         path = file_of(Catalog(recorded, "captions").pin("images").id)
         manifests = [f"get captions/images/{number:05d}.parquet" for number in range(3)]
-        assert sorted(recorded.requests) == sorted(
-            ["list captions/images/", "list forgotten/", *manifests, f"put {path}"]
-        )
+        assert sorted(recorded.requests) == sorted(["list captions/images/", *manifests, f"put {path}"])
 
 
 def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_path):
@@ -153,7 +151,7 @@ def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_
             "url": [chance.randbytes(20).hex() for _ in range(rows)],
         }
         tar = f"captions/images/{number:05d}-{name[:12]}.tar"
-        return Header(f"{number:05d}", "images", tar, name, 10240, {"ok": rows}, {}, name), pa.table(columns)
+        return Header(f"{number:05d}", "images", tar, name, 10240, name, {"ok": rows}, {}, name), pa.table(columns)
 
     shards = [made(number, 70_000 + number) for number in range(2)]
     path = file_of(write_snapshot(tmp_path / "snapshot", "images", shards).id)
@@ -172,6 +170,48 @@ def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_
     assert sum(array.dtype.itemsize for array in (index.shard, index.offset, index.length)) == 16
 
 
+@pytest.mark.parametrize("broken", [None, "truncated", "another user's", "full"])
+def test_a_large_index_is_a_file_that_all_processes_map(local, tmp_path, monkeypatch, capsys, broken):
+    """If it cannot be used, each process holds its own."""
+    for number in range(2):
+        commit(local, number)
+    expected, name = local.pinned("images", local.pin("images").id), f"vlbert-index-{os.getuid()}"
+    monkeypatch.setattr("storage.snapshots.LARGE", 1)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if broken == "another user's":
+        monkeypatch.setattr("os.getuid", lambda: 12345)
+    if broken == "full":
+        (tmp_path / name).write_bytes(b"")
+    made = []
+    monkeypatch.setattr("numpy.save", lambda file, array, save=np.save: made.append(save(file, array)))
+    for opened in range(3):
+        index = local.pinned("images", expected.snapshot.id)
+        for field in ("offset", "length", "shard"):
+            found = getattr(index, field)
+            assert np.array_equal(found, getattr(expected, field))
+            assert found.dtype == getattr(expected, field).dtype
+            assert not found.flags.writeable
+        if (broken, opened) == ("truncated", 0):
+            os.truncate(tmp_path / name / expected.snapshot.id / "length.npy", 100)
+    said = capsys.readouterr().err
+    assert (len(made), said.count("holds its own index")) == {None: (3, 0), "truncated": (6, 1)}.get(broken, (0, 3))
+
+
+def test_an_index_that_nobody_opened_for_a_day_is_removed(local, tmp_path, monkeypatch):
+    monkeypatch.setattr("storage.snapshots.LARGE", 1)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = []
+    for number in range(3):
+        commit(local, number)
+        index = local.pinned("images", local.pin("images").id)
+        left = [folder for folder in (tmp_path / f"vlbert-index-{os.getuid()}").iterdir() if folder.is_dir()]
+        if number == 0:
+            os.utime(left[0], (0, 0))
+            first, offsets = index, index.offset.tolist()
+    assert len(left) == 2
+    assert first.offset.tolist() == offsets
+
+
 def test_invalid_snapshots_are_named(catalog):
     commit(catalog, 0)
     snapshot = catalog.pin("images")
@@ -187,7 +227,7 @@ def test_invalid_snapshots_are_named(catalog):
     table = pq.read_table(io.BytesIO(data))
     metadata = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"snapshot"])
     for change, message in [
-        ({"version": 1}, "is of version 1, this code reads 4"),
+        ({"version": 1}, "is of version 1, this code reads 5"),
         ({"random_init": True}, None),
         ({"stage": "regions/x"}, f"is snapshot {snapshot.id} of regions/x"),
         ({"shards": [metadata["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),

@@ -58,7 +58,7 @@ def test_a_shard_in_progress_is_saved_in_several_objects_and_read_back(catalog: 
             names = [field.name for field in dataclasses.fields(NormalisedImage)]
             return {url: NormalisedImage(*(getattr(saved, name) for name in names)) for url, saved in found.items()}
 
-        first, other, second = shard("a" * 12), shard("b" * 12), shard("a" * 12)
+        first, other = shard("a" * 12), shard("b" * 12)
         for url, image in images.items():
             first.add(url, spool.write(image))
         with monkeypatch.context() as away:
@@ -73,20 +73,11 @@ def test_a_shard_in_progress_is_saved_in_several_objects_and_read_back(catalog: 
         damaged = partials(catalog)[0]
         catalog.store.put(damaged, catalog.store.get(damaged)[:-1])
         assert 0 < len(read_back("a" * 12)) < 10
-        for one in (other, second):
-            one.add("http://x/1", spool.write(images["http://x/1"]))
-            one.save()
-        assert len(partials(catalog)) >= 4
-        remove_partial(catalog.store, "captions", {"00001"})
-        assert len(partials(catalog)) >= 4
-        assert [one.what for one in find_garbage(catalog.store, grace=-1)] == len(partials(catalog)) * ["partial shard"]
+        other.add("http://x/1", spool.write(images["http://x/1"]))
+        other.save()
+        assert [one.what for one in find_garbage(catalog.store, grace=-1)] == 4 * ["partial shard"]
         assert find_garbage(catalog.store, grace=3600) == []
-        first.close()  # of whoever it was, and with whatever settings
-        assert partials(catalog) == []
-        first.add("http://x/2", spool.write(images["http://x/2"]))
-        first.save()
-        assert partials(catalog) == []
-        second.add("http://x/2", spool.write(images["http://x/2"]))
-        second.save()
-        remove_partial(catalog.store, "captions", {"00007"})
+        remove_partial(catalog.store, "captions", {"00001"})
+        assert len(partials(catalog)) == 4
+        remove_partial(catalog.store, "captions", {"00007"})  # whoever saved them, and with whatever settings
         assert partials(catalog) == []

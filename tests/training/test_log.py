@@ -1,152 +1,145 @@
-"""The log of a run: its files, a full disk, the heartbeat."""
+"""The log of a run: its files, a log that cannot be written, the heartbeat."""
 
 import json
-import multiprocessing
 import re
-import resource
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from places import PROJECT
-from writing import Held, files, nothing, wait_for
+from small_run import run_small
+from writing import Held, wait_for, write
 
-from storage.object_store import StorageUnreachable, open_store
+import training.checkpoint
+import training.loop
+from storage.object_store import ObjectStore, StorageUnreachable, open_store
+from training.checkpoint import Writer
 from training.log import PROGRESS_LINES, RunLog, read_heartbeat, read_metrics
-from training.log_files import Lines
-from training.metrics import Line
-from training.writer import Writer
+from training.metrics import RunningAverages, Step
 
 
-def line(**changes: Any) -> Line:
-    return Line({"all": 1.5}, {}, {}, {}, **{"steps": 1, "seconds": 1.0, "data_wait": 0.0, "memory": 0} | changes)
+def averages() -> RunningAverages:
+    found = RunningAverages()
+    found.add(Step({"loss_all": (1.5, 1.0)}, 1.5, 1.0, 0.0, False), taken=True)
+    return found
 
 
-def steps_of(file: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
-
-
-def write_to_a_full_disk(file: Path) -> None:
-    """Its limit lies in the middle of the third line."""
-    logged = []
-    lines = Lines(file, logged.append)
-    for step in range(5):
-        if step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, resource.RLIM_INFINITY))
-        lines.add([{"step": step}])
-    assert steps_of(file) == [0, 1], "no part of a line"
-    assert lines.lost.startswith(f"3 lines of {file} are not written: ")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    lines.add([{"step": 5}])
-    assert steps_of(file) == [0, 1, 2, 3, 4, 5]
-    assert lines.lost is None
-    assert [text.split()[0] for text in logged] == ["cannot", str(file)]
-
-
-def test_a_full_disk_costs_no_line(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=write_to_a_full_disk, args=(tmp_path / "lines",))
-    child.start()  # a limit to the size of files holds for a whole process
-    child.join(30)
-    assert child.exitcode == 0
+def add_line(record: RunLog, step: int) -> None:
+    record.training(step, averages(), 0.1, 0)
 
 
 @pytest.fixture
-def record(tmp_path) -> RunLog:
-    """Of a run whose log cannot be written: a folder stands in its place."""
-    record = RunLog(Writer(open_store(str(tmp_path))), "run", 0, 10, 1)
-    (tmp_path / "runs/run/metrics.jsonl").mkdir()
-    return record
+def store(tmp_path) -> ObjectStore:
+    return open_store(str(tmp_path))
 
 
-def test_a_log_that_cannot_be_written_ends_no_training(tmp_path, record, capsys):
+@pytest.fixture
+def record(store, monkeypatch) -> RunLog:
+    monkeypatch.setattr(training.checkpoint, "_PAUSE", 0.05)
+    return RunLog(Writer(store), "run", 0, 10, 1)
+
+
+def test_a_log_that_cannot_be_written_ends_no_training_and_lacks_nothing_afterwards(tmp_path, record, capsys):
     file = tmp_path / "runs/run/metrics.jsonl"
+    file.mkdir()  # which no file can replace
     with record.writer, record.running():
         for step in (1, 2):
-            record.training(step, line(), 0.1)
-        record.publish()
+            add_line(record, step)
+        wait_for(lambda: record.writer._failure)
         file.rmdir()
-        record.training(3, line(), 0.1)
-        assert steps_of(file) == [1, 2, 3]
-    # The thread that publishes the file may find the folder too, and has a line of its own.
-    assert capsys.readouterr().out.count(f"cannot write {file}, the training goes on and this is tried again") == 1
+        add_line(record, 3)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
+    assert capsys.readouterr().out.count("cannot save for now, the training goes on and this is tried again: ") == 1
     assert read_heartbeat(record.store, "run")["state"] == "done"
 
 
-def test_lines_that_are_never_written_fail_the_run_at_its_end(tmp_path, record):
-    def training() -> None:
-        with record.writer, record.running():
-            record.training(1, line(), 0.1)
-            (tmp_path / "runs/run/metrics.jsonl").rmdir()
-            (tmp_path / "runs/run/skipped.jsonl").mkdir()
-            record._lines["skipped.jsonl"].add([{"step": 1}])
+def test_lines_that_are_never_written_fail_the_run_at_its_end(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(training.checkpoint, "_PAUSE", 0.01)
+    for where, name in ((training.loop, "WAIT_AT_END"), (training.checkpoint, "WAIT_WHEN_STOPPED")):
+        monkeypatch.setattr(where, name, 0.5)
 
-    named = f"1 lines of {tmp_path}/runs/run/skipped.jsonl are not written"
-    with pytest.raises(StorageUnreachable, match=named):
-        training()
-    beat = read_heartbeat(record.store, "run")
-    assert beat["state"] == "failed"
-    assert re.match(named, beat["reason"])
-    assert [found["step"] for found in read_metrics(record.store, "run", "training")] == [1]
+    def spoil() -> tuple[dict[str, float], list[dict]]:
+        (tmp_path / "runs/run/skipped.jsonl").mkdir(exist_ok=True)
+        return {}, []
 
-
-def test_the_log_is_synced_before_a_checkpoint(tmp_path, record):
-    given, log = threading.Event(), record._lines["metrics.jsonl"]
-    with pytest.raises(StorageUnreachable, match=f"cannot write {log.file}: "):
-        log.sync()  # no disk syncs a folder that is read as a file
-    log.file.rmdir()
-    log.sync()
-    with record.writer as writer:
-        writer.do("begin", given.wait)
-        record.step(1)
-        record.publish()
-        writer.checkpoint("runs/run/step-0000001", files(1), nothing)
-        assert list(writer._queue)[-2:] == ["runs/run/metrics.jsonl", "checkpoint"]
-        given.set()
+    with pytest.raises(StorageUnreachable, match=f"^not saved: .*{tmp_path}/runs/run/skipped.jsonl.*: ") as error:
+        run_small(store, range(4), bad=[2], validate=spoil, validate_every=1)
+    beat = read_heartbeat(store, "run")
+    assert (beat["state"], beat["reason"]) == ("failed", str(error.value))
+    assert [found["step"] for found in read_metrics(store, "run", "training")] == [2, 4]
 
 
-def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path):
+def test_the_lines_before_a_checkpoint_are_written_before_it(tmp_path):
+    store = Held(tmp_path, "metrics.jsonl")
+    with Writer(store) as writer:
+        record = RunLog(writer, "run", 0, 10, 1)
+        for step in (1, 2, 3):
+            add_line(record, step)
+        assert store.begun.wait(20)
+        add_line(record, 4)
+        write(writer, 4)
+        store.let_through.set()
+    assert store.order[:2] == ["runs/run/metrics.jsonl"] * 2
+    assert [line["step"] for line in read_metrics(store, "run", "training")] == [1, 2, 3, 4]
+
+
+def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, store, capsys):
+    """Files are replaced at once: a kill halfway leaves one or the other."""
+    lines, unreadable = (tmp_path / "runs/run" / name for name in ("metrics.jsonl", "unreadable.jsonl"))
+    with Writer(store) as writer:
+        record = RunLog(writer, "run", 0, 10, 1)
+        record.unreadable([])
+        for step in (1, 2, 3):
+            record.event("training", step, {})
+    assert not unreadable.exists()
+    before, inode = lines.read_text(), lines.stat().st_ino
+    with Writer(store) as writer:
+        record = RunLog(writer, "run", 3, 10, 1)
+        record.unreadable({"step": step, "reason": f"reason {step % 5}"} for step in (7, 1, 2, 3, 4, 5, 6))
+    assert "5 samples cannot be read" in capsys.readouterr().out
+    assert (lines.read_text(), lines.stat().st_ino) == (before, inode)
+    with lines.open() as old, Writer(store) as writer:
+        record = RunLog(writer, "run", 2, 10, 1)
+        assert old.read() == before
+        assert lines.read_text() == "".join(before.splitlines(keepends=True)[:2])
+        assert record.unreadable([{"step": 4, "reason": "reason 4"}, {"step": 5, "reason": "reason 1"}]) == 2
+    reasons = [json.loads(line)["reason"] for line in unreadable.read_text().splitlines()]
+    assert reasons == ["reason 1", "reason 4"]
+
+
+def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path, store):
     file = tmp_path / "runs/run/metrics.jsonl"
     file.parent.mkdir(parents=True)
-    store = open_store(str(tmp_path))
     for bad in (b"{", b"7", b'{"kind": "training"}', b"\xff"):
-        file.write_bytes(b'{"kind": "training", "step": 1}\n' + bad + b'\n{"kind": "training", "step": 2}\n{"ki')
+        file.write_bytes(b'{"kind": "training", "step": 1}\n' + bad + b'\n{"kind": "training", "step": 2}\n')
         for read in (lambda: read_metrics(store, "run", "training"), lambda: RunLog(Writer(store), "run", 2, 9, 1)):
             with pytest.raises(ValueError, match=f"^line 2 of {file} is no JSON"):
                 read()
 
 
-def test_without_progress_lines_an_empty_line_is_the_sign_of_life(tmp_path, record, capsys, monkeypatch):
+def test_without_progress_lines_an_empty_line_is_the_sign_of_life(record, capsys, monkeypatch):
     monkeypatch.setenv(PROGRESS_LINES, "0")
-    record.training(1, line(), 0.1)
-    assert capsys.readouterr().out.endswith("\n\n"), "after what cannot be written"
-    record.training(2, line(), 0.1)
+    add_line(record, 1)
     assert capsys.readouterr().out == "\n"
     monkeypatch.delenv(PROGRESS_LINES)
-    record.training(3, line(), 0.1)
-    assert capsys.readouterr().out.startswith("step 3/10  ")
+    add_line(record, 2)
+    assert capsys.readouterr().out.startswith("step 2/10  all 1.500  ")
 
 
-def test_the_heartbeat_is_starting_until_the_first_step_is_done(tmp_path):
-    store = open_store(str(tmp_path))
-    record = RunLog(Writer(store), "run", 0, 10, 1)
+def test_the_heartbeat_tells_where_the_run_is_and_the_page_of_formats_names_its_fields(store, record):
     with record.writer, record.running():
         wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "starting")
         record.step(1)
         wait_for(lambda: read_heartbeat(store, "run")["state"] == "training")
         assert read_heartbeat(store, "run")["step"] == 1
-
-
-def test_the_page_of_formats_names_every_field_of_the_heartbeat(tmp_path):
-    store = open_store(str(tmp_path))
-    record = RunLog(Writer(store), "run", 0, 10, 1)
-    with record.writer, record.running():
-        record.training(1, line(), 0.1)
+        add_line(record, 5)
+    beat = read_heartbeat(store, "run")
+    assert beat["losses"] == {"all": 1.5}
+    assert beat["seconds_left"] > 0
     page = (PROJECT / "docs" / "formats.md").read_text()
     (table,) = re.findall(r"\| field of `heartbeat.json` .*?\n(.*?)\n\n", page, re.DOTALL)
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert named == read_heartbeat(store, "run").keys() | {"detector", "snapshot", "device"}
+    assert named == beat.keys() | {"detector", "snapshot", "device"}
 
 
 def test_the_share_of_time_that_saves_held_up_is_logged(tmp_path):
@@ -154,12 +147,12 @@ def test_the_share_of_time_that_saves_held_up_is_logged(tmp_path):
     record = RunLog(Writer(store), "run", 0, 10, 1)
     with record.writer as writer, record.running():
         began = time.monotonic()
-        writer.checkpoint("runs/run/step-0000001", files(1), nothing)
+        write(writer, 1)
         threading.Timer(0.2, store.let_through.set).start()
-        writer.checkpoint("runs/run/step-0000002", files(2), nothing)
+        write(writer, 2)
         gone = time.monotonic() - began
-        record.training(2, line(), 0.1)
-        record.training(3, line(), 0.1)
+        add_line(record, 2)
+        add_line(record, 3)
     first, second = (found["save_wait"] for found in read_metrics(store, "run", "training"))
     assert 0.1 / gone < first <= 1
     assert second == 0

@@ -22,18 +22,18 @@ from tiny import tiny_recipe, tiny_root
 from torch import nn
 from writing import wait_for
 
+import training.checkpoint
 import training.loop
-import training.writer
-from benchmarks.killed_training import CLOCKED, check_stopped
 from storage.object_store import LocalStore, ObjectStore, StorageUnreachable, open_store
 from storage.runs import open_folder
+from tests.kill.training import CLOCKED, check_stopped
+from training.checkpoint import Writer, write_checkpoint
 from training.distributed import World
 from training.loading import batches
 from training.log import read_heartbeat, read_metrics
-from training.metrics import Since, Step
+from training.metrics import RunningAverages, Step
 from training.skipping import WINDOW, Skipping
 from training.stopping import Stop, Stopped
-from training.writer import Writer
 from vlbert.data.batch import Batch
 from vlbert.train import train
 
@@ -142,12 +142,12 @@ class SlowFolder(LocalStore):
 @pytest.mark.parametrize("full", [False, True])
 def test_a_run_that_fails_waits_for_its_checkpoint_and_names_it(tmp_path, monkeypatch, full):
     monkeypatch.setattr(training.loop, "WAIT_WHEN_STOPPED", 0.1 if full else 20)
-    monkeypatch.setattr(training.writer, "WAIT_WHEN_STOPPED", 0.1)
+    monkeypatch.setattr(training.checkpoint, "WAIT_WHEN_STOPPED", 0.1)
     folder = SlowFolder(str(tmp_path))
     folder.full = full
 
     def save(writer: Writer, done: int, state: dict) -> None:
-        writer.checkpoint(f"runs/run/step-{done:07d}", {"state.json": b"{}"}, lambda: None)
+        write_checkpoint(writer, "run", done, 6, {}, {"step": done}, 1, None)
 
     with pytest.raises(FloatingPointError) as error:
         run_small(folder, range(6), bad=[2, 3], save=save, save_every=2)
@@ -182,16 +182,17 @@ def test_a_measure_without_gradient_changes_no_weight(tmp_path):
 
 
 def test_paused_time_is_in_no_rate():
-    since = Since()
-    since.add(dataclasses.replace(step(1.0, words=2.0), waited=0.01), taken=True)
-    with since.paused():
+    averages = RunningAverages()
+    averages.add(dataclasses.replace(step(1.0, words=2.0), waited=0.01), taken=True)
+    with averages.paused():
         time.sleep(0.3)
     time.sleep(0.05)
-    line = since.line(ALONE.device)
-    assert 0.05 <= line.seconds < 0.3
-    assert line.data_wait == pytest.approx(0.01 / line.seconds)
-    assert line.losses == {"words": 2.0}
-    assert since.line(ALONE.device).losses == {}
+    seconds, waited = averages.seconds()
+    assert 0.05 <= seconds < 0.3
+    assert waited == 0.01
+    assert averages.means()["loss_words"] == 2.0
+    averages.reset()
+    assert (averages.means(), averages.steps, averages.seconds()[1]) == ({}, 0, 0.0)
 
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT)
@@ -285,7 +286,9 @@ def test_sigterm_during_a_validation_stops_the_run_after_it(tmp_path, before):
 
 @pytest.mark.parametrize("number", REQUESTS)
 def test_repeated_signals_of_one_request_pass_over_a_stopped_training(before, monkeypatch, number):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launcher that sends it again")
+    """Of SIGTERM by any launcher, of SIGINT by torchrun."""
+    if number == signal.SIGINT:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
 
     def signalled() -> None:
         os.kill(os.getpid(), number)

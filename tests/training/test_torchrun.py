@@ -18,9 +18,7 @@ import pytest
 import torch
 from places import PROJECT
 from programs import command_line, ended, launched, losses
-from safetensors.torch import load_file
 from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
-from torch.distributed import run
 from writing import wait_for
 
 from demo.serve import free_port
@@ -30,7 +28,6 @@ from flows.supervisor import ChildFailed, ChildTimedOut
 from flows.torchrun import OnHeartbeat, TrainingStopped, torchrun
 from storage.object_store import open_store
 from training.distributed import World
-from training.launch import meet
 from training.program import STOPPED as SAVED_STATUS
 from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
@@ -200,20 +197,6 @@ def test_restarts_that_torchrun_cannot_do_are_refused(tmp_path):
     assert "a fault of my own" not in errors
 
 
-@pytest.mark.slow
-def test_a_training_whose_rank_was_killed_goes_on_to_the_bit(root, tmp_path):
-    whole, name = "whole", "killed"
-    status, _, errors = ended(launched(tmp_path, TRAINING, root, whole, -1, -1))
-    assert status == 0, errors
-    status, printed, errors = ended(launched(tmp_path, TRAINING, root, name, 0, 3, options=RESTART, **OWN_STORE))
-    assert status == 0, errors
-    assert (tmp_path / "killed").exists()
-    assert f"{name} goes on from {root}/runs/{name}/step-0000002" in printed
-    assert losses(root, name) == losses(root, whole)
-    before, after = (load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in (whole, name))
-    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
-
-
 def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0) -> list[subprocess.Popen]:
     """Two torchruns that meet as two machines do, with two ranks each."""
     options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port(0)}", "--rdzv-id=tiny"]
@@ -297,8 +280,6 @@ def with_and_without(tmp_path) -> tuple[Path, Path]:
     ("file", "fields", "recipe", "named"),
     [
         ("detector", ["model.regions.random_init=false", "model.regions.weights=detector"], None, "regions.weights="),
-        ("corpus", ["data.text_corpus=corpus"], None, "data.text_corpus=corpus"),
-        ("bert", ["bert=bert", "vocabulary=none"], None, "bert=bert"),
         ("root", ["data.root=root"], None, "data.root=root"),
         ("mine.py", [], "mine:recipe", "mine cannot be imported"),
     ],
@@ -399,36 +380,35 @@ def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path, given, n
         assert root in (tmp_path / "error").read_text()
     shown = [line for line in ended.stderr.splitlines() if "torch/distributed/run.py" not in line]
     assert 1 <= len(shown) <= lines, ended.stderr
-    assert all(line.startswith("torchrun -m vlbert.train pretrain_vlbert_demo: ") for line in shown)
+    assert all(line.startswith("vlbert train pretrain_vlbert_demo: ") for line in shown)
     assert named.format(root=root) in shown[-1]
 
 
-STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
+SCONTROL = """#!/bin/sh
+echo node7
+echo node8
+"""
+STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0"}
 
 
-@pytest.mark.parametrize(
-    ("given", "variables", "named"),
-    [
-        (["--nnodes=2"], {}, ["--nnodes=2", "srun", "--rdzv-endpoint", "PET_RDZV_ENDPOINT"]),
-        (["--nnodes=1:2"], {"SLURM_STEP_NUM_NODES": "1"}, ["--nnodes=1:2"]),
-        (["--nnodes=3"], STEP, ["--nnodes=3", "2 nodes"]),
-        ([], STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ["8 tasks on 2 nodes", "--ntasks-per-node=1"]),
-    ],
-)
-def test_nodes_that_could_not_meet_are_refused(given, variables, named):
-    with pytest.raises(ValueError) as refused:
-        meet(run.parse_args([*given, "program"]), variables)
-    assert all(word in str(refused.value) for word in named), refused.value
+def test_the_nodes_of_a_slurm_step_meet_on_its_first_one(tmp_path):
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    program = "import os; from torch.distributed.run import parse_args; o = parse_args(['x']); "
+    program += "print(o.nnodes, o.rdzv_backend, o.rdzv_endpoint, o.rdzv_id)"
+    command = ["bash", str(PROJECT / "docker/slurm/rendezvous.sh"), sys.executable, "-c", program]
 
+    def met(**variables: str) -> subprocess.CompletedProcess:
+        environment = os.environ | STEP | {"PATH": path} | variables
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
-@pytest.mark.parametrize(
-    "given",
-    [["--standalone"], ["--nnodes=1"], ["--nnodes=2", "--rdzv-endpoint=h:1"], ["--nnodes=2", "--master-addr=h"]],
-)
-def test_what_torchrun_is_told_about_its_nodes_stays_inside_a_step_of_slurm(given):
-    options, told = (run.parse_args([*given, "program"]) for _ in range(2))
-    meet(options, STEP)
-    assert options == told
+    assert met(SLURM_STEP_NUM_TASKS="2").stdout == "2 c10d node7:21968 123.0.0\n"
+    assert met(SLURM_STEP_NUM_TASKS="2", SLURM_RESTART_COUNT="3").stdout.endswith(" 123.0.3\n")
+    assert met(SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1").stdout.startswith("1:1 ")
+    refused = met(SLURM_STEP_NUM_TASKS="8")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "8 tasks on 2 nodes; give srun --ntasks-per-node=1" in refused.stderr
 
 
 # --- a flow around them -----------------------------------------------------------------------------------------------
@@ -520,7 +500,6 @@ FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": TIME.form
 @pytest.mark.parametrize(
     ("before", "lives", "raised", "words"),
     [
-        (None, [(STOPPED, None, 75)], TrainingStopped, "after step 5 of 9"),
         (None, [(STOPPED, None, 128 + signal.SIGTERM)], TrainingStopped, "after step 5 of 9"),
         (None, [(STOPPED, None, 75), (AGAIN, None, 75), (STOPPED, None, 75)], TrainingStopped, "step 5"),
         (None, [(STOPPED, None, 1)], ChildFailed, "of torchrun"),

@@ -4,7 +4,6 @@ It is made by `PYTHONPATH=.:tests python tests/vlbert/test_checkpoint.py`,
 only when a format gets a new version; docs/formats.md describes them.
 """
 
-import dataclasses
 import json
 import re
 import shutil
@@ -18,11 +17,10 @@ from safetensors.torch import load
 from detectors.resnet import ResNetConfig
 from storage.inventory import Inventory
 from storage.object_store import open_store
-from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
+from storage.runs import CHECKPOINT_VERSION, as_json, open_folder, read_state, sealed_json
 from storage.verify import verify
-from training.checkpoint_files import load_optimizer, remove_old
+from training.checkpoint import Writer, load_optimizer
 from training.optimizer import make_optimizer
-from training.writer import Writer
 from vlbert.checkpoint import load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -120,22 +118,6 @@ def test_todays_code_writes_the_golden_bytes(tmp_path):
     ours, theirs = (read_state(open_store(str(root)), folder) for root in (tmp_path, GOLDEN / "checkpoint"))
     del ours["files"]["config.json"], theirs["files"]["config.json"]  # of the recipe, too
     assert ours == theirs
-
-
-def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
-    store = open_store(str(tmp_path))
-    model, optimizer = model_and_optimizer()
-    recipe = dataclasses.replace(RECIPE, keep_checkpoints=3)
-    with Writer(store) as writer:
-        for step in (1, 2, 3):
-            save_checkpoint(writer, "run", step, recipe, model, optimizer, WORDS, 3, STATE)
-    store.delete("runs/run/step-0000003/state.json")
-    assert checkpoints(store, "run") == ["runs/run/step-0000001", "runs/run/step-0000002"]
-    with pytest.raises(ValueError, match="is not a complete checkpoint: it has no state.json"):
-        read_checkpoint(store, "runs/run/step-0000003")
-    remove_old(store, "run", 1, best=None)
-    assert checkpoints(store, "run") == ["runs/run/step-0000002"]
-    assert not list(store.list("runs/run/step-0000001/"))
 
 
 @pytest.mark.parametrize("version", [1, CHECKPOINT_VERSION + 1])

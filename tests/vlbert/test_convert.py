@@ -15,8 +15,8 @@ from torch import Tensor
 
 from storage.object_store import open_store
 from storage.settings import differing_fields
+from training.checkpoint import Writer
 from training.optimizer import make_optimizer
-from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
 from vlbert.initial_weights import make_model
@@ -252,10 +252,22 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path):
             read_file(file)
 
 
-def test_a_state_dict_that_nothing_wraps_is_read_too(tmp_path):
-    state = small_state("vqa_base")
-    torch.save(state, tmp_path / "bare.model")
-    assert read_file(tmp_path / "bare.model").keys() == state.keys()
+def test_what_is_wrapped_around_tensors_is_no_part_of_a_model(tmp_path):
+    state = small_state("vqa_base", prefix="")
+    torch.save(state, tmp_path / "bare")
+    save_file({key: tensor.clone() for key, tensor in state.items()}, tmp_path / "safetensors")
+    compiled = {f"module._orig_mod.{key}": tensor for key, tensor in state.items()}
+    torch.save({"state_dict": compiled}, tmp_path / "compiled")
+    in_part = {key.replace("vlbert.encoder.", "vlbert.encoder._orig_mod."): tensor for key, tensor in state.items()}
+    torch.save({"epoch": 3, "model_state_dict": in_part}, tmp_path / "in part")
+    torch.save({"model": {f"module.module.{key}": tensor for key, tensor in state.items()}}, tmp_path / "twice")
+    found = set()
+    for name in ("bare", "safetensors", "compiled", "in part", "twice"):
+        to_ours(tmp_path / name, tmp_path / f"{name} as ours")
+        found.add((tmp_path / f"{name} as ours" / "model.safetensors").read_bytes())
+    assert len(found) == 1
+    to_theirs(tmp_path / "compiled as ours", tmp_path / "back.model")
+    assert read_file(tmp_path / "back.model").keys() == compiled.keys()
 
 
 def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):

@@ -23,9 +23,9 @@ from released import (
 from tiny import TINY_MODEL
 from torch import Tensor
 
-from benchmarks.parity.cases import Case, weights
-from benchmarks.parity.vilbert import make_batch
 from storage.settings import differing_fields, to_json
+from tests.parity.cases import Case, weights
+from tests.parity.vilbert import make_batch
 from vlbert.checkpoint import load_model, model_files, open_checkpoint, read_model
 from vlbert.config import ModelConfig, Recipe, RegionConfig, architecture
 from vlbert.evaluation.evaluate import load_task_model

@@ -1,9 +1,7 @@
 """Evaluation: a whole split of a task, from the checkpoint of a run to its files; and the models of checkpoints."""
 
-import base64
 import dataclasses
 import html
-import io
 import json
 import os
 import re
@@ -16,7 +14,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 from places import PROJECT
 from programs import torchrun
 from refcoco_files import change_refs, write_refcoco
@@ -241,23 +238,15 @@ def test_the_page_is_escaped_and_draws_the_worst_and_the_best(copy, tmp_path):
     shown = [float(score) for score in re.findall(r">[✓✗] score ([\d.]+)<", page)]
     assert shown == sorted(shown[:6]) + sorted(shown[6:], reverse=True)
     assert max(shown[:6]) <= min(shown[6:])
-    images = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="sample (\w+)"', page)
-    assert len(images) == 12
-    assert Image.open(io.BytesIO(base64.b64decode(images[0][0]))).size == (480, 320)
+    assert page.count('<img src="data:image/jpeg;base64,') == 12
 
 
 @pytest.mark.parametrize(
     ("scores", "worst", "best"),
     [
         ([(0, 0.9), (1, 0.2), (0, 0.1), (1, 0.9)], [0, 2], [3, 1]),
-        ([(0.3, 0.5), (1, 0.5), (0, 0.5)], [2, 0], [1]),
-        (
-            [(None, 0.9), (None, 0.1), (None, 0.5)],
-            [1, 2],
-            [0],
-        ),  # without ground truth: the least probable, and the most
-        ([(None, 0.9), (1, 0.1), (0, 0.5)], [2], [1]),
-        ([(1, 0.5)], [0], []),
+        ([(0.3, 0.5), (None, 0.9), (1, 0.5), (0, 0.5)], [3, 0], [2]),
+        ([(None, 0.9), (None, 0.1), (None, 0.5)], [1, 2], [0]),  # no ground truth: the least probable, and the most
     ],
 )
 def test_the_worst_are_the_most_probable_of_the_wrong(scores, worst, best):
@@ -296,8 +285,7 @@ def test_skipped_and_invalid_examples_are_counted_and_named(copy, tmp_path, caps
     assert warning in capsys.readouterr().out
     assert warning in (out / "index.html").read_text()
     examples = Examples(np.arange(1), None, ("a skipped one",), ("an invalid one",))
-    checkpoint = open_checkpoint(f"{copy}/storage/runs/tuned")
-    one = SplitPredictions(checkpoint, None, None, None, {}, examples, [], [], [], [])
+    one = SplitPredictions(open_checkpoint(f"{copy}/storage/runs/tuned"), *[None] * 4, examples, [], [], [], [])
     lines = [(line["predicted"], line["reason"]) for line in problems_of(one)]
     assert lines == [(False, "a skipped one"), (True, "an invalid one")]
     summary["examples"] |= {"skipped": 1}
@@ -316,12 +304,10 @@ def test_an_evaluation_on_what_the_model_was_trained_on_has_a_warning(refcoco, t
     ("train_on", "split", "shared"),
     [
         (("train",), "val", False),
-        (("train", "val"), "val", True),
         (("val", "train"), "val", True),
         (("train", "testA"), "test", True),
         (("test",), "testB", True),
         (("testA",), "testB", False),
-        (("test",), "val", False),
     ],
 )
 def test_a_split_shares_examples_with_its_parts(refcoco, train_on, split, shared):
@@ -466,12 +452,11 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco):
     assert (recipe.data.held_out, recipe.precision) == (("refcoco+",), "fp32")
 
 
-@pytest.mark.parametrize("override", ["model.num_heads=1", "model.geometry=corners", "model.layers=J"])
-def test_an_override_of_the_architecture_is_refused(refcoco, override):
-    checkpoint, field = open_checkpoint(f"{refcoco}/storage/runs/tuned"), override.partition("=")[0]
+def test_an_override_of_the_architecture_is_refused(refcoco):
+    checkpoint = open_checkpoint(f"{refcoco}/storage/runs/tuned")
     for recipe in (None, refcoco_recipe(refcoco)):
-        with pytest.raises(ValueError, match=f"has another architecture than recipe .*: {field} is .* there"):
-            load_task_model(checkpoint, [override], recipe)
+        with pytest.raises(ValueError, match=r"has another architecture than recipe .*: model.num_heads is .* there"):
+            load_task_model(checkpoint, ["model.num_heads=1"], recipe)
 
 
 @pytest.mark.parametrize(

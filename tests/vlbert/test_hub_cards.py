@@ -14,14 +14,13 @@ from places import PROJECT
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.catalog import Catalog
-from storage.catalog.commit import commit_shard
-from storage.forgotten import forget
-from storage.garbage import collect_garbage
+from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.inventory import Inventory
 from storage.manifests import Row
 from storage.object_store import open_store
 from storage.runs import as_json, sealed_json
 from storage.verify import verify
+from storage.withdrawn import withdraw
 from training.log import read_metrics
 from vlbert import VLBert
 from vlbert.commands import main as run_command
@@ -150,20 +149,16 @@ def test_a_dataset_card_has_the_numbers_of_its_manifests(root):
     assert table(card, "id") == [[snapshot.id, snapshot.stage, "3", "20"]]
 
 
-@pytest.mark.parametrize("collected", [False, True])
-def test_what_was_forgotten_is_not_counted(tmp_path, collected):
+def test_withdrawn_images_are_not_counted(tmp_path):
     samples = [tiny_sample(i) for i in range(6)]
     commit_samples(tmp_path, "captions", samples)
     store = open_store(str(tmp_path))
-    forget(store, [samples[3].url])
-    if collected:
-        collect_garbage(store, 0, delete=True)
+    withdraw(store, [samples[3].url])
+    assert withdraw_samples(Catalog(store, "captions"), f"regions/{DETECTOR}", "00000")
     card = Path(write_data_card(str(tmp_path), "captions")).read_text()
     assert "# captions\n\n5 images with captions" in card
     assert [row[4] for row in table(card, "stage", "shards")] == ["CC BY 4.0 1, not recorded 4"]
-    statuses = {row[1]: row[2] for row in table(card, "stage", "status")}
-    assert statuses == ({"ok": "5", "forgotten": "1"} if collected else {"ok": "6"})
-    assert ("1 of the ok rows of regions/" in card) is not collected
+    assert {row[1]: row[2] for row in table(card, "stage", "status")} == {"ok": "5", "withdrawn": "1"}
     assert "No training has pinned one." in card
     with pytest.raises(SystemExit, match="nothing holds no committed shard"):
         main(["data", str(tmp_path), "nothing"])

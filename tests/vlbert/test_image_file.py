@@ -21,10 +21,8 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-def big_endian(image: Image.Image) -> bytes:
-    """A TIFF with the byte order of Motorola's machines."""
-    swapped = np.asarray(image).astype(">u2")
-    return encoded(Image.frombuffer("I;16B", image.size, swapped.tobytes(), "raw", "I;16B", 0, 1), "TIFF")
+def new(mode: str, size: tuple[int, int], kind: str, **options: object) -> bytes:
+    return encoded(Image.new(mode, size), kind, **options)
 
 
 def test_images_are_normalised_as_by_ingest():
@@ -35,25 +33,17 @@ def test_images_are_normalised_as_by_ingest():
         assert read_image(encoded(colours, kind, exif=turned)).width == 60, kind
     assert "alpha" in read_image(encoded(Image.new("RGBA", (90, 60), (255, 0, 0, 90)), "PNG")).flags
     assert read_image(encoded(colours.resize((1500, 1000)), "WEBP")).width == 1024
+    assert read_image(encoded(colours.convert("CMYK"), "TIFF")).width == 90
 
 
-def test_16_and_32_bits_are_reduced_to_8():
+def test_16_bits_are_reduced_to_8():
     sixteen = Image.fromarray(np.linspace(0, 65535, 5400).reshape(60, 90).astype(np.uint16))
-    wide = Image.fromarray(np.asarray(sixteen).astype(np.int32))
-    for mode, data in (
-        ("I;16", encoded(sixteen, "PNG")),
-        ("I;16", encoded(sixteen, "TIFF")),
-        ("I;16B", big_endian(sixteen)),
-        ("I", encoded(wide, "TIFF")),
-    ):
-        assert Image.open(io.BytesIO(data)).mode == mode
+    swapped = np.asarray(sixteen).astype(">u2").tobytes()
+    motorola = encoded(Image.frombuffer("I;16B", sixteen.size, swapped, "raw", "I;16B", 0, 1), "TIFF")
+    for data in (encoded(sixteen, "PNG"), encoded(sixteen, "TIFF"), motorola):
         grey = np.asarray(Image.open(io.BytesIO(read_image(data).image))).astype(int)
-        np.testing.assert_allclose(grey, np.asarray(sixteen) / 257, atol=3, err_msg=mode)
+        np.testing.assert_allclose(grey, np.asarray(sixteen) / 257, atol=3)
         assert (grey[0, 0], grey[-1, -1]) == (0, 255)
-
-
-def new(mode: str, size: tuple[int, int], kind: str, colour: float = 0, **options: object) -> bytes:
-    return encoded(Image.new(mode, size, colour), kind, **options)
 
 
 @pytest.mark.parametrize(
@@ -61,21 +51,14 @@ def new(mode: str, size: tuple[int, int], kind: str, colour: float = 0, **option
     [
         (b"no picture at all", "TIFF: 17 bytes"),
         (new("RGB", (90, 60), "TIFF")[:400], "(truncated)"),
-        (new("RGB", (90, 60), "JPEG")[:400], "(truncated)"),
-        (new("F", (90, 60), "TIFF", 0.5), "its pixels are floating-point numbers; save it with 8 or 16"),
-        (new("I", (90, 60), "TIFF", 65536), "its pixels are 32-bit numbers, 65536 to 65536; save it"),
-        (new("I", (90, 60), "TIFF", -1), "its pixels are 32-bit numbers, -1 to -1; save it"),
+        (new("F", (90, 60), "TIFF"), "its pixels are 32-bit numbers; save it with 8 or 16"),
+        (new("I", (90, 60), "TIFF"), "its pixels are 32-bit numbers; save it"),
         (new("RGB", (20, 20), "PNG"), "the shorter side is under 32"),
-        (new("RGB", (900, 40), "PNG"), "one side is over 8 times the other"),
         (new("1", (9000, 9000), "TIFF", compression="group4"), "9000x9000, more than 50000000"),
-        (new("1", (9000, 9000), "PNG"), "9000x9000, more than 50000000"),
-        (Image.new("F", (90, 60)), "floating-point"),
-        (Image.new("L", (20, 20)), "the shorter side"),
+        (Image.new("L", (20, 20)), "the image cannot be taken: "),
         (Image.new("RGB", (0, 9)), "has no pixels"),
-        (Image.new("I", (0, 0)), "has no pixels"),
         (Image.open(io.BytesIO(new("RGB", (90, 60), "PNG")[:50])), "(truncated)"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_image_that_cannot_be_read_is_refused(tmp_path, image, named):
     file = image
@@ -84,14 +67,13 @@ def test_an_image_that_cannot_be_read_is_refused(tmp_path, image, named):
         file.write_bytes(image)
     with pytest.raises(ValueError, match=re.escape(named)) as stopped:
         read_image(file)
-    assert str(file if isinstance(image, bytes) else "the image cannot be taken") in str(stopped.value)
+    assert not isinstance(image, bytes) or str(file) in str(stopped.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ValueError, match="gone.jpg cannot be read: No such file"):
-        read_image(tmp_path / "gone.jpg")
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
-        read_image(tmp_path)
+    for file, why in ((tmp_path / "gone.jpg", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ValueError, match=f"{file} cannot be read: {why}"):
+            read_image(file)
 
 
 def test_ghostscript_is_never_started(tmp_path, monkeypatch):
@@ -114,14 +96,13 @@ def test_ghostscript_is_never_started(tmp_path, monkeypatch):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("kind", ["path", "text", "bytes", "pillow", "grey", "alpha"])
-def test_an_image_may_be_a_file_its_bytes_or_pillows(tmp_path, kind):
+def test_an_image_may_be_a_file_its_bytes_or_pillows(tmp_path):
     file = tmp_path / "photo.jpg"
     file.write_bytes(tiny_sample(3).image)
     image = Image.open(file)
-    grey, alpha = image.convert("L"), image.convert("RGBA")
-    given = {"path": file, "text": str(file), "bytes": file.read_bytes(), "pillow": image, "grey": grey, "alpha": alpha}
-    read, expected = read_image(given[kind]), grey if kind == "grey" else image
-    assert (read.width, read.height) == image.size
-    found = np.asarray(Image.open(io.BytesIO(read.image))).astype(int)
-    assert np.abs(found - np.asarray(expected).astype(int)).mean() < 3
+    grey = image.convert("L")
+    for given in (file, str(file), file.read_bytes(), image, grey, image.convert("RGBA")):
+        read, expected = read_image(given), grey if given is grey else image
+        assert (read.width, read.height) == image.size
+        found = np.asarray(Image.open(io.BytesIO(read.image))).astype(int)
+        assert np.abs(found - np.asarray(expected).astype(int)).mean() < 3

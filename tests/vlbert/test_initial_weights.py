@@ -4,23 +4,20 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import TINY_MODEL, tiny_recipe, tiny_root
 
-from storage.settings import from_json, to_json
+from storage.settings import to_json
 from training.distributed import World
 from vlbert.checkpoint import read_model
 from vlbert.config import Recipe
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete, make_model
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
-from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
-from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -112,26 +109,3 @@ def test_a_rate_that_would_fall_after_the_end_is_refused(root: Path):
     optimizer = dataclasses.replace(tiny_recipe(root).optimizer, schedule="step", decay_at=(3, 6))
     with pytest.raises(ValueError, match="decay_at names update 6, and the run has 6 steps"):
         tiny_recipe(root, optimizer=optimizer)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("regions", None), ("hidden_size", "32"), ("layers", 3), ("geometry", "round"), ("dropout", True)],
-)
-def test_a_configuration_of_other_types_is_refused(field: str, value: object):
-    with pytest.raises(ValueError, match=f"file: ModelConfig.{field} is "):
-        from_json(type(TINY_MODEL), to_json(TINY_MODEL) | {field: value}, "file")
-
-
-def test_a_caption_is_truncated_where_positions_end():
-    words = Vocabulary(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"])
-    task = Pretraining(PretrainingSettings(max_elements=None, caption_length=508), words, 3)
-    tokens, regions = task._truncate(np.full(600, 5), 100)
-    assert (len(tokens), regions) == (508, 100)
-
-
-def test_an_expression_without_candidates_is_wrong():
-    words = Vocabulary(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"])
-    rows = [{"hit": False, "exact": False, "candidates": 0}, {"hit": True, "exact": True, "candidates": 2}]
-    found = RefCOCO(RefCOCOSettings(), words, 0).metrics([row | {"iou_convention": "plain"} for row in rows])
-    assert found == {"accuracy_plain": 0.5, "exact": 0.5, "chance": 0.25}

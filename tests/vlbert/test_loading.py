@@ -9,12 +9,8 @@ import torch
 from loaded import ALONE, CPU, captions, rows_in_order, training_data
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_root, tiny_sample
 
-from storage import index_file
-from storage.catalog import Catalog
-from storage.catalog.commit import commit_shard
-from storage.manifests import Row
 from storage.object_store import open_store
-from storage.order import mix, shuffled, take
+from storage.order import mix, shuffled
 from training.distributed import World
 from training.loading import batches
 from vlbert.config import DataConfig
@@ -57,24 +53,6 @@ def test_the_order_of_an_epoch_never_changes():
     assert mix(1, 2, 3) == 9812528628958509896
 
 
-def test_take_goes_over_the_boundary_of_an_epoch():
-    taken = take(consumed=5, count=6, seed=3, stream=CAPTIONS, n=8)
-    order = [(0, number) for number in epoch_of(3, CAPTIONS, 0, 8)] + [(1, n) for n in epoch_of(3, CAPTIONS, 1, 8)]
-    assert taken == order[5:11]
-
-
-@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (1, 2), (2, 2)])
-def test_worlds_and_accumulation_share_the_same_samples(root, size, gradient_accumulation):
-    whole = training_data(root)
-    parts = [training_data(root, rank, size, gradient_accumulation=gradient_accumulation) for rank in range(size)]
-    for step in (0, 2):  # 2: over the border of the epoch
-        expected = rows_of(whole[step][0])
-        dealt = [rows_of(batch) for data in parts for batch in data[step]]
-        assert len(dealt) == size * gradient_accumulation
-        assert {len(rows) for rows in dealt} == {12 // size // gradient_accumulation}
-        assert {key: row for rows in dealt for key, row in rows.items()} == expected
-
-
 def test_masks_differ_between_epochs_and_not_between_runs(root):
     data = training_data(root)
     first = {key: row for step in range(3) for key, row in rows_of(data[step][0]).items()}
@@ -90,16 +68,6 @@ def test_workers_change_nothing_and_keep_the_order(root):
     alone = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 0, CPU)]
     with_workers = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)]
     assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
-
-
-def test_an_index_from_a_file_of_the_machine_changes_nothing(root, tmp_path, monkeypatch):
-    expected = [rows_in_order(training_data(root)[step][0]) for step in range(1, 5)]
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(index_file, "SMALLEST", 1)
-    for _ in range(2):  # the second one finds the file
-        data = training_data(root)
-        assert len(list(tmp_path.glob("*/*.index"))) == 1
-        assert [rows_in_order(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)] == expected
 
 
 def test_examples_of_all_samples_take_no_memory():
@@ -191,20 +159,6 @@ def test_a_run_pins_the_snapshot_that_it_reads(root):
     assert samples.urls == [tiny_sample(i).url for i in range(20)]
     snapshot = samples.index.snapshot.id
     assert pinned == {"dataset": "captions", "stage": STAGE, "random_init": False, "snapshot": snapshot}
-
-
-def test_new_shards_are_outside_a_pinned_snapshot(tmp_path):
-    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(8)])
-    store = open_store(str(tmp_path))
-    _, pinned = open_samples(store, "captions", None, None, ALONE)
-    new = tiny_sample(99)
-    commit_shard(Catalog(store, "captions"), STAGE, "00001", [new], [Row(8, new.key, "ok", url=new.url)], {})
-    assert len(open_samples(store, "captions", None, None, ALONE)[0]) == 9
-    assert len(open_samples(store, "captions", None, pinned, ALONE)[0]) == 8
-    (tmp_path / "captions" / "regions" / "00000000beef" / "00000.parquet").unlink()
-    assert len(open_samples(store, "captions", None, pinned, ALONE)[0]) == 8, "its snapshot names the tar"
-    with pytest.raises(ValueError, match="snapshots/0000000000000000.parquet is gone; put it back as it was, or start"):
-        open_samples(store, "captions", None, pinned | {"snapshot": "0" * 16}, ALONE)
 
 
 def test_a_torn_or_missing_tar_is_found_before_the_first_step(tmp_path):

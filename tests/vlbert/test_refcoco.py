@@ -161,8 +161,7 @@ WRONG_FILES = [
     (refs(lambda refs: refs.append(refs[0])), REFS + "reference 4: its ref_id 0 stands there twice"),
     (refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)), REFS + "reference 3: its sent_id 30 stands there"),
     (content("refs(unc).p", pickle.dumps({"refs": []})), r"refs\(unc\).p holds a dict"),
-    (content("refs(unc).p", pickle.dumps([b"bytes"], 2)), r"refs\(unc\).p wants to load .*encode"),
-    (content("refs(unc).p", pickle.dumps([np.int64(3)], 2)), r"refs\(unc\).p wants to load .*scalar"),
+    (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
     (instances("annotations", bbox=[1, 2, 3]), INSTANCES + r"annotations\[0\] .*expected 4"),
     (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\] .*is not finite"),
     (instances("annotations", bbox=[1, 2, 3, "4"]), INSTANCES + r"annotations\[0\] is not in COCO's format"),
@@ -258,7 +257,7 @@ def test_each_expression_of_a_split_is_an_example_of_its_own_image(task, samples
         task.examples(urls(samples[:3]), None)
 
 
-def test_expressions_of_an_image_that_was_forgotten_are_left_out_by_name(task, samples):
+def test_expressions_of_an_image_that_was_withdrawn_are_left_out_by_name(task, samples):
     withdrawn = (samples[3].url, samples[2].url, samples[0].url)  # the last is in a snapshot that is older
     training = task.examples(urls(samples[:2], withdrawn), None)
     assert (training.samples.tolist(), ids(training.annotations)) == ([1, 1], [10, 11])
@@ -267,8 +266,8 @@ def test_expressions_of_an_image_that_was_forgotten_are_left_out_by_name(task, s
     for lines, names in ((training.skipped, (30, 31)), (held_out.skipped, (20, 21))):
         assert len(lines) == 2
         assert all(f"sentence {name} " in line for name, line in zip(names, lines, strict=True))
-        assert all(line.endswith("its image was forgotten") for line in lines)
-    with pytest.raises(ValueError, match="none of the 4 examples of train .* its image was forgotten"):
+        assert all(line.endswith("its image was withdrawn") for line in lines)
+    with pytest.raises(ValueError, match="none of the 4 examples of train .* its image was withdrawn"):
         task.examples(urls(samples[:1], tuple(sample.url for sample in samples)), None)
 
 

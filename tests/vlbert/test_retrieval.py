@@ -112,14 +112,14 @@ def test_training_has_one_example_a_caption_and_a_held_out_split_one_an_image(tm
     assert len(few.annotations[1].candidates) == 2
 
 
-def test_an_image_that_was_forgotten_is_left_out_by_name(tmp_path: Path):
+def test_an_image_that_was_withdrawn_is_left_out_by_name(tmp_path: Path):
     samples = [tiny_sample(i) for i in range(4)]
     write_retrieval(tmp_path, samples, test=2)
     task, left = make_task(folder=str(tmp_path)), urls(samples[1:3], (samples[0].url, samples[3].url))
     for split, numbers, gone in ((None, [0, 0], 0), ("test", [1], 3)):
         found = task.examples(left, split)
         assert found.samples.tolist() == numbers
-        assert found.skipped == (f"{samples[gone].url.rpartition('/')[2]}: it was forgotten",)
+        assert found.skipped == (f"{samples[gone].url.rpartition('/')[2]}: it was withdrawn",)
 
 
 def test_images_without_captions_and_captions_beyond_five_are_left_out_by_name(tmp_path: Path):

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loaded import ALONE, CPU, captions, rows_in_order
+from programs import losses
 from safetensors.torch import load_file
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
@@ -241,7 +242,7 @@ def test_new_shards_of_one_dataset_enter_at_its_epoch_and_a_resumed_run_repeats_
     assert {*first[12:30]} == keys_of("more") | keys_of("new", 6)
     assert {*[key for key in keys if key in keys_of("captions")][:20]} == keys_of("captions")
 
-    before = weights_of(root, "whole")
+    before, lines = weights_of(root, "whole"), losses(root, "whole")
     for step in (2, 3, 6):  # before the boundary, at it and behind it
         for folder in (root / "runs" / "whole").glob("step-*"):
             if int(folder.name[5:]) > step:
@@ -251,6 +252,8 @@ def test_new_shards_of_one_dataset_enter_at_its_epoch_and_a_resumed_run_repeats_
         assert resumed.steps == {number: parts for number, parts in whole.steps.items() if number >= step}
         after = weights_of(root, "whole")
         assert all(torch.equal(before[name], after[name]) for name in before)
+        assert losses(root, "whole") == lines
+        assert len(read_metrics(open_store(str(root)), "whole", "snapshot")) == 1
     assert saved(root, "whole") == [captioned, more]
 
     # What gc keeps: snapshots of both datasets.
@@ -317,14 +320,10 @@ def test_a_vocabulary_that_is_built_holds_the_words_of_all_datasets(root, tmp_pa
     ("fields", "named"),
     [
         ({"datasets": {}}, "DataConfig.datasets is {}; it must be names of datasets"),
-        ({"datasets": "captions"}, "DataConfig.datasets is 'captions'; it must be names of datasets"),
         ({"datasets": {"a": 1.0, "b": 0.0}}, "DataConfig.datasets is {'a': 1.0, 'b': 0.0}; it must be a positive"),
-        ({"datasets": {"a": 1.0, "b": -1.0}}, "a positive weight for each name, or none for all"),
         ({"datasets": {"a": 1.0, "b": float("nan")}}, "a positive weight for each name, or none for all"),
-        ({"datasets": {"a": 1.0, "b": float("inf")}}, "a positive weight for each name, or none for all"),
         ({"datasets": {"a": 1.0, "b": None}}, "a positive weight for each name, or none for all"),
         ({"held_out": ("a", "a")}, "DataConfig.held_out is ('a', 'a'); it must be names of datasets, each once"),
-        ({"held_out": "a"}, "DataConfig.held_out is 'a'; it must be names of datasets"),
         ({"held_out": ()}, "DataConfig.held_out is (); it must be names of datasets"),
     ],
 )
@@ -333,18 +332,12 @@ def test_bad_names_and_weights_are_refused(fields, named):
         DataConfig(**fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"datasets": {"vqa": 1.0, "more": 1.0}}, "data.datasets has 2 names, vqa, more; a task with splits"),
-        ({"held_out": ("vqa", "more")}, "data.held_out has 2 names, vqa, more; a task with splits"),
-    ],
-)
-def test_a_task_with_splits_takes_one_dataset(fields, named):
+def test_a_task_with_splits_takes_one_dataset():
     recipe = RECIPES["finetune_vqa_base"]()
-    data = dataclasses.replace(recipe.data, root="root", **fields)
-    with pytest.raises(ValueError, match=re.escape(named)):
-        check_complete(dataclasses.replace(recipe, data=data, init_from="root/runs/run"))
+    for name, two in {"datasets": {"vqa": 1.0, "more": 1.0}, "held_out": ("vqa", "more")}.items():
+        data = dataclasses.replace(recipe.data, root="root", **{name: two})
+        with pytest.raises(ValueError, match=f"data.{name} has 2 names, vqa, more; a task with splits"):
+            check_complete(dataclasses.replace(recipe, data=data, init_from="root/runs/run"))
 
 
 def commit_others(root: Path, name: str, detector: str, classes: int) -> None:
@@ -374,10 +367,13 @@ def test_datasets_that_do_not_fit_together_are_named(root):
 def test_a_resumed_run_keeps_its_datasets_and_their_weights(root):
     train(a_run(root, "kept", BOTH, steps=1), ALONE)
     for datasets, named in (
-        ({"captions": 3.0}, r"data\.datasets = captions:3\.0,more:1\.0, the recipe says captions; set it back"),
-        ({"captions": 3.0, "more": 2.0}, r"the recipe says captions:3\.0,more:2\.0"),
-        ({"captions": None, "more": None}, r"the recipe says captions,more"),
-        (BOTH | {"third": 1.0}, r"the recipe says captions:3\.0,more:1\.0,third:1\.0"),
+        (
+            {"captions": 3.0},
+            r"data\.datasets=captions:3\.0,more:1\.0, but the recipe has captions\. Restore captions:3",
+        ),
+        ({"captions": 3.0, "more": 2.0}, r"but the recipe has captions:3\.0,more:2\.0"),
+        ({"captions": None, "more": None}, r"but the recipe has captions,more"),
+        (BOTH | {"third": 1.0}, r"but the recipe has captions:3\.0,more:1\.0,third:1\.0"),
     ):
         with pytest.raises(ValueError, match=named):
             train(a_run(root, "kept", datasets, steps=2), ALONE)

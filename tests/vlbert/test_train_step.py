@@ -11,12 +11,12 @@ import pytest
 import torch
 from places import PROJECT
 from tiny import CLASSES, TINY_MODEL, tiny_sample
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import train_step
 from benchmarks.plain import PlainPretraining, gradient_errors, padded
 from benchmarks.step_contenders import Fast, measured_recipe
-from benchmarks.step_parts import PARTS, Clock, counted_flops
+from benchmarks.step_parts import PARTS, Clock, total
+from benchmarks.synthetic import drawn_samples, drawn_texts, masked_pairs, new_model
 from benchmarks.train_step import main
 from training.distributed import World
 from training.precision import autocast
@@ -27,8 +27,6 @@ from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.initial_weights import make_model
 from vlbert.model.execution import execute_as
-from vlbert.rehearsal import new_model, total
-from vlbert.synthetic import drawn_samples, drawn_texts, masked_pairs
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -151,65 +149,6 @@ def test_the_plain_path_refuses_other_models():
     config = dataclasses.replace(END_TO_END, visual_norm="none", geometry="corners")
     with pytest.raises(ValueError, match="visual_norm, geometry"):
         PlainPretraining(small_model(recipe_of(config)))
-
-
-def counted(config: ModelConfig, examples: list[Example]) -> tuple[dict[str, int], dict[str, int]]:
-    """What counted_flops says, and what PyTorch counts in the plain path: forward, and backward, in all."""
-    plain = PlainPretraining(small_model(recipe_of(config)))
-    with FlopCounterMode(display=False) as forward:
-        loss = total(plain(padded(examples, config)))
-    with FlopCounterMode(display=False) as backward:
-        loss.backward()
-    ours = counted_flops(config, examples, len(VOCABULARY), len(CLASSES))
-    split = {"forward": 0, "backward": 0}
-    for part, flops in ours.items():
-        split["backward" if part.endswith("backward") else "forward"] += flops
-    return split, {"forward": forward.get_total_flops(), "backward": backward.get_total_flops()}
-
-
-def equal_rows(config: ModelConfig) -> list[Example]:
-    """Rows of one length, in which everything has a label: nothing is padded, and no head computes in vain."""
-    settings = PretrainingSettings(words=WordMasking(1.0), regions=RegionMasking(1.0, 0.5))
-    task, examples = Pretraining(settings, VOCABULARY, len(CLASSES)), []
-    for number in range(2):
-        sample = dataclasses.replace(tiny_sample(number, regions=3), caption="a red dog")
-        if config.regions.features == "precomputed":
-            features = np.ones((3, config.regions.channels), np.float16)
-            sample = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
-        examples.append(
-            task.example(sample, prepare_image(sample, config.regions, False), None, np.random.default_rng(0))
-        )
-    return examples
-
-
-@pytest.mark.parametrize(("frozen", "strided"), [(0, True), (1, False), (2, True), (3, False), (4, True), (5, False)])
-def test_counted_operations_are_those_that_pytorch_counts(frozen, strided):
-    """The heads compute at [CLS], [SEP] and the whole image too, in the plain path alone."""
-    resnet = dataclasses.replace(
-        END_TO_END.regions.resnet,
-        blocks=(1, 2, 1, 2),
-        stride_in_1x1=strided,
-        res5_dilated=strided,
-        stem_pool="caffe" if strided else "torch",
-    )
-    regions = dataclasses.replace(END_TO_END.regions, resnet=resnet, frozen_stages=frozen, short_side=57, long_side=99)
-    config = dataclasses.replace(END_TO_END, regions=regions, layers="J")
-    ours, theirs = counted(config, equal_rows(config))
-    c, n = config.hidden_size, 2
-    in_vain = 2 * n * (2 * (c * c + c * len(VOCABULARY)) + c * c + c * (1 + len(CLASSES)))
-    assert ours["forward"] == theirs["forward"] - in_vain
-    no_input_gradient = 0
-    if frozen == 5:  # nothing before the visual embedding's linear layer learns, and it takes no gradient of its input
-        no_input_gradient = 2 * n * 4 * (config.geometry_channels + config.regions.channels) * c
-    assert ours["backward"] == theirs["backward"] - 2 * in_vain + no_input_gradient
-
-
-def test_counted_operations_of_precomputed_features_are_those_that_pytorch_counts():
-    ours, theirs = counted(PRECOMPUTED, equal_rows(PRECOMPUTED))
-    c = PRECOMPUTED.hidden_size
-    in_vain = 2 * 2 * (2 * (c * c + c * len(VOCABULARY)) + c * c + c * (1 + len(CLASSES)))
-    assert ours["forward"] == theirs["forward"] - in_vain
-    assert ours["backward"] == theirs["backward"] - 2 * in_vain
 
 
 def options(*arguments: str) -> object:

@@ -21,9 +21,7 @@ from storage.object_store import ObjectMissing, open_store
 from storage.sample import Sample
 from training.distributed import World
 from training.loading import batches
-from training.log import RunLog, read_metrics
-from training.metrics import Line
-from training.writer import Writer
+from training.log import read_metrics
 from vlbert.config import DataConfig
 from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.images import prepare_image
@@ -376,37 +374,3 @@ def test_ranks_with_placeholders_compute_what_one_process_computes(tmp_path):
     for before, after in zip(one, two, strict=True):
         names = [name for name in before if name.startswith("loss_") or name in ("step", "unreadable")]
         assert {name: after[name] for name in names} == pytest.approx({name: before[name] for name in names}, rel=2e-5)
-
-
-def test_unreadable_jsonl_has_each_reason_once_and_is_cut_for_a_resumed_run(tmp_path, capsys):
-    writer = Writer(open_store(str(tmp_path)))
-    record = RunLog(writer, "run", 0, 10, 1)
-    record.unreadable([])
-    record.close()
-    assert not (tmp_path / "runs" / "run" / "unreadable.jsonl").exists()
-    record = RunLog(writer, "run", 0, 10, 1)
-    record.unreadable({"step": step, "reason": f"reason {step % 5}"} for step in range(1, 8))
-    assert "5 samples cannot be read" in capsys.readouterr().out
-    record.close()
-    record = RunLog(writer, "run", 3, 10, 1)
-    record.unreadable([{"step": 4, "reason": "reason 4"}, {"step": 5, "reason": "reason 1"}])
-    record.close()
-    lines = (tmp_path / "runs" / "run" / "unreadable.jsonl").read_text().splitlines()
-    assert [json.loads(line)["reason"] for line in lines] == ["reason 1", "reason 2", "reason 3", "reason 4"]
-
-
-def test_a_resumed_log_replaces_a_file_at_once_and_only_where_lines_go(tmp_path):
-    """Whoever had it open still reads all of it: a kill halfway leaves one or the other."""
-    writer = Writer(open_store(str(tmp_path)))
-    record = RunLog(writer, "run", 0, 10, 1)
-    for step in (1, 2, 3):
-        record.training(step, Line({"all": 1.0}, {}, {}, {}, steps=1, seconds=1.0, data_wait=0.0, memory=0), 0.1)
-    record.close()
-    file = tmp_path / "runs" / "run" / "metrics.jsonl"
-    before, inode = file.read_text(), file.stat().st_ino
-    RunLog(writer, "run", 3, 10, 1).close()
-    assert (file.read_text(), file.stat().st_ino) == (before, inode)
-    with file.open() as old:
-        RunLog(writer, "run", 2, 10, 1).close()
-        assert old.read() == before
-    assert file.read_text() == "".join(before.splitlines(keepends=True)[:2])

@@ -376,7 +376,7 @@ def test_an_evaluation_has_the_rationales_for_every_answer(task, samples, folder
         return [question.conditioned_on for question in task.examples(urls(samples), split).annotations]
 
     rationales = changed(task, subtask="rationale")
-    every = changed(rationales, **VCR.evaluation)
+    every = changed(rationales, every_answer=True)
     assert (conditions(rationales, "val"), conditions(every, None)) == ([2], [2, 2]), "for the right answer alone"
     found = examples_of(every, samples, "val")
     assert [example.metadata["conditioned_on"] for example in found] == [0, 1, 2, 3]

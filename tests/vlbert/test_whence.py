@@ -1,4 +1,4 @@
-"""Whence and forget: what is computed from a checkpoint is what the training saw."""
+"""Whence and withdraw: what is computed from a checkpoint is what the training saw."""
 
 import contextlib
 import dataclasses
@@ -18,13 +18,11 @@ from loaded import ALONE, captions
 from places import PROJECT
 from programs import torchrun
 from refcoco_files import write_refcoco
-from s3_faults import faulty
 from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage import snapshots
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row
@@ -34,9 +32,7 @@ from training.log import read_metrics
 from vlbert.commands import main as run_command
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
-from vlbert.evaluation import forget as forgetting
-from vlbert.evaluation import whence
-from vlbert.evaluation.provenance import lineage, seen
+from vlbert.evaluation import whence, withdraw
 from vlbert.evaluation.replay import ReplaySettings, replay
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -71,18 +67,18 @@ def run_of(root: Path, name: str, steps: int, **data: object) -> Recipe:
 def told(root: Path, checkpoint: str, key: str) -> dict[str, list[int]]:
     """By run, the steps that whence finds for a key."""
     found = defaultdict(list)
-    for trained in lineage(whence.open_checkpoint(f"{root}/runs/{checkpoint}", tensors=False))[0]:
-        for one in seen(trained, "key", frozenset([key])):
-            found[trained.run].append(one.step)
-    return {run: sorted(steps) for run, steps in found.items()}
+    for trained in whence.lineage(whence.open_checkpoint(f"{root}/runs/{checkpoint}", tensors=False))[0]:
+        found[trained.run] += [one.step for one in whence.seen(trained, "key", frozenset([key]))]
+    return {run: steps for run, steps in found.items() if steps}
 
 
 def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tuple[str, str], list[int]]:
     """(run, key) -> the steps, of the file that the program writes."""
     whence.main([f"{root}/runs/{checkpoint}", f"out={file}", *fields])
     rows = pq.read_table(file).to_pylist()
-    found = {(row["run"], row["key"]): row["steps"] for row in rows}
-    assert len(found) == len(rows)
+    found = defaultdict(list)
+    for row in rows:
+        found[row["run"], row["key"]] += row["steps"]  # a row for each snapshot that has the sample
     assert [(len(one := row["steps"]), one[0], one[-1]) for row in rows] == [
         (row["times"], row["first_step"], row["last_step"]) for row in rows
     ]
@@ -90,7 +86,8 @@ def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tupl
         number = int(row["url"].rpartition("/")[2][:6])
         in_its_list = number % 200 if number < 300 else None
         assert in_its_list is None or row["license"] == (None if in_its_list % 3 else "CC BY 4.0"), row
-    return found
+    assert all(steps == sorted(steps) for steps in found.values())
+    return dict(found)
 
 
 def summary(steps: dict[str, list[int]], until: int = 10**9) -> dict[str, list[int]]:
@@ -234,7 +231,7 @@ def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path
     assert recorded == [RefCOCOSettings(str(tmp_path / "second")).hashes()] * 2
     shutil.copytree(tmp_path / "first", root / "refcoco", dirs_exist_ok=True)
     # What the checkpoint saw is not known for certain.
-    lines = [line.split() for line in forgotten(root, tiny_sample(5, regions=3).url)]
+    lines = [line.split() for line in withdrawn(root, tiny_sample(5, regions=3).url)]
     assert ["runs/two/step-0000002", "two", "1", "of", "1", "perhaps"] in lines
 
 
@@ -346,80 +343,71 @@ def test_the_commands_of_the_page_run(pretrained, tmp_path, monkeypatch, capsys)
     assert sample.key in printed[1]
     assert printed[1].splitlines()[1:] == [line for line in printed[2].splitlines()[1:] if "the URL of" not in line]
     assert pq.read_schema("seen.parquet").names == re.findall(r"`(\w+)`", page.partition("The file has ")[2])[:10]
-    assert printed[4].startswith("1 URLs are forgotten now")
-    assert "forgotten images" in printed[5]
+    assert printed[4].startswith("1 URLs are withdrawn now")
+    assert "withdrawn images" in printed[5]
 
 
-# --- forget -----------------------------------------------------------------------------------------------------------
+# --- withdraw ---------------------------------------------------------------------------------------------------------
 
 
-def forgotten(root: Path, *arguments: str) -> list[str]:
+def withdrawn(root: Path, *arguments: str) -> list[str]:
     """What the program prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        forgetting.main([str(root), *arguments])
+        withdraw.main([str(root), *arguments])
     return printed.getvalue().splitlines()
 
 
-def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
+def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
     root = tiny_root(tmp_path, samples=20, held_out=2)
     watched = Watched(root)
     train(run_of(root, "one", 4, new_shards_every=None), ALONE, watched)
     late = next(key for key, steps in watched.steps.items() if steps == [3])  # after the first checkpoint
     (sample,) = [one for one in (tiny_sample(i, regions=1 + i % 3) for i in range(20)) if one.key == late]
-    commit_samples(root, "other", [sample])  # a tombstone is one of the whole root
+    same = dataclasses.replace(sample, key="0" * 20, url="http://example.org/the-same-image.jpg")
+    commit_samples(root, "other", [sample, same])  # a withdrawal is one of the whole root
     (tmp_path / "urls.txt").write_text(f"{sample.url}\n\nhttp://example.org/nowhere.jpg\n")
-    out = tmp_path / "seen.parquet"
     for new in (2, 0):  # again, the same list
-        lines = forgotten(root, f"urls={tmp_path / 'urls.txt'}", f"out={out}")
-        assert lines[0] == f"{new} URLs are forgotten now, {2 - new} were before"
+        lines = withdrawn(root, f"urls={tmp_path / 'urls.txt'}")
+        assert lines[0] == f"{new} URLs are withdrawn now, {2 - new} were before"
         assert lines[1].endswith("are 1 of them: http://example.org/nowhere.jpg")
         assert lines[2] == f"rows that have them: 1 of captions/{STAGE}, 1 of other/{STAGE}"
-        assert [line.split() for line in lines[4:-1]] == [["runs/one/step-0000004", "one", "1", "of", "2", "3"]]
-        assert lines[-1].startswith("to take their bytes out of the tars: vlbert catalog gc")
-        (row,) = pq.read_table(out).to_pylist()
-        assert (row["key"], row["times"], row["first_step"], row["last_step"]) == (late, 1, 3, 3)
-    forgotten(root, "urls=none", "http://example.org/b.jpg?out=1")
+        assert ("1 more URLs have the same images, and are withdrawn, too" in lines) == (new == 2)
+        table = [line.split() for line in lines if line.startswith("runs/")]
+        assert table == [["runs/one/step-0000004", "one", "1", "of", "3" if new else "2", "3"]]
+        assert lines[-2:] == [
+            f"{new} shards were written again without them",
+            f"to delete the tars that still have them: vlbert catalog gc {root} --delete",
+        ]
+    assert Catalog(open_store(str(root)), "other").manifest(STAGE, "00000").statuses == {"withdrawn": 2}
+    withdrawn(root, "http://example.org/b.jpg?out=1")
     with pytest.raises(SystemExit, match="no URL is given"):
-        forgetting.main([str(root), f"out={out}"])
+        withdraw.main([str(root)])
     with pytest.raises(SystemExit, match=r"urls=.*none\.txt cannot be read"):
-        forgetting.main([str(root), f"urls={tmp_path / 'none.txt'}"])
+        withdraw.main([str(root), f"urls={tmp_path / 'none.txt'}"])
     (tmp_path / "urls.txt").write_text("\ufeffhttp://a/1\u2028.jpg\r\nhttp://a/2.jpg", encoding="utf-8", newline="")
-    assert forgetting.read_urls(str(tmp_path / "urls.txt")) == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
-    # A root whose name is misspelt gets no tombstone, and is not made.
+    assert withdraw.read_urls(str(tmp_path / "urls.txt")) == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
+    # A root whose name is misspelt gets no list, and is not made.
     (tmp_path / "empty").mkdir()
     for name in ("empty", "misspelt"):
         with pytest.raises(SystemExit, match=name):
-            forgetting.main([str(tmp_path / name), sample.url])
+            withdraw.main([str(tmp_path / name), sample.url])
     assert not (tmp_path / "misspelt").exists()
     assert not [*(tmp_path / "empty").iterdir()]
 
 
-def test_credentials_that_may_only_read_forget_nothing(s3, tmp_path):
-    root = f"s3://bucket/{tmp_path.name}"
-    open_store(root).put("captions/anything", b"")
-    with faulty(s3, faults={}) as proxy:
-        proxy.plan("PUT", "", *["403"] * 3)
-        with pytest.raises(SystemExit, match="s3:PutObject"):
-            forgetting.main([root, "http://example.org/1.jpg"])
-    assert [info.path for info in open_store(root).list()] == ["captions/anything"]
-
-
-def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(pretrained, tmp_path):
-    root, _ = pretrained
+def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(tmp_path):
+    root = tiny_root(tmp_path, samples=13, held_out=2)
     recipe, _ = finetuned(root, "lost", None, steps=1, random_init=True)
     train(recipe, ALONE)
-    hidden = (root / "refcoco").rename(tmp_path / "hidden")
-    lines = [line.split() for line in forgotten(root, tiny_sample(1, regions=2).url)]
-    hidden.rename(root / "refcoco")
+    (root / "refcoco").rename(tmp_path / "hidden")
+    lines = [line.split() for line in withdrawn(root, tiny_sample(1, regions=2).url)]
     assert ["runs/lost/step-0000001", "lost", "1", "of", "1", "perhaps"] in lines
     assert any(line[:3] == ["not", "known", "of"] and "task_folder=FOLDER" in line for line in lines)
-    for tombstone in (root / "forgotten").iterdir():
-        tombstone.unlink()
 
 
 @pytest.mark.parametrize("collected", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_resumed_run_leaves_a_forgotten_sample_out_and_then_enters_a_snapshot_without_it(tmp_path, capsys, collected):
+def test_a_resumed_run_leaves_a_withdrawn_sample_out_and_then_enters_a_snapshot_without_it(tmp_path, capsys, collected):
     root = tiny_root(tmp_path, samples=16, held_out=2)
     store, samples, watched = (
         open_store(str(root)),
@@ -428,47 +416,45 @@ def test_a_resumed_run_leaves_a_forgotten_sample_out_and_then_enters_a_snapshot_
     )
     train(run_of(root, "run", 2, batch=4), ALONE, watched)
     sample = next(sample for sample in samples if sample.key not in watched.steps)  # still to come in this epoch
-    forgotten(root, sample.url)
+    withdrawn(root, sample.url)
     if collected:
         run_command(["catalog", "gc", str(root), "--delete"])
     capsys.readouterr()
     train(run_of(root, "run", 8, batch=4), ALONE, watched)
     assert sample.key not in watched.steps
-    assert "a snapshot without forgotten samples enters in step 5, at the beginning of epoch 1: 15 examples" in (
-        capsys.readouterr().out
-    )
+    assert "revised shards enter in step 5, at the beginning of epoch 1: 15 examples" in capsys.readouterr().out
     (event,) = read_metrics(store, "run", "snapshot")
     assert (event["step"], event["examples"]) == (5, 15)
     (line,) = [json.loads(line) for line in (root / "runs/run/unreadable.jsonl").read_text().splitlines()]
     assert line["key"] == sample.key
-    assert "was forgotten since" in line["reason"]
+    assert "was withdrawn since" in line["reason"]
     # Every other sample was there in both epochs, at the steps that whence says; of this one, it says why not.
     found = exported(root, "run", tmp_path / "all.parquet")
     assert {key: value for (_, key), value in found.items() if key != sample.key} == summary(watched.steps)
     whence.main([f"{root}/runs/run", sample.url])
     printed = capsys.readouterr().out
-    assert f"{line['step']}  not read: sample {sample.key} was forgotten since" in printed
-    assert f"{sample.url} was forgotten since" in printed
+    assert f"not read in step {line['step']}: sample {sample.key} was withdrawn since" in printed
+    assert f"{sample.url} was withdrawn since" in printed
     # A new run never meets it.
     new = Watched(root)
     train(run_of(root, "new", 4, batch=4), ALONE, new)
     assert new.steps.keys() == {one.key for one in samples} - {sample.key}
 
 
-def test_gc_beside_a_running_training_does_not_end_it(tmp_path):
+def test_withdrawing_beside_a_running_training_does_not_end_it(tmp_path):
     root = tiny_root(tmp_path, samples=16, held_out=2)
     samples, gone = [tiny_sample(i, regions=1 + i % 3) for i in range(16)], []
 
-    class Forgetting(Watched):
+    class Withdrawing(Watched):
         def __call__(self, step: int, parts: Sequence[Batch]) -> None:
             super().__call__(step, parts)
             if step == 0:  # one of each tar that is still to come
                 for tar in (samples[:8], samples[8:]):
                     gone.append(next(sample for sample in tar if sample.key not in self.steps))
-                forget(open_store(str(root)), [sample.url for sample in gone])
+                withdrawn(root, *(sample.url for sample in gone))
                 collect_garbage(open_store(str(root)), 0, delete=True)
 
-    watched = Forgetting(root)
+    watched = Withdrawing(root)
     train(run_of(root, "run", 7, batch=4), ALONE, watched)
     left = {sample.key for sample in samples} - {sample.key for sample in gone}
     first = {key for key in left if any(step <= 4 for step in watched.steps[key])}

@@ -1,7 +1,6 @@
 """The trainings of a comparison, and how a process does one of them."""
 
 import os
-import re
 import resource
 import signal
 import sys
@@ -15,44 +14,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from storage.object_store import ObjectStore, open_store
 from storage.runs import as_json, checkpoints, folder_of, read_state
 from storage.safe_json import parse_json
 from storage.settings import override
 from training import distributed
-from training.checkpoint_files import MODEL
-from training.distributed import World
+from training.checkpoint import MODEL
 from training.loading import EXPECTED
-from training.precision import autocast, in_precision_of
 from training.program import STOPPED, find_recipe
 from training.stopping import Stopped
-from vlbert.checkpoint import open_checkpoint, read_config_at
+from vlbert.checkpoint import read_config_at
 from vlbert.comparison.plans import Plan, Training
 from vlbert.config import Recipe
-from vlbert.data.loading import TrainingData
 from vlbert.evaluation.evaluate import evaluate, find_evaluation
-from vlbert.initial_weights import check_complete, make_model
-from vlbert.model.heads import count_parameters
+from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.resume import find_complete, open_data
+from vlbert.resume import find_complete
 from vlbert.train import train
 
 PRETRAINING = "pretraining"  # the scope, and in names of runs the task, of a pre-training
 # Fields of a training that a comparison sets itself.
-_OWN = ("run", "init_from", "data.seed")
+_OWN = ("run", "init_from", "data.seed", "data.root")
 
 
 @dataclass(frozen=True)
 class Cell:
     """One training and, of a task, its evaluation.
 
-    task     None: a pre-training
-    needs    the run that it starts from; None: it starts without one
-    steps    of the training
-    split    that it is evaluated on
-    counted  whether its FLOPs are counted
+    task   None: a pre-training
+    needs  the pre-training that it starts from; None: it starts without one
+    steps  of the training
+    split  that it is evaluated on
     """
 
     variant: str
@@ -61,28 +54,30 @@ class Cell:
     recipe: str
     run: str
     fields: tuple[str, ...]
-    needs: str | None
+    needs: "Cell | None"
     steps: int
     split: str | None
-    counted: bool
 
     @property
-    def kind(self) -> tuple[str, str | None]:
-        """What takes about the same time with every seed."""
-        return self.variant, self.task
+    def settings(self) -> Recipe:
+        return override(find_recipe(self.recipe, RECIPES)(), list(self.fields))
+
+    @property
+    def checkpoint(self) -> str:
+        """The folder of its last checkpoint, under the root."""
+        return folder_of(self.run, self.steps)
+
+    @property
+    def evaluation(self) -> str:
+        """The folder of its evaluation, under the root."""
+        run, step = self.checkpoint.rsplit("/", 1)
+        return f"{run}/evaluations/{self.split}-{step}"
 
     @property
     def evaluation_fields(self) -> list[str]:
         """Those that say what is read, and by which model; not the seed, with which the order would change."""
         parts = ("data.", "task.", "model.")
         return [one for one in self.fields if one.startswith(parts) and not one.startswith("data.seed=")]
-
-    def checkpoint(self, root: str) -> str:
-        return open_store(root, write=False).where(folder_of(self.run, self.steps))
-
-    @property
-    def settings(self) -> Recipe:
-        return override(find_recipe(self.recipe, RECIPES)(), list(self.fields))
 
 
 def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
@@ -95,13 +90,13 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int])
     found = []
     for seed in seeds:
         pretrained = {
-            name: _cell(plan, root, given, name, None, variant.pretraining, seed, None, seed == seeds[0])
+            name: _cell(plan, root, given, name, None, variant.pretraining, seed, None)
             for name, variant in plan.variants.items()
             if variant.pretraining
         }
         found += pretrained.values()
         found += [
-            _cell(plan, root, given, name, task, training, seed, pretrained.get(name), seed == seeds[0])
+            _cell(plan, root, given, name, task, training, seed, pretrained.get(name))
             for task in plan.tasks
             for name, variant in plan.variants.items()
             if (training := variant.finetunings.get(task))
@@ -130,46 +125,23 @@ def _cell(
     training: Training,
     seed: int,
     needs: Cell | None,
-    counted: bool,
 ) -> Cell:
-    scopes = (None, task or PRETRAINING, variant)
-    changes = [one.replace("{root}", root) for one in training.changes]
-    changes += [one for scope in scopes for of, one in given if of == scope]
-    named = {one.partition("=")[0]: scope for scope in scopes for of, one in given if of == scope and scope}
-    own = next((one for one in changes if one.partition("=")[0] in (*_OWN, "data.root")), None)
-    if own:
-        name = own.partition("=")[0]
-        raise ValueError(f"{_with_scope(own, named)}: a comparison sets {name} itself; leave it out")
     run = f"compare-{plan.name}-{variant}-{task or PRETRAINING}-seed{seed}"
-    make = find_recipe(training.recipe, RECIPES)
-    start = [f"init_from={needs.checkpoint(root)}"] if needs else []
+    changes = [one.replace("{root}", root) for one in training.changes]
+    changes += [one for scope in (None, task or PRETRAINING, variant) for of, one in given if of == scope]
+    if own := [one for one in changes if one.partition("=")[0] in _OWN]:
+        raise ValueError(f"{run}: {own[0]}: a comparison sets this field itself; leave it out")
+    changes += [f"data.root={root}", f"data.seed={seed}", f"run={run}"]
+    changes += [f"init_from={open_store(root, write=False).where(needs.checkpoint)}"] if needs else []
     try:
-        recipe = override(make(), [*changes, *start])
+        recipe = override(find_recipe(training.recipe, RECIPES)(), changes)
+        if task and not needs and not recipe.bert:
+            changes, recipe = [*changes, "random_init=true"], override(recipe, ["random_init=true"])
+        check_complete(recipe)
     except ValueError as error:
-        raise ValueError(_with_scope(str(error), named)) from error
-    if task and not needs and not recipe.bert:
-        start = ["random_init=true"]
-    fields = (*changes, f"data.root={root}", f"data.seed={seed}", f"run={run}", *start)
-    recipe = override(make(), list(fields))
-    check_complete(recipe)
-    return Cell(
-        variant=variant,
-        task=task,
-        seed=seed,
-        recipe=training.recipe,
-        run=run,
-        fields=fields,
-        needs=needs.run if needs else None,
-        steps=recipe.steps,
-        split=plan.tasks[task].split if task else None,
-        counted=counted,
-    )
-
-
-def _with_scope(text: str, scopes: Mapping[str, str]) -> str:
-    """A text that begins with the name of a field, with the scope before it that the field was given with."""
-    scope = next((scope for name, scope in scopes.items() if re.match(rf"{re.escape(name)}(?![\w.])", text)), None)
-    return f"{scope}:{text}" if scope else text
+        raise ValueError(f"{run}: {error}") from error
+    split = plan.tasks[task].split if task else None
+    return Cell(variant, task, seed, training.recipe, run, tuple(changes), needs, recipe.steps, split)
 
 
 def check_steps(cell: Cell, root: str) -> None:
@@ -187,82 +159,37 @@ def check_steps(cell: Cell, root: str) -> None:
         )
 
 
-def is_done(cell: Cell, root: str) -> bool:
-    """Whether it is trained and evaluated. Loads no tensors."""
+def is_done(plan: Plan, cell: Cell, root: str) -> bool:
+    """Whether it is trained, from the weights that its pre-training has now, and evaluated. Loads no tensors."""
     if not find_complete(cell.recipe, cell.fields, processes=1):
         return False
-    where = cell.checkpoint(root)
-    return cell.task is None or find_evaluation(cell.recipe, where, cell.split, cell.evaluation_fields) is not None
+    store = open_store(root, write=False)
+    if cell.needs and read_costs(store, plan, cell).get("start") != _hash_of_start(store, cell.needs):
+        return False
+    if cell.task is None:
+        return True
+    return find_evaluation(cell.recipe, store.where(cell.checkpoint), cell.split, cell.evaluation_fields) is not None
 
 
-def folder_of_evaluation(cell: Cell) -> str:
-    """Of its files, under the root."""
-    run, step = folder_of(cell.run, cell.steps).rsplit("/", 1)
-    return f"{run}/evaluations/{cell.split}-{step}"
-
-
-# --- costs ------------------------------------------------------------------------------------------------------------
-
-
-def costs_file(plan: Plan, cell: Cell) -> str:
-    return f"comparisons/{plan.name}/costs/{cell.run}.json"
-
-
-def read_costs(store: ObjectStore, path: str) -> dict[str, Any]:
-    """What a cell took, over all its starts, and `start` (note_start). The time of one that was killed is not in it."""
+def read_costs(store: ObjectStore, plan: Plan, cell: Cell) -> dict[str, Any]:
+    """`seconds` and `cpu_seconds` of a training, over all its starts, but without one that was killed; `start`: the
+    sha256 of the weights of the pre-training that it started from."""
+    path = _costs_file(plan, cell)
     return parse_json(store.get(path), store.where(path)) if store.exists(path) else {}
 
 
-def note_start(cell: Cell, root: str, costs: str) -> None:
-    """Keep in `costs` from which weights it starts, their sha256; ValueError where it was trained from others.
-
-    One that has a checkpoint and no such note is taken as it is.
-    """
-    if not cell.needs:
-        return
-    store = open_store(root)
-    now = read_state(store, _folder_of_start(cell))["files"][MODEL]["sha256"]
-    spent = read_costs(store, costs)
-    before = spent.get("start", now)
-    if before != now and checkpoints(store, cell.run):
-        raise ValueError(
-            f"{cell.run} was trained from weights of {cell.needs} that are no longer there: it was pre-trained anew "
-            f"since; delete {store.where(f'runs/{cell.run}')}, and it is trained again"
-        )
-    if before != now:
-        spent = {}  # of the run that was deleted
-    if spent.get("start") != now:
-        store.put(costs, as_json(spent | {"start": now}))
+def _costs_file(plan: Plan, cell: Cell) -> str:
+    return f"comparisons/{plan.name}/costs/{cell.run}.json"
 
 
-def _folder_of_start(cell: Cell) -> str:
-    """Of the checkpoint that it starts from, under the root."""
-    return f"runs/{cell.settings.init_from.rpartition('/runs/')[2]}"
-
-
-def count_step(recipe: Recipe, world: World) -> dict[str, int]:
-    """`parameters`, `trained` (those that learn) and `flops`, of the first step of a run, forward and backward.
-
-    flops: two for each multiplication with its addition, in matrix products, convolutions and attention, as
-    torch.utils.flop_counter counts them. Norms, activations, RoIAlign and the optimizer are not in it.
-    """
-    start = open_checkpoint(recipe.init_from) if recipe.init_from else None
-    data = open_data(recipe, open_store(recipe.data.root), None, start, world)
-    model = make_model(recipe, data.task, data.vocabulary, start, None, lambda line: None).to(world.device).train()
-    training = TrainingData(data.datasets, data.task, recipe.data, recipe.model.regions, world, data.corpus)
-    with in_precision_of(recipe), FlopCounterMode(display=False) as counter:
-        for part in training[0]:
-            with autocast(recipe, world):
-                losses = model(part.to(world.device))
-            sum(value for value, count in losses.values() if count and value.requires_grad).backward()
-    total, trained = count_parameters(model)
-    return {"parameters": total, "trained": trained, "flops": counter.get_total_flops()}
+def _hash_of_start(store: ObjectStore, cell: Cell) -> str:
+    return read_state(store, cell.checkpoint)["files"][MODEL]["sha256"]
 
 
 # --- a process --------------------------------------------------------------------------------------------------------
 
 
-def run_cell(cell: Cell, root: str, costs: str, output: Path, environment: Mapping[str, str], threads: int) -> None:
+def run_cell(plan: Plan, cell: Cell, root: str, output: Path, environment: Mapping[str, str], threads: int) -> None:
     """All of a process that does one cell: trains, or goes on, and evaluates what is left to do.
 
     Its output goes to `output`, and where it fails the reason to `output` with the suffix .reason. Ends with it: 0, 1,
@@ -275,7 +202,7 @@ def run_cell(cell: Cell, root: str, costs: str, output: Path, environment: Mappi
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        _do(cell, root, costs)
+        _do(plan, cell, root)
     except Stopped as stopped:
         print(stopped, flush=True)
         sys.exit(STOPPED)
@@ -288,24 +215,29 @@ def run_cell(cell: Cell, root: str, costs: str, output: Path, environment: Mappi
         sys.exit(1)
 
 
-def _do(cell: Cell, root: str, costs: str) -> None:
-    world, recipe = distributed.start(), cell.settings
-    store, began, cpu = open_store(root), time.monotonic(), _cpu_seconds()
-    note_start(cell, root, costs)
-    spent = read_costs(store, costs)
+def _do(plan: Plan, cell: Cell, root: str) -> None:
+    """Train and evaluate a cell. ValueError where it has a checkpoint that was trained from other weights."""
+    world, store = distributed.start(), open_store(root)
+    begun = checkpoints(store, cell.run)
+    spent = {"seconds": 0.0, "cpu_seconds": 0.0} | (read_costs(store, plan, cell) if begun else {})
+    if cell.needs:
+        start = _hash_of_start(store, cell.needs)
+        if spent.setdefault("start", start) != start:
+            raise ValueError(
+                f"{cell.run} was trained from weights of {cell.needs.run} that are no longer there: it was pre-trained "
+                f"anew since; delete {store.where(f'runs/{cell.run}')}, and it is trained again"
+            )
+    store.put(_costs_file(plan, cell), as_json(spent))
+    began, cpu = time.monotonic(), _cpu_seconds()
     try:
-        train(recipe, world)
-        if cell.counted and "flops" not in spent:
-            before = time.monotonic(), _cpu_seconds()
-            spent |= count_step(recipe, world)
-            began, cpu = began + time.monotonic() - before[0], cpu + _cpu_seconds() - before[1]
+        train(cell.settings, world)
     finally:
-        spent["seconds"] = spent.get("seconds", 0.0) + time.monotonic() - began
-        spent["cpu_seconds"] = spent.get("cpu_seconds", 0.0) + _cpu_seconds() - cpu
-        store.put(costs, as_json(spent))
+        spent["seconds"] += time.monotonic() - began
+        spent["cpu_seconds"] += _cpu_seconds() - cpu
+        store.put(_costs_file(plan, cell), as_json(spent))
     if cell.split:
-        make = find_recipe(cell.recipe, RECIPES)
-        evaluate(make(), [cell.checkpoint(root)], cell.split, cell.evaluation_fields, None, world)
+        recipe, path = find_recipe(cell.recipe, RECIPES)(), store.where(cell.checkpoint)
+        evaluate(recipe, [path], cell.split, cell.evaluation_fields, None, world)
 
 
 def _cpu_seconds() -> float:

@@ -5,8 +5,8 @@
 PLAN is a function of vlbert/comparison/plans.py, or MODULE:FUNCTION. A field is given to every training or, with a
 SCOPE before it, to those of `pretraining`, of a task or of a variant: vqa:task.folder=FOLDER. Each training is a run of
 its own, ROOT/runs/compare-*, and what is complete is not repeated: a stopped comparison goes on. One that fails is
-named with its reason, and the others go on; the exit status is then 1. Writes index.html, scores.parquet and, last,
-numbers.json to ROOT/comparisons/PLAN. How to read them: docs/results.md.
+named with its reason, and the others go on; the exit status is then 1. Writes index.html and, last, numbers.json to
+ROOT/comparisons/PLAN. How to read them: docs/results.md.
 """
 
 import json
@@ -28,18 +28,17 @@ from typing import Any
 
 import torch
 
-from storage.object_store import ObjectStore, open_store
+from storage.object_store import open_store
 from storage.old import add_fields, make_parser
-from storage.programs import require
 from storage.progress import clock
-from storage.runs import as_json
+from storage.tables import markdown
 from training.loading import EXPECTED
 from training.log import read_heartbeat
 from training.program import STOPPED
-from vlbert.comparison.cells import Cell, cells_of, check_steps, costs_file, is_done, note_start, read_costs, run_cell
-from vlbert.comparison.page import page
+from vlbert.comparison.cells import Cell, cells_of, check_steps, is_done, run_cell
+from vlbert.comparison.page import page, percent
 from vlbert.comparison.plans import PLANS, Plan, find_plan
-from vlbert.comparison.summary import curves_of, summarise
+from vlbert.comparison.summary import summarise
 
 _BETWEEN_LINES = 30.0  # seconds between lines about what is running
 _POLL = 0.5  # seconds between looks at the processes
@@ -47,7 +46,7 @@ _POLL = 0.5  # seconds between looks at the processes
 
 @dataclass(eq=False)
 class Running:
-    """A process at work on a cell."""
+    """A process at work on a cell. slot: which GPU it has."""
 
     cell: Cell
     process: BaseProcess
@@ -63,6 +62,7 @@ class Comparison:
     jobs    how many at a time; on GPUs each has one of its own, in turn
     report  called with each line of progress
     failed  run -> reason
+    done    names of the runs
     """
 
     plan: Plan
@@ -72,88 +72,64 @@ class Comparison:
     report: Callable[[str], None]
     failed: dict[str, str] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
-    seconds: dict[tuple[str, str | None], list[float]] = field(default_factory=dict)  # by kind of cell
     stopping: bool = False
-    _running: Sequence[Running] = ()
+    _running: list[Running] = field(default_factory=list)
 
     def run(self) -> bool:
         """Do what is left; False where it was told to stop (SIGTERM or SIGINT): what runs then saves."""
         for cell in self.cells:
             check_steps(cell, self.root)
-        self.done |= {cell.run for cell in self._complete()}
-        store = open_store(self.root, write=False)
-        for cell in self.cells:
-            if cell.run in self.done and "seconds" in (spent := read_costs(store, costs_file(self.plan, cell))):
-                self.seconds.setdefault(cell.kind, []).append(spent["seconds"])
+        for cell in self.cells:  # pre-trainings first
+            if (cell.needs is None or cell.needs.run in self.done) and is_done(self.plan, cell, self.root):
+                self.done.add(cell.run)
         waiting = [cell for cell in self.cells if cell.run not in self.done]
         self.report(f"{self.plan.name}: {len(self.cells)} trainings, {len(self.done)} of them complete")
-        running: list[Running] = []
         context = multiprocessing.get_context("forkserver")  # of processes that have torch imported, and nothing done
         context.set_forkserver_preload(["vlbert.comparison.cells"])
-        with tempfile.TemporaryDirectory() as folder, self._ending(running):
-            lines = time.monotonic()
-            while waiting or running:
+        with tempfile.TemporaryDirectory() as folder, self._ending():
+            reported = time.monotonic()
+            while waiting or self._running:
                 self._skip_what_cannot_start(waiting)
-                while (cell := self._next(waiting, running)) is not None:
+                while (cell := self._next(waiting)) is not None:
                     waiting.remove(cell)
-                    running.append(self._start(cell, running, context, Path(folder)))
-                if running:
-                    connection.wait([one.process.sentinel for one in running], _POLL)
-                for one in [one for one in running if not one.process.is_alive()]:
-                    running.remove(one)
-                    self._end(one, waiting, running)
-                    self._put_progress(waiting, running)
-                if time.monotonic() - lines >= _BETWEEN_LINES:
-                    lines = time.monotonic()
-                    self._report_running(store, running)
-                    self._put_progress(waiting, running)
-                if self.stopping and not running:
+                    self._start(cell, context, Path(folder))
+                if self._running:
+                    connection.wait([one.process.sentinel for one in self._running], _POLL)
+                for one in [one for one in self._running if not one.process.is_alive()]:
+                    self._running.remove(one)
+                    self._end(one)
+                if time.monotonic() - reported >= _BETWEEN_LINES:
+                    reported = time.monotonic()
+                    self._report_running()
+                if self.stopping and not self._running:
                     return False
         return True
 
-    def _complete(self) -> Iterator[Cell]:
-        """What is not repeated. A fine-tuning whose pre-training is not there any more, or changed, is not in it."""
-        found: set[str] = set()
-        for cell in self.cells:  # pre-trainings first
-            if (cell.needs is None or cell.needs in found) and is_done(cell, self.root):
-                try:
-                    note_start(cell, self.root, costs_file(self.plan, cell))
-                except ValueError:  # its process says so
-                    continue
-                found.add(cell.run)
-                yield cell
-
-    def _next(self, waiting: Sequence[Cell], running: Sequence[Running]) -> Cell | None:
-        if self.stopping or len(running) >= self.jobs:
+    def _next(self, waiting: Sequence[Cell]) -> Cell | None:
+        if self.stopping or len(self._running) >= self.jobs:
             return None
-        return next((cell for cell in waiting if cell.needs is None or cell.needs in self.done), None)
+        return next((cell for cell in waiting if cell.needs is None or cell.needs.run in self.done), None)
 
     def _skip_what_cannot_start(self, waiting: list[Cell]) -> None:
-        for cell in [cell for cell in waiting if cell.needs in self.failed]:
+        for cell in [cell for cell in waiting if cell.needs and cell.needs.run in self.failed]:
             waiting.remove(cell)
-            self._fail(cell, f"not started: {cell.needs}, from which it starts, failed")
+            self._fail(cell, f"not started: {cell.needs.run}, from which it starts, failed")
 
-    def _start(
-        self, cell: Cell, running: Sequence[Running], context: multiprocessing.context.BaseContext, folder: Path
-    ) -> Running:
-        slot = next(number for number in range(self.jobs) if number not in {one.slot for one in running})
+    def _start(self, cell: Cell, context: multiprocessing.context.BaseContext, folder: Path) -> None:
+        slot = next(number for number in range(self.jobs) if number not in {one.slot for one in self._running})
         threads, output = max(1, len(os.sched_getaffinity(0)) // self.jobs), folder / f"{cell.run}.log"
-        given = cell, self.root, costs_file(self.plan, cell), output, device_of(slot), threads
+        given = self.plan, cell, self.root, output, device_of(slot), threads
         process = context.Process(target=run_cell, args=given, name=cell.run)
         process.start()
         self.report(f"{cell.run}: started")
-        return Running(cell, process, slot, time.monotonic(), output)
+        self._running.append(Running(cell, process, slot, time.monotonic(), output))
 
-    def _end(self, one: Running, waiting: Sequence[Cell], running: Sequence[Running]) -> None:
-        seconds, status = time.monotonic() - one.began, one.process.exitcode
+    def _end(self, one: Running) -> None:
+        status = one.process.exitcode
         if status == 0:
             self.done.add(one.cell.run)
-            self.seconds.setdefault(one.cell.kind, []).append(seconds)
-            left = self.left(waiting, running)
-            self.report(
-                f"{one.cell.run}: done after {clock(seconds)}; {len(self.done)} of {len(self.cells)}"
-                + ("" if left is None else f"; about {clock(left)} left")
-            )
+            took = clock(time.monotonic() - one.began)
+            self.report(f"{one.cell.run}: done after {took}; {len(self.done)} of {len(self.cells)}")
         elif self.stopping or status == STOPPED:
             self.stopping = True  # also where only the training was told to
             self.report(f"{one.cell.run}: stopped; it goes on with the next start")
@@ -164,52 +140,27 @@ class Comparison:
         self.failed[cell.run] = reason
         self.report(f"{cell.run}: FAILED: {reason}")
 
-    def _report_running(self, store: ObjectStore, running: Sequence[Running]) -> None:
-        for one in running:
-            step = 0
+    def _report_running(self) -> None:
+        store = open_store(self.root, write=False)
+        for one in self._running:
             try:
                 beat = read_heartbeat(store, one.cell.run)
-                step = beat["step"] if beat else 0
             except (*EXPECTED, OSError):  # it is only for the line
-                pass
-            self.report(f"{one.cell.run}: step {step} of {one.cell.steps}")
-
-    def _put_progress(self, waiting: Sequence[Cell], running: Sequence[Running]) -> None:
-        progress = {"trainings": len(self.cells), "done": len(self.done), "failed": self.failed}
-        progress |= {"running": [one.cell.run for one in running], "seconds_left": self.left(waiting, running)}
-        try:
-            open_store(self.root).put(progress_file(self.plan.name), as_json(progress))
-        except (*EXPECTED, OSError) as error:  # trainings go on without it
-            self.report(f"{progress_file(self.plan.name)} is not written: {error}")
-
-    def left(self, waiting: Sequence[Cell], running: Sequence[Running]) -> float | None:
-        """Seconds that the rest takes; None before trainings of all its kinds or tasks have been timed."""
-        now = time.monotonic()
-        expected = [(self._expected(cell), 0.0) for cell in waiting]
-        expected += [(self._expected(one.cell), now - one.began) for one in running]
-        if any(seconds is None for seconds, _ in expected):
-            return None
-        return sum(max(0.0, seconds - gone) for seconds, gone in expected) / self.jobs
-
-    def _expected(self, cell: Cell) -> float | None:
-        """The mean of the timed trainings of its kind, else of its task; None: there is none."""
-        alike = [seconds for (_, task), of in self.seconds.items() if task == cell.task for seconds in of]
-        timed = self.seconds.get(cell.kind) or alike
-        return sum(timed) / len(timed) if timed else None
+                beat = None
+            self.report(f"{one.cell.run}: step {beat['step'] if beat else 0} of {one.cell.steps}")
 
     @contextmanager
-    def _ending(self, running: Sequence[Running]) -> Iterator[None]:
+    def _ending(self) -> Iterator[None]:
         """SIGTERM and SIGINT stop the processes, and none is left after an error."""
         before = {}
         if threading.current_thread() is threading.main_thread():  # nowhere else may handlers be set
             before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            self._running = running
             yield
         finally:
-            for one in running:
+            for one in self._running:
                 one.process.terminate()
-            for one in running:
+            for one in self._running:
                 one.process.join()
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -219,11 +170,6 @@ class Comparison:
         for one in self._running:
             if one.process.is_alive():
                 one.process.terminate()  # SIGTERM: a training saves
-
-
-def progress_file(plan: str) -> str:
-    """Under the root: how far a comparison is, written whenever a training ends and every half minute."""
-    return f"comparisons/{plan}/progress.json"
 
 
 def device_of(slot: int) -> dict[str, str]:
@@ -251,54 +197,36 @@ def compare(
     jobs: int | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
-    """Train and evaluate what is left of a plan, then write its page; the content of numbers.json.
+    """Train and evaluate what is left of a plan, then write its page and, last, numbers.json.
 
-    seeds: None: the plan's. jobs: trainings at a time; None: one a GPU or, without any, one a core. None is returned
-    where it was told to stop. ValueError where the plan, a field or the seeds do not fit, before anything is trained.
+    Returns the content of numbers.json; None where it was told to stop. seeds: None: the plan's. jobs: trainings at a
+    time; None: one a GPU or, without any, one a core. ValueError before anything is trained where the plan, a field or
+    the seeds do not fit.
     """
-    root = absolute(root)
+    root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # as trainings record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     comparison = Comparison(plan, root, cells_of(plan, root, fields, seeds or plan.seeds), jobs, report)
     if not comparison.run():
         return None
-    return write(comparison)
-
-
-def absolute(root: str) -> str:
-    """A root in the one spelling that trainings record: a folder from / on."""
-    return root if "://" in root else os.path.abspath(os.path.expanduser(root))
-
-
-def write(comparison: Comparison) -> dict[str, Any]:
-    """ROOT/comparisons/PLAN/: the page, the scores and, last, numbers.json, whose content is returned."""
-    plan, store, failed = comparison.plan, open_store(comparison.root), comparison.failed
-    summary, scores = summarise(plan, store, comparison.cells, failed)
-    folder = f"comparisons/{plan.name}"
+    store, folder = open_store(root), f"comparisons/{plan.name}"
+    summary = summarise(plan, store, comparison.cells, comparison.failed)
     store.delete(f"{folder}/numbers.json")
-    store.put(f"{folder}/scores.parquet", scores)
-    store.put(f"{folder}/index.html", page(summary, curves_of(plan, store, comparison.cells, failed)))
+    store.put(f"{folder}/index.html", page(summary))
     store.put(f"{folder}/numbers.json", (json.dumps(summary, indent=1) + "\n").encode())
     return summary
 
 
 def table(summary: Mapping[str, Any]) -> str:
     """The means with their intervals, %, as Markdown."""
-    tasks = summary["tasks"]
-    rows = [["", *(task["title"] for task in tasks.values())], ["---"] * (1 + len(tasks))]
+    tasks, rows = summary["tasks"], []
     for name, variant in summary["variants"].items():
-        found = [(task, tasks[task]["means"].get(name)) for task in tasks]
-        rows.append([variant["title"], *(_shown(one) if one else _why_none(task, variant) for task, one in found)])
-    chances = [task["chance"] for task in tasks.values()]
-    rows.append(["chance", *("–" if chance is None else f"{100 * chance:.1f}" for chance in chances)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _why_none(task: str, variant: Mapping[str, Any]) -> str:
-    return "failed" if task in variant["tasks"] else "–"
-
-
-def _shown(found: Mapping[str, float]) -> str:
-    return f"{100 * found['mean']:.1f} ({100 * found['low']:.1f} to {100 * found['high']:.1f})"
+        rows.append([variant["title"]])
+        for key, task in tasks.items():
+            found = task["means"].get(name)
+            interval = found and f"{percent(found['mean'])} ({percent(found['low'])} to {percent(found['high'])})"
+            rows[-1].append(interval or ("failed" if key in variant["tasks"] else "–"))
+    rows.append(["chance", *(percent(task["chance"]) for task in tasks.values())])
+    return markdown(["", *(task["title"] for task in tasks.values())], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -310,7 +238,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(arguments)
     name = f"{parser.prog} {options.plan}"
     try:
-        require("matplotlib", "the page of a comparison")
         plan = find_plan(options.plan)
         roots = [one.partition("=")[2] for one in options.fields if one.startswith("data.root=")]
         if not roots:

@@ -1,8 +1,9 @@
 """What `vlbert compare` compares: one function a plan, as a recipe is a function in vlbert/recipes/."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from training.program import find_recipe
 from vlbert.recipes import RECIPES
@@ -71,24 +72,17 @@ class Plan:
     paper: str = ""
 
     def __post_init__(self):
-        for kind in ("variants", "tasks", "seeds"):
-            if not getattr(self, kind):
-                raise ValueError(f"plan {self.name} has no {kind}; name at least one")
-        if len({*self.seeds}) < len(self.seeds):
-            raise ValueError(f"plan {self.name} has a seed twice: {self.seeds}")
-        for name in (self.name, *self.variants, *self.tasks):
-            if not _NAME.fullmatch(name) or name == "pretraining":
+        if not (self.variants and self.tasks and self.seeds and len({*self.seeds}) == len(self.seeds)):
+            raise ValueError(f"plan {self.name}: name a variant, a task and a seed at least, and no seed twice")
+        scopes = [*self.variants, *self.tasks]
+        for name in (self.name, *scopes):
+            if not _NAME.fullmatch(name) or name == "pretraining" or scopes.count(name) > 1:
                 raise ValueError(
-                    f"{name!r} of plan {self.name} is no name; take small letters, digits and _, and not `pretraining`"
+                    f"{name!r} of plan {self.name} is no name of its own; take small letters, digits and _, not "
+                    "`pretraining`, and no name for both a variant and a task"
                 )
-        if both := self.variants.keys() & self.tasks.keys():
-            raise ValueError(
-                f"plan {self.name} has a variant and a task of one name, {', '.join(sorted(both))}; rename one of "
-                "them: NAME:field=value must say which"
-            )
         for name, variant in self.variants.items():
-            other = variant.finetunings.keys() - self.tasks.keys()
-            if other:
+            if other := variant.finetunings.keys() - self.tasks.keys():
                 raise ValueError(
                     f"variant {name} of plan {self.name} has a fine-tuning for {', '.join(sorted(other))}; the tasks "
                     f"are {', '.join(self.tasks)}"
@@ -98,20 +92,8 @@ class Plan:
 # --- on the demo's drawn world: `make compare` makes what they read below data.root -----------------------------------
 
 # Words of the captions that only the image tells: demo/scenes.py.
-DEMO_WORDS = (
-    "blue",
-    "circle",
-    "cross",
-    "green",
-    "purple",
-    "red",
-    "ring",
-    "square",
-    "star",
-    "triangle",
-    "white",
-    "yellow",
-)
+_DEMO_WORDS = "blue circle cross green purple red ring square star triangle white yellow"
+DEMO_WORDS = tuple(_DEMO_WORDS.split())
 _DEMO_WEIGHTS = "model.regions.weights={root}/detector.safetensors"
 _DEMO_VOCABULARY = "vocabulary={root}/text/vocab.txt"
 _DEMO_TASKS = {
@@ -187,28 +169,38 @@ _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
     "d": ("(d) as (b), + text-only corpus", (_FIXED,), (71.1, 70.7, 73.4, 73.8)),
     "full": ("as (d), + tuned Fast R-CNN", (), (71.2, 71.1, 73.8, 73.9)),
 }
-_TABLE4_PAPER = "VL-BERT, table 4, base: VQA test-dev, RefCOCO+ val on detected regions, VCR val"
+
+
+def _table4(
+    name: str,
+    title: str,
+    pretraining: Callable[..., Training],
+    finetunings: Mapping[str, Training],
+    tasks: Mapping[str, ComparedTask],
+    metrics: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+) -> Plan:
+    """The lines of the table. pretraining: makes one of its changes; without: changes of a fine-tuning without it."""
+    alone = {task: Training(one.recipe, (*one.changes, *without)) for task, one in finetunings.items()}
+    variants = {
+        line: Variant(
+            words,
+            None if changes is None else pretraining(*changes),
+            alone if changes is None else finetunings,
+            dict(zip(tasks, paper, strict=False)),
+        )
+        for line, (words, changes, paper) in _TABLE4.items()
+    }
+    paper = "VL-BERT, table 4, base: VQA test-dev, RefCOCO+ val on detected regions, VCR val"
+    return Plan(name, title, variants, tasks, pretraining_metrics=metrics, paper=paper)
 
 
 def table4_demo() -> Plan:
     """VL-BERT's Table 4 at equal steps of 32 captions, on the drawn world: each line changes fields of one recipe."""
     finetunings = {task: _demo(f"finetune_{task}_demo", *_DEMO_FIELDS[task]) for task in _DEMO_TASKS}
-    return Plan(
-        name="table4_demo",
-        title="VL-BERT's Table 4 on the drawn world",
-        variants={
-            name: Variant(
-                title,
-                None if changes is None else _demo_pretraining("pretrain_vlbert_demo", *changes),
-                finetunings,
-                dict(zip(_DEMO_TASKS, paper, strict=False)),
-            )
-            for name, (title, changes, paper) in _TABLE4.items()
-        },
-        tasks=_DEMO_TASKS,
-        pretraining_metrics=_DEMO_METRICS,
-        paper=_TABLE4_PAPER,
-    )
+    pretraining = partial(_demo_pretraining, "pretrain_vlbert_demo")
+    title = "VL-BERT's Table 4 on the drawn world"
+    return _table4("table4_demo", title, pretraining, finetunings, _DEMO_TASKS, _DEMO_METRICS)
 
 
 def table4() -> Plan:
@@ -218,37 +210,28 @@ def table4() -> Plan:
     ROOT/refcoco+ and ROOT/vcr, or where vqa:task.folder=FOLDER says. VQA is evaluated on val2014: no one has the
     answers of test-dev.
     """
+    vqa = ("task.folder={root}/vqa", "steps=4335", "model.regions.features=end_to_end")
     vcr = ("task.folder={root}/vcr", "steps=33270", "optimizer.decay_at=23288,29942")
     finetunings = {
-        "vqa": Training(
-            "finetune_vqa_base", ("task.folder={root}/vqa", "steps=4335", "model.regions.features=end_to_end")
-        ),
+        "vqa": Training("finetune_vqa_base", vqa),
         "refcoco": Training("finetune_refcoco_base_detected", ("task.folder={root}/refcoco+", "steps=37560")),
         "vcr": Training("finetune_vcr_base", vcr),
         "vcr_rationales": Training("finetune_vcr_base", (*vcr, "task.subtask=rationale")),
     }
-    from_bert = {
-        name: Training(one.recipe, (*one.changes, "bert=bert-base-uncased")) for name, one in finetunings.items()
+    tasks = {
+        "vqa": ComparedTask("VQA", "val2014", "accuracy"),
+        "refcoco": ComparedTask("RefCOCO+, detected", "val", "accuracy_published"),
+        "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
+        "vcr_rationales": ComparedTask("VCR, QA→R", "val", "rationale_accuracy"),
     }
-    return Plan(
-        name="table4",
-        title="VL-BERT's Table 4",
-        variants={
-            name: Variant(
-                title,
-                None if changes is None else Training("pretrain_vlbert_base", changes),
-                from_bert if changes is None else finetunings,
-                dict(zip(finetunings, paper, strict=True)),
-            )
-            for name, (title, changes, paper) in _TABLE4.items()
-        },
-        tasks={
-            "vqa": ComparedTask("VQA", "val2014", "accuracy"),
-            "refcoco": ComparedTask("RefCOCO+, detected", "val", "accuracy_published"),
-            "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
-            "vcr_rationales": ComparedTask("VCR, QA→R", "val", "rationale_accuracy"),
-        },
-        paper=_TABLE4_PAPER,
+    without = ("bert=bert-base-uncased",)
+    return _table4(
+        "table4",
+        "VL-BERT's Table 4",
+        lambda *changes: Training("pretrain_vlbert_base", changes),
+        finetunings,
+        tasks,
+        without=without,
     )
 
 

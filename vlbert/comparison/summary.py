@@ -1,4 +1,4 @@
-"""What a comparison found, from the files of its runs: means, intervals, pairs, costs, curves."""
+"""What a comparison found, from the files of its runs: means, intervals, pairs, costs."""
 
 import io
 import itertools
@@ -7,19 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.object_store import ObjectStore
 from storage.safe_json import parse_json
-from training.curves import Lines
-from training.log import last_metrics, read_metrics
-from vlbert.comparison.cells import Cell, costs_file, folder_of_evaluation, read_costs
+from training.log import last_metrics
+from vlbert.comparison.cells import PRETRAINING, Cell, read_costs
 from vlbert.comparison.intervals import REPLICATES, check_same, interval, weighted
 from vlbert.comparison.plans import ComparedTask, Plan
 from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
-
-_OF_COST = ("seconds", "cpu_seconds", "flops")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,63 +37,91 @@ class Scored:
         return float(np.average(self.scores, weights=self.weights))
 
 
-def summarise(
-    plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]
-) -> tuple[dict[str, Any], bytes]:
-    """The content of numbers.json, and the scores of all examples as Parquet.
+def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
+    """The content of numbers.json.
 
     failed: run -> reason; such cells have no number. A task whose evaluations do not fit the plan or each other has
     the reason as `problem`, and no numbers.
     """
-    scored, problems = {}, {}
-    for task in plan.tasks:
-        try:
-            scored[task] = _scored(plan, store, task, cells, failed)
-        except ValueError as error:
-            scored[task], problems[task] = [], str(error)
-    summary = {
+    whole = [cell for cell in cells if cell.run not in failed]
+    pretrainings = [cell for cell in whole if cell.task is None]
+    return {
         "plan": plan.name,
         "title": plan.title,
         "paper": plan.paper,
         "seeds": sorted({cell.seed for cell in cells}),
         "replicates": REPLICATES,
-        "variants": {name: _variant(plan, store, name, cells, failed) for name in plan.variants},
-        "tasks": {task: _task(plan, task, scored[task]) | {"problem": problems.get(task)} for task in plan.tasks},
-        "pretraining": {name: _validated(store, name, cells, failed) for name in plan.pretraining_metrics},
+        "variants": {
+            name: {
+                "title": variant.title,
+                "pretrained": variant.pretraining is not None,
+                "tasks": [*variant.finetunings],
+                "costs": _costs(plan, store, [cell for cell in whole if cell.variant == name]),
+            }
+            for name, variant in plan.variants.items()
+        },
+        "tasks": {task: _task(plan, store, task, [cell for cell in whole if cell.task == task]) for task in plan.tasks},
+        "pretraining": {name: _validated(store, name, pretrainings) for name in plan.pretraining_metrics},
         "failed": [
             {"run": c.run, "variant": c.variant, "task": c.task, "seed": c.seed, "reason": failed[c.run]}
             for c in cells
             if c.run in failed
         ],
     }
-    return summary, _parquet([one for found in scored.values() for one in found])
 
 
-def _scored(
-    plan: Plan, store: ObjectStore, task: str, cells: Sequence[Cell], failed: Mapping[str, str]
-) -> list[Scored]:
-    """The evaluations of a task; ValueError where one does not fit the plan, or two are not of the same examples."""
-    chosen = [cell for cell in cells if cell.task == task and cell.run not in failed]
-    found = [read_scores(store, cell, plan.tasks[task]) for cell in chosen]
-    for one in found[1:]:
-        names = found[0].cell.run, one.cell.run
-        check_same(found[0].examples, one.examples, names)
-        if not np.array_equal(found[0].weights, one.weights):
+def _task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The means of a task with their intervals, and the differences of all pairs of variants."""
+    task, problem = plan.tasks[name], None
+    try:
+        scored = _comparable([read_scores(store, cell, task) for cell in cells])
+    except ValueError as error:
+        scored, problem = [], str(error)
+    by_variant = {
+        variant: {one.cell.seed: one for one in scored if one.cell.variant == variant} for variant in plan.variants
+    }
+    chances = [one.metrics[task.chance] for one in scored] if task.chance else []
+    chances = [chance for chance in chances if chance is not None]
+    means = {
+        variant: asdict(interval(_stacked(of_seeds, [*of_seeds])))
+        | {"seeds": {str(seed): one.mean for seed, one in of_seeds.items()}}
+        for variant, of_seeds in by_variant.items()
+        if of_seeds
+    }
+    return {
+        "title": task.title,
+        "split": task.split,
+        "metric": task.metric,
+        "examples": len(scored[0].scores) if scored else 0,
+        "chance": float(np.mean(chances)) if chances else None,
+        "means": means,
+        "paper": {other: variant.paper[name] for other, variant in plan.variants.items() if name in variant.paper},
+        "warnings": list(dict.fromkeys(line for one in scored for line in one.warnings)),
+        "pairs": [_pair(*pair, by_variant) for pair in itertools.combinations(means, 2)],
+        "problem": problem,
+    }
+
+
+def _comparable(scored: list[Scored]) -> list[Scored]:
+    """The evaluations of a task; ValueError where two are not of the same examples."""
+    for one in scored[1:]:
+        names = scored[0].cell.run, one.cell.run
+        check_same(scored[0].examples, one.examples, names)
+        if not np.array_equal(scored[0].weights, one.weights):
             raise ValueError(
                 f"the examples of {' and '.join(names)} have not as many ranks each: they cannot be compared; evaluate "
                 "both on the same data"
             )
-    return found
+    return scored
 
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Scored:
     """An evaluation's scores; examples whose truth is not known are left out. ValueError where their mean is not the
     metric that the plan names."""
-    folder = folder_of_evaluation(cell)
-    where = store.where(f"{folder}/{METRICS}")
-    evaluation = parse_json(store.get(f"{folder}/{METRICS}"), where)
+    where = store.where(f"{cell.evaluation}/{METRICS}")
+    evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), where)
     metrics = evaluation["metrics"]
-    table = pq.read_table(io.BytesIO(store.get(f"{folder}/{PREDICTIONS}")))
+    table = pq.read_table(io.BytesIO(store.get(f"{cell.evaluation}/{PREDICTIONS}")))
     if task.metric not in metrics or task.column not in table.column_names:
         raise ValueError(
             f"{where}: there is no metric {task.metric} with a column {task.column}; it has "
@@ -126,32 +150,6 @@ def score_of(value: float | Sequence[float], within: int | None) -> float:
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 
-def _task(plan: Plan, name: str, scored: Sequence[Scored]) -> dict[str, Any]:
-    task = plan.tasks[name]
-    by_variant = {
-        variant: {one.cell.seed: one for one in scored if one.cell.variant == variant} for variant in plan.variants
-    }
-    chances = [one.metrics[task.chance] for one in scored] if task.chance else []
-    chances = [chance for chance in chances if chance is not None]
-    means = {}
-    for variant, of_seeds in by_variant.items():
-        if of_seeds:
-            found = asdict(interval(_stacked(of_seeds, [*of_seeds])))
-            found["seeds"] = {str(seed): one.mean for seed, one in of_seeds.items()}
-            means[variant] = found
-    return {
-        "title": task.title,
-        "split": task.split,
-        "metric": task.metric,
-        "examples": len(scored[0].scores) if scored else 0,
-        "chance": float(np.mean(chances)) if chances else None,
-        "means": means,
-        "paper": {name_: variant.paper[name] for name_, variant in plan.variants.items() if name in variant.paper},
-        "warnings": list(dict.fromkeys(line for one in scored for line in one.warnings)),
-        "pairs": [_pair(*pair, by_variant) for pair in itertools.combinations(means, 2)],
-    }
-
-
 def _pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Scored]]) -> dict[str, Any]:
     """The difference, first less second, over the seeds that both have; None where they share none."""
     one, other = by_variant[first], by_variant[second]
@@ -171,77 +169,27 @@ def _stacked(
     return weighted(scores, scored[seeds[0]].weights)
 
 
-def _variant(
-    plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell], failed: Mapping[str, str]
-) -> dict[str, Any]:
-    """Its title, its tasks, how many parameters its model has with each head, and what each of its trainings costs:
-    means over the seeds."""
-    variant, costs = plan.variants[name], {}
+def _costs(plan: Plan, store: ObjectStore, cells: Sequence[Cell]) -> dict[str, dict[str, float | None]]:
+    """What the trainings of a variant took, means over the seeds: by task."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
-        if cell.variant == name and cell.run not in failed:
-            found = read_costs(store, costs_file(plan, cell))
-            of = costs.setdefault(cell.task or "pretraining", {"steps": cell.steps})
-            of |= {key: found[key] for key in ("parameters", "trained") if key in found}
-            if "flops" in found:
-                of["flops"] = found["flops"] * cell.steps
-            for key in ("seconds", "cpu_seconds"):
-                of.setdefault(key, []).append(found.get(key))
-    for of in costs.values():
-        for key in ("seconds", "cpu_seconds"):
-            measured = [value for value in of[key] if value is not None]
-            of[key] = float(np.mean(measured)) if measured else None
+        found.setdefault(cell.task or PRETRAINING, []).append({"steps": cell.steps} | read_costs(store, plan, cell))
     return {
-        "title": variant.title,
-        "pretrained": variant.pretraining is not None,
-        "tasks": [*variant.finetunings],
-        "costs": costs,
+        task: {name: _mean([one.get(name) for one in costs]) for name in ("steps", "seconds", "cpu_seconds")}
+        for task, costs in found.items()
     }
 
 
-def _validated(store: ObjectStore, metric: str, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _validated(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
     """A metric of the last validation of each pre-training: by variant its mean, and the value of each seed."""
     found: dict[str, dict[str, float]] = {}
-    for cell in cells:
-        if cell.task is None and cell.run not in failed:
-            value = last_metrics(store, cell.run).get(metric)
-            if value is not None:
-                found.setdefault(cell.variant, {})[str(cell.seed)] = value
+    for cell in pretrainings:
+        value = last_metrics(store, cell.run).get(metric)
+        if value is not None:
+            found.setdefault(cell.variant, {})[str(cell.seed)] = value
     return {name: {"mean": float(np.mean([*of.values()])), "seeds": of} for name, of in found.items()}
-
-
-def _parquet(scored: Sequence[Scored]) -> bytes:
-    """task, variant, seed, key, question, score, weight: a row an example of each evaluation."""
-    parts = []
-    for one in scored:
-        n, cell = len(one.scores), one.cell
-        same = {
-            "task": pa.array([cell.task] * n).dictionary_encode(),
-            "variant": pa.array([cell.variant] * n).dictionary_encode(),
-            "seed": pa.array([cell.seed] * n, pa.int64()),
-        }
-        keys, questions = zip(*one.examples, strict=True)
-        parts.append(pa.table(same | {"key": keys, "question": questions, "score": one.scores, "weight": one.weights}))
-    file = io.BytesIO()
-    if parts:
-        pq.write_table(pa.concat_tables(parts).unify_dictionaries(), file, compression="zstd")
-    return file.getvalue()
-
-
-def curves_of(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Lines]:
-    """By loss of pre-training, a line of each variant: the mean over the seeds."""
-    panels: dict[str, dict[str, dict[float, list[float]]]] = {}
-    for cell in cells:
-        if cell.task is None and cell.run not in failed:
-            title = plan.variants[cell.variant].title
-            for row in read_metrics(store, cell.run, "training"):
-                for name, value in row.items():
-                    if name.startswith("loss_") and not name.endswith("_accuracy"):
-                        points = panels.setdefault(name.removeprefix("loss_"), {}).setdefault(title, {})
-                        points.setdefault(row["step"], []).append(value)
-    return {
-        f"pre-training: loss at {loss}, nats": {
-            title: [(step, float(np.mean(values))) for step, values in sorted(points.items())]
-            for title, points in lines.items()
-        }
-        for loss, lines in panels.items()
-    }

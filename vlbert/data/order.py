@@ -4,7 +4,7 @@ The slots of a run are numbered through all epochs. storage.order.interleaved sa
 belongs to, and which draw of that dataset it is; the dataset's spans say over which snapshot, and in which epoch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,17 +50,28 @@ def drawn(
 ) -> list[tuple[int, int, int]]:
     """Of one dataset the `count` samples after the first `consumed` ones, as (index in `spans`, epoch, question); chunk
     as in storage.order.shuffled."""
-    ends = [span.consumed for span in spans[1:]] + [consumed + count]
     found = []
-    for index, (span, end) in enumerate(zip(spans, ends, strict=True)):
-        n, samples = span.examples, np.arange(max(consumed, span.consumed), min(consumed + count, end))
-        epochs, positions = np.divmod(samples - span.consumed, n)
-        for epoch in np.unique(epochs).tolist():
-            begins = span.consumed + epoch * n
-            numbers = shuffled(positions[epochs == epoch], seed, CAPTIONS, span.epoch + epoch, n, chunk, begins)
-            found += [(index, span.epoch + epoch, number) for number in numbers.tolist()]
-    assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {spans[0]}"
+    for index, epoch, questions in drawn_by_epoch(spans, consumed, count, seed, chunk):
+        found += [(index, epoch, number) for number in questions.tolist()]
     return found
+
+
+def drawn_by_epoch(
+    spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """The same in their order, as (index in `spans`, epoch, int64 [questions])."""
+    assert consumed >= spans[0].consumed, f"sample {consumed} lies before {spans[0]}"
+    stop = consumed + count
+    for index, (span, end) in enumerate(zip(spans, [span.consumed for span in spans[1:]] + [stop], strict=True)):
+        first, n = max(consumed, span.consumed), span.examples
+        for epoch in range((first - span.consumed) // n, -(-(min(stop, end) - span.consumed) // n)):
+            begins = span.consumed + epoch * n
+            positions = np.arange(max(0, first - begins), min(n, min(stop, end) - begins))
+            yield (
+                index,
+                span.epoch + epoch,
+                shuffled(positions, seed, CAPTIONS, span.epoch + epoch, n, chunk, begins),
+            )
 
 
 def seed_of(seed: int, number: int) -> int:

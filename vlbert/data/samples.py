@@ -77,14 +77,13 @@ def open_samples(
 
 
 def newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
-    """Pin what is committed now and return the snapshot's id; None where no shard is new and no sample of before was
-    forgotten.
+    """Pin what is committed now and return the snapshot's id; None where no shard is new or in a newer revision.
 
     None too where a shard of before is missing, as while a stage is made again.
     """
     catalog, shards = Catalog(store, dataset), set(before.shards)
-    now = set(catalog.shards(before.stage))
-    if not shards < now and not (shards == now and catalog.holds_forgotten(before)):
+    now = catalog.newest(before.stage)
+    if not shards <= now.keys() or set(now.values()) == set(before.manifests):
         return None
     found = catalog.pin(before.stage)
     return found.id if shards <= set(found.shards) and found.id != before.id else None

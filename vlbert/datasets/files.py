@@ -22,7 +22,7 @@ def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
     """
     if not file.is_file():
         raise ValueError(f"there is no {file}; fetch it, or set {settings}")
-    return parse_json(read_bytes(file), str(file), wanted, "fetch it again", nan=True)
+    return parse_json(read_bytes(file), str(file), wanted, "fetch it again")
 
 
 @contextlib.contextmanager
@@ -73,8 +73,8 @@ def image_name(url: str) -> str:
     return Path(unquote(urlsplit(url).path)).name
 
 
-def forgotten_images(samples: Samples, images: Iterable[str]) -> set[str]:
-    """Those of these images that are in no sample, because their URL was forgotten."""
+def withdrawn_images(samples: Samples, images: Iterable[str]) -> set[str]:
+    """Those of these images that are in no sample, because their URL was withdrawn."""
     found = {image_name(url) for url in samples.withdrawn}.intersection(images)
     return found - {image_name(url) for url in samples.urls} if found else found
 

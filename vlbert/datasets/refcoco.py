@@ -2,7 +2,6 @@
 remedy."""
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from storage.pickles import UnsafePickle, read_pickle
 from storage.safe_json import shown
-from storage.safe_pickle import Hostile, read_pickle
 from vlbert.datasets.files import check_ids, read_bytes, read_json
 
 FILES = ("refs(unc).p", "instances.json")
@@ -213,17 +212,15 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 
 def read_plain_pickle(file: Path) -> Any:
-    """A pickle of lists, dicts, strings and numbers (Python 2's too); whatever would run code is refused."""
-    data = read_bytes(file)
+    """Read a pickle of lists, dicts, strings and numbers (Python 2's too); whatever would run code is refused."""
     try:
-        return read_pickle(data, encoding="utf-8")[0]
-    except Hostile as error:
+        return read_pickle(read_bytes(file), encoding="utf-8")
+    except UnsafePickle as error:
         raise ValueError(
-            f"{file} wants to load {error}; a refs file holds plain values only: if it is your own, write it without "
-            "arrays or bytes, else do not trust it"
+            f"{file} wants to load {error}, which no refs file needs. Nothing was run; do not trust it"
         ) from error
-    except (ValueError, MemoryError) as error:
-        raise ValueError(f"{file} is no pickle, or is cut off: {error}; {_NO_REFS}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} {error}; {_NO_REFS}") from error
 
 
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
@@ -288,7 +285,7 @@ def _field(entry: Any, name: str, kind: type) -> Any:
 
 def _corners(box: Sequence[float]) -> Box:
     x, y, width, height = box
-    if not all(map(math.isfinite, box)):
+    if not all(abs(side) < 1e9 for side in box):  # nor NaN
         raise ValueError(f"box {box} is not finite")
     return x, y, x + width, y + height
 

@@ -12,13 +12,12 @@ metrics.json last, or to FOLDER (s3:// too). An evaluation that was stopped goes
 settings that exists already is kept; --again repeats it.
 """
 
-import functools
-import hashlib
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
@@ -28,7 +27,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.old import add_recipe_fields, make_parser
 from storage.progress import clock
 from storage.settings import differing_fields, from_json, override, to_json
-from training.checkpoint_files import MODEL
+from training.checkpoint import MODEL
 from training.distributed import World, from_first, gather_on_first
 from training.loading import EXPECTED
 from training.program import find_recipe, run_in_world
@@ -52,7 +51,7 @@ from vlbert.initial_weights import check_one_dataset, start_head
 from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task, settings_named, task_of
-from vlbert.tasks.base import TaskModel, TaskSettings
+from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.validate import Predicted, because_of, predict_all
 
@@ -161,15 +160,11 @@ def evaluate(
     checkpoints = [open_checkpoint(name) for name in names]
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
         raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
-    changed = [f"task.{name}={_text(value)}" for name, value in task_class.evaluation.items()]
-    overrides = [*changed, *overrides, f"data.root={root}"]
+    overrides = [*task_class.evaluation, *overrides, f"data.root={root}"]
     if again:
         from_first(world.first and delete_blocks(store, folder), world)  # before anyone reads them
-    predicted = []
-    for checkpoint in checkpoints:
-        decided = inputs | {"checkpoint": checkpoint.where, "model": checkpoint.folder.hashes.get(MODEL)}
-        blocks = functools.partial(_blocks, store, folder, decided)
-        predicted.append(_predict(recipe, checkpoint, split, overrides, world, blocks))
+    blocks = partial(Blocks, store, folder)
+    predicted = [_predict(recipe, checkpoint, split, overrides, world, inputs, blocks) for checkpoint in checkpoints]
     if not world.first:
         return {}
     rows = [row for one in predicted for row in one.rows]
@@ -208,26 +203,19 @@ def _find(path: str, world: World) -> str:
     return from_first(store.where(folder).rstrip("/"), world)
 
 
-def _text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _blocks(store: ObjectStore, folder: str, decided: dict[str, Any], settings: TaskSettings, data: dict) -> Blocks:
-    """What was predicted already, where all that decides it is the same: the task's files too."""
-    files = [Path(settings.folder) / name for name in settings.files]
-    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
-    return Blocks(store, folder, decided | {"code": version("vlbert"), "files": hashes} | data)
-
-
 def _predict(
     recipe: Recipe,
     checkpoint: Checkpoint,
     split: str,
     overrides: Sequence[str],
     world: World,
-    blocks_of: Callable[[TaskSettings, dict], Blocks],
+    inputs: dict[str, Any],
+    blocks_of: Callable[[dict[str, Any]], Blocks],
 ) -> SplitPredictions:
-    """One checkpoint's predictions for the whole split, gathered on rank 0."""
+    """One checkpoint's predictions for the whole split, gathered on rank 0.
+
+    blocks_of: what was predicted already, by all that decides the predictions.
+    """
     model, recipe = load_task_model(checkpoint, overrides, recipe)
     check_one_dataset(recipe)
     model, config = model.to(world.device), recipe.data
@@ -247,10 +235,11 @@ def _predict(
             flush=True,
         )
     settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
-    decides = {"data": pinned, "examples": len(examples), "batch": batch, "seed": config.seed}
-    decides |= {"task": to_json(settings), "model": to_json(recipe.model), "precision": recipe.precision}
-    blocks = blocks_of(settings, decides)
-    found = _predict_rest(model, data, recipe, world, blocks)
+    decides = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.where, "files": settings.hashes()}
+    decides |= {"weights": checkpoint.folder.hashes.get(MODEL), "model": to_json(recipe.model)}
+    decides |= {"data": pinned, "examples": len(examples), "batch": batch, "seed": config.seed}
+    decides |= {"task": to_json(settings), "precision": recipe.precision}
+    found = _predict_rest(model, data, recipe, world, blocks_of(decides))
     rows = sorted(gather_on_first(list(zip(found.numbers, found.rows, strict=True)), world), key=itemgetter(0))
     return SplitPredictions(
         checkpoint=checkpoint,
@@ -272,32 +261,22 @@ def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world:
     rest = [index for index, first in enumerate(firsts) if first not in before]
     if world.first and before:
         print(f"{len(before)} of {-(-len(data.numbers) // data.size)} batches are predicted already", flush=True)
-    progress = _progress(len(rest), world)
+    began = printed = time.monotonic()
 
     def after(index: int, predicted: Predicted) -> None:
+        nonlocal printed
         blocks.add(firsts[index], predicted)
-        progress()
+        now, done = time.monotonic(), rest.index(index) + 1
+        if world.first and now - printed > _PROGRESS_SECONDS:
+            printed, gone = now, now - began
+            left = clock(gone / done * (len(rest) - done))
+            print(f"predicted {done} of {len(rest)} batches  {clock(gone)} gone  {left} left", flush=True)
 
     now = predict_all(model, data, recipe, world, rest, after)
     found = Predicted()
     for one in (*(before[first] for first in firsts if first in before), now):
         found.add(one)
     return found
-
-
-def _progress(batches: int, world: World) -> Callable[[], None]:
-    """Prints at intervals how far the first rank is, and how long it will take; called after each of its batches."""
-    began = printed = time.monotonic()
-    done = 0
-
-    def progress() -> None:
-        nonlocal printed, done
-        now, done = time.monotonic(), done + 1
-        if world.first and now - printed > _PROGRESS_SECONDS:
-            printed, left = now, (now - began) / done * (batches - done)
-            print(f"predicted {done} of {batches} batches  {clock(now - began)} gone  {clock(left)} left", flush=True)
-
-    return progress
 
 
 def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> str | None:

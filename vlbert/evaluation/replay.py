@@ -1,47 +1,46 @@
-"""Make the batch of any step of a run again, as one HTML page: what was masked and asked, and what each row costs.
+"""Make the batch of any step of a run again, as one HTML page: what was masked, and what was asked.
 
     vlbert replay CHECKPOINT STEP [field=value ...]
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or a copy of such a folder: config.json,
-state.json and vocab.txt are enough; losses need model.safetensors. STEP counts from 1, as the log does. The batch is
-the same on any number of devices, so a laptop can replay a run of eight GPUs. See docs/operating.md.
+state.json and vocab.txt are enough. STEP counts from 1, as the log does. The batch is the same on any number of
+devices, so a laptop can replay a run of eight GPUs. See docs/operating.md.
 """
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
+from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxes_on
 from storage.object_store import LocalStore, ObjectStore, open_store
 from storage.old import add_fields, from_assignments, make_parser
-from storage.progress import clock
+from storage.redact import redacted
 from storage.runs import STATE
-from storage.sample import Sample
 from storage.settings import override
-from training.checkpoint_files import MODEL
 from training.distributed import World
 from training.loading import EXPECTED
 from training.log import Unreadable
 from training.program import find_recipe
 from vlbert.checkpoint import Checkpoint, check_saved, find_checkpoint, read_checkpoint
 from vlbert.config import Recipe
-from vlbert.data.batch import Batch, Example, ImageInput, collate
-from vlbert.data.images import PreparedImage
-from vlbert.data.loading import Slot, TrainingData, parts_of_step
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+from vlbert.data.loading import TrainingData, parts_of_step
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import open_samples
-from vlbert.evaluation.evaluate import load_task_model, recipe_of
+from vlbert.evaluation.evaluate import recipe_of
+from vlbert.evaluation.results_page import render
 from vlbert.recipes import RECIPES
 from vlbert.resume import open_data, saved_of
-from vlbert.tasks.base import Task, TaskModel
+from vlbert.tasks.base import Task
 
 ALONE = World(0, 1, torch.device("cpu"))
-_PROGRESS_SECONDS = 10.0  # between lines of progress
+_MOST_NAMED = 12  # regions with a label that get their number on the image, beside masked and mentioned ones
 
 
 @dataclass(frozen=True)
@@ -52,61 +51,30 @@ class ReplaySettings:
     text_corpus: str | None = None  # folder of the text corpus; none: as the recipe has it
     folder: str | None = None  # folder with the task's files; none: as the recipe has it
     out: str | None = None  # HTML file to write; none: RUN-step-STEP.html in the working directory
-    losses: bool = True  # compute the loss of each row, where the weights are there
     recipe: str | None = None  # MODULE:FUNCTION, the recipe of a task of your own
 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The batch of a step.
-
-    step        from 1, as the log counts
-    slots       what the step takes of the order: (number of the dataset, index of the snapshot span, epoch, example)
-    spans       of each dataset, by number
-    examples    in the order of the slots; those of text alone last
-    unreadable  why slots have no example
-    """
+    """The examples of a step, those of text alone last, and why others are missing. step counts from 1."""
 
     checkpoint: Checkpoint
     recipe: Recipe
     task: Task
     step: int
-    slots: list[Slot]
-    datasets: list[str]
-    spans: list[list[SnapshotSpan]]
     examples: list[Example]
     unreadable: list[Unreadable]
-    _images: dict[int, tuple[Sample, PreparedImage, np.ndarray]]
 
     @property
     def batch(self) -> Batch:
-        """As one process with one part would have it."""
+        """The batch that one process with one part of the step would have."""
         return collate(self.examples, self.unreadable)
 
-    def source_of(self, image: ImageInput) -> tuple[Sample, PreparedImage]:
-        """The sample that an example's image is made of: another pair's where the two are mismatched."""
-        return self._images[id(image.boxes)][:2]
 
+def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pixels: bool = False) -> Replay:
+    """Make the batch of a step, counted from 1, of the run that a checkpoint belongs to.
 
-class _Witness:
-    """A task that remembers which sample each image is made of."""
-
-    def __init__(self, task: Task):
-        self._task = task
-        self.images: dict[int, tuple[Sample, PreparedImage, np.ndarray]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def example(self, sample: Sample, image: PreparedImage, annotation: Any, rng: np.random.Generator) -> Example:
-        example = self._task.example(sample, image, annotation, rng)
-        if example.image is not None:  # all that becomes of it (another pair's, without labels) has the same boxes
-            self.images[id(example.image.boxes)] = (sample, image, example.image.boxes)
-        return example
-
-
-def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings()) -> Replay:
-    """The batch of a step, from 1, of the run that a checkpoint belongs to.
+    pixels: decode images also where the model reads precomputed features.
 
     ValueError where the checkpoint has not reached the step, and where the shards, the text corpus or the task's files
     are gone or have changed.
@@ -115,28 +83,28 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings()) ->
         find_recipe(settings.recipe, RECIPES)()  # its module tells of the task
     store, folder = _find(path)
     checkpoint = read_checkpoint(store, folder, tensors=False)
-    state = checkpoint.state
-    if not 1 <= step <= state["step"]:
+    reached = checkpoint.state["step"]
+    if not 1 <= step <= reached:
         raise ValueError(
-            f"{checkpoint.where} has reached step {state['step']}, so it cannot tell the batch of step {step}; name a "
-            f"step from 1 to {state['step']}, or a later checkpoint"
+            f"{checkpoint.where} has reached step {reached}, so it cannot tell the batch of step {step}; name a step "
+            f"from 1 to {reached}, or a later checkpoint"
         )
     recipe = _located(recipe_of(checkpoint), checkpoint, settings)
     try:
-        return _replayed(checkpoint, recipe, step)
+        return _replayed(checkpoint, recipe, step, pixels)
     except EXPECTED as error:
         raise ValueError(f"step {step} of {recipe.run_name} cannot be replayed: {error}") from error
 
 
 def _find(path: str) -> tuple[ObjectStore, str]:
-    """As find_checkpoint, but a copied folder needs no weights."""
+    """Find a checkpoint as find_checkpoint does; a copied folder needs no weights."""
     if "/runs/" not in path and (Path(path) / STATE).is_file():
         return LocalStore(path), ""
     return find_checkpoint(path)
 
 
 def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -> Recipe:
-    """The recipe with its files where they are now, for one process; ValueError where there is no root."""
+    """Return the recipe for one process, with its files where they are now; ValueError where there is no root."""
     root = settings.root or checkpoint.where.rpartition("/runs/")[0] or recipe.data.root
     here = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = [f"{name}={value}" for name, value in here.items() if value is not None]
@@ -144,8 +112,8 @@ def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -
     return override(replace(recipe, data=data, task=recipe.task.to_train()), given)
 
 
-def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int) -> Replay:
-    state, config = checkpoint.state, recipe.data
+def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: bool) -> Replay:
+    state, config, regions = checkpoint.state, recipe.data, recipe.model.regions
     way_out = "put it back, or name the folder that has it: folder=FOLDER"
     recipe.task.check_same(state.get("task_files"), checkpoint.where, way_out)
     store = open_store(config.root, write=False)
@@ -161,8 +129,9 @@ def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int) -> Replay:
     then = replace(checkpoint, folder=folder)
     opened = open_data(recipe, store, then, then, ALONE, otherwise="")
     check_saved(opened.task, checkpoint)
-    witness = _Witness(opened.task)
-    training = TrainingData(opened.datasets, witness, config, recipe.model.regions, ALONE, opened.corpus)
+    if pixels:
+        regions = replace(regions, features="end_to_end")
+    training = TrainingData(opened.datasets, opened.task, config, regions, ALONE, opened.corpus)
     for number, span in following:
         name = config.dataset_names[number]
         pinned = saved_of(checkpoint, name) | {"snapshot": span.snapshot}
@@ -175,93 +144,74 @@ def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int) -> Replay:
             )
         training.enter(number, samples, examples, span.snapshot, span.consumed)
     ((examples, unreadable),) = training.examples(step - 1)
-    return Replay(
-        checkpoint,
-        recipe,
-        opened.task,
-        step,
-        training.slots(step - 1),
-        config.dataset_names,
-        spans,
-        examples,
-        unreadable,
-        witness.images,
-    )
+    return Replay(checkpoint, recipe, opened.task, step, examples, unreadable)
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
-
-Losses = dict[str, tuple[float, int]]  # name -> sum and number of terms
-
-
-def has_weights(checkpoint: Checkpoint) -> bool:
-    folder = checkpoint.folder
-    return folder.store.exists(f"{folder.path}/{MODEL}" if folder.path else MODEL)
-
-
-def load_model(found: Replay) -> TaskModel:
-    """The checkpoint's model in eval mode, float32."""
-    whole = read_checkpoint(found.checkpoint.folder.store, found.checkpoint.folder.path)
-    folder = [] if not found.recipe.task.folder else [f"task.folder={found.recipe.task.folder}"]
-    return load_task_model(whole, folder)[0]
-
-
-def losses_of_rows(
-    model: TaskModel, examples: Sequence[Example], progress: Callable[[int, int], None] = lambda done, of: None
-) -> list[Losses]:
-    """The losses of each example by itself or, where the task compares rows, of each with those that it is compared
-    with (Task.apart)."""
-    groups, found = model.task.apart(examples), []
-    for number, group in enumerate(groups):
-        losses = model(collate(group))
-        # What has no gradient is monitored, and no loss.
-        found.append(
-            {name: (float(loss.detach()), n) for name, (loss, n) in losses.items() if loss.requires_grad and n}
-        )
-        progress(number + 1, len(groups))
-    return found
-
-
-def mean_losses(rows: Sequence[Losses]) -> dict[str, float]:
-    """The losses of the whole step: of all terms of its rows."""
-    sums: dict[str, tuple[float, int]] = {}
-    for row in rows:
-        for name, (loss, n) in row.items():
-            before = sums.get(name, (0.0, 0))
-            sums[name] = before[0] + loss, before[1] + n
-    return {name: loss / n for name, (loss, n) in sums.items()}
-
-
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- page -------------------------------------------------------------------------------------------------------------
 
 
 def write_replay(path: str, step: int, settings: ReplaySettings = ReplaySettings()) -> Path:
-    """Writes the page of a step, and returns its file. Errors as of `replay`."""
+    """Write the page of a step, and return its file. Errors as of `replay`."""
     out = Path(settings.out) if settings.out else None
     if out and not out.parent.is_dir():
         raise ValueError(f"out={out}: there is no folder {out.parent}")
-    found, losses = replay(path, step, settings), None
-    if settings.losses and has_weights(found.checkpoint):
-        losses = losses_of_rows(load_model(found), found.examples, _progress())
-    from vlbert.evaluation.replay_page import page  # here: it imports jinja2
-
+    found = replay(path, step, settings, pixels=True)
     out = out or Path(f"{found.recipe.run_name}-step-{step:07d}.html")
-    out.write_bytes(page(found, losses))
+    classes = ((found.checkpoint.config.get("detector") or {}).get("metadata") or {}).get("classes")
+    names = {"words": found.task.vocabulary.tokens} | ({"region_classes": ["background", *classes]} if classes else {})
+    rows = [_row(example, found.task.vocabulary.tokens, names) for example in found.examples]
+    out.write_text(render(Path(__file__).parent / "replay.html.j2", {"found": found, "rows": rows}), encoding="utf-8")
     return out
 
 
-def _progress() -> Callable[[int, int], None]:
-    """Prints at intervals how far the losses are."""
-    began = printed = time.monotonic()
+def _row(example: Example, tokens: Sequence[str], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What the page shows of an example."""
+    facts = [(name, value) for name, value in example.metadata.items() if isinstance(value, str | int | float | list)]
+    return {
+        "key": example.key,
+        "counted": example.counted,
+        "image": None if example.image is None else _drawn(example, example.image),
+        "texts": [_words(text, tokens) | {"asked": _asked(text, names)} for text in example.texts],
+        "asked": [] if example.image is None else _asked(example.image, names),
+        "facts": [redacted(f"{name}: {value}") for name, value in facts],
+    }
 
-    def progress(done: int, of: int) -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if now - printed > _PROGRESS_SECONDS:
-            printed, left = now, (now - began) / done * (of - done)
-            print(f"loss of row {done} of {of}  {clock(left)} left", flush=True)
 
-    return progress
+def _words(text: TextInput, names: Sequence[str]) -> dict[str, Any]:
+    """The tokens of a text, each with the region that it mentions, and whether it has a label."""
+    labelled = np.logical_or.reduce([np.zeros(len(text.tokens), bool), *text.label_masks.values()])
+    tokens = zip(text.tokens.tolist(), text.token_region.tolist(), labelled.tolist(), strict=True)
+    return {"tokens": [{"word": names[token], "region": region, "asked": asked} for token, region, asked in tokens]}
+
+
+def _asked(part: TextInput | ImageInput, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Which tokens or regions have a label, and all labels; `names`: of their values, by the name of the labels."""
+    places = [(name, np.flatnonzero(mask).tolist()) for name, mask in part.label_masks.items()]
+    labels = [(name, [_label(value, names.get(name)) for value in values]) for name, values in part.labels.items()]
+    return [f"{name} at {', '.join(map(str, at))}" for name, at in places if at] + [
+        f"{name}: {', '.join(values)}" for name, values in labels if values
+    ]
+
+
+def _label(value: np.ndarray, names: Sequence[str] | None) -> str:
+    """A label in words; of a distribution over classes the likeliest, with its share."""
+    number = int(np.argmax(value)) if np.ndim(value) else value
+    word = names[number] if names else f"{number:g}"
+    return f"{word} ({value[number]:.2f})" if np.ndim(value) else word
+
+
+def _drawn(example: Example, image: ImageInput) -> str:
+    """The image as the src of an img: all regions with thin lines, and those that are masked, mentioned or asked with
+    their numbers."""
+    mentioned = {number for text in example.texts for number in text.token_region.tolist()}
+    masked = set(np.flatnonzero(image.masked).tolist())
+    labelled = [int(number) for mask in image.label_masks.values() for number in np.flatnonzero(mask)]
+    named = sorted((masked | mentioned | {*labelled[:_MOST_NAMED]}) - {0})
+    thin = [(box, OTHERS, "") for box in image.boxes[1:]]
+    thin += [(box, OTHERS, "masked") for box in image.covered] if image.covered is not None else []
+    boxes = [(image.boxes[n], colour_of(n), f"{n} masked" if n in masked else str(n)) for n in named]
+    pixels = Image.fromarray(image.pixels.permute(1, 2, 0).numpy())
+    return data_uri(draw_boxes_on(pixels, [*thin, *boxes], IMAGE_SIDE, len(thin)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

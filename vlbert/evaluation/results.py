@@ -217,17 +217,12 @@ def warnings(summary: dict[str, Any]) -> list[str]:
         found.append(f"WARNING: it was trained on this split ({', '.join(map(str, summary['trained_on']))})")
     if summary["random_init_detector"]:
         found.append("WARNING: the regions come from an UNTRAINED detector (random weights)")
-    if counts["unreadable"]:
-        found.append(
-            f"{counts['unreadable']} of {counts['all']} examples could not be read: the metrics are over the others, "
-            f"see {PROBLEMS}"
-        )
-    if counts["skipped"]:
-        found.append(f"{counts['skipped']} examples of the files are skipped, see {PROBLEMS}")
-    if counts["invalid"]:
-        found.append(
-            f"{counts['invalid']} of {counts['all']} examples are invalid and count as they are, see {PROBLEMS}"
-        )
+    for kind, what in (
+        ("unreadable", f"of {counts['all']} examples could not be read: the metrics are over the others"),
+        ("skipped", "examples of the files are skipped"),
+        ("invalid", f"of {counts['all']} examples are invalid and count as they are"),
+    ):
+        found += [f"{counts[kind]} {what}, see {PROBLEMS}"] * bool(counts[kind])
     if summary["submission_refused"]:
         found.append(f"no submission file: {summary['submission_refused']}")
     return found

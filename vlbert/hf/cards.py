@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 from huggingface_hub import CardData, DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData, RepoCard
 
 from storage.catalog import Catalog
-from storage.forgotten import forgotten_urls, is_among
 from storage.inventory import Inventory
 from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
@@ -174,16 +173,10 @@ def data_card(store: ObjectStore, dataset: str) -> str:
 
 
 def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
-    """Return what the manifests of a stage say; each is read twice, and no tar is.
-
-    All but statuses, rows and bytes is about the ok rows whose URL was not forgotten since. Imported images have no
-    host. `sizes` are the least, the 5 %, the median, the 95 % and the most; `regions` is the mean of an image.
-    """
-    urls, hosts, tables, forgotten = forgotten_urls(catalog.store), Counter(), [], 0
+    """Return what the manifests of a stage say; each is read twice, and no tar is."""
+    hosts, tables = Counter(), []
     for table in catalog.columns(stage, ["status", "url", *_COLUMNS]):
-        held = table.filter(pc.equal(table["status"], OK))
-        ok = held.filter(pc.invert(is_among(held["url"], urls)))
-        forgotten += len(held) - len(ok)
+        ok = table.filter(pc.equal(table["status"], OK))
         hosts.update(map(_host, ok["url"].to_pylist()))
         tables.append(ok.select(list(_COLUMNS)).cast(pa.schema(_COLUMNS)))
     ok = pa.concat_tables([pa.schema(_COLUMNS).empty_table(), *tables])
@@ -200,7 +193,6 @@ def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
         "tar_bytes": sum(header.tar_bytes for header in headers),
         "statuses": statuses.most_common(),
         "ok": len(ok),
-        "forgotten": forgotten,
         "licences": _licences(ok["license"]),
         "hosts": [(host, count) for host, count in hosts.most_common() if host],
         "sizes": {

@@ -98,7 +98,7 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         return text, streams.regions[:, : batch.region_mask.shape[1]]
 
     def appearance(self, batch: Batch) -> Tensor:
-        """The appearance features of the K real regions of the batch's images, in image order: [K, D]."""
+        """Return the appearance features of the K real regions of the batch's images, in image order: [K, D]."""
         if not len(batch.image_rows):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:

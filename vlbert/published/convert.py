@@ -19,11 +19,11 @@ import tyro
 from safetensors.torch import save
 from torch import Tensor
 
-from detectors.weights.torch_pickle import named_tensors, read_weight_file
+from detectors.weights.tensor_files import read_tensors
 from storage.programs import Positional, command
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
-from training.checkpoint_files import load_tensors
+from training.checkpoint import load_tensors
 from vlbert.checkpoint import CONFIG, Checkpoint, check_tensors, model_files, read_model
 from vlbert.config import architecture
 from vlbert.data.vocabulary import Vocabulary
@@ -139,11 +139,7 @@ def restore(
 
 def read_file(file: Path) -> dict[str, Tensor]:
     """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
-    _, loaded = read_weight_file(file)
-    tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
-    if not isinstance(tensors, dict) or not tensors:
-        raise ValueError(f"{file} holds no state dict: a dict of named tensors, or one below 'state_dict', is needed")
-    tensors = named_tensors(file, tensors)
+    tensors = read_tensors(file).tensors
     prefixed = [key for key in tensors if key.startswith("module.")]
     if prefixed and len(prefixed) < len(tensors):
         bare = next(key for key in tensors if not key.startswith("module."))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from detectors.resnet import ResNetConfig
+from detectors.weights.tensor_files import without_wrappers
 from vlbert.config import ModelConfig, RegionConfig
 from vlbert.model.heads import Pooler
 from vlbert.published.checkpoints import CLASSES, NO_HINTS, Hints, Published, Shapes, count, has_any
@@ -191,9 +192,9 @@ class PublishedViLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Without module., with the names that LayerNorms have since (gamma is weight, beta bias), and with the bert.
-        that an encoder saved by itself lacks."""
-        name = key.removeprefix("module.").replace("gamma", "weight").replace("beta", "bias")
+        """Without what trainers wrap around a module, with the names that LayerNorms have since (gamma is weight, beta
+        bias), and with the bert. that an encoder saved by itself lacks."""
+        name = without_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
         return f"bert.{name}" if name.startswith(_BARE) else name
 
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from detectors.resnet import ResNetConfig
+from detectors.weights.tensor_files import without_wrappers
 from vlbert.config import ModelConfig, RegionConfig
 from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, Shapes, count, has_any
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
@@ -118,8 +119,8 @@ class PublishedVLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Without the wrappers of data-parallel training (module.) and of VCR's four choices (_module.)."""
-        return re.sub(r"^vlbert\._module\.", "vlbert.", key.removeprefix("module."))
+        """Without what trainers wrap around a module, and VCR's wrapper for its four choices (_module.)."""
+        return re.sub(r"^vlbert\._module\.", "vlbert.", without_wrappers(key))
 
     def in_file(self, name: str) -> str:
         """VCR wraps the core in a module for its four choices."""

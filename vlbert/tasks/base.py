@@ -2,10 +2,9 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +16,7 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example
 from vlbert.data.images import PreparedImage
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.datasets.files import find_samples, forgotten_images, reading
+from vlbert.datasets.files import find_samples, reading, withdrawn_images
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
 
@@ -41,31 +40,17 @@ class Examples:
         return len(self.samples)
 
 
-@dataclass(frozen=True)
-class LabelInWords:
-    """A label of an example, for people.
-
-    words  what the right prediction is
-    text   number of the text in Example.texts that has the label; None: the image
-    index  of the token or region that has it; None: the whole text or image
-    """
-
-    words: str
-    text: int | None = None
-    index: int | None = None
-
-
 def make_examples(
     samples: Samples, found: Sequence[tuple[Any, str, str, str]], training: bool, source: str
 ) -> Examples:
     """The examples of `found`: (annotation, its name, image file, invalid reason or ""). Training skips the invalid
-    ones; an evaluation keeps them, since all must be answered. Both skip those whose image was forgotten.
+    ones; an evaluation keeps them, since all must be answered. Both skip those whose image was withdrawn.
 
     source: where they come from, for errors. ValueError where none is left, or an image is in no sample.
     """
-    forgotten = forgotten_images(samples, {image for _, _, image, _ in found})
-    gone = tuple(f"{name}: its image was forgotten" for _, name, image, _ in found if image in forgotten)
-    found = [one for one in found if one[2] not in forgotten]
+    withdrawn = withdrawn_images(samples, {image for _, _, image, _ in found})
+    gone = tuple(f"{name}: its image was withdrawn" for _, name, image, _ in found if image in withdrawn)
+    found = [one for one in found if one[2] not in withdrawn]
     invalid = tuple(f"{name}: {reason}" for _, name, _, reason in found if reason)
     usable = [(annotation, image) for annotation, _, image, reason in found if not (training and reason)]
     if not usable:
@@ -137,18 +122,10 @@ class TaskSettings:
 
 
 class Task(ABC):
-    """Base class of the tasks. A task defines `example`, `head`, `losses`, `predictions` and `metrics`; all else has a
-    default."""
+    """Base class of the tasks.
 
-    paper: str = "no number"  # what the paper reports, in one line
-    shuffles: bool = False  # validate a second time, each text with another image: what is left needs no image
-    joins: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
-    saved: tuple[str, ...] = ()  # attributes, lists, that give the head's outputs their meaning, as VQA's `answers`:
-    #                              they are saved with each checkpoint, and loaded from there
-    evaluation: Mapping[str, Any] = MappingProxyType({})  # fields of the settings that vlbert evaluate changes
-    evaluated_at_once: int = 64  # examples of a batch of vlbert evaluate at most
-    zero_shot: str = ""  # the part of pre-training's head without which a pre-trained model cannot be evaluated on the
-    #                      task as it is; "": none can
+    A task defines `examples`, `example`, `head`, `losses`, `predictions` and `metrics`. All below these has a default.
+    """
 
     def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int):
         """num_classes: of the detector, without the background."""
@@ -156,26 +133,9 @@ class Task(ABC):
         self.vocabulary = vocabulary
         self.num_classes = num_classes
 
-    @staticmethod
-    def best_metric(settings: Any) -> str | None:
-        """The metric by which checkpoints are compared, the higher the better; None: only the newest are kept."""
-        return None
-
-    @staticmethod
-    def parts_of(split: str) -> tuple[str, ...]:
-        """The splits that a split consists of, such as testA and testB of RefCOCO+'s test."""
-        return (split,)
-
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """The examples of a split; None: all that training learns from. By default one of each sample."""
         return Examples(range(len(samples)))
-
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> Any:
-        """The annotation, for `example`, of a user's own question (vlbert predict). ValueError where it does not fit
-        the task."""
-        raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
 
     @abstractmethod
     def example(self, sample: Sample, image: PreparedImage, annotation: Any, rng: np.random.Generator) -> Example:
@@ -185,55 +145,6 @@ class Task(ABC):
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """The parameters that the task adds."""
-
-    @property
-    def neighbours(self) -> int:
-        """How many examples behind its own `together` needs."""
-        return 0
-
-    def together(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """What a batch is made of, given its examples and the `neighbours` behind them. In training the order is that
-        of the whole step, whatever the ranks, and the step's first examples follow its last. By default the examples.
-        """
-        return list(examples)
-
-    def with_other_image(self, example: Example, other: Example) -> Example:
-        """The example with the image of another one."""
-        return replace(example, image=other.image)
-
-    def labels_in_words(self, example: Example, class_name: Callable[[int], str]) -> list[LabelInWords]:
-        """The labels of an example, as `example` and `together` left them. By default the names of its label masks, at
-        the tokens and regions that they mark.
-
-        class_name: the name of a class of regions by its number, 0 being the background.
-        """
-        parts = [*enumerate(example.texts), *([] if example.image is None else [(None, example.image)])]
-        return [
-            LabelInWords(name, number, index)
-            for number, part in parts
-            for name, mask in part.label_masks.items()
-            for index in np.flatnonzero(mask).tolist()
-        ]
-
-    def apart(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """The examples of a batch in the smallest groups of which `losses` computes the same, in the order of the
-        examples. By default each by itself."""
-        return [[example] for example in examples]
-
-    def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
-        """Part of the head -> the part of pre-training's head that it starts from."""
-        return head.init_from if isinstance(head, Classifier) else {}
-
-    def from_pretraining(
-        self, part: str, tensors: dict[str, Tensor], settings: Mapping[str, Any]
-    ) -> Mapping[str, Tensor]:
-        """The tensors of a part of the head, given those of the part of pre-training's head that it starts from, and
-        the fields of the pre-training's settings. By default the same."""
-        return tensors
-
-    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed
-        """Prepares a new run after its weights are loaded; `init_from`: type of the settings of the run that they come
-        from."""
 
     @abstractmethod
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
@@ -258,6 +169,75 @@ class Task(ABC):
         Entries of `ranking` and `boxes` may have `region`, the number of a region: from 1; 0 is none of them.
         """
 
+    @abstractmethod
+    def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
+        """Metrics over the predictions of a whole split; none where no ground truth is known."""
+
+    # --- what a paper reports, and what checkpoints are kept by -------------------------------------------------------
+
+    paper: str = "no number"  # what the paper reports, in one line
+
+    def reported(self, split: str) -> dict[str, str]:
+        """What the paper reports on a split, in %: metric -> text, such as "79.88 base"."""
+        return {}
+
+    @staticmethod
+    def best_metric(settings: Any) -> str | None:
+        """The metric by which checkpoints are compared, the higher the better; None: only the newest are kept."""
+        return None
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    shuffles: bool = False  # validate a second time, each text with another image: what is left needs no image
+
+    def with_other_image(self, example: Example, other: Example) -> Example:
+        """The example with the image of another one."""
+        return replace(example, image=other.image)
+
+    @property
+    def neighbours(self) -> int:
+        """How many examples behind its own `together` needs."""
+        return 0
+
+    def together(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
+        """What a batch is made of, given its examples and the `neighbours` behind them. In training the order is that
+        of the whole step, whatever the ranks, and the step's first examples follow its last. By default the examples.
+        """
+        return list(examples)
+
+    # --- weights that a run starts from -------------------------------------------------------------------------------
+
+    zero_shot: str = ""  # the part of pre-training's head without which a pre-trained model cannot be evaluated on the
+    #                      task as it is; "": none can
+    saved: tuple[str, ...] = ()  # attributes, lists, that give the head's outputs their meaning, as VQA's `answers`:
+    #                              they are saved with each checkpoint, and loaded from there
+
+    def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
+        """Part of the head -> the part of pre-training's head that it starts from."""
+        return head.init_from if isinstance(head, Classifier) else {}
+
+    def from_pretraining(
+        self, part: str, tensors: dict[str, Tensor], settings: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """The tensors of a part of the head, given those of the part of pre-training's head that it starts from, and
+        the fields of the pre-training's settings. By default the same."""
+        return tensors
+
+    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed
+        """Prepares a new run after its weights are loaded; `init_from`: type of the settings of the run that they come
+        from."""
+
+    # --- evaluation and users' own questions --------------------------------------------------------------------------
+
+    joins: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
+    evaluation: tuple[str, ...] = ()  # overrides of the settings in vlbert evaluate, as task.every_answer=true
+    evaluated_at_once: int = 64  # examples of a batch of vlbert evaluate at most
+
+    @staticmethod
+    def parts_of(split: str) -> tuple[str, ...]:
+        """The splits that a split consists of, such as testA and testB of RefCOCO+'s test."""
+        return (split,)
+
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
         """The rows of a batch in a validation or evaluation: its `predictions`."""
         return self.predictions(vlbert, head, vlbert(batch), batch)
@@ -271,17 +251,16 @@ class Task(ABC):
         """What `predict` returned for all examples of a split, as rows of predictions. By default the same."""
         return list(rows)
 
-    @abstractmethod
-    def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Metrics over the predictions of a whole split; none where no ground truth is known."""
-
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
         """The files that a leaderboard takes, by name. ValueError where the rows are not the whole split."""
         return {}
 
-    def reported(self, split: str) -> dict[str, str]:
-        """What the paper reports on a split, in %: metric -> text, such as "79.88 base"."""
-        return {}
+    def annotation_for(
+        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
+    ) -> Any:
+        """The annotation, for `example`, of a user's own question (vlbert predict). ValueError where it does not fit
+        the task."""
+        raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ of the text-only corpus and 70 % of masked regions for the base model.
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,7 +26,7 @@ from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_w
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.heads import HeadTransform, Pooler, initialise
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import LabelInWords, Task, TaskSettings, accuracy
+from vlbert.tasks.base import Task, TaskSettings, accuracy
 
 OVERLAPPING = 0.4  # IoU with a labelled region above which 12-in-1's code leaves a region out of the mean
 ROW_EPSILON = 1e-4  # what the published code adds to counts where it takes means of rows
@@ -196,22 +196,6 @@ class Pretraining(Task):
                 "mismatched": mismatched,
             },
         )
-
-    def labels_in_words(self, example: Example, class_name: Callable[[int], str]) -> list[LabelInWords]:
-        found, names = [], self.vocabulary.tokens
-        for number, text in enumerate(example.texts):
-            for related in text.labels.get("related", ()):
-                same = "belong together" if related == self.settings.related_class else "do not belong together"
-                found.append(LabelInWords(f"caption and image {same}", number))
-            positions = np.flatnonzero(text.label_masks["word_label_mask"]).tolist()
-            for position, token in zip(positions, text.labels["words"].tolist(), strict=True):
-                found.append(LabelInWords(names[token], number, position))
-        if example.image is not None:
-            regions = np.flatnonzero(example.image.label_masks["region_label_mask"]).tolist()
-            for region, classes in zip(regions, example.image.labels["region_classes"], strict=True):
-                likeliest = int(classes.argmax())
-                found.append(LabelInWords(f"{class_name(likeliest)} ({classes[likeliest]:.2f})", None, region))
-        return found
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
         """ImageInput.averaged_over, as `mean_over` says; boxes [r, 4], labelled bool [r]."""

@@ -7,7 +7,7 @@ MAttNet's detected ones 71.60, 77.72, 60.99.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from vlbert.datasets import refcoco
 from vlbert.datasets.refcoco import Box, Convention, Expression, Expressions, overlap
 from vlbert.model.heads import Classifier, ClassifierKind
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, LabelInWords, Task, TaskSettings, accuracy, invalid_reason, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 
 MAX_RANKED = 5  # regions in a prediction's ranking
 
@@ -172,14 +172,6 @@ class RefCOCO(Task):
         tokens = np.array([self.vocabulary.cls, *expression, self.vocabulary.sep], np.int64)
         zeros = np.zeros(len(tokens), np.int64)
         return TextInput(tokens, segments=zeros, token_region=zeros)
-
-    def labels_in_words(self, example: Example, class_name: Callable[[int], str]) -> list[LabelInWords]:
-        """Of the candidates that overlap the answer; the others together."""
-        candidates = np.flatnonzero(example.image.label_masks["candidate"]).tolist()
-        targets = list(zip(candidates, example.image.labels["target"].tolist(), strict=True))
-        found = [LabelInWords(f"target {target:.2f}", None, region) for region, target in targets if target]
-        others = len(targets) - len(found)
-        return found + ([LabelInWords(f"{others} other candidates: target 0")] if others else [])
 
     def head(self, config: ModelConfig) -> nn.Module:
         settings = self.settings

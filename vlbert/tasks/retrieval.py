@@ -7,8 +7,7 @@ ViLBERT 58.20 caption -> image, zero-shot 31.86. VL-BERT's paper reports none.
 """
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +23,10 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, with_texts
 from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import retrieval
-from vlbert.datasets.files import find_samples, forgotten_images
+from vlbert.datasets.files import find_samples, withdrawn_images
 from vlbert.model.heads import Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, LabelInWords, Task, TaskSettings, accuracy, invalid_reason
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason
 
 MAX_RANKED = 5  # captions in a prediction's ranking
 OTHER_TOKENS = 4  # positions beside the caption's: of [CLS], [SEP], the regions and [END]
@@ -128,9 +127,9 @@ class Retrieval(Task):
                     f"more than task.captions = {self.settings.captions}"
                 )
             found += [HeldOutImage(name, kept)] if kept else []
-        forgotten = forgotten_images(samples, [one.image for one in found])
-        skipped += [f"{one.image}: it was forgotten" for one in found if one.image in forgotten]
-        found = [one for one in found if one.image not in forgotten]
+        withdrawn = withdrawn_images(samples, [one.image for one in found])
+        skipped += [f"{one.image}: it was withdrawn" for one in found if one.image in withdrawn]
+        found = [one for one in found if one.image not in withdrawn]
         source = f"{', '.join(names)} of {file}"
         if not found:
             raise ValueError(f"none of the images of {source} has a caption with words")
@@ -218,27 +217,6 @@ class Retrieval(Task):
             for example, rows in zip(everyone, texts, strict=True)
             if rows
         ]
-
-    def labels_in_words(self, example: Example, class_name: Callable[[int], str]) -> list[LabelInWords]:
-        found, wrong_captions = [], self.settings.wrong_captions
-        for number, text in enumerate(example.texts):
-            for anchor, role in zip(text.labels["anchor"].tolist(), text.labels["role"].tolist(), strict=True):
-                kind = "wrong caption" if role <= wrong_captions else "wrong image"
-                words = f"pair {anchor + 1}: {kind if role else 'the pair itself'}"
-                found.append(LabelInWords(words, number))
-        return found
-
-    def apart(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """The rows of each pair: its own, and those with its wrong captions and wrong images."""
-        groups: dict[int, list[Example]] = defaultdict(list)
-        for example in examples:
-            rows: dict[int, list[TextInput]] = defaultdict(list)
-            for text in example.texts:
-                anchor, role = int(text.labels["anchor"][0]), int(text.labels["role"][0])
-                rows[anchor].append(_labelled(text, 0, role))
-            for anchor, texts in rows.items():
-                groups[anchor].append(replace(example, text=texts[0], more=tuple(texts[1:])))
-        return [groups[anchor] for anchor in sorted(groups)]
 
     # --- model --------------------------------------------------------------------------------------------------------
 

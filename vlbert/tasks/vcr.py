@@ -6,10 +6,9 @@ The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -26,7 +25,7 @@ from vlbert.datasets import vcr
 from vlbert.datasets.vcr import CHOICES, CLASSES, Scene, Text
 from vlbert.model.heads import Classifier, ClassifierKind, HeadTransform, Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, LabelInWords, Task, TaskSettings, accuracy, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, make_examples
 from vlbert.tasks.vcr_text import (
     PEOPLE,
     Question,
@@ -100,7 +99,7 @@ class VCR(Task):
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
     joins = True
-    evaluation = MappingProxyType({"every_answer": True})
+    evaluation = ("task.every_answer=true",)
 
     @staticmethod
     def best_metric(settings: VCRSettings) -> str:
@@ -170,16 +169,6 @@ class VCR(Task):
         tokens, token_region = (np.concatenate(parts).astype(np.int64) for parts in (tokens, token_region))
         label_masks, labels = {"choice": np.arange(len(tokens)) == 0}, {"right": np.array([right])}
         return TextInput(tokens, segments.astype(np.int64), token_region, label_masks, labels)
-
-    def labels_in_words(self, example: Example, class_name: Callable[[int], str]) -> list[LabelInWords]:
-        found, image = [], example.image
-        for number, text in enumerate(example.texts):
-            found += [LabelInWords("right" if right else "wrong", number) for right in text.labels["right"]]
-        if self.settings.region_loss != "none":
-            names = ("whole image", *vcr.OBJECTS)
-            for region in np.flatnonzero(image.label_masks["region_label_mask"]).tolist():
-                found.append(LabelInWords(names[image.classes[region]], None, region))
-        return found
 
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None

@@ -7,7 +7,7 @@ The paper (table 2): VL-BERT base 71.16 test-dev; large 71.79 test-dev, 72.22 te
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from vlbert.datasets import vqa
 from vlbert.datasets.vqa import Question
 from vlbert.model.heads import Classifier, ClassifierKind, PairClassifier
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, LabelInWords, Task, TaskSettings, accuracy, invalid_reason, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 
 MAX_RANKED = 5  # answers in a prediction's ranking
 OTHER_TOKENS = 6  # positions beside the question's: of [CLS], two [SEP], [MASK], the regions and [END]
@@ -141,16 +141,6 @@ class VQA(Task):
                 "class": np.array([scores.argmax()] if scores.any() else [], np.int64),
             },
         )
-
-    def labels_in_words(self, example: Example, class_name: Callable[[int], str]) -> list[LabelInWords]:
-        found = []
-        for position, scores in zip(
-            np.flatnonzero(example.text.label_masks["answer"]).tolist(), example.text.labels["scores"], strict=True
-        ):
-            order = np.argsort(-scores, kind="stable")[: np.count_nonzero(scores)].tolist()
-            answers = "; ".join(f"{self.answers[i]} {scores[i]:.2f}" for i in order)
-            found.append(LabelInWords(answers or "none of the answers", 0, position))
-        return found
 
     def scores(self, answers: Sequence[str]) -> np.ndarray:
         """float32 [answers]: each class's soft score, given the annotators' answers."""

@@ -1,1 +1,0 @@
-"""Our models beside figures that the published programs left: `python -m benchmarks.parity DIR...`."""

@@ -1,0 +1,123 @@
+"""Reads the tensors of weight files that others published, and takes off what trainers wrap around them.
+
+A file is torch's, a pickle of numpy arrays, or safetensors. None of it is run: torch reads its own files with
+weights_only, storage/pickles.py the pickles.
+"""
+
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from storage.pickles import STAND_INS, UnsafePickle, read_pickle
+from storage.safe_json import printable, shown
+
+_ZIP = b"PK\x03\x04"
+_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that torch wrote before it wrote zip files
+# The names under which trainers save a state dict beside other things.
+_BELOW = ("state_dict", "model_state_dict", "model")
+# What data-parallel training and torch.compile put before a module's name.
+_WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
+# How many times larger than their file all tensors may be: tied weights share their numbers.
+_SHARING = 4
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The tensors of a weight file."""
+
+    file: Path
+    tensors: dict[str, Tensor]
+    """By the names that the file has for them."""
+    container: str
+    """`torch file`, `safetensors file` or `pickle of numpy arrays`."""
+
+    def plain(self) -> dict[str, Tensor]:
+        """Return the tensors by `without_wrappers`; ValueError where two have one."""
+        found = {without_wrappers(name): tensor for name, tensor in self.tensors.items()}
+        if len(found) < len(self.tensors):
+            raise ValueError(f"{self.file} holds tensors whose names are the same without those of wrappers")
+        return found
+
+
+def without_wrappers(key: str) -> str:
+    """Return the name of a tensor without those of wrappers: module.x and module._orig_mod.x are x."""
+    return _WRAPPERS.sub("", key)
+
+
+def read_tensors(file: Path) -> TensorFile:
+    """Read the tensors of a file. Beside them it may hold other things, which are left.
+
+    Raises:
+        ValueError: Names the file, and says what it is or holds instead.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    with open(file, "rb") as stream:
+        start = stream.read(512)
+    if instead := what_instead(start):
+        raise ValueError(f"{file} {instead}")
+    try:
+        if is_safetensors(start, file.stat().st_size):
+            with safe_open(file, framework="pt") as stream:
+                tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+                return TensorFile(file, tensors, "safetensors file")
+        if start.startswith((_ZIP, _OLD_TORCH)):
+            names = [(call, f"{module}.{name}") for (module, name), call in STAND_INS.items()]
+            with torch.serialization.safe_globals(names):
+                container, loaded = "torch file", torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            container, loaded = "pickle of numpy arrays", read_pickle(file.read_bytes())
+    except UnsafePickle as error:
+        raise _unsafe(file, str(error)) from error
+    except Exception as error:  # of any kind: torch's reader checks little of what it reads
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and named:
+            raise _unsafe(file, printable(named[1])) from error
+        reason = printable(error)[:200] if isinstance(error, ValueError | SafetensorError) else type(error).__name__
+        raise ValueError(f"{file} is torn or no weight file ({reason}); fetch it again") from error
+    while isinstance(loaded, dict) and (inner := next((loaded[n] for n in _BELOW if n in loaded), None)) is not None:
+        loaded = inner
+    if not isinstance(loaded, dict) or not loaded:
+        raise ValueError(
+            f"{file} holds no state dict: a dict of named tensors, or one below {' or '.join(_BELOW)}, is needed"
+        )
+    tensors = {name: _tensor(name, value, file) for name, value in loaded.items()}
+    if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > _SHARING * file.stat().st_size:
+        raise ValueError(f"{file} holds tensors larger than itself; they have the same numbers again and again")
+    return TensorFile(file, tensors, container)
+
+
+def what_instead(start: bytes) -> str:
+    """Return what a file that begins so is in place of weights; "" where that is not known."""
+    if not start:
+        return "is empty: fetch it again"
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"<":
+        return "is a web page, no weights: download the file behind the link"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, no weights: run git lfs pull"
+    return ""
+
+
+def is_safetensors(start: bytes, size: int) -> bool:
+    """Whether a file of this size that begins so is a safetensors file."""
+    return start[8:9] == b"{" and int.from_bytes(start[:8], "little") < size
+
+
+def _unsafe(file: Path, name: str) -> ValueError:
+    return ValueError(f"{file} wants to load {name}, which no weights need. Nothing was run; do not trust it")
+
+
+def _tensor(name: Any, value: Any, file: Path) -> Tensor:
+    if isinstance(name, str) and isinstance(value, np.ndarray):
+        return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+    if not isinstance(name, str) or not plain or value.is_quantized:
+        raise ValueError(f"{file}: {shown(name)} is no tensor but a {type(value).__name__.lower()}")
+    return value.detach()

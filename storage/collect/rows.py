@@ -1,0 +1,203 @@
+"""The rows of what is collected, as Parquet parts in the dataset's folder of the root.
+
+    ROOT/<dataset>/images/rows/<id>.parquet           index: its parts, and which rows repeat an earlier one
+    ROOT/<dataset>/images/rows/part-<hash>.parquet    a part: up to PART_ROWS rows
+
+A list, a folder or tars are read once and written as parts, each named by its content. The index comes last, and only
+if there is none. From then on every run and every machine reads these alone, as long as the list is the same. A list
+that grew shares its first parts with what it was. The layout is a contract, docs/formats.md.
+"""
+
+import functools
+import hashlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.digests import BLANK, OWN_SHA256, check_version, is_whole, seal
+from storage.object_store import ObjectMissing, ObjectStore
+from storage.sample import sample_key
+
+ROWS_VERSION = 1
+PART_ROWS = 10_000
+_KEY_BYTES = 10  # of a sample's key
+_KEPT_PARTS = 4  # in memory: shards that are collected together lie in one or two
+_PART = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("url", pa.string(), nullable=False),
+        pa.field("caption", pa.string(), nullable=False),
+        pa.field("extra", pa.string()),  # JSON
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("detail", pa.string(), nullable=False),
+        pa.field("file", pa.binary()),  # a file's name need not be UTF-8
+        pa.field("offset", pa.int64()),
+        pa.field("size", pa.int64()),
+    ]
+)
+# What makes a row another one. Not its detail, which names the file, nor where in a tar it lies.
+_IDENTITY = ("url", "caption", "extra", "file", "size")
+_INDEX = pa.schema([pa.field("row", pa.int64(), nullable=False), pa.field("first", pa.int64(), nullable=False)])
+
+Scalar = str | int | float | bool | None
+Extra = dict[str, Scalar]  # further columns of a row, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the image of a row lies on this side: a file of a folder, or the bytes of a tar.
+
+    size is in bytes, -1 where there is no regular file.
+    """
+
+    file: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionRow:
+    """A row of what is collected: `row` is its number there, from 0 and without the header.
+
+    caption and url stand as the file has them. `extra` has the further columns that are kept, None for none. `status`
+    says why it cannot be collected, "" if it can. `place` is that of an image that need not be downloaded.
+    """
+
+    row: int
+    caption: str
+    url: str
+    extra: Extra | None = None
+    key: str = ""
+    status: str = ""
+    detail: str = ""
+    place: Place | None = None
+
+    def __post_init__(self):
+        if not self.key:
+            object.__setattr__(self, "key", sample_key(self.url, self.caption))
+
+
+class Rows:
+    """The rows of one origin, as its index and its parts in the root have them.
+
+    `unreadable` has the rows with a status, `repeated` those whose URL and caption an earlier row has, ascending, and
+    `firsts` the first one with them.
+    """
+
+    def __init__(self, store: ObjectStore, dataset: str, id: str):
+        """ObjectMissing if there is no index of this id; ValueError if it is damaged."""
+        self._store, self._folder = store, _folder(dataset)
+        path = f"{self._folder}/{id}.parquet"
+        data, self._where = store.get(path), store.where(path)
+        if not is_whole(data):
+            raise self._damaged(self._where)
+        table = pq.read_table(io.BytesIO(data))
+        header = json.loads(table.schema.metadata[b"rows"])
+        check_version(header["version"], ROWS_VERSION, self._where)
+        self.id, self.count, self._parts = id, header["count"], header["parts"]
+        self.unreadable: list[int] = header["unreadable"]
+        self.repeated, self.firsts = (table[name].to_numpy() for name in _INDEX.names)
+        self._part = functools.lru_cache(_KEPT_PARTS)(self._read_part)
+
+    def read(self, start: int, stop: int) -> list[CaptionRow]:
+        """Rows [start, stop)."""
+        return list(itertools.starmap(_row_of, enumerate(self._table(start, stop).to_pylist(), start)))
+
+    def duplicates(self, start: int, stop: int) -> dict[int, int]:
+        """Of rows [start, stop) those that repeat an earlier one, and the first one with the same URL and caption."""
+        part = slice(*np.searchsorted(self.repeated, [start, stop]))
+        return dict(zip(self.repeated[part].tolist(), self.firsts[part].tolist(), strict=True))
+
+    def digest(self, start: int, stop: int) -> str:
+        """The sha256 of what rows [start, stop) say."""
+        columns = self._table(start, stop).select(_IDENTITY).to_pydict()
+        return hashlib.sha256(json.dumps(columns, default=os.fsdecode).encode()).hexdigest()
+
+    def _table(self, start: int, stop: int) -> pa.Table:
+        parts = range(start // PART_ROWS, -(-stop // PART_ROWS))
+        table = pa.concat_tables(map(self._part, parts)) if parts else _PART.empty_table()
+        return table.slice(start - parts.start * PART_ROWS, stop - start)
+
+    def _read_part(self, number: int) -> pa.Table:
+        path = f"{self._folder}/part-{self._parts[number]}.parquet"
+        try:
+            data = self._store.get(path)
+        except ObjectMissing as error:
+            raise self._damaged(self._store.where(path)) from error
+        if _hash(data) != self._parts[number]:
+            raise self._damaged(self._store.where(path))
+        return pq.read_table(io.BytesIO(data)).replace_schema_metadata(None)
+
+    def _damaged(self, where: str) -> ValueError:
+        return ValueError(f"{where} is damaged or gone; delete {self._where}, and run again")
+
+
+def write_rows(store: ObjectStore, dataset: str, id: str, rows: Iterable[CaptionRow]) -> Rows:
+    """Write the parts of these rows, and last their index, under this id; what is there already stays."""
+    rows, keys, names, unreadable = iter(rows), bytearray(), [], []
+    while part := list(itertools.islice(rows, PART_ROWS)):
+        unreadable += [row.row for row in part if row.status]
+        keys += bytes.fromhex("".join(row.key for row in part))
+        lines = [
+            (row.key, row.url, row.caption, _json(row.extra), row.status, row.detail, *_place(row.place))
+            for row in part
+        ]
+        columns = [pa.array(column, field.type) for column, field in zip(zip(*lines, strict=True), _PART, strict=True)]
+        data = _parquet(pa.Table.from_arrays(columns, schema=_PART))
+        names.append(_hash(data))
+        store.put(f"{_folder(dataset)}/part-{names[-1]}.parquet", data, if_absent=True)
+    repeated, firsts = _repeated(keys, unreadable)
+    header = {"version": ROWS_VERSION, "count": len(keys) // _KEY_BYTES, "unreadable": unreadable, "parts": names}
+    schema = _INDEX.with_metadata({"rows": json.dumps(header), OWN_SHA256: BLANK})
+    index = bytearray(_parquet(pa.Table.from_arrays([pa.array(repeated), pa.array(firsts)], schema=schema)))
+    seal(index)
+    store.put(f"{_folder(dataset)}/{id}.parquet", bytes(index), if_absent=True)
+    return Rows(store, dataset, id)
+
+
+def _folder(dataset: str) -> str:
+    return f"{dataset}/images/rows"
+
+
+def _row_of(number: int, line: dict) -> CaptionRow:
+    place = Place(os.fsdecode(line["file"]), line["offset"], line["size"]) if line["file"] is not None else None
+    extra = None if line["extra"] is None else json.loads(line["extra"])
+    return CaptionRow(number, line["caption"], line["url"], extra, line["key"], line["status"], line["detail"], place)
+
+
+def _json(extra: Extra | None) -> str | None:
+    return None if extra is None else json.dumps(extra)
+
+
+def _place(place: Place | None) -> tuple:
+    return (None, None, None) if place is None else (os.fsencode(place.file), place.offset, place.size)
+
+
+def _parquet(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(table, out, compression="zstd", use_dictionary=["status", "detail", "file"], version="2.6")
+    return out.getvalue()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose key an earlier row has, ascending, and the first row with that key; unreadable rows have none."""
+    table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
+    order = np.argsort(table, kind="stable")  # equal keys side by side, the earliest row first
+    order = order[~np.isin(order, unreadable)]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = table[order[1:]] != table[order[:-1]]
+    firsts = order[new][np.cumsum(new) - 1] if len(order) else order
+    rows, firsts = order[~new], firsts[~new]
+    ascending = np.argsort(rows)
+    return rows[ascending], firsts[ascending]

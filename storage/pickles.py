@@ -1,0 +1,109 @@
+"""Reads pickles that others wrote: plain values, and numpy's arrays and numbers.
+
+A pickle may call whatever it names. Here a name stands for a function of this file, or the pickle is refused; nothing
+that it names is imported.
+"""
+
+import io
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from storage.safe_json import printable, shown
+
+
+class UnsafePickle(ValueError):
+    """Says what a pickle names that no plain value and no array needs."""
+
+
+class _Dtype:
+    """Stands for numpy.dtype: numpy's own can be given a state with which it takes bytes for pointers."""
+
+    def __init__(self, kind: str, *_: Any):
+        if not re.fullmatch(r"[fiu][1248]|b1", kind):
+            raise UnsafePickle(f"an array of {shown(kind)}")
+        self.kind, self.order = kind, "="
+
+    def __setstate__(self, state: tuple) -> None:
+        self.order = state[1]
+
+    def plain(self) -> np.dtype:
+        return np.dtype(self.kind).newbyteorder(self.order)
+
+
+class _Array(np.ndarray):
+    """An array whose bytes are numbers."""
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, columns_first, raw = state
+        super().__setstate__((1, shape, dtype.plain(), columns_first, _raw_bytes(raw)))
+
+
+def _raw_bytes(raw: str | bytes) -> bytes:
+    return raw.encode("latin1") if isinstance(raw, str) else raw  # Python 2's
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array(0, np.uint8)
+
+
+def _frombuffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
+    return np.frombuffer(raw, dtype.plain()).reshape(shape, order=order)
+
+
+def _scalar(dtype: _Dtype, raw: str | bytes) -> bool | int | float:
+    return np.frombuffer(_raw_bytes(raw), dtype.plain())[0].item()
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise UnsafePickle(f"_codecs.encode to {shown(encoding)}")
+    return text.encode(encoding)
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    # How Python 3 pickles bytes for Python 2, and bytes of no length.
+    ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): _no_bytes,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+}
+for _core in ("numpy.core", "numpy._core"):  # before its version 2, and since
+    STAND_INS |= {
+        (f"{_core}.multiarray", "_reconstruct"): _reconstruct,
+        (f"{_core}.multiarray", "scalar"): _scalar,
+        (f"{_core}.numeric", "_frombuffer"): _frombuffer,
+    }
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in STAND_INS:
+            raise UnsafePickle(printable(f"{module}.{name}"[:100]))
+        # A new object each time: a pickle may set attributes of what it names.
+        return partial(STAND_INS[module, name])
+
+
+def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
+    """Return the value of a pickle of any protocol; `encoding` is that of Python 2's plain strings.
+
+    Raises:
+        UnsafePickle: The pickle names something else than STAND_INS.
+        ValueError: It is cut off, or no pickle; the message has no subject.
+    """
+    try:
+        return _Unpickler(io.BytesIO(data), encoding=encoding).load()
+    except UnsafePickle:
+        raise
+    except Exception as error:  # of any kind: a pickle is a program
+        raise ValueError(f"is no pickle, or is cut off: {type(error).__name__}: {printable(error)[:200]}") from error

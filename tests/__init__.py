@@ -1,0 +1,1 @@
+"""Tests, in folders like those of the project, and the commands parity, conformance and kill."""

@@ -1,0 +1,420 @@
+"""The rehearsal of a GPU: what standard steps cost, as golden numbers; what the device refuses and records; the time on
+a card. Every program that a GPU runs ends there, so none mixes tensors of both devices."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from places import DATA
+from refcoco_files import write_refcoco
+from retrieval_files import write_retrieval
+from tiny import CHANNELS, TINY_MODEL, UNICODER_VL, VILBERT, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny_detector import annotated_images
+from tiny_detector import tiny_recipe as detector_recipe
+from torch import Tensor
+from vcr_files import write_vcr
+from vqa_files import ANNOTATORS, ANSWERS, coco, write_vqa
+
+import detectors.train
+from benchmarks.rehearsal.__main__ import main, rehearse_training
+from benchmarks.rehearsal.cards import CARDS, LAUNCH, SHORTEST, operation_seconds, product_seconds, timeline
+from benchmarks.rehearsal.operations import Operation, Product
+from benchmarks.rehearsal.virtual_device import DEVICE, VirtualDevice
+from benchmarks.step_contenders import Fast
+from benchmarks.step_parts import PARTS, counted_flops
+from benchmarks.synthetic import made_up_batch, new_model, without_files
+from detectors.faster_rcnn import DEMO, FasterRCNN
+from storage.settings import override
+from training.distributed import World
+from training.optimizer import OptimizerConfig
+from training.precision import float32_products
+from vlbert.config import DataConfig
+from vlbert.evaluation.evaluate import evaluate
+from vlbert.recipes import RECIPES
+from vlbert.tasks.base import TaskSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.retrieval import RetrievalSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import VQASettings
+from vlbert.train import prepare, train
+
+FLOAT, BLOCK = 4, 512  # bytes: of a number, and of CUDA's allocator
+SMALL = ["model.layers=JJ", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
+SMALL += ["model.geometry_channels=32", "model.regions.resnet.blocks=1,1,1,1", "model.regions.resnet.width=8"]
+SMALL += ["model.regions.roi_size=4", "model.regions.short_side=48", "model.regions.long_side=80"]
+
+
+# --- standard steps ---------------------------------------------------------------------------------------------------
+
+GOLDEN = json.loads((DATA / "rehearsed.json").read_text())  # of 8 pairs, and as many text rows where the recipe has any
+LONG = {"pretrain_vilbert_base", "pretrain_unicoder_vl_base"}
+
+
+def counts(device: VirtualDevice) -> dict[str, int]:
+    found = {name: sum(getattr(one, name) for one in device.operations) for name in ("kernels", "waits", "flops")}
+    return found | {"bytes": sum(one.bytes for one in device.operations), "peak": device.peak}
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in GOLDEN])
+def test_a_step_costs_what_it_did(name: str):
+    """A change of the step that changes a number writes the new ones down; with another torch they may differ."""
+    recipe = RECIPES[name]()
+    device = rehearse_training(recipe, 8, 8 if recipe.data.text_batch else 0)
+    parts = timeline(device.parts(), CARDS["h200"])
+    milliseconds = 1000 * sum(part.seconds for part in parts.values())
+    found = counts(device) | {"ms on an H200": round(milliseconds, 6)}
+    assert found == GOLDEN[name], f"now {json.dumps(found)}"
+    assert {*parts} <= {*PARTS}, "each operation belongs to a part"
+
+
+def test_each_part_computes_as_many_flops_as_torch_counts_on_the_cpu():
+    # With dropout a CPU's attention keeps its weights, which a GPU's computes again.
+    recipe = override(RECIPES["pretrain_vlbert_base"](), [*SMALL, "model.dropout=0"])
+    device, parts = rehearse_training(recipe, 3, 2), Counter()
+    for part, one in device.parts():
+        parts[part] += one.flops
+    recipe, cpu = without_files(recipe), torch.device("cpu")
+    batch = made_up_batch(recipe, 3, 2)
+    assert +parts == +Counter(counted_flops(Fast(recipe, new_model(recipe, cpu), World(0, 1, cpu), [batch]), batch))
+    assert parts["backbone"] > 0 < parts["encoder, backward"]
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+MIXED = {
+    "a sum": lambda here, there: here + there,
+    "in place": lambda here, there: there.add_(here),
+    "concatenation": lambda here, there: torch.cat([there, here]),
+    "rows of the CPU": lambda here, there: here[torch.tensor([1], device=DEVICE)],
+    "places of the CPU": lambda here, there: here.index_put_((there > 0,), there[there > 0]),
+    "a number of the CPU": lambda here, there: torch.zeros(()).add_(there.sum()),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
+def test_tensors_of_both_devices_are_refused_and_the_line_is_named(mixed: Callable):
+    here = numbers(4, 4)
+    with VirtualDevice():
+        there = here.to(DEVICE)
+        with pytest.raises(RuntimeError, match=rf"mixes .*{mixed.__code__.co_firstlineno} < test_rehearsal.py:"):
+            mixed(here, there)
+
+
+def test_unknown_numbers_are_read_as_ones_and_integers_are_computed():
+    with VirtualDevice():
+        there = numbers(2, 3).to(DEVICE)
+        assert there.tolist() == [[1.0] * 3] * 2
+        assert (there[0, 0] * 5).item() == 1.0
+        assert (torch.arange(4, device=DEVICE) * 2).tolist() == [0, 2, 4, 6]
+        assert there[torch.tensor([True, False], device=DEVICE)].shape == (1, 3)
+
+
+HOST_WAITS = {
+    "item": (lambda there: there.sum().item(), 1),
+    "nonzero": (lambda there: there.nonzero(), 1),
+    "mask index": (lambda there: there[there > 0], 1),
+    "cpu": (lambda there: there.cpu(), 1),
+    "cpu, not waited for": (lambda there: there.to("cpu", non_blocking=True), 0),
+    "a list": (lambda there: torch.tensor([1.0, 2.0], device=DEVICE), 1),
+    "unpinned, not blocking": (lambda there: numbers(4).to(DEVICE, non_blocking=True), 1),
+    "pinned": (lambda there: numbers(4).pin_memory().to(DEVICE), 1),
+    "pinned, not blocking": (lambda there: numbers(4).pin_memory().to(DEVICE, non_blocking=True), 0),
+    "pinned, copied in place": (lambda there: there.copy_(numbers(4, 4).pin_memory(), non_blocking=True), 0),
+    "an index of the host": (lambda there: there[torch.tensor([0, 2])], 1),
+    "an index of the device": (lambda there: there[torch.arange(2, device=DEVICE)], 0),
+    "a number of the host": (lambda there: there * 2 + torch.tensor(2.0), 0),
+}
+
+
+@pytest.mark.parametrize(("run", "waits"), HOST_WAITS.values(), ids=HOST_WAITS)
+def test_the_host_waits_where_it_needs_what_is_not_there_yet(run: Callable, waits: int):
+    with VirtualDevice() as device:
+        there = numbers(4, 4).to(DEVICE)
+        device.start()
+        run(there)
+    found = [one for one in device.operations if one.waits]
+    assert len(found) == waits
+    assert all(one.where.split(" < ")[0].startswith("test_rehearsal.py:") for one in found)
+
+
+N, C = 64, 32
+# Operation on a float32 [N, C] -> bytes that its last kernel reads, writes, and copies between host and device.
+MOVED = {
+    "sum": (lambda x: x + x, 2 * N * C * FLOAT, N * C * FLOAT, 0),
+    "expanded": (lambda x: x + x[:1].expand(N, C), (N * C + C) * FLOAT, N * C * FLOAT, 0),
+    "cast": (lambda x: x.bfloat16(), N * C * FLOAT, N * C * 2, 0),
+    "fill": (lambda x: x.zero_(), 0, N * C * FLOAT, 0),
+    "rows": (lambda x: x.index_select(0, torch.arange(4, device=DEVICE)), 4 * (C * FLOAT + 8), 4 * C * FLOAT, 0),
+    "a product": (lambda x: x @ x.T, 2 * N * C * FLOAT, N * N * FLOAT, 0),
+    "to the host": (lambda x: x.cpu(), 0, 0, N * C * FLOAT),
+    "from the host": (lambda x: numbers(5).to(DEVICE), 0, 0, 5 * FLOAT),
+}
+
+
+@pytest.mark.parametrize(("run", "read", "written", "copied"), MOVED.values(), ids=MOVED)
+def test_operations_move_as_many_bytes_as_by_hand(run: Callable, read: int, written: int, copied: int):
+    with VirtualDevice() as device:
+        there = numbers(N, C).to(DEVICE)
+        device.start()
+        run(there)
+    last = [one for one in device.operations if one.kernels][-1]
+    assert (last.read, last.written, last.copied) == (read, written, copied)
+
+
+def test_an_optimizers_step_moves_each_tensor_once():
+    """It reads weights, gradients and both moments, and writes all but the gradients."""
+    with VirtualDevice() as device:
+        weights = [numbers(N, C).to(DEVICE).requires_grad_() for _ in range(3)]
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        for one in weights:
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+        device.start()
+        optimizer.step()
+    (step,) = [one for one in device.operations if one.name.startswith("aten::_fused_adam")]
+    size, steps = 3 * N * C * FLOAT, 3 * FLOAT
+    assert (step.kernels, step.tensors, step.read, step.written) == (1, 3, 4 * size + steps, 3 * size)
+
+
+def test_memory_by_hand():
+    """Tensors of 4, 2 and 8 blocks, the first freed before the last is made; a view holds what it is a view of."""
+    with VirtualDevice() as device:
+        before = torch.empty(BLOCK, device=DEVICE)  # 4 blocks
+        device.start()
+        first, second = torch.empty(BLOCK - 1, device=DEVICE), torch.empty(BLOCK // 2, device=DEVICE)  # 4, rounded; 2
+        del first
+        view = torch.empty(2 * BLOCK, device=DEVICE).view(2, BLOCK)[1]  # 8
+        assert (device.held_at_start, device.held, device.peak) == (4 * BLOCK, 14 * BLOCK, 14 * BLOCK)
+        del before, second, view
+        device.start()
+        x = torch.empty(BLOCK, device=DEVICE).requires_grad_()
+        y = x.exp().exp()  # each keeps its result for the backward pass
+        assert device.peak == 12 * BLOCK
+        del y
+        assert device.held == 4 * BLOCK, "of a graph that is gone nothing is held"
+
+
+LOW, HIGH = torch.bfloat16, torch.float32
+# https://docs.pytorch.org/docs/stable/amp.html: what CUDA casts to lower precision, to float32, and does not cast.
+AUTOCAST = {
+    "linear": (lambda x, low: F.linear(x, x), LOW),
+    "conv2d": (lambda x, low: F.conv2d(x[None, None], x[None, None]), LOW),
+    "attention": (lambda x, low: F.scaled_dot_product_attention(*[x[None, None]] * 3), LOW),
+    "softmax": (lambda x, low: low.softmax(dim=1), HIGH),
+    "layer_norm": (lambda x, low: F.layer_norm(low, low.shape), HIGH),
+    "cross_entropy": (lambda x, low: F.cross_entropy(low, torch.zeros(len(low), dtype=int, device=DEVICE)), HIGH),
+    "sum of rows": (lambda x, low: low.sum(dim=1), HIGH),
+    "gelu": (lambda x, low: F.gelu(low), LOW),
+    "the wider of two": (lambda x, low: low + x, HIGH),
+}
+
+
+@pytest.mark.parametrize(("run", "dtype"), AUTOCAST.values(), ids=AUTOCAST)
+def test_autocast_casts_as_on_cuda(run: Callable, dtype: torch.dtype):
+    with VirtualDevice():
+        x = numbers(4, 4).to(DEVICE)
+        with torch.autocast("virtual", torch.bfloat16):
+            assert run(x, x.bfloat16()).dtype == dtype
+            with torch.autocast("virtual", enabled=False):
+                assert (x @ x).dtype == HIGH
+
+
+# --- the time on a card -----------------------------------------------------------------------------------------------
+
+# Of round numbers: 4 processors, 1 TFLOP/s, 1 GB/s to and from its memory, 0.5 GB/s to the host.
+CARD = dataclasses.replace(
+    CARDS["h100"], flops=dict.fromkeys(("bf16", "tf32", "fp32"), 1e12), bandwidth=1e9, processors=4, link=5e8
+)
+FULL = 2 * 256 * 256 * 1000 / (1e12 * 0.77)  # seconds of four whole tiles of 128 x 128 in float32
+KERNEL = Operation("aten::add", 1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("product", "kind", "seconds"),
+    [
+        (Product(1, 256, 256, 1000), "fp32", FULL),
+        (Product(4, 128, 128, 1000), "fp32", FULL),
+        (Product(1, 256, 256, 1000), "bf16", FULL * 0.77 / 0.78),
+        (Product(1, 129, 200, 1000), "fp32", FULL),  # tiles are whole
+        (Product(1, 1, 1, 1000), "fp32", FULL),  # three processors idle
+        (Product(1, 256, 257, 1000), "fp32", 2 * FULL),  # two rounds
+        (Product(1, 128, 128, 1000, split=True), "fp32", FULL / 2),  # a long sum, by two of the four
+    ],
+)
+def test_a_product_takes_whole_tiles_on_all_processors(product: Product, kind: str, seconds: float):
+    assert product_seconds(product, kind, CARD) == pytest.approx(seconds)
+
+
+def test_an_operation_takes_what_binds_it():
+    operation = Operation("aten::mm", 2, (Product(1, 256, 256, 1000),), torch.float32, 500_000, 350_000)
+    found = operation_seconds(operation, CARD)
+    assert found == pytest.approx({"compute": FULL, "memory": 0.001, "launches": 2 * SHORTEST, "link": 0.0})
+
+
+def test_the_host_hands_over_operations_and_waits():
+    few = timeline([("a", KERNEL), ("a", KERNEL), ("views", Operation("aten::view", 0))], CARD)
+    assert few["a"]["launches"] == pytest.approx(2 * SHORTEST)
+    assert few["a"]["host"] == pytest.approx(2 * LAUNCH - SHORTEST)
+    assert (few["a"]["kernels"], few["a"].bound_by, few.keys()) == (2, "host", {"a"})
+    long = dataclasses.replace(KERNEL, read=850_000)  # a millisecond
+    ahead = timeline([("long", long), ("next", KERNEL)], CARD)
+    assert ahead["long"]["memory"] == pytest.approx(0.001)
+    assert ahead["next"]["host"] == 0.0
+    wait = Operation("aten::_local_scalar_dense", 0, waits=True)
+    late = timeline([("long", long), ("wait", wait), ("next", KERNEL)], CARD)
+    assert late["next"]["host"] == pytest.approx(LAUNCH), "the device has nothing to do until the next one comes"
+    copy = timeline([("copy", Operation("aten::_to_copy", 1, copied=1_000_000, waits=True))], CARD)
+    assert copy["copy"]["link"] == pytest.approx(0.002)
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+GPU = World(0, 1, DEVICE)
+SHORT = {"steps": 1, "save_every": 1, "validation_samples": 4}  # what was not computed reads as "stop after this step"
+NORMS = dataclasses.replace(
+    TINY_MODEL,
+    regions=dataclasses.replace(
+        TINY_MODEL.regions, resnet=dataclasses.replace(TINY_MODEL.regions.resnet, norm="batch"), frozen_stages=1
+    ),
+)
+PRETRAININGS = {
+    "vlbert": {"model": TINY_MODEL, "precision": "bf16"},
+    "unicoder-vl": {"model": UNICODER_VL, "optimizer": OptimizerConfig(max_grad_norm=0.1, clip_each=True)},
+    "vilbert": {"model": VILBERT, "precision": "bf16"},
+    "live norms, computed again": {"model": NORMS, "activation_checkpointing": True},
+}
+VQA = VQASettings(answers=len(ANSWERS) - 1, question_length=40)
+RETRIEVAL = RetrievalSettings(caption_length=20, validate_on="test")
+# Dataset -> the split that is evaluated, the settings of VL-BERT's task, and what ViLBERT's authors set otherwise.
+TASKS: dict[str, tuple[str, TaskSettings, dict[str, object]]] = {
+    "vqa": ("val2014", VQA, {"reads": "pair", "classifier": "weight_norm", "answers_from_words": False}),
+    "vcr": (
+        *("val", VCRSettings(names="class", mask_size=2, max_tokens=40)),
+        {"instance_masks": False, "loss": "softmax", "region_loss": "contextual", "copies_segment": False},
+    ),
+    "refcoco+": (
+        *("val", RefCOCOSettings()),
+        {"regions": "detected", "target": "iou", "loss_over": "rows", "classifier": "linear"},
+    ),
+    "flickr30k": ("test", RETRIEVAL, {"loss": "cross_entropy", "wrong_captions": 2, "wrong_images": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with samples and files of each task: captions and held-out, and a dataset for each other."""
+    root = tiny_root(tmp_path_factory.mktemp("virtual"), samples=8, held_out=4)
+    samples = []
+    for number in range(8):
+        sample = tiny_sample(number, regions=1 + number % 3)
+        features = np.ones((len(sample.regions), CHANNELS), np.float16)
+        samples.append(dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features)))
+    for dataset in ("features", "refcoco+", "vcr", "flickr30k"):
+        commit_samples(root, dataset, samples)
+    commit_samples(root, "vqa", coco(samples[:4], "train2014") + coco(samples[:4], "val2014"))
+    for split in ("train2014", "val2014"):
+        write_vqa(root / "files", split, ANNOTATORS)
+    (root / "files" / "answers_vqa.txt").write_text("\n".join(ANSWERS[1:]))
+    write_refcoco(root / "files", samples)
+    write_vcr(root / "files", samples)
+    write_retrieval(root / "files", samples, test=3)
+    annotated_images(root / "annotated", 16)
+    return root
+
+
+@pytest.mark.parametrize("name", PRETRAININGS)
+def test_pretraining_runs(root: Path, name: str):
+    precomputed = PRETRAININGS[name]["model"].regions.features == "precomputed"
+    recipe = tiny_recipe(root, **SHORT | {"run": name.replace(" ", "-").replace(",", "")} | PRETRAININGS[name])
+    data = {"datasets": {"features" if precomputed else "captions": None}, "batch": 4}
+    data |= {"held_out": ("features" if precomputed else "held-out",), "gradient_accumulation": 2}
+    data |= {"text_batch": 2} if name == "vlbert" else {"text_batch": 0, "text_corpus": None}
+    with VirtualDevice() as device:
+        train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **data)), GPU)
+    products = [one for one in device.operations if one.products]
+    low = [one for one in products if one.dtype == torch.bfloat16]
+    assert len(low) > 0.9 * len(products) if recipe.precision == "bf16" else not low
+
+
+@pytest.mark.parametrize("vilbert", [False, True], ids=["vlbert", "vilbert"])
+@pytest.mark.parametrize("dataset", TASKS)
+def test_finetuning_and_evaluation_run(root: Path, dataset: str, vilbert: bool, tmp_path: Path):
+    split, settings, otherwise = TASKS[dataset]
+    settings = dataclasses.replace(settings, folder=str(root / "files"), **otherwise if vilbert else {})
+    data = DataConfig(root=str(root), datasets={dataset: None}, held_out=(dataset,), batch=4, workers=0)
+    fresh = {"vocabulary": None, "vocabulary_size": 90, "random_init": True, "run": f"{dataset}-{vilbert}"}
+    model = {"model": VILBERT if vilbert else TINY_MODEL}
+    recipe = tiny_recipe(root, task=settings, data=data, **SHORT | fresh | model)
+    with VirtualDevice():
+        train(recipe, GPU)
+        evaluate(recipe, [f"{root}/runs/{recipe.run}"], split, [], str(tmp_path), GPU)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_detector_training_runs(root: Path, precision: str):
+    recipe = detector_recipe(root / "annotated", root, run=f"detector-{precision}", precision=precision)
+    with VirtualDevice():
+        detectors.train.train(dataclasses.replace(recipe, steps=1, save_every=1, validate_every=1), GPU)
+
+
+@pytest.mark.parametrize(("convolutions", "fused"), [("ieee", False), ("tf32", True)])
+def test_detection_fuses_float32_convolutions_only_where_they_may_be_rounded_to_tf32(convolutions: str, fused: bool):
+    network = FasterRCNN.random_init(DEMO, seed=0).for_inference("fp32", rois_at_a_time=100)
+    with VirtualDevice() as device, float32_products(convolutions, "ieee"), torch.inference_mode():
+        c4 = network.to(DEVICE).backbone(torch.zeros(2, 3, 64, 64, device=DEVICE))
+        boxes, _ = network.proposals(*network.rpn(c4), 64, 64)
+        network.heads(network.roi_features(c4, boxes))
+    names = {one.name for one in device.operations}
+    assert ({"aten::cudnn_convolution_relu", "aten::cudnn_convolution_add_relu"} <= names) == fused
+
+
+def test_batches_come_without_waiting(root: Path):
+    """From page-locked memory."""
+    with VirtualDevice() as device:
+        run = prepare(tiny_recipe(root, **SHORT | {"run": "loaded"}), GPU, lambda line: None)
+        device.start()
+        (part,) = next(iter(run.batches()))
+    assert {tensor.device for tensor in (part.tokens, part.boxes, *part.pixels, *part.labels.values())} == {DEVICE}
+    assert sum(one.copied for one in device.operations) > 4 * 3 * 64 * 96, "pixels"
+    assert [one for one in device.operations if one.waits] == []
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture):
+    measured, report = tmp_path / "measured.json", tmp_path / "report.json"
+    measured.write_text(json.dumps({"parts": {"bf16": {"encoder": 2.0, "optimizer": 4.0}}}))
+    given = ["--pairs", "4", "--device", "a100", "--measured", str(measured), "--json", str(report)]
+    main(["pretrain_vlbert_base", *given, *SMALL])
+    rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    found = json.loads(report.read_text())
+    assert float(rows["encoder"][-2]) == 2.0
+    assert float(rows["encoder"][-1]) == pytest.approx(500 * found["parts"]["encoder"]["seconds"], abs=0.006)
+    assert float(rows["the step"][-2]) == 6.0
+    assert found["seconds"] == pytest.approx(sum(part["seconds"] for part in found["parts"].values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--pairs", "0"], "--pairs 0"),
+        (["finetune_vqa_base"], "is no pre-training"),
+        (["--measured", "missing.json", "--pairs", "1", *SMALL], "missing.json"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert named in f"{ended.value.code} {capsys.readouterr().err}"

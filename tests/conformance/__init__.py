@@ -1,0 +1,1 @@
+"""Our loaders, scorers and rules beside what official code says: `python -m tests.conformance`."""

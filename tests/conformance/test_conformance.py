@@ -1,0 +1,95 @@
+"""Our loaders and scorers say what official code says, and `python -m tests.conformance` fails if a value differs.
+
+tests/data/conformance holds the smaller part of ../shared/conformance: synthetic inputs, and what official code made
+of them.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from places import DATA, SHARED
+
+from tests.conformance.__main__ import check_folder, main
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Path:
+    shutil.copytree(DATA / "conformance", tmp_path / "cases")
+    for name in ("rois", "conceptual_captions"):
+        shutil.copytree(DATA / name, tmp_path / "cases" / name)
+    return tmp_path / "cases"
+
+
+def test_our_copies_agree(cases: Path, capsys: pytest.CaptureFixture):
+    assert check_folder(cases), capsys.readouterr().out
+    assert "1876 of 1876 values agree" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not here")
+def test_the_shared_data_agree_in_every_value(capsys: pytest.CaptureFixture):
+    assert check_folder(SHARED / "conformance"), capsys.readouterr().out
+    assert "2953 of 2953 values agree" in capsys.readouterr().out
+
+
+def edit(file: Path, change: Callable[[Any], Any]) -> None:
+    """Write back a JSON file or an array that `change` has changed in place."""
+    value = np.load(file) if file.suffix == ".npy" else json.loads(file.read_bytes())
+    change(value)
+    if file.suffix == ".npy":
+        np.save(file, value)
+    else:
+        file.write_text(json.dumps(value))
+
+
+VQA = "vqa/v2_OpenEnded_mscoco_synthetic"
+EDITED = [  # file, change, what is printed
+    ("vqa/expected_official_eval.json", lambda e: e["perQuestion"].update({"1004000": 30.01}), "ours '30.00', expect"),
+    ("vqa/expected_official_eval.json", lambda e: e["perQuestion"].update({"77": 30.0}), "77: ours 'missing'"),
+    (f"{VQA}_results.json", lambda rows: rows[0].update(answer="no"), "1001000: ours '0.00', expected '100.00'"),
+    (f"{VQA}_results.json", lambda rows: rows.pop(), "NOT COMPARED: ValueError: 1 ids of the annotations miss"),
+    ("vqa/expected_normalise.json", lambda rows: rows[50].update(after_punctuation="!"), "after punctuation"),
+    ("vqa/normalise_inputs.json", lambda rows: rows.pop(), "string to normalise"),
+    ("vqa/expected_vlbert_soft_targets.json", lambda e: e["cases"][2]["target"].update(no=0.7), "cases[2]: ours"),
+    ("retrieval/expected.json", lambda e: e["full"]["t2i_rank0"].reverse(), "rank, all images"),
+    ("retrieval/expected.json", lambda e: e["five_fold_mean"]["i2t"].update(medr=1.5), "i2t medr: ours 1.4, expected"),
+    ("retrieval/caption_embeddings.npy", lambda array: array[0].__iadd__(1), "rank, all images"),
+    ("rois/expected.json", lambda e: e["cases"][0]["expected"]["0.2"]["keep_indices"].reverse(), "case_01.npz at 0.2"),
+    ("rois/expected.json", lambda e: e["cases"][0].update(case="case_99.npz"), "NOT COMPARED: FileNotFoundError"),
+    ("conceptual_captions/expected_rows.json", lambda e: e["rows"][12].update(caption="quote"), "12: ours"),
+    ("conceptual_captions/expected_rows.json", lambda e: e["rows"].clear(), "of no kind that is known"),
+    ("geometry/expected_4x512.npy", lambda array: array[1, 2, 3:].__iadd__(1e-3), "1: ours 0.00"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "printed"), EDITED, ids=[f"{name} {named}" for name, _, named in EDITED])
+def test_a_value_that_differs_is_named_and_fails(
+    name: str, change: Callable, printed: str, cases: Path, capsys: pytest.CaptureFixture
+):
+    edit(cases / name, change)
+    with pytest.raises(SystemExit) as ended:
+        main([str(cases)])
+    assert ended.value.code == 1
+    assert printed in capsys.readouterr().out
+
+
+DAMAGED = [  # folder, damage, what is printed
+    ("vqa", lambda folder: (folder / "expected_normalise.json").write_text('[{"input": '), "JSONDecodeError"),
+    ("vqa", lambda folder: (folder / "expected_else.json").write_text("{}"), "of no kind that is known"),
+    ("vqa", lambda folder: (folder / "normalise_inputs.json").unlink(), "holds 0 files *inputs.json"),
+    ("vqa", lambda folder: (folder / "other_results.json").write_text("[]"), "holds 2 files *results.json"),
+    ("conceptual_captions", lambda folder: (folder / "expected_rows.json").unlink(), "0 of 0 values agree"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "printed"), DAMAGED, ids=[named for *_, named in DAMAGED])
+def test_a_damaged_or_missing_file_is_named_and_fails(
+    name: str, damage: Callable, printed: str, cases: Path, capsys: pytest.CaptureFixture
+):
+    damage(cases / name)
+    assert not check_folder(cases / name)
+    assert printed in capsys.readouterr().out

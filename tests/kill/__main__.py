@@ -1,0 +1,42 @@
+"""The kill harness at full length: writers of shards and trainings, killed with SIGKILL again and again.
+
+    python -m tests.kill [--seed N] [--kills 100] [--training-kills 12]
+
+Exits with status 1 if something was torn, lost, double or not as in an uninterrupted run.
+"""
+
+import argparse
+import importlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.kill", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=100, help="of writers (100); 0 leaves them out")
+    parser.add_argument("--training-kills", type=int, default=12, help="of trainings (12); 0 leaves them out")
+    parser.add_argument("--rank-of", nargs=3, metavar=("ROOT", "SEEN", "WORKERS"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank_of:  # a process of a training that is killed
+        root, seen, workers = options.rank_of
+        from tests.kill import training  # not above: writers are forked, and torch would come with them
+
+        return training.trained(Path(root), Path(seen), int(workers))
+    failed = False
+    for name, kills in (("writer", options.kills), ("training", options.training_kills)):
+        if kills:
+            with tempfile.TemporaryDirectory(prefix="kill-") as folder:
+                check = importlib.import_module(f"tests.kill.{name}").check
+                faults = check(Path(folder), options.seed, kills, lambda line: print(line, flush=True))
+            print(
+                f"{name}, {kills} kills, seed {options.seed}: {len(faults)} faults", *faults, sep="\n    ", flush=True
+            )
+            failed = failed or bool(faults)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Trainings that are killed and go on: real torchrun, real SIGKILL, held against one that nobody stopped.
+
+A small VL-BERT is trained on drawn samples while a shard is committed that enters at an epoch boundary. It is killed at
+random steps, one rank alone or torchrun with all of them, and goes on with another number of loading processes. In the
+same world everything must be equal to the bit: losses, validations, weights, optimizer. Where the world
+changes, samples and masks must be, and every sample must come exactly once an epoch. `python -m tests.kill` runs it at
+full length.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from storage.object_store import open_store
+from storage.runs import read_state
+from tests.tiny import commit_more, tiny_recipe, tiny_root, tiny_sample
+from training.distributed import World
+from training.program import run_in_world
+from vlbert.config import Recipe
+from vlbert.data.batch import Batch
+from vlbert.train import train
+
+PROJECT = Path(__file__).parents[2]
+FIRST, MORE, HELD_OUT = 44, 16, 6  # samples at the beginning, committed on the way, held out
+BATCH, STEPS, SAVE_EVERY = 12, 24, 3  # of 2, 3, 4 and 1 processes; an epoch of 44 ends in the middle of a step
+COMMITS_AT = 4  # step in which the other shard is committed: behind the first checkpoint, before the boundary
+WAIT = 120.0  # seconds for a training to come to the step at which it is to be killed, or to its end
+RUN = "training"
+CLOCKED = ("samples_per_second", "data_wait", "save_wait", "memory_gb")  # of a line of metrics.jsonl
+Say = Callable[[str], None]
+
+
+# --- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def recipe(root: Path, workers: int) -> Recipe:
+    """With all that a random generator could spoil: masks, mirrors, dropout."""
+    tiny = tiny_recipe(root, run=RUN, steps=STEPS, validate_every=5, save_every=SAVE_EVERY)
+    data = {"batch": BATCH, "text_batch": BATCH, "flip": 0.5, "workers": workers, "new_shards_every": 4}
+    return dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, **data))
+
+
+def trained(root: Path, seen: Path, workers: int) -> None:
+    """Train, as each rank does, and write down what every step is computed from, before it is."""
+
+    def work(world: World) -> None:
+        seen.mkdir(parents=True, exist_ok=True)
+        (seen / f"{world.rank}.pid").write_text(str(os.getpid()))
+
+        def observe(step: int, parts: Sequence[Batch]) -> None:
+            if step == COMMITS_AT and world.first:
+                commit_more(root, "00090", range(FIRST, FIRST + MORE))
+            line = {"step": step, "samples": [sample for part in parts for sample in sample_digests(part)]}
+            with open(seen / f"{world.rank}.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+        train(recipe(root, workers), world, observe)
+
+    run_in_world("killed_training", work)
+
+
+def digest(*arrays: Tensor) -> str:
+    """Return 16 hex digits over the bytes, shapes and dtypes of tensors."""
+    state = hashlib.sha256()
+    for array in arrays:
+        array = np.ascontiguousarray(array.numpy())
+        state.update(f"{array.dtype} {array.shape}".encode())
+        state.update(array.tobytes())
+    return state.hexdigest()[:16]
+
+
+def sample_digests(batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield (key, digest of all that it became without its padding) of each sample of a batch, in order."""
+    counts, length = batch.sizes.labelled, batch.tokens.shape[1]
+    answers = iter(batch.labels["words"].split(counts["word_label_mask"]))
+    answered = iter((batch.labelled["word_label_mask"] % length).split(counts["word_label_mask"]))
+    classes = iter(batch.labels["region_classes"].split(counts["region_label_mask"]))
+    for row, key in enumerate(batch.keys):
+        words, regions = batch.text_mask[row], batch.region_mask[row]
+        parts = [batch.tokens[row][words], next(answered), next(answers)]
+        parts += [batch.boxes[row][regions], batch.region_masked[row][regions], next(classes)]
+        image = int(batch.image_of[row])
+        if image >= 0:
+            parts.append(batch.image(image))
+        yield key, digest(*parts)
+
+
+# --- the harness ------------------------------------------------------------------------------------------------------
+
+
+class Trouble(Exception):
+    """A training that did not do what it had to."""
+
+
+class Attempt:
+    """One torchrun of a training: started, perhaps killed, and what its ranks saw."""
+
+    def __init__(self, root: Path, number: int, size: int, workers: int):
+        self.size, self.folder = size, root / "seen" / f"{number}-of-{size}"
+        self.folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["-m", "tests.kill", "--rank-of", str(root), str(self.folder), str(workers)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+        with open(self.folder / "log.txt", "wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def step(self) -> int:
+        """The last step that every rank began; -1 before the first."""
+        return min((steps[-1]["step"] if steps else -1 for steps in map(self.seen, range(self.size))), default=-1)
+
+    def seen(self, rank: int) -> list[dict]:
+        """What a rank wrote down, without a line that is half written."""
+        file = self.folder / f"{rank}.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def finish(self) -> None:
+        """Wait for its end, which must be a good one."""
+        code = self.ended("no end")
+        if code:
+            raise self.trouble(f"ended with {code}")
+
+    def end(self, number: signal.Signals, step: int, rank: int | None, delay: float) -> None:
+        """Send this signal to the rank, or to torchrun, so many seconds after `step` began. All must end."""
+        self.wait_until(lambda: self.step() >= step, f"was to be ended in step {step}")
+        time.sleep(delay)
+        if number == signal.SIGKILL:
+            self.kill(rank)
+            return
+        os.kill(self.process.pid if rank is None else int((self.folder / f"{rank}.pid").read_text()), number)
+        code = self.ended("goes on after SIGTERM")
+        if code == 0 or "; the next start goes on from " not in (self.folder / "log.txt").read_text():
+            raise self.trouble(f"ended with {code} after SIGTERM")
+
+    def kill_in_save(self, root: Path, step: int) -> None:
+        """Kill torchrun and all ranks, once the writing of a checkpoint has begun after `step` has."""
+        self.wait_until(lambda: self.step() >= step, f"was to be ended in step {step}")
+        before = half_written(root)
+        # Without a pause: it takes milliseconds.
+        self.wait_until(lambda: half_written(root) - before, f"was to be killed in a save after step {step}", 0)
+        self.kill(None)
+
+    def wait_until(self, came: Callable[[], object], otherwise: str, pause: float = 0.01) -> None:
+        end = time.monotonic() + WAIT
+        while not came():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.kill(None)
+                raise self.trouble(otherwise)
+            time.sleep(pause)
+
+    def kill(self, rank: int | None) -> None:
+        """Kill now; torchrun must end the ranks that are left and itself."""
+        if rank is None:
+            self.process.kill()
+        for file in self.folder.glob("*.pid" if rank is None else f"{rank}.pid"):
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+        self.ended("torchrun goes on after the kill")
+
+    def ended(self, otherwise: str) -> int:
+        """Wait for its end and return its status."""
+        try:
+            return self.process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            for file in self.folder.glob("*.pid"):
+                with suppress(ProcessLookupError):
+                    os.kill(int(file.read_text()), signal.SIGKILL)
+            self.process.kill()
+            raise self.trouble(f"{otherwise}, {WAIT:g} s long") from None
+
+    def trouble(self, what: str) -> Trouble:
+        last_words = (self.folder / "log.txt").read_text(errors="replace")[-2000:]
+        return Trouble(f"{self.folder}: {what}, came to step {self.step()}: {last_words}")
+
+
+def run_killed(root: Path, worlds: Sequence[int], draw: random.Random, say: Say) -> list[Attempt]:
+    """Train in these worlds, one after the other, killed at a random step in each but the last."""
+    attempts = []
+    for size, step in zip(worlds, [*sorted(draw.sample(range(1, STEPS - 1), len(worlds) - 1)), None], strict=True):
+        workers = (1, 0, 2)[len(attempts) % 3]
+        attempt = Attempt(root, len(attempts), size, workers)
+        attempts.append(attempt)
+        if step is None:
+            attempt.finish()
+            continue
+        rank, delay = draw.choice([None, draw.randrange(size)]), draw.uniform(0, 0.1)
+        saving = rank is None and step < STEPS - SAVE_EVERY  # before the last save
+        if saving:
+            attempt.kill_in_save(root, step)
+        else:
+            attempt.end(signal.SIGKILL, step, rank, delay)
+        who = "torchrun and all ranks" if rank is None else f"rank {rank}"
+        half = f", half written: {', '.join(half_written(root))}" if saving else ""
+        say(f"{root.parent.name}: {size} processes, {workers} workers: {who} killed in step {attempt.step()}{half}")
+    return attempts
+
+
+def half_written(root: Path) -> set[str]:
+    """Return the checkpoints that are not whole, of which some file is there, under its name or not yet."""
+    folders = (root / "runs" / RUN).glob("step-*")
+    return {folder.name for folder in folders if not (folder / "state.json").exists() and any(folder.iterdir())}
+
+
+def in_order(attempt: Attempt) -> dict[int, list[tuple[str, str]]]:
+    """Return by step the samples of all ranks, in the order of their slots, images before text."""
+    steps: dict[int, list] = {}
+    for rank in range(attempt.size):
+        for line in attempt.seen(rank):
+            steps.setdefault(line["step"], []).extend(tuple(sample) for sample in line["samples"])
+    whole = {step: rows for step, rows in steps.items() if len(rows) == 2 * BATCH}  # without what a kill cut short
+    return {step: sorted(rows, key=lambda row: row[0].startswith("text-")) for step, rows in whole.items()}
+
+
+def differences(reference: Attempt, attempts: Sequence[Attempt]) -> list[str]:
+    """Return the steps that took other samples, or made others of them, than the training that nobody stopped."""
+    expected, faults, met = in_order(reference), [], set()
+    for attempt in attempts:
+        for step, rows in in_order(attempt).items():
+            met.add(step)
+            if rows != expected[step]:
+                faults.append(f"{attempt.folder}: step {step} has other samples, or other masks")
+    return faults + [f"{attempts[0].folder.parent}: step {step} is missing" for step in expected.keys() - met]
+
+
+def not_once_an_epoch(root: Path, training: Attempt) -> list[str]:
+    """Return the epochs of a training in which a sample does not come exactly once."""
+    rows = in_order(training)
+    keys = [key for step in sorted(rows) for key, _ in rows[step] if not key.startswith("text-")]
+    spans = json.loads((last_checkpoint(root) / "state.json").read_text())["data"][0]["snapshots"]
+    faults = []
+    if [span["examples"] for span in spans] != [FIRST, FIRST + MORE]:
+        faults.append(f"{root.parent.name}: the shard that was committed on the way did not enter: {spans}")
+    for span, end in zip(spans, [*(s["consumed"] for s in spans[1:]), len(keys)], strict=True):
+        n, everything = (
+            span["examples"],
+            {tiny_sample(number, regions=1 + number % 3).key: 1 for number in range(span["examples"])},
+        )
+        for number, start in enumerate(range(span["consumed"], end - n + 1, n), span["epoch"]):
+            if Counter(keys[start : start + n]) != everything:
+                faults.append(f"{root.parent.name}: epoch {number} does not hold every sample once")
+    return faults
+
+
+def last_checkpoint(root: Path) -> Path:
+    return root / "runs" / RUN / f"step-{STEPS:07d}"
+
+
+def measured(root: Path) -> list[dict]:
+    """metrics.jsonl without what a clock says."""
+    lines = (root / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKED} for line in lines]
+
+
+def last_state(root: Path) -> dict:
+    """state.json of the last checkpoint, but for the hash of config.json, which names the root."""
+    found = read_state(open_store(str(root), write=False), f"runs/{RUN}/step-{STEPS:07d}")
+    del found["files"]["config.json"]
+    return found
+
+
+def unequal(before: Path, after: Path) -> list[str]:
+    """Return which files of the trainings in two roots differ, though they should be equal to the bit."""
+    names = [f"step-{STEPS:07d}/{name}" for name in ("model.safetensors", "optimizer.safetensors")]
+    faults = [
+        f"{after.parent.name}: its {name} is not that of {before.parent.name}"
+        for name in [*names, "predictions.jsonl"]
+        if (before / "runs" / RUN / name).read_bytes() != (after / "runs" / RUN / name).read_bytes()
+    ]
+    if last_state(before) != last_state(after):
+        faults.append(f"{after.parent.name}: its state.json is not that of {before.parent.name}")
+    pairs = list(itertools.zip_longest(measured(before), measured(after)))
+    return faults + [f"{after.parent.name}: {b} became {a}" for b, a in pairs if b != a][:3]
+
+
+def check(
+    folder: Path, seed: int, kills: int, say: Say, worlds: Sequence[Sequence[int]] = ((2, 3, 1), (4, 1, 2))
+) -> list[str]:
+    """Train in `folder` and return what was wrong, if anything.
+
+    Trains undisturbed, over each of `worlds`, killed at each change, and in one world, killed until it were `kills` in
+    all.
+    """
+    draw, began, faults = random.Random(seed), time.monotonic(), []
+    left = kills - sum(len(sizes) - 1 for sizes in worlds)
+    runs = {"whole": [2]} | ({"killed": [2] * (left + 1)} if left > 0 else {})
+    runs |= {"-".join(map(str, sizes)): sizes for sizes in worlds}
+    for name, sizes in runs.items():
+        root = tiny_root(folder / name, FIRST, HELD_OUT)  # one each: the other shard must be new to all
+        try:
+            attempts = run_killed(root, sizes, draw, say)
+        except Trouble as error:
+            faults.append(str(error))
+            if name == "whole":
+                return faults
+            continue
+        if name == "whole":
+            whole = attempts[0]
+        found = differences(whole, attempts)
+        found += not_once_an_epoch(root, whole) if name == "whole" else []
+        found += unequal(whole.folder.parents[1], root) if name == "killed" else []
+        say(f"{name}: {'; '.join(found[:3]) or 'as it should be'} ({time.monotonic() - began:.0f} s)")
+        faults += found
+    return faults
+
+
+def check_stopped(folder: Path, seed: int, size: int, rank: int | None, say: Say) -> list[str]:
+    """Train in `folder` on so many processes, undisturbed and stopped by SIGTERM in a random step.
+
+    Returns what was wrong, if anything.
+    """
+    draw = random.Random(seed)
+    whole, stopped = (tiny_root(folder / name, FIRST, HELD_OUT) for name in ("whole", "stopped"))
+    try:
+        first = Attempt(whole, 0, size, 1)
+        first.finish()
+        second = Attempt(stopped, 0, size, 1)
+        second.end(signal.SIGTERM, draw.randrange(1, STEPS - 2), rank, draw.uniform(0, 0.1))
+        say(f"{'torchrun' if rank is None else f'rank {rank}'} of {size} told to stop in step {second.step()}")
+        saved = [int(file.parent.name[5:]) for file in (stopped / "runs" / RUN).glob("step-*/state.json")]
+        if max(saved, default=0) not in (second.step(), second.step() + 1):
+            return [f"{stopped}: the last checkpoint is of step {max(saved, default=0)}"]
+        third = Attempt(stopped, 1, size, 0)
+        third.finish()
+    except Trouble as error:
+        return [str(error)]
+    return differences(first, [second, third]) + unequal(whole, stopped)

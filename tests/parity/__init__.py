@@ -1,0 +1,1 @@
+"""Our models beside figures that the published programs left: `python -m tests.parity DIR...`."""

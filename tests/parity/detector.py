@@ -1,0 +1,271 @@
+"""Our Faster R-CNN beside figures that detectron2 produced: the same weights and images, the same numbers.
+
+A model is a folder with a meta.json: the network's configuration, the rule that makes each weight, and checksums.
+Beside it lie images, img*.npz with img*_c4.npz, and perhaps selection.json with selection.npz. Every stage gets what
+detectron2's own stage got, if that is stored in full precision, else what our stage before it made of the same.
+Differences are shares of the largest value of theirs.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+
+from detectors.detect import to_stored_pixels
+from detectors.faster_rcnn import FasterRCNN, HeadOutputs, cell_anchors, grid_anchors
+from detectors.preprocess import decode_bgr, resize, resize_scale, to_input
+from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
+from tests.parity.cases import Row, apart, not_run
+from tests.parity.detector_cases import build, prepared, read_config, regenerated
+
+TOLERANCE = 1e-4  # of the largest value of a tensor
+HALF_TOLERANCE = 1e-3  # of one that is stored as float16; integers must be equal
+# From pixels to proposals without their figures in between, last bits decide which of two boxes of nearly equal
+# objectness suppresses the other. This share of their proposals may therefore have none of ours at SAME_BOX.
+MISSING = 0.1
+SAME_BOX = 0.99  # IoU
+DETECTION_SCORE, DETECTION_NMS, DETECTIONS = 0.2, 0.6, 100  # detectron2's inference, for det_*
+Stored = dict[str, np.ndarray]
+
+
+def compared(case: str, stage: str, difference: float, bound: float) -> Row:
+    return Row(case, stage, {"worst": difference}, {"worst": bound})
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Convert to float32, or int64."""
+    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
+
+
+def bound(array: np.ndarray) -> float:
+    return 0 if array.dtype.kind != "f" else HALF_TOLERANCE if array.dtype == np.float16 else TOLERANCE
+
+
+def read_arrays(*files: Path) -> Stored:
+    """Read the arrays of some npz files by name. Raises ValueError naming the file that cannot be read."""
+    found = {}
+    for file in files:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                found |= archive
+        except Exception as error:  # a torn zip raises anything
+            raise ValueError(f"{file.name} cannot be read: {type(error).__name__}: {error}") from error
+    return found
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+class Stages:
+    """What our network makes of one image, a stage at a time."""
+
+    def __init__(self, network: FasterRCNN, stored: Stored):
+        self.network, self.stored = network, stored
+        self.features, self.outputs = cache(self._features), cache(self._outputs)
+
+    def feed(self, name: str) -> Tensor:
+        """Return what goes into the next stage: theirs if it is stored exactly and whole, else ours."""
+        array = self.stored.get(name)
+        exact = array is not None and array.dtype != np.float16
+        if exact and (name != "prop_bbox_deltas" or array.shape[1] == 4 * self.network.config.num_classes):
+            return as_tensor(array)
+        return STAGES[name](self)
+
+    @cached_property
+    def image(self) -> np.ndarray:
+        """The image as a shard would store it, without loss, and decoded as detection does."""
+        stream = io.BytesIO()
+        Image.fromarray(self.stored["image_bgr"][:, :, ::-1]).save(stream, "PNG")
+        return np.array(decode_bgr(stream.getvalue()))
+
+    @cached_property
+    def resized(self) -> np.ndarray:
+        return np.array(resize(self.image, self.network.config))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the network's input."""
+        return self.feed("resized_bgr").shape[:2]
+
+    @cached_property
+    def c4(self) -> Tensor:
+        return self.network.backbone(to_input(self.feed("resized_bgr").numpy().astype(np.uint8)))
+
+    @cached_property
+    def rpn(self) -> tuple[Tensor, Tensor]:
+        return self.network.rpn(self.feed("c4")[None])
+
+    @cached_property
+    def anchors(self) -> Tensor:
+        return grid_anchors(cell_anchors(self.network.config), *self.feed("rpn_logits").shape[1:])
+
+    @cached_property
+    def proposals(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self.network.proposals(self.feed("rpn_logits")[None], self.feed("rpn_deltas")[None], *self.size)
+
+    @cached_property
+    def proposals_orig(self) -> Tensor:
+        sides, config = self.image.shape[:2], self.network.config
+        scales = tuple(ours / theirs for ours, theirs in zip(self.size, sides, strict=True))
+        if config.resize == "caffe":
+            scales = (resize_scale(*sides, config),) * 2
+        return to_stored_pixels(self.feed("proposals"), scales, sides)
+
+    def _features(self, prefix: str) -> Tensor:
+        boxes = self.feed("proposals") if prefix == "prop" else as_tensor(self.stored["given_boxes"])
+        return self.network.roi_features(self.feed("c4")[None], [boxes])
+
+    def _outputs(self, prefix: str) -> HeadOutputs:
+        return self.network.heads(self.feed(f"{prefix}_features"))
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """[P, C] of the proposals, without the background."""
+        return self.feed("prop_cls_logits").softmax(dim=1)[:, :-1]
+
+    @cached_property
+    def detections(self) -> tuple[Tensor, ...]:
+        """detectron2's inference: the boxes of every class, moved for it, above a score and after suppression."""
+        keep, classes = torch.nonzero(self.probabilities > DETECTION_SCORE, as_tuple=True)
+        scores, deltas = self.probabilities[keep, classes], self.feed("prop_bbox_deltas").unflatten(1, (-1, 4))
+        boxes = self.network.regressed(self.feed("proposals")[keep], deltas[keep], classes, *self.size)
+        best = torchvision.ops.batched_nms(boxes, scores, classes, DETECTION_NMS)[:DETECTIONS]
+        return boxes[best], scores[best], classes[best], keep[best]
+
+    def confidence(self, plus_one: bool) -> Tensor:
+        overlaps = overlapping(self.feed("proposals_orig").numpy(), SelectionSettings(plus_one=plus_one))
+        return torch.from_numpy(surviving_confidence(overlaps, self.probabilities.numpy()))
+
+    def selected(self, rule: re.Match) -> Tensor:
+        caffe, threshold, strict, minimum, maximum = rule.groups()
+        if not caffe and not strict:
+            raise ValueError("the name does not say whether the threshold is `strict` or `ge`")
+        settings = SelectionSettings(
+            int(minimum), int(maximum), float(threshold), strict=strict == "strict", plus_one=bool(caffe)
+        )
+        chosen = select_regions(self.feed("proposals_orig").numpy(), self.probabilities.numpy(), settings)
+        return torch.from_numpy(chosen.indices)
+
+    def missing(self) -> float:
+        """The share of their proposals that are not among ours if nothing of theirs is used but the pixels."""
+        logits, deltas = self.network.rpn(self.network.backbone(to_input(self.resized)))
+        (ours,), _ = self.network.proposals(logits, deltas, *self.resized.shape[:2])
+        theirs = as_tensor(self.stored["proposals"])
+        if not len(theirs) or not len(ours):
+            return float(len(theirs) != len(ours))
+        return 1 - float((torchvision.ops.box_iou(theirs, ours).amax(dim=1) > SAME_BOX).float().mean())
+
+
+# Every array that is compared -> what our stage makes.
+STAGES: dict[str, Callable[[Stages], Tensor]] = {
+    "image_bgr": lambda ours: as_tensor(ours.image),
+    "resized_bgr": lambda ours: as_tensor(ours.resized),
+    "anchors_count": lambda ours: torch.tensor(len(ours.anchors)),
+    "anchors_first": lambda ours: ours.anchors[: len(ours.stored["anchors_first"])],
+    "anchors_last": lambda ours: ours.anchors[-len(ours.stored["anchors_last"]) :],
+    "c4": lambda ours: ours.c4[0],
+    "rpn_logits": lambda ours: ours.rpn[0][0],
+    "rpn_deltas": lambda ours: ours.rpn[1][0],
+    "proposals": lambda ours: ours.proposals[0][0],
+    "proposal_logits": lambda ours: ours.proposals[1][0],
+    "proposals_orig": lambda ours: ours.proposals_orig,
+    "prop_features": lambda ours: ours.features("prop"),
+    "given_features": lambda ours: ours.features("given"),
+    "prop_cls_logits": lambda ours: ours.outputs("prop").class_logits,
+    "prop_attr_logits": lambda ours: ours.outputs("prop").attribute_logits,
+    "prop_bbox_deltas": lambda ours: ours.outputs("prop").box_deltas.flatten(1),
+    "given_cls_logits": lambda ours: ours.outputs("given").class_logits,
+    "given_attr_logits": lambda ours: ours.outputs("given").attribute_logits,
+    "given_bbox_deltas": lambda ours: ours.outputs("given").box_deltas.flatten(1),
+    "det_boxes": lambda ours: ours.detections[0],
+    "det_scores": lambda ours: ours.detections[1],
+    "det_classes": lambda ours: ours.detections[2],
+    "det_keep": lambda ours: ours.detections[3],
+    "max_conf": lambda ours: ours.confidence(plus_one=False),
+    "max_conf_caffe": lambda ours: ours.confidence(plus_one=True),
+}
+_SELECTION = re.compile(r"sel_(caffe_(?:origspace_)?)?thr([0-9.]+)(?:_(strict|ge))?_(\d+)_(\d+)")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def compare_image(network: FasterRCNN, stored: Stored, case: str) -> Iterator[Row | str]:
+    """Yield a row for each array that is stored, and a remark for each that is unknown."""
+    ours = Stages(network, stored)
+    rules = {name: rule for name in stored if (rule := _SELECTION.fullmatch(name))}
+    for name in stored:
+        if name not in STAGES and name not in rules and name != "given_boxes":
+            yield f"{case}: {name} is unknown here, so it is not compared"
+    for name in [name for name in (*STAGES, *rules) if name in stored]:
+        try:
+            made, theirs = ours.selected(rules[name]) if name in rules else STAGES[name](ours), stored[name]
+            if name.endswith("bbox_deltas") and theirs.size:
+                made = made[:, : theirs.shape[1]]  # the format allows the first classes alone
+            yield compared(case, name, apart(made, as_tensor(theirs)), bound(theirs))
+        except Exception as error:  # noqa: BLE001  one stage must not keep the others from being compared
+            yield not_run(case, name, error)
+    if "image_bgr" in stored and "proposals" in stored:
+        yield compared(case, "pixels to proposals", ours.missing(), MISSING)
+
+
+def compare_selections(folder: Path, case: str) -> Iterator[Row]:
+    """Yield two rows for each case of selection.json: its selections, index for index, and its confidences."""
+    metadata, stored = json.loads((folder / "selection.json").read_text()), read_arrays(folder / "selection.npz")
+    unknown = sorted(metadata.keys() - {"rule", "iou", "background", "sets", "cases"})
+    if unknown:
+        raise ValueError(f"selection.json: {', '.join(unknown)} unknown here")
+    if "last" not in metadata["background"]:
+        raise ValueError(f"selection.json: background is {metadata['background']!r}, must be the last column")
+    rules = [
+        SelectionSettings(minimum, maximum, threshold, strict=strict, nms_threshold=metadata["iou"])
+        for threshold, minimum, maximum, strict in metadata["sets"]
+    ]
+    for prefix in [f"c{entry['case']}_" for entry in metadata["cases"]]:
+        try:
+            boxes, probabilities = stored[f"{prefix}boxes"], stored[f"{prefix}probs"][:, :-1]
+            chosen = [torch.from_numpy(select_regions(boxes, probabilities, rule).indices) for rule in rules]
+            worst = max(apart(one, as_tensor(stored[f"{prefix}keep{k}"])) for k, one in enumerate(chosen))
+            yield compared(case, f"{prefix}keep0..{len(rules) - 1}", worst, 0)
+            overlaps = overlapping(boxes, SelectionSettings(nms_threshold=metadata["iou"]))
+            ours, theirs = surviving_confidence(overlaps, probabilities), stored[f"{prefix}conf"]
+            yield compared(case, f"{prefix}conf", apart(torch.from_numpy(ours), as_tensor(theirs)), bound(theirs))
+        except Exception as error:  # noqa: BLE001
+            yield not_run(case, prefix, error)
+
+
+def compare_folder(folder: Path, case: str, plain: bool) -> Iterator[Row | str]:
+    """Compare all that lies beside one meta.json; what cannot be compared has a row that says why."""
+    try:
+        metadata = json.loads((folder / "meta.json").read_text())
+        network = prepared(build(read_config(metadata), regenerated(metadata)), plain)
+    except Exception as error:  # noqa: BLE001  files may be torn anywhere; one model must not keep the others from running
+        yield not_run(case, "meta.json", error)
+        return
+    stems = {file.stem.removesuffix("_c4") for file in folder.glob("img*.npz")}
+    stems |= {f"img{image['index']}" for image in metadata.get("images", [])}
+    if not stems and not (folder / "selection.json").exists():
+        yield Row(case, "files", remark="there is no img*.npz and no selection.json beside meta.json")
+    for stem in sorted(stems):
+        try:
+            maps = folder / f"{stem}_c4.npz"
+            stored = read_arrays(folder / f"{stem}.npz", *([maps] if maps.exists() else []))
+            if not stored.keys() & STAGES.keys():
+                raise ValueError(f"{stem}.npz holds nothing that could be compared")
+            yield from compare_image(network, stored, f"{case}/{stem}")
+        except Exception as error:  # noqa: BLE001
+            yield not_run(f"{case}/{stem}", "files", error)
+    if (folder / "selection.json").exists() or (folder / "selection.npz").exists():
+        try:
+            yield from compare_selections(folder, f"{case}/selection")
+        except Exception as error:  # noqa: BLE001
+            yield not_run(f"{case}/selection", "files", error)

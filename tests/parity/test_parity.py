@@ -1,0 +1,156 @@
+"""`python -m tests.parity`: what it finds in a folder, that no case is left out, and how it ends.
+
+What the formats compare is tested in test_vlbert.py and test_detector.py.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from places import DATA
+
+from tests.parity import vilbert
+from tests.parity.__main__ import main
+from tests.parity.cases import Row, apart, find_cases
+
+HERE = DATA / "parity"
+
+
+def ends(*arguments: object) -> int | str:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+def vqa_case(folder: Path, name: str = "vqa_prec") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in (".json", ".npz"):
+        shutil.copy(HERE / f"vqa_prec{kind}", folder / f"{name}{kind}")
+    return folder / f"{name}.json"
+
+
+def test_the_command_prints_a_line_a_case_and_fails_where_one_differs(tmp_path: Path, capsys: pytest.CaptureFixture):
+    vqa_case(tmp_path)
+    status = ends(tmp_path)
+    assert (type(status), status) == (int, 0)  # a shell sees 1 for anything else, even for numpy's False
+    assert "1 of 1 VL-BERT cases pass" in capsys.readouterr().out
+
+    arrays = dict(np.load(vqa_case(tmp_path / "below", "changed").with_suffix(".npz")))
+    arrays["out/label_logits"][1, 7] += 1
+    np.savez(tmp_path / "below" / "changed.npz", **arrays)
+    (tmp_path / "other.json").write_text("[1]")  # no case
+    (tmp_path / "lost.json").write_text("{")  # nor this one: no npz lies beside it
+    (tmp_path / "empty").mkdir()
+    assert ends(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert [(line.split()[0], " pass" in line) for line in printed.splitlines() if "e-0" in line] == [
+        ("vqa_prec", True),
+        ("below/changed", False),
+    ]
+    assert "\n1 of 2 VL-BERT cases pass" in printed
+
+
+def test_a_folder_without_a_case_is_an_error(tmp_path: Path):
+    assert f"no case in {tmp_path}" in ends(HERE, tmp_path)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        (".npz", lambda data: b""),
+        (".npz", lambda data: b"PK\x03\x04 torn"),
+        (".npz", lambda data: data[: len(data) // 2]),
+        (".npz", None),
+        (".json", lambda data: b"\xff\xfe\x00"),
+        (".json", lambda data: b"[" * 100_000),
+        (".json", lambda data: data.replace(b"param_order_for_grad", b"param_order")),
+        (".json", None),
+    ],
+    ids=["empty npz", "no zip", "torn npz", "gone npz", "binary", "deep", "unnamed", "gone"],
+)
+def test_a_damaged_case_is_named_in_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, kind: str, damage: Callable[[bytes], bytes] | None
+):
+    file = vqa_case(tmp_path).with_suffix(kind)
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    assert ends(tmp_path) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("vqa_prec")]
+    assert " NOT RUN: " in line
+
+
+def test_an_unreadable_json_beside_any_arrays_is_a_damaged_case(tmp_path: Path):
+    (tmp_path / "case.json").write_text("{")
+    np.savez(tmp_path / "case.npz", a=np.zeros(1))
+    assert [found.format for found in find_cases(tmp_path)] == ["damaged"]
+
+
+def test_a_detector_whose_description_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture):
+    np.savez(tmp_path / "img0_c4.npz", c4=np.zeros(3, np.float32))
+    assert ends(tmp_path) == 1
+    assert "meta.json" in capsys.readouterr().out
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_absolute_or_of_scale_and_infinite_for_nan():
+    theirs = torch.tensor([[1.0, -4], [2, 0]])
+    ours = theirs + torch.tensor([0, 1])
+    assert (apart(ours, theirs), apart(ours, theirs, of_scale=False)) == (0.25, 1)
+    for of_scale in (True, False):
+        assert apart(theirs * torch.nan, theirs, of_scale) == np.inf
+        assert apart(theirs[:0], theirs[:0], of_scale) == 0
+        with pytest.raises(ValueError, match=r"ours is \(2, 1\), theirs \(2, 2\)"):
+            apart(theirs[:, :1], theirs, of_scale)
+    assert (apart(theirs * 0, theirs * 0), apart(theirs, theirs * 0)) == (0, np.inf)
+
+
+@pytest.mark.parametrize(
+    ("difference", "passes"), [(1.0, True), (1.1, False), (np.inf, False), (np.nan, False), (None, False)]
+)
+def test_a_row_passes_within_all_its_bounds(difference: float | None, passes: bool):
+    differences = {} if difference is None else {"near": 0.0, "far": difference}
+    assert Row("case", "", differences, {"near": 5.0, "far": 1.0}).passes == passes
+
+
+# --- ViLBERT ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_cases_of_vilbert_pass(capsys: pytest.CaptureFixture):
+    """Their weights are converted as a released file is."""
+    assert ends(DATA / "vilbert") == 0
+    assert "8 of 8 ViLBERT cases pass" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "index"),
+    [
+        ("pretrain_paper", "inter/T1", (0, 0, 0)),
+        ("pretrain_paper", "inter/X0.regions", (1, 2, 3)),
+        ("pretrain_paper", "out/prediction_scores_v", (0, 1, 2)),
+        ("pretrain_paper", "out/next_sentence_loss", ()),
+        ("vqa_paper", "out/vil_prediction", (0, 3)),
+        ("vqa_paper", "out/vision_logit", (0, 1, 0)),
+        ("refcoco_paper", "out/selected", (0,)),
+        ("refcoco_paper", "grad/dot", (5,)),
+        ("retrieval_paper", "out/zero_shot_scores", (0, 0)),
+        ("vcr_paper", "out/choice_logits", (0, 1)),
+        ("single_stream_paper", "out/linguisic_prediction", (0, 0, 0)),
+    ],
+)
+def test_a_case_of_vilbert_that_differs_does_not_pass(tmp_path: Path, name: str, array: str, index: tuple):
+    arrays = dict(np.load(DATA / "vilbert" / f"{name}.npz"))
+    changed = arrays[array] = arrays[array].copy()
+    changed[index] += 1 if changed.dtype.kind == "i" else 1e-3 * max(1, np.nanmax(np.abs(changed)))
+    np.savez(tmp_path / f"{name}.npz", **arrays)
+    shutil.copy(DATA / "vilbert" / f"{name}.json", tmp_path)
+    assert not vilbert.report(tmp_path / f"{name}.json", name).passes

@@ -1,0 +1,273 @@
+"""Our model beside figures that the authors' code produced: same weights, same inputs, same numbers.
+
+Two cases lie in tests/data/parity; all nine, and the figures of single components, in ../shared/parity/vlbert.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from places import DATA, SHARED
+from torch import nn
+
+from detectors.resnet import ResNetConfig
+from tests.parity.cases import Found, find_cases, weights
+from tests.parity.vlbert import losses, report, run
+from tests.parity.vlbert_cases import VLBertCase, describe
+from vlbert.config import RegionConfig
+from vlbert.data.batch import Example, ImageInput, TextInput, collate
+from vlbert.data.images import resized
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.fast_rcnn import FastRCNN
+from vlbert.published.vlbert import PublishedVLBert
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+HERE = DATA / "parity"
+SHARED = SHARED / "parity" / "vlbert"
+needs_shared = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the authors' figures lie in ../shared, which is not here"
+)
+WORDS = Vocabulary([*SPECIALS, "word"])
+CASES = find_cases(HERE)
+MORE_CASES = [case for case in find_cases(SHARED) if not (HERE / case.path.name).exists()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)],
+    ids=lambda case: case.name,
+)
+def test_our_model_computes_what_the_authors_code_computes_in_each_precision(case: Found, precision: str):
+    row = report(case.path, case.name, precision)
+    assert row.passes, str(row)
+
+
+def test_the_two_cases_that_are_here_are_found():
+    assert [(case.format, case.name) for case in CASES] == [
+        ("vlbert", "pretrain_multitask_prec"),
+        ("vlbert", "vqa_prec"),
+    ]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[..., Path]:
+    """A case, that of VQA, with its json and arrays changed by `change(metadata, arrays)`."""
+
+    def changed(change: Callable[[dict, dict], None], name: str = "vqa_prec") -> Path:
+        metadata = json.loads((HERE / f"{name}.json").read_text())
+        arrays = dict(np.load(HERE / f"{name}.npz"))
+        change(metadata, arrays)
+        (tmp_path / "changed.json").write_text(json.dumps(metadata))
+        np.savez(tmp_path / "changed.npz", **arrays)
+        return tmp_path / "changed.json"
+
+    return changed
+
+
+def _add(name: str, index: tuple, difference: float) -> Callable[[dict, dict], None]:
+    def change(metadata: dict, arrays: dict) -> None:
+        arrays[name] = arrays[name].copy()
+        arrays[name][index] += difference
+
+    return change
+
+
+SEED = ("seed", lambda metadata, arrays: metadata.update(seed_offset=1))
+DIFFERENT = [  # what is changed, change, precision
+    ("logit", _add("out/label_logits", (1, 7), 3e-5), "fp32"),
+    ("inference", _add("infer/label_logits", (0, 0), 3e-5), "fp32"),
+    ("input", _add("inter/encoder.input", (2, 3, 5), 3e-5), "fp32"),
+    ("output", _add("inter/encoder.output", (0, 0, 0), 3e-5), "fp32"),
+    ("loss", _add("out/ans_loss", (), 0.1), "fp32"),
+    ("norm", _add("grad/l2", (20,), 1.0), "fp32"),
+    ("projection", _add("grad/dot", (20,), 1.0), "fp32"),
+    ("gradient of ours alone", _add("grad/l2", (20,), np.nan), "fp32"),
+    (*SEED, "fp32"),
+    ("setting", lambda metadata, arrays: metadata["config"]["NETWORK"].update(NO_GROUNDING=True), "fp32"),
+    ("tensor", lambda metadata, arrays: metadata["tensors"].pop(), "fp32"),
+    ("array", lambda metadata, arrays: arrays.pop("in/question"), "fp32"),
+    ("input", _add("inter/encoder.input", (2, 3, 5), 0.3), "bf16"),
+    ("loss", _add("out/ans_loss", (), 30.0), "bf16"),
+    ("norm", _add("grad/l2", (20,), 2.0), "bf16"),
+    (*SEED, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("what", "change", "precision"), DIFFERENT, ids=[f"{one[0]} {one[2]}" for one in DIFFERENT])
+def test_a_case_that_differs_or_cannot_be_run_does_not_pass(
+    copy: Callable, what: str, change: Callable, precision: str
+):
+    row = report(copy(change), what, precision)
+    assert not row.passes, str(row)
+    assert bool(row.differences) == (what not in ("setting", "tensor", "array", "gradient of ours alone"))
+
+
+def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
+    case = VLBertCase.read(HERE / "vqa_prec.json")
+    exact, rounded = run(case), run(case, "bf16")
+    assert 1e-4 < float((exact.encoded - rounded.encoded).detach().abs().max()) < 0.1
+    assert rounded.encoded.dtype == torch.float32
+    found = rounded.task.losses(rounded.vlbert, rounded.head, rounded.output, rounded.batch)
+    assert {loss.dtype for loss, _ in found.values() if loss.requires_grad} == {torch.float32}
+
+
+def test_a_row_stays_one_line_whatever_the_error_says(copy: Callable[..., Path]):
+    row = report(copy(lambda metadata, arrays: metadata.update(case="of\nno kind")), "changed")
+    assert not row.passes
+    assert "case of no kind begins with none of pretrain, vcr, vqa, refcoco" in str(row)
+
+
+def test_weights_follow_the_rule_beside_them():
+    def filled(rule: str, name: str = "a") -> np.ndarray:
+        return weights({"tensors": [{"name": name, "shape": [50], "rule": rule}]})[name].numpy()
+
+    small = filled("0.02n")
+    np.testing.assert_allclose(filled("0.15n"), small * 7.5, rtol=1e-5)
+    np.testing.assert_allclose(filled("1 + 0.02 * n"), 1 + small, rtol=1e-6)
+    np.testing.assert_allclose(filled("1+|0.02n|"), 1 + np.abs(small), rtol=1e-6)
+    assert not filled("zero").any()
+    assert filled("zero", "bn.num_batches_tracked").dtype == np.int64
+
+
+@pytest.mark.parametrize("rule", ["banana", "0.02", "2+0.02n", "1+|0.02n", "0.0.2n", "-0.02n", "n", None, 0.02])
+def test_a_weight_whose_rule_is_unknown_is_refused(rule: str | float | None):
+    with pytest.raises(ValueError, match="some.weight is to be filled by the rule"):
+        weights({"tensors": [{"name": "some.weight", "shape": [2], "rule": rule}]})
+
+
+def _described(folder: Path, name: str, switches: dict) -> None:
+    """Describe a case with other switches; those of VLBERT begin with it."""
+    metadata = json.loads((folder / f"{name}.json").read_text())
+    network = metadata["config"]["NETWORK"]
+    for key, value in switches.items():
+        (network["VLBERT"] if key.startswith("VLBERT.") else network)[key.removeprefix("VLBERT.")] = value
+    shapes = {PublishedVLBert.plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in metadata["tensors"]}
+    describe(VLBertCase(name, metadata, {}), shapes)
+
+
+@pytest.mark.parametrize("name", ["vqa_prec", "pretrain_multitask_prec"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"SOME_NEW": False},
+        {"VLBERT.new": 1},
+        {"BLIND": True},
+        {"VLBERT.hidden_act": "relu"},
+        {"VLBERT.pos_embedding_frozen": True},
+        {"VLBERT.visual_ln": False},
+        {"VLBERT.with_pooler": True},
+        {"VLBERT.visual_size": 48},
+        {"IMAGE_FINAL_DIM": 48},
+        {"VLBERT.vocab_size": 30522},
+        {"VLBERT.num_hidden_layers": 3},
+        {"VLBERT.hidden_size": 128},
+        {"IMAGE_FEAT_PRECOMPUTED": False},
+    ],
+    ids=lambda switches: next(iter(switches)),
+)
+def test_switches_that_are_unknown_or_contradict_the_tensors_are_refused_by_name(name: str, switches: dict):
+    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
+        _described(HERE, name, switches)
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("pretrain_multitask_e2e", {"IMAGE_NUM_LAYERS": 50}),
+        ("pretrain_multitask_e2e", {"MASK_RAW_PIXELS": False}),
+        ("pretrain_multitask_e2e", {"WITH_REL_LOSS": True}),
+        ("pretrain_multitask_e2e", {"WITH_MLM_LOSS": False}),
+        ("pretrain_multitask_e2e", {"IMAGE_FROZEN_BACKBONE_STAGES": [1, 3]}),
+        ("vcr_q2a_e2e", {"IMAGE_NUM_LAYERS": 50}),
+        ("vcr_q2a_e2e", {"VLBERT.with_pooler": False}),
+        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 1}),
+        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 3}),
+        ("vcr_q2a_e2e", {"CLASSIFIER_TYPE": "2fc"}),
+        ("vcr_q2a_e2e", {"CNN_LOSS_TOP": False}),
+        ("vcr_q2a_e2e", {"CNN_LOSS_WEIGHT": 0.5}),
+        ("vcr_q2a_e2e_softmax_variant", {"VLBERT.object_word_embed_mode": 2}),
+        ("refcoco_e2e", {"IMAGE_FEAT_PRECOMPUTED": True}),
+    ],
+    ids=str,
+)
+def test_switches_of_other_networks_and_tasks_are_held_against_the_tensors(name: str, switches: dict):
+    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
+        _described(SHARED, name, switches)
+
+
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("vqa_prec", {"MASK_RAW_PIXELS": False}),
+        ("vqa_prec", {"IMAGE_NUM_LAYERS": 50, "IMAGE_FROZEN_BACKBONE_STAGES": [1, 2, 5]}),
+        ("vqa_prec", {"VLBERT.object_word_embed_mode": 1, "WITH_MVRC_LOSS": False}),
+        ("pretrain_multitask_prec", {"MASK_RAW_PIXELS": False, "CLASSIFIER_TYPE": "1fc"}),
+        ("pretrain_multitask_prec", {"CNN_LOSS_WEIGHT": 0.5, "IMAGE_FROZEN_BACKBONE_STAGES": []}),
+    ],
+    ids=str,
+)
+def test_switches_that_a_model_does_not_read_may_say_anything(name: str, switches: dict):
+    _described(HERE, name, switches)
+
+
+@needs_shared
+@pytest.mark.parametrize("family", ["MLM", "MVRC"])
+def test_words_and_regions_may_be_averaged_by_different_rules(copy: Callable[..., Path], family: str):
+    """Of the same inputs there are figures of theirs by either rule."""
+
+    def change(metadata: dict, arrays: dict) -> None:
+        metadata["config"]["NETWORK"][f"{family}_LOSS_NORM_IN_BATCH_FIRST"] = True
+        by_rows = np.load(SHARED / "pretrain_multitask_prec_rel_normfirst.npz")
+        for term in [name for name in arrays if name.startswith(f"out/{family.lower()}_loss")]:
+            arrays["out/loss"] = arrays["out/loss"] - arrays[term] + by_rows[term]
+            arrays[term] = by_rows[term]
+
+    case = VLBertCase.read(copy(change, "pretrain_multitask_prec"))
+    for mine, theirs in losses(case, run(case)):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def components() -> dict:
+    if not SHARED.is_dir():
+        pytest.skip("the authors' figures lie in ../shared, which is not here")
+    return dict(np.load(SHARED / "components.npz"))
+
+
+def test_regions_are_cut_from_the_map_as_published(components: dict):
+    maps, rois = (torch.from_numpy(components[f"roi_align/in_{name}"]) for name in ("feat", "rois"))
+    resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=8, stem_pool="torch")
+    network = FastRCNN(RegionConfig(resnet=resnet, random_init=True))
+    seen = []
+    network.backbone = nn.Identity()
+    network.res5 = nn.Sequential()
+    network.res5.register_forward_hook(lambda *call: seen.append(call[2]))
+    zeros = np.zeros(1, np.int64)
+    images = [
+        ImageInput(boxes.numpy(), np.zeros(len(boxes), bool), size=(1, 1))
+        for boxes in (rois[rois[:, 0] == number, 1:] for number in range(len(maps)))
+    ]
+    batch = collate([Example(str(i), TextInput(zeros, zeros, zeros), image) for i, image in enumerate(images)])
+    network.appearance([maps], batch)
+    order = torch.argsort(rois[:, 0], stable=True)
+    np.testing.assert_allclose(seen[0].numpy(), components["roi_align/out"][order], rtol=0, atol=1e-6)
+
+
+def test_images_are_resized_to_the_published_sizes(components: dict):
+    for long_side in (1000, 1200):
+        sizes = components["resize/in_wh"], components[f"resize/out_600_{long_side}"]
+        for (width, height), (new_width, new_height) in zip(*(size.astype(int) for size in sizes), strict=True):
+            assert resized(height, width, 600, long_side) == (new_height, new_width)
+
+
+def test_long_rows_are_cut_as_published(components: dict):
+    task = Pretraining(PretrainingSettings(max_elements=64), WORDS, num_classes=3)
+    for text, boxes, text_kept, boxes_kept in components["cc_truncate/text_boxes_to_text_boxes"].tolist():
+        tokens, regions = task._truncate(np.zeros(text - 2, np.int64), boxes - 1)
+        assert (len(tokens) + 2, regions + 1) == (text_kept, boxes_kept), (text, boxes)

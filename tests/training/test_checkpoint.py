@@ -1,0 +1,327 @@
+"""Checkpoints: written beside the steps, whole or not there, through storage that is away; and which are kept."""
+
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from s3 import s3_server
+from s3_faults import faulty
+from safetensors.torch import load
+from seeded import put_checkpoint
+from writing import Held, tensors, wait_for, write
+
+import training.checkpoint
+from storage.object_store import S3Store, StorageUnreachable, open_store
+from storage.runs import Best, checkpoints, named_best, open_folder, read_state
+from training.checkpoint import MODEL, Writer, load_tensors, prune_checkpoints, write_checkpoint
+from vlbert.checkpoint import find_checkpoint
+
+FIRST, SECOND, THIRD = (f"runs/r/step-{step:07d}" for step in (1, 2, 3))
+
+
+@pytest.fixture
+def logged() -> list[str]:
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(training.checkpoint, "_PAUSE", 0.05)
+
+
+def read(root: Path, folder: str) -> float:
+    return load((root / folder / MODEL).read_bytes())["a"][0, 0].item()
+
+
+# --- beside the steps -------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_holds_all_as_it_was_when_it_began_and_is_whole_at_the_end(tmp_path, logged):
+    store, model, state = Held(tmp_path, MODEL), tensors(1), {"step": 1, "loop": {"taken": [1.0]}}
+    model["t"] = torch.arange(12.0).reshape(3, 4).T  # in another order of memory
+    with Writer(store, logged.append) as writer:
+        write_checkpoint(writer, "r", 1, 2, {"config.json": b"{}", MODEL: model}, state, 1, None)
+        model["a"].fill_(9)
+        state["loop"]["taken"].append(2.0)  # by the step after it
+        assert store.begun.wait(20)
+        assert checkpoints(store, "r") == []
+        assert writer.saved is None
+        store.let_through.set()
+    assert store.order == [f"{FIRST}/{name}" for name in ("config.json", MODEL, "state.json")]
+    assert read(tmp_path, FIRST) == 1
+    folder = open_folder(store, FIRST)
+    assert torch.equal(load_tensors(folder, MODEL)["t"], model["t"]), "by the hash in state.json, too"
+    assert folder.state["loop"] == {"taken": [1.0]}
+    assert logged == [f"step 1/2  saved {tmp_path}/{FIRST}"]
+    assert writer.saved == f"{tmp_path}/{FIRST}"
+
+
+def test_a_checkpoint_waits_for_the_one_before(tmp_path, logged):
+    store = Held(tmp_path, f"{FIRST}/state.json")
+    with Writer(store, logged.append) as writer:
+        write(writer, 1)
+        assert store.begun.wait(20)
+        second = threading.Thread(target=write, args=(writer, 2))
+        second.start()
+        wait_for(lambda: logged)
+        assert second.is_alive()
+        store.let_through.set()
+        second.join(20)
+        assert 1 <= writer.waited < 20
+    assert [read(tmp_path, folder) for folder in (FIRST, SECOND)] == [1, 2]
+    assert f"waits for {tmp_path}/{FIRST} " in logged[0]
+
+
+def test_objects_are_written_in_order_and_of_one_path_the_newest(tmp_path):
+    store = Held(tmp_path, "first")
+    with Writer(store) as writer:
+        writer.put("first", b"1")
+        assert store.begun.wait(20)
+        writer.put("metrics", b"1")
+        write(writer, 1)
+        writer.put("heartbeat", b"1")
+        writer.put("metrics", b"2")
+        writer.put("first", b"2")  # what is on its way is written, too
+        store.let_through.set()
+    assert store.order == ["first", "first", "metrics", f"{FIRST}/{MODEL}", f"{FIRST}/state.json", "heartbeat"]
+    assert (store.get("metrics"), store.get("first")) == (b"2", b"2")
+
+
+# --- storage is away --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def away(tmp_path) -> Path:
+    """A folder that takes no run until this file is removed: as a disk that is full, or not mounted."""
+    (tmp_path / "runs").write_bytes(b"")
+    return tmp_path / "runs"
+
+
+def test_while_storage_is_away_training_goes_on_and_the_newest_is_written_when_it_is_back(tmp_path, away, logged):
+    with Writer(open_store(str(tmp_path)), logged.append) as writer:
+        writer.put("runs/r/metrics.jsonl", b"1")
+        wait_for(lambda: logged)
+        for step in (1, 2, 3):
+            writer.put("runs/r/metrics.jsonl", b"%d" % step)
+            write(writer, step)
+        assert writer.waited < 1
+        assert writer.saved is None
+        away.unlink()
+        wait_for((tmp_path / THIRD / "state.json").exists)  # without another call
+    assert (tmp_path / "runs/r/metrics.jsonl").read_bytes() == b"3"
+    assert checkpoints(writer.store, "r") == [THIRD]
+    assert read(tmp_path, THIRD) == 3
+    skipped = [f"Skipping {tmp_path}/{folder}" for folder in (FIRST, SECOND)]
+    begins = ["cannot save for now", *skipped, "storage is back", "step 3/3  saved"]
+    assert len(logged) == len(begins)
+    for line, begin in zip(sorted(logged), sorted(begins), strict=True):
+        assert line.startswith(begin)
+
+
+def test_a_newer_object_that_came_during_a_failing_attempt_is_the_one_tried_again(tmp_path, away, logged):
+    store = Held(tmp_path, "metrics.jsonl")
+    with Writer(store, logged.append) as writer:
+        writer.put("runs/r/metrics.jsonl", b"1")
+        assert store.begun.wait(20)
+        writer.put("runs/r/metrics.jsonl", b"2")
+        store.let_through.set()
+        wait_for(lambda: logged)
+        away.unlink()
+    assert (tmp_path / "runs/r/metrics.jsonl").read_bytes() == b"2"
+
+
+def test_one_file_that_is_refused_holds_up_no_other(tmp_path, logged):
+    (tmp_path / "runs/r/best.json").mkdir(parents=True)  # which no file can replace
+    writer = Writer(open_store(str(tmp_path)), logged.append)
+    writer.put("runs/r/best.json", b"")
+    write(writer, 1)
+    wait_for(lambda: writer.saved)
+    with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/runs/r/best.json: cannot write or remove "):
+        writer.finish(wait=0.2)
+
+
+def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_what_comes_then(tmp_path, away, logged):
+    writer = Writer(open_store(str(tmp_path)), logged.append)
+    writer.put("runs/r/metrics.jsonl", b"1")
+    write(writer, 1)
+    with pytest.raises(StorageUnreachable) as error:
+        writer.finish(wait=0.3)
+    assert str(error.value).startswith("not saved: ")
+    for name in ("runs/r/metrics.jsonl", FIRST, "cannot write or remove"):
+        assert name in str(error.value)
+    writer.put("runs/r/heartbeat.json", b"failed")
+    away.unlink()
+    writer.finish()
+    assert (tmp_path / "runs/r/heartbeat.json").exists()
+    assert checkpoints(writer.store, "r") == []
+
+
+def test_storage_that_hangs_is_given_up(tmp_path, logged, monkeypatch):
+    monkeypatch.setattr(training.checkpoint, "_LONGEST", 0.2)
+    store = Held(tmp_path, "hangs")
+    with Writer(store, logged.append) as writer:
+        writer.put("hangs", b"")
+        write(writer, 1)
+        with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/hangs, .*: storage has not answered for"):
+            writer.finish()
+        writer.put("later", b"")
+        store.let_through.set()
+        monkeypatch.setattr(training.checkpoint, "_LONGEST", 20)
+    assert (tmp_path / "later").exists()
+    assert writer.saved is None
+
+
+def write_to_a_full_disk(root: Path) -> None:
+    """Files may have 20 kB, and the model has 40."""
+    store, errors = open_store(str(root)), []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    writer = Writer(store, errors.append)
+    model = {"a": torch.ones(100, 100)}
+    write_checkpoint(writer, "r", 1, 1, {MODEL: model}, {"step": 1}, 1, None)
+    wait_for(lambda: errors)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    writer.finish()
+    (root / "said").write_text(json.dumps(errors))
+
+
+def test_a_full_disk_is_named_and_costs_no_checkpoint(tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=write_to_a_full_disk, args=(tmp_path,))
+    child.start()  # a limit to the size of files holds for a whole process
+    child.join(60)
+    assert child.exitcode == 0
+    said = json.loads((tmp_path / "said").read_text())
+    for named in (f"{tmp_path}/{FIRST}/{MODEL}", tempfile.gettempdir(), "File too large", "TMPDIR"):
+        assert named in said[0]
+    assert read(tmp_path, FIRST) == 1
+    assert not list(tmp_path.glob(f"{FIRST}/.*"))
+
+
+# --- other errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [lambda w: w.put("a", b""), lambda w: write(w, 2), Writer.finish])
+def test_another_error_comes_out_of_the_next_call_once_and_costs_nothing_behind_it(
+    tmp_path, logged, call: Callable[[Writer], object]
+):
+    behind = threading.Event()
+
+    def fail() -> None:
+        assert behind.wait(20)
+        raise ValueError("a bug")
+
+    with Writer(open_store(str(tmp_path)), logged.append) as writer:
+        writer.do("fails", fail)
+        write(writer, 1)
+        behind.set()
+        wait_for(lambda: writer.saved)
+        with pytest.raises(ValueError, match="a bug"):
+            call(writer)
+    assert read(tmp_path, FIRST) == 1
+
+
+def test_a_training_that_fails_has_its_checkpoint_written(tmp_path, logged):
+    def training(writer: Writer) -> None:
+        with writer:
+            write(writer, 1)
+            raise FloatingPointError("the gradient is not finite")
+
+    with pytest.raises(FloatingPointError):
+        training(Writer(open_store(str(tmp_path)), logged.append))
+    assert read(tmp_path, FIRST) == 1
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server("bucket") as endpoint:
+        yield endpoint
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_away_for_a_while_holds_up_no_step(server, tmp_path, logged):
+    large = torch.rand(3_000_000)  # sent in parts
+    with faulty(server, faults={"503": 1.0}) as proxy:
+        store = S3Store(f"s3://bucket/{tmp_path.name}")
+        # One attempt: with all of them botocore waits for seconds.
+        store._clients = {os.getpid(): store._new_client(connect_timeout=1, read_timeout=10, attempts=1)}
+        with Writer(store, logged.append) as writer:
+            write_checkpoint(writer, "r", 1, 1, {MODEL: {"a": large}}, {"step": 1}, 1, None)
+            wait_for(lambda: logged)
+            assert writer.waited < 1
+            proxy.faults.clear()
+        assert torch.equal(load(store.get(f"{FIRST}/{MODEL}"))["a"], large)
+        assert checkpoints(store, "r") == [FIRST]
+    assert [line.split()[0] for line in logged] == ["cannot", "step", "storage"]
+    assert "s3://bucket" in logged[0]
+
+
+# --- which are kept ---------------------------------------------------------------------------------------------------
+
+
+def saved(root: Path, *steps: int, **accuracies: float) -> list[str]:
+    """Whole checkpoints of these steps; `step3=0.7`: a validation after step 3 measured that."""
+    store = open_store(str(root))
+    measured = {int(name.removeprefix("step")): value for name, value in accuracies.items()}
+    for step in {*steps, *measured}:
+        validation = {"accuracy": measured[step]} if step in measured else {}
+        put_checkpoint(store, f"runs/r/step-{step:07d}", {"validation": validation}, {MODEL: b""})
+    return checkpoints(store, "r")
+
+
+def test_the_best_validated_checkpoint_is_kept_with_the_newest(tmp_path):
+    store = open_store(str(tmp_path))
+    saved(tmp_path, 6, step1=float("nan"), step2=0.2, step3=0.7, step4=0.7, step5=0.1)
+    best = prune_checkpoints(store, "r", 1, "accuracy")
+    assert best == Best(3, "accuracy", 0.7, THIRD), "of equals the oldest"
+    assert checkpoints(store, "r") == [THIRD, "runs/r/step-0000006"]
+    assert named_best(store, "r") == best
+    assert find_checkpoint(f"{tmp_path}/runs/r/best")[1] == THIRD
+
+    saved(tmp_path, step7=0.9)  # and killed: best.json names another, and an older one is left
+    assert prune_checkpoints(store, "r", 1, "accuracy").step == 7
+    assert checkpoints(store, "r") == ["runs/r/step-0000007"]
+
+
+def test_with_a_damaged_state_no_checkpoint_is_removed(tmp_path, logged):
+    store = open_store(str(tmp_path))
+    saved(tmp_path, 3, 4, step1=0.9, step2=0.5)
+    state = store.get(f"{SECOND}/state.json")
+    store.put(f"{SECOND}/state.json", state[:-9])
+    assert prune_checkpoints(store, "r", 1, "accuracy", logged.append) is None
+    assert len(checkpoints(store, "r")) == 4
+    assert f"{tmp_path}/{SECOND}/" in logged[0]
+    store.put(f"{SECOND}/state.json", state)
+    assert prune_checkpoints(store, "r", 1, "accuracy").step == 1
+    assert checkpoints(store, "r") == [FIRST, "runs/r/step-0000004"]
+
+
+def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_them(tmp_path):
+    store = open_store(str(tmp_path))
+    saved(tmp_path, 3, 4, step2=0.9)
+    for step in (1, 5):
+        store.put(f"runs/r/step-{step:07d}/{MODEL}", b"")
+    assert prune_checkpoints(store, "r", 2, "words_accuracy") is None
+    assert prune_checkpoints(store, "r", 2, None) is None
+    assert checkpoints(store, "r") == [THIRD, "runs/r/step-0000004"]
+    assert not store.exists(f"{FIRST}/{MODEL}")
+    assert store.exists(f"runs/r/step-0000005/{MODEL}"), "it may be on its way"
+    with pytest.raises(ValueError, match=r"best.json is not there: .* name .*runs/r for the newest"):
+        find_checkpoint(f"{tmp_path}/runs/r/best")
+
+
+def test_each_whole_checkpoint_is_logged_with_the_best_so_far(tmp_path, logged):
+    store = Held(tmp_path, held="nothing")
+    with Writer(store, logged.append) as writer:
+        for step, value in {1: 0.2, 2: 0.53, 3: 0.4}.items():
+            write(writer, step, "accuracy", validation={"accuracy": value})
+    best = "0.200 (step 1)", "0.530 (step 2)", "0.530 (step 2)"
+    for step, (line, so_far) in enumerate(zip(logged, best, strict=True), 1):
+        assert line == f"step {step}/3  saved {tmp_path}/runs/r/step-000000{step}  best so far: accuracy {so_far}"
+    assert store.order[:3] == [f"{FIRST}/{MODEL}", f"{FIRST}/state.json", "runs/r/best.json"]
+    assert read_state(store, SECOND)["validation"] == {"accuracy": 0.53}

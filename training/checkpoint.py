@@ -1,0 +1,333 @@
+"""The checkpoints of a run: written in a thread beside the training, removed when they are old, and loaded.
+
+Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. storage/runs.py says
+when a checkpoint is whole. The newest are kept, and the best: ROOT/runs/<run>/best.json names it.
+"""
+
+import copy
+import functools
+import math
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor, nn
+
+from storage.object_store import ObjectStore, StorageUnreachable
+from storage.runs import (
+    CHECKPOINT_VERSION,
+    STATE,
+    Best,
+    Folder,
+    checkpoints,
+    file_hash,
+    folder_of,
+    named_best,
+    path_of_best,
+    read_state,
+    sealed_json,
+    way_out,
+)
+from storage.safe_json import printable
+
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+# Seconds that storage may refuse at the end of a run, and when a run was stopped or failed: who sends SIGTERM sends
+# SIGKILL soon after.
+WAIT_AT_END, WAIT_WHEN_STOPPED = 600.0, 20.0
+_LONGEST = 1800.0  # seconds that storage may take for one object, or one checkpoint, without an error
+_PAUSE = 5.0  # seconds before what storage refused is tried again
+
+
+def _print(line: str) -> None:
+    print(f"{line}\n", end="", flush=True)  # at once: two threads print
+
+
+class Writer:
+    """Writes objects in a thread, in the order in which they were given: steps wait for no disk and no network.
+
+    A newer object replaces one that waits under the same path; while storage is away a newer checkpoint replaces one
+    that waits. What storage refuses (StorageUnreachable: away, full, forbidden) is logged once, and tried again until
+    storage takes it. Any other error is raised by the next call. At the end of `with` all is written, or
+    StorageUnreachable names what is not.
+
+    log     prints a line
+    saved   where the newest whole checkpoint is; None before the first
+    waited  seconds for which checkpoints have held up the training
+    """
+
+    def __init__(self, store: ObjectStore, log: Callable[[str], None] = _print):
+        self.store, self.log = store, log
+        self.saved: str | None = None
+        self.waited = 0.0
+        self._changed = threading.Condition()  # guards all that follows
+        self._jobs: dict[str, Callable[[], object]] = {}  # by path; the first is under way
+        self._checkpoint = ""  # the path of the last one
+        self._failure: StorageUnreachable | None = None  # why the first is tried again
+        self._failing_since = self._done = 0.0
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            return self.finish()
+        try:
+            self.finish(WAIT_WHEN_STOPPED)
+        except Exception as lost:  # noqa: BLE001  the other error is the one that ends the run
+            self.log(str(lost))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Have an object written."""
+        self.do(path, functools.partial(self.store.put, path, data))
+
+    def do(self, path: str, job: Callable[[], object]) -> None:
+        """Have the thread call `job`, which writes the object `path`, until storage takes it."""
+        with self._changed:
+            self._raise()
+            self._jobs[path] = job
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
+                self._thread.start()
+
+    def make_room(self, path: str) -> None:
+        """Wait for the checkpoint before that of `path` to be written; while storage is away, drop it instead."""
+        logged = False
+        with self._changed:
+            while (before := self._checkpoint) in self._jobs and not (self._failure or self._error):
+                if not self._changed.wait(1) and not logged:
+                    logged = True
+                    self.log(f"the training waits for {self.store.where(before)} to be written")
+            self._raise()
+            self._checkpoint = path
+            if self._jobs.pop(before, None):
+                skipped = self.store.where(before)
+                self.log(f"Skipping {skipped}: storage is unavailable; a newer checkpoint replaces it.")
+
+    def finish(self, wait: float = WAIT_AT_END) -> None:
+        """Wait until all is written. Raises StorageUnreachable when storage has refused for `wait` seconds."""
+        began = time.monotonic()
+        with self._changed:
+            while self._jobs:
+                patience = wait if self._failure else _LONGEST
+                left = max(began, self._done) + patience - time.monotonic()
+                if left <= 0:
+                    raise self._give_up()
+                self._changed.wait(left)
+            self._raise()
+
+    def _give_up(self) -> StorageUnreachable:
+        """Clears the queue and returns the error to raise."""
+        names = ", ".join(self.store.where(path) for path in self._jobs)
+        why = self._failure or f"storage has not answered for {_LONGEST:.0f} s"
+        self._jobs.clear()
+        self._failure = None
+        return StorageUnreachable(f"not saved: {names}: {why}", getattr(why, "http_status", None))
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error:
+            raise error
+
+    def _work(self) -> None:
+        """The thread: ends when nothing is left to write."""
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                path, job = next(iter(self._jobs.items()))
+            error = None
+            try:
+                job()
+            except Exception as caught:  # noqa: BLE001  it is logged, and tried again or raised by the next call
+                error = caught
+            with self._changed:
+                refused = isinstance(error, StorageUnreachable) and path in self._jobs  # else it was given up
+                if refused:
+                    self._try_again(path, error)
+                else:
+                    self._settle(path, job, error)
+                self._changed.notify_all()
+            if refused:
+                time.sleep(_PAUSE)
+
+    def _try_again(self, path: str, failure: StorageUnreachable) -> None:
+        if not self._failure:
+            self._failing_since = time.monotonic()
+            self.log(f"cannot save for now, the training goes on and this is tried again: {failure}")
+        self._failure = failure
+        self._jobs[path] = self._jobs.pop(path)  # after the others: one file may be the only one that is refused
+
+    def _settle(self, path: str, job: Callable[[], object], error: Exception | None) -> None:
+        """A job is over; where a newer one came meanwhile, that is next."""
+        if self._jobs.get(path) is job:
+            del self._jobs[path]
+        if self._failure and error is None:
+            where, away = self.store.where(path), time.monotonic() - self._failing_since
+            self.log(f"storage is back after {away:.0f} s: {where} is written")
+        self._failure, self._error, self._done = None, self._error or error, time.monotonic()
+
+
+def write_checkpoint(
+    writer: Writer,
+    run: str,
+    step: int,
+    steps: int,
+    files: Mapping[str, bytes | Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    keep: int,
+    metric: str | None,
+) -> str:
+    """Have the checkpoint of step `step` of `steps` written, state.json last, with the hashes of the other files, and
+    then old checkpoints removed; returns its path. When this returns, the tensors are copied and may change.
+
+    state["validation"]: metrics of a validation after the same step, by name.
+    """
+    began, path = time.monotonic(), folder_of(run, step)
+    writer.make_room(path)
+    copies = {name: data if isinstance(data, bytes) else _copied(data) for name, data in files.items()}
+    state = {"validation": {}, **copy.deepcopy(dict(state)), "version": CHECKPOINT_VERSION}
+    where = writer.store.where(path)
+
+    def write() -> None:
+        if writer.saved != where:  # else storage refused only what follows
+            hashes = {name: _put(writer.store, f"{path}/{name}", data) for name, data in copies.items()}
+            writer.store.put(f"{path}/{STATE}", sealed_json({**state, "files": hashes}))
+            writer.saved = where
+        best = prune_checkpoints(writer.store, run, keep, metric, writer.log)
+        so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
+        writer.log(f"step {step}/{steps}  saved {where}{so_far}")
+
+    writer.do(path, write)
+    writer.waited += time.monotonic() - began
+    return path
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in this machine's memory, contiguous."""
+    return {name: torch.empty(one.shape, dtype=one.dtype).copy_(one.detach()) for name, one in tensors.items()}
+
+
+def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict[str, Any]:
+    """Put a file of a checkpoint and return its hash. Tensors pass through a file under TMPDIR: safetensors writes
+    bytes in memory only under Python's lock, which steps need."""
+    if isinstance(data, bytes):
+        store.put(path, data)
+        return file_hash([data])
+    try:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+            file = Path(folder, "tensors")
+            save_file(data, file)
+            store.put(path, file)
+            with open(file, "rb") as stream:
+                return file_hash(iter(functools.partial(stream.read, 2**20), b""))
+    except StorageUnreachable:
+        raise
+    except (SafetensorError, OSError) as error:
+        raise StorageUnreachable(
+            f"cannot write {store.where(path)} to {tempfile.gettempdir()} first: {error}. Free disk space there, or "
+            "name another folder with TMPDIR"
+        ) from error
+
+
+def prune_checkpoints(
+    store: ObjectStore, run: str, keep: int, metric: str | None, log: Callable[[str], None] = print
+) -> Best | None:
+    """Name the best checkpoint in best.json, and remove all but that one and the `keep` newest.
+
+    If a damaged file hides which is the best, this logs it and removes nothing: that must not end a run.
+    """
+    try:
+        before = named_best(store, run)
+        best = find_best(store, run, metric) if metric else None
+    except ValueError as error:
+        log(f"no checkpoint is removed, for the best is not known: {error}")
+        return None
+    if best and best != before:
+        store.put(path_of_best(run), sealed_json(asdict(best)))
+    remove_old(store, run, keep, best)
+    return best
+
+
+def find_best(store: ObjectStore, run: str, metric: str) -> Best | None:
+    """Return the best whole checkpoint by a metric of its validation, of equals the oldest; None if none was validated.
+
+    Raises ValueError if a state.json cannot be read.
+    """
+    found = []
+    for folder in checkpoints(store, run):
+        state = read_state(store, folder)
+        value = state["validation"].get(metric)
+        if value is not None and math.isfinite(value):
+            found.append(Best(state["step"], metric, value, folder))
+    return max(found, key=lambda best: best.value, default=None)
+
+
+def remove_old(store: ObjectStore, run: str, keep: int, best: Best | None) -> None:
+    """Delete all checkpoints but the `keep` newest and the best, and unfinished ones before the newest.
+
+    state.json goes first, so that no half checkpoint looks whole.
+    """
+    whole = checkpoints(store, run)
+    if not whole:
+        return
+    kept = {*whole[-keep:], *([best.checkpoint] if best else [])}
+    for folder in whole:
+        if folder not in kept:
+            store.delete(f"{folder}/{STATE}")
+    pattern = re.compile(rf"(runs/{re.escape(run)}/step-\d{{7}})/.+")
+    for info in list(store.list(f"runs/{run}/step-")):
+        found = pattern.fullmatch(info.path)
+        if found and found[1] not in kept and found[1] < whole[-1]:
+            store.delete(info.path)
+
+
+def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises ValueError if it is none, or not what was written."""
+    data = folder.get(name)
+    try:
+        return load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        way = way_out(folder.store, folder.path)
+        raise ValueError(
+            f"{folder.where_of(name)} is torn or no safetensors file ({printable(error)}); {way}"
+        ) from error
+
+
+def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the optimizer's moments and step counts. Raises ValueError if they belong to another model."""
+    parameters = dict(model.named_parameters())
+    for entry, tensor in load_tensors(folder, OPTIMIZER).items():
+        name, _, quantity = entry.rpartition("/")
+        parameter = parameters.get(name)
+        if parameter is None or (tensor.shape and tensor.shape != parameter.shape):
+            shape = None if parameter is None else tuple(parameter.shape)
+            raise ValueError(
+                f"{folder.where_of(OPTIMIZER)} has {entry} as {tuple(tensor.shape)}, the model's parameter is {shape}: "
+                "it is of another model; start another run (run=NAME), from this checkpoint (init_from=...) or not"
+            )
+        if quantity != "step":
+            # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.
+            tensor = torch.empty_like(parameter).copy_(tensor)
+        optimizer.state[parameter][quantity] = tensor.to(parameter.device)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's own tensors by "<parameter>/<quantity>"."""
+    return {
+        f"{name}/{quantity}": value
+        for name, parameter in model.named_parameters()
+        for quantity, value in optimizer.state.get(parameter, {}).items()
+    }

@@ -1,0 +1,181 @@
+"""Withdraw images by their URLs, and list every checkpoint that has seen them.
+
+    vlbert withdraw ROOT URL ...                 or, one URL a line: urls=FILE
+    vlbert catalog gc ROOT --delete              then: delete the tars that still have them
+
+From now on no collection under ROOT takes these URLs, nor the same images from other URLs. The shards that have them
+are written again without them. URLs are compared as they stand in the lists. The same command again finishes what was
+interrupted, and prints the same list. docs/provenance.md says what is not reached.
+"""
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.catalog import Catalog
+from storage.catalog.commit import withdraw_samples
+from storage.inventory import Inventory, aligned
+from storage.manifests import OK
+from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
+from storage.programs import make_parser
+from storage.redact import shown_url
+from storage.runs import STATE
+from storage.safe_json import printable
+from storage.settings import add_fields, from_assignments
+from storage.withdrawn import Withdrawn, read_withdrawn, withdraw
+from vlbert.checkpoint import read_checkpoint
+from vlbert.evaluation.whence import Trained, find, is_field, lineage, seen
+
+_SHOWN = 5  # URLs that are named where there are many
+
+
+@dataclass(frozen=True)
+class WithdrawSettings:
+    """Which URLs beside those of the command line."""
+
+    urls: str | None = None  # file with a URL a line
+
+
+# --- what is committed ------------------------------------------------------------------------------------------------
+
+
+def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
+    """All committed rows that are among these: dataset, stage, shard, url, sha256 and status of each."""
+    found = []
+    for (dataset, stage), shards in sorted(Inventory(store).manifests.items()):
+        names, catalog = sorted(shards), Catalog(store, dataset)
+        tables = catalog.columns(stage, ["url", "sha256", "status"], names)
+        for shard, table in zip(names, tables, strict=True):
+            place = {"dataset": dataset, "stage": stage, "shard": shard}
+            found += [place | row for row in table.filter(withdrawn.among(table)).to_pylist()]
+    return found
+
+
+def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn, list[dict], frozenset[str]]:
+    """Withdraw these URLs, and the images that they have, under whatever URL.
+
+    Returns what was not withdrawn before, the committed rows that have these URLs, and all URLs of these images.
+    """
+    new = withdraw(store, urls)
+    rows = committed_rows(store, Withdrawn(frozenset(urls)))
+    images = frozenset(row["sha256"] for row in rows if row["status"] == OK) - {""}
+    same = frozenset(row["url"] for row in committed_rows(store, Withdrawn(sha256=images))) if images else frozenset()
+    withdraw(store, same, images)
+    return new, rows, frozenset(urls) | same
+
+
+def revise_shards(store: ObjectStore) -> int:
+    """Write all shards that hold withdrawn images again without them; returns how many."""
+    rows = committed_rows(store, read_withdrawn(store))
+    places = sorted({(row["dataset"], row["stage"], row["shard"]) for row in rows if row["status"] == OK})
+    return sum(withdraw_samples(Catalog(store, dataset), stage, shard) for dataset, stage, shard in places)
+
+
+# --- what checkpoints have seen ---------------------------------------------------------------------------------------
+
+
+def sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
+    """What the runs of each checkpoint under a root have seen of these URLs, as a table; and a line for each checkpoint
+    of which that is not known."""
+    rows, unknown = [], []
+    known: dict[str, tuple[int, int]] = {}  # run -> how many URLs, and the first step; many started from the same
+    for _, steps in sorted(Inventory(store).states.items()):
+        for _, path in sorted(steps.items()):
+            folder = path.removesuffix(f"/{STATE}")
+            try:
+                checkpoint = read_checkpoint(store, folder, tensors=False)
+                if not isinstance(checkpoint.state.get("data"), list):
+                    continue  # a detector: it learned from the files of its annotations
+                runs, start = lineage(checkpoint)
+            except (ValueError, ObjectMissing) as error:
+                unknown.append(f"{store.where(folder)}: {printable(error)}")
+                continue
+            if start:
+                unknown.append(f"{store.where(folder)}: it started from {start['checkpoint']}, which does not say")
+            for trained in runs:
+                record = json.dumps(trained.record, sort_keys=True)
+                try:
+                    if record not in known:
+                        found = [*seen(trained, "url", urls)]
+                        known[record] = len({one.url for one in found}), min((one.step for one in found), default=0)
+                    count, first = known[record]
+                except ValueError as error:
+                    unknown.append(f"{store.where(folder)}: {printable(error)}")
+                    count, first = _perhaps(trained, urls), "perhaps"
+                if count:
+                    first = first if isinstance(first, str) else f"{first:,}"
+                    rows.append((folder, trained.run, f"{count:,} of {len(urls):,}", first))
+    lines = aligned(("checkpoint", "learned in run", "URLs", "first at step"), rows)
+    if not rows:
+        lines.append(f"no checkpoint under {store.where()} has seen any of them, as far as is known")
+    return lines + [f"not known of {line}" for line in unknown]
+
+
+def _perhaps(trained: Trained, urls: frozenset[str]) -> int:
+    """How many of these URLs are in the snapshots that a run has read, if they are there."""
+    found = set()
+    for use in trained.uses:
+        for span in use.spans:
+            with contextlib.suppress(ValueError):
+                rows = find(*trained.store_of(use.dataset, use.stage, span.snapshot), "url", urls)
+                found |= {row["url"] for row in rows.values()}
+    return len(found)
+
+
+# --- as a program -----------------------------------------------------------------------------------------------------
+
+
+def read_urls(file: str) -> list[str]:
+    """The URLs of a file, one a line; ValueError if it cannot be read, or holds none."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"urls={file} cannot be read: {error}; name a file with a URL a line") from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"urls={file} holds no URL; write one a line")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("vlbert withdraw", __doc__)
+    parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
+    add_fields(parser, WithdrawSettings)
+    parser.usage = "%(prog)s ROOT URL ... [field=value ...]"
+    options = parser.parse_args(arguments)
+    urls = [one for one in options.fields if not is_field(one, WithdrawSettings)]
+    try:
+        settings = from_assignments(WithdrawSettings, [one for one in options.fields if one not in urls])
+        wanted = [*dict.fromkeys(urls + (read_urls(settings.urls) if settings.urls else []))]
+        if not wanted:
+            raise ValueError("no URL is given: name some, or a file with one a line: urls=FILE")
+        found = open_store(options.root, write=False)  # makes no folder
+        if next(iter(found.list()), None) is None:
+            raise ValueError(f"{found.where()} holds nothing; see how the root's name is written")
+        store = open_store(options.root)
+        new, rows, every = withdraw_urls(store, wanted)
+        print(f"{len(new.urls):,} URLs are withdrawn now, {len(wanted) - len(new.urls):,} were before", flush=True)
+        listed = {row["url"] for row in rows}
+        missing = [url for url in wanted if url not in listed]
+        if missing:
+            shown = ", ".join(map(shown_url, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
+            print(f"in no list under {store.where()} are {len(missing):,} of them: {shown}", flush=True)
+        counts = Counter(f"{row['dataset']}/{row['stage']}" for row in rows)
+        if counts:  # a name may be another image's in another dataset
+            shown = ", ".join(f"{count:,} of {place}" for place, count in sorted(counts.items()))
+            print(f"rows that have them: {shown}", flush=True)
+        if len(every) > len(wanted):
+            print(f"{len(every) - len(wanted):,} more URLs have the same images, and are withdrawn, too", flush=True)
+        print("\n".join(sightings(store, every)), flush=True)
+        print(f"{revise_shards(store):,} shards were written again without them", flush=True)
+        print(f"to delete the tars that still have them: vlbert catalog gc {options.root} --delete", flush=True)
+    except (ValueError, OSError, ObjectMissing, StorageUnreachable) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
