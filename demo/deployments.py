@@ -73,9 +73,9 @@ def flow_parameters(
     """The parameters of the flow `pretrain-vlbert`. weights: of the detector; suffix: of the names of the runs."""
     detector = detection_of_demo(weights)
     datasets = [Dataset(name, **source, detector=detector) for name, source in sources_of(data).items()]
-    overrides = (f"data.seed={seed}", f"model.regions.weights={weights}")
+    overrides = (f"--data.seed={seed}", f"--model.regions.weights={weights}")
     pretraining = PretrainSettings(
-        recipe="pretrain_vlbert_demo",
+        recipe="pretrain_vlbert --size demo",
         run=PRETRAIN_RUN + suffix,
         held_out=("held-out",),
         text=(str(data.text),),
@@ -95,7 +95,7 @@ def flow_parameters(
             folder=str(folders[task.task]),
             dataset="coco",
             checkpoint=checkpoint,
-            overrides=(*overrides, *task.overrides, *([f"task.answers={answers}"] * (name == "vqa"))),
+            overrides=(*overrides, *task.overrides, *([f"--task.answers={answers}"] * (name == "vqa"))),
             processes=Processes(processes),
         )
         for name, task in ((name, DEMO_TASKS[name]) for name in tasks)

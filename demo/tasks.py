@@ -24,7 +24,7 @@ class DemoTask:
 
     @property
     def recipe(self) -> str:
-        return f"finetune_{self.task}_demo"
+        return f"finetune_{self.task} --size demo"
 
 
 DEMO_TASKS = {
@@ -45,14 +45,14 @@ DEMO_TASKS = {
         measures="right answers of four",
         question="“How does [0] differ from [1]?” “[0] is red.”",
         least_gain=0.05,
-        overrides=("task.subtask=answer",),
+        overrides=("--task.subtask=answer",),
     ),
     "vcr-rationales": DemoTask(
         *("VCR, QA→R", "vcr", "rationale_accuracy", "loss_answers"),
         measures="right rationales of four, the right answer given",
         question="“How does [0] differ from [1]?” “[0] is red.” “Because [1] is blue.”",
         least_gain=0.05,
-        overrides=("task.subtask=rationale",),
+        overrides=("--task.subtask=rationale",),
     ),
 }
 OF_DEMO = ("refcoco", "vqa")  # of `make demo`; `make demo-full` has all

@@ -11,11 +11,10 @@ from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import check_overrides
 from storage.collect.plan import find_columns, image_files
-from storage.settings import as_text, differing_fields, override
+from storage.settings import differing_fields, override_values
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
 from vlbert.initial_weights import check_complete
-from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
 
 
@@ -55,7 +54,7 @@ def _check_dataset(setting: str, name: str, recipe: Recipe, detectors: dict[str,
     if recipe.model.regions.features == "precomputed" and not detectors[name].keep_features:
         raise ValueError(
             f"{setting}: {recipe.name} takes precomputed features, and the detector of {name} keeps none; set its "
-            "keep_features, or train from pixels with the override model.regions.features=end_to_end"
+            "keep_features, or train from pixels with the override --model.regions.features=end_to_end"
         )
 
 
@@ -86,7 +85,7 @@ def _check_goes_on(
     if recipe.bert and builds_vocabulary:
         raise ValueError(
             f"{where}: the weights of {recipe.bert} in recipe {settings.recipe_name} need BERT's vocab.txt, and the "
-            "pre-training builds another vocabulary; set pretraining.vocabulary to BERT's, or the override bert=none"
+            "pre-training builds another vocabulary; set pretraining.vocabulary to BERT's, or the override --bert=None"
         )
 
 
@@ -121,32 +120,32 @@ def _check_pretraining(settings: PretrainSettings) -> Recipe:
         for name in names:
             _check_file(f"pretraining.{setting}", name)
     check_overrides(settings.overrides, pretrain.SETTINGS)
-    fields = {"run": settings.run, "data.datasets": settings.datasets, "data.held_out": settings.held_out or None}
-    given = [f"{name}={as_text(value)}" for name, value in fields.items()]
-    recipe = _recipe("pretraining", settings.recipe, [*settings.overrides, *given])
+    fields = {"data.datasets": settings.datasets, "data.held_out": settings.held_out or None}
+    recipe = _recipe("pretraining", settings, fields)
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"pretraining.recipe {settings.recipe} is no pre-training")
     if recipe.bert and settings.text and settings.vocabulary is None:
         raise ValueError(
             f"pretraining: the weights of {recipe.bert} in recipe {settings.recipe} need BERT's vocab.txt, and another "
-            "would be built from text; set vocabulary to BERT's, or start from scratch with the override bert=none"
+            "would be built from text; set vocabulary to BERT's, or start from scratch with the override --bert=None"
         )
     if recipe.data.text_batch and not settings.text:
-        if any(assignment.startswith("data.text_batch=") for assignment in settings.overrides):
+        if any(argument.startswith("--data.text_batch") for argument in settings.overrides):
             raise ValueError(
                 f"pretraining.overrides has data.text_batch={recipe.data.text_batch}, and there is no corpus; set text"
             )
-        recipe = override(recipe, ["data.text_batch=0"])  # as the stage does
+        recipe = override_values(recipe, {"data.text_batch": 0})  # as the stage does
     _check_run("pretraining", recipe, settings.processes)
     return recipe
 
 
 def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     check_overrides(settings.overrides, finetune.SETTINGS)
-    start = ["init_from=ROOT/runs/RUN/step-0"] if settings.checkpoint != "none" else []
-    recipe = _recipe(where, settings.recipe_name, [*settings.overrides, f"run={settings.run}", *start])
-    if settings.checkpoint == "none" and not recipe.bert:
-        recipe = override(recipe, ["random_init=true"])
+    recipe = _recipe(where, settings, {})
+    if settings.checkpoint != "none":
+        recipe = replace(recipe, init_from="ROOT/runs/RUN/step-0")
+    elif not recipe.bert:
+        recipe = replace(recipe, random_init=True)
     _check_run(where, recipe, settings.processes)
     if recipe.task.files and not settings.folder:
         raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(recipe.task.files)}")
@@ -161,20 +160,18 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     return recipe
 
 
-def _recipe(where: str, name: str, assignments: Sequence[str]) -> Recipe:
-    """The recipe of this name with these fields set."""
-    if name not in RECIPES:
-        raise ValueError(f"{where}.recipe is {name!r}; it must be one of {', '.join(sorted(RECIPES))}")
+def _recipe(where: str, settings: PretrainSettings | FinetuneSettings, fields: dict[str, object]) -> Recipe:
+    """The recipe of these settings, with fields set."""
     try:
-        return override(RECIPES[name](), list(assignments))
+        return override_values(settings.made, fields)
     except ValueError as error:
-        raise ValueError(f"{where} ({name}): {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _check_run(where: str, recipe: Recipe, processes: Processes) -> None:
     """What training would refuse when it begins: nothing to start from, a batch that the processes cannot share."""
     try:
-        check_complete(override(recipe, ["data.root=ROOT", "data.text_corpus=CORPUS"]))
+        check_complete(override_values(recipe, {"data.root": "ROOT", "data.text_corpus": "CORPUS"}))
         check_shares(recipe.data, processes.world)
     except ValueError as error:
         raise ValueError(f"{where} ({recipe.name}): {error}") from error

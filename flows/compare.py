@@ -23,8 +23,9 @@ def compare(root: str, settings: CompareSettings, log: Callable[[str], None] = p
     from vlbert.comparison.plans import find_plan  # here, because it brings torch: other stages need none
 
     plan = find_plan(settings.plan).name
-    command = [sys.executable, "-m", "vlbert.comparison.compare", settings.plan, f"data.root={root}", *settings.fields]
-    command += ["--seeds", ",".join(map(str, settings.seeds))] if settings.seeds else []
+    command = [sys.executable, "-m", "vlbert.comparison.compare", settings.plan, f"--data.root={root}"]
+    command += ["--fields", *settings.fields] if settings.fields else []
+    command += ["--seeds", *map(str, settings.seeds)] if settings.seeds else []
     command += ["--jobs", str(settings.jobs)] if settings.jobs else []
     store, numbers = open_store(root), f"comparisons/{plan}/numbers.json"
     before = _written(store, numbers)

@@ -42,38 +42,25 @@ def finetune(
     check_overrides(settings.overrides, SETTINGS)
     checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
     data = {
-        "data.datasets": settings.dataset_name,
-        "data.held_out": settings.dataset_name,
+        "data.datasets": {settings.dataset_name: None},
+        "data.held_out": (settings.dataset_name,),
         "data.detector": settings.detector,
         "task.folder": settings.folder or None,
     }
     fields = data | {
         "init_from": None if fresh else checkpoint,
-        "random_init": True if fresh and not starts_from_bert(settings) else None,
-        "vocabulary": copy_vocabulary(checkpoint, Path(work)) if fresh and checkpoint else None,
+        "random_init": True if fresh and not settings.made.bert else None,
+        "vocabulary": str(copy_vocabulary(checkpoint, Path(work))) if fresh and checkpoint else None,
     }
-    recipe, overrides, processes = settings.recipe_name, settings.overrides, settings.processes
-    trained = train(root, recipe, settings.run, fields, overrides, processes, log, monitor)
-    return evaluate(root, recipe, trained, settings.evaluate, data, overrides, processes, log)
-
-
-def starts_from_bert(settings: FinetuneSettings) -> bool:
-    """Whether the recipe, with the overrides, has a BERT to start from."""
-    from storage.settings import override  # here, because they bring torch, which other stages do without
-    from vlbert.recipes import RECIPES
-
-    if settings.recipe_name not in RECIPES:
-        raise ValueError(
-            f"finetune: recipe is {settings.recipe_name!r}; it must be one of {', '.join(sorted(RECIPES))}"
-        )
-    return override(RECIPES[settings.recipe_name](), list(settings.overrides)).bert is not None
+    trained = train(root, settings, fields, log, monitor)
+    return evaluate(root, settings, trained, data, log)
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
     """ROOT/runs/RUN/STEP that the settings name: `none` means the latest one, too, but for its words alone."""
     if "/runs/" in settings.checkpoint:
         return settings.checkpoint
-    began = began_from(root, settings.run or settings.recipe_name)
+    began = began_from(root, settings.made.run_name)
     as_it_began = settings.checkpoint in ("latest", (began or "").rpartition("/")[2])
     if began and f"/runs/{settings.pretraining}/" in began and as_it_began:
         return began  # whatever is the latest now, and whether that one is still there
@@ -121,7 +108,7 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
         settings: The task, where its annotations are, and which pre-training it starts from.
     """
     open_storage(root)
-    monitor = TrainingMonitor("finetune", root, settings.recipe_name, settings.run)
+    monitor = TrainingMonitor("finetune", root, settings.made.name, settings.made.run_name)
     trained = finetune(root, work, settings, stage_logger().info, monitor)
     show_result("finetune", trained, monitor)
     return trained

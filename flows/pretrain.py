@@ -11,7 +11,6 @@ from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
 from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, show_result, train
-from storage.settings import as_text
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -42,29 +41,29 @@ def pretrain(
     check_overrides(settings.overrides, SETTINGS)
     corpus, vocabulary = None, settings.vocabulary
     if settings.text:
-        corpus = Path(work) / "text" / (settings.run or settings.recipe)
+        corpus = Path(work) / "text" / settings.made.run_name
         make_corpus(corpus, settings, log)
         vocabulary = str(corpus / "vocab.txt")
     fields = {
-        "data.datasets": as_text(settings.datasets),
-        "data.held_out": as_text(settings.held_out or None),
+        "data.datasets": settings.datasets,
+        "data.held_out": settings.held_out or None,
         "data.detector": detector,
-        "data.text_corpus": corpus,
+        "data.text_corpus": str(corpus) if corpus else None,
         "data.text_batch": None if settings.text else 0,
         "vocabulary": vocabulary,
-        "task.monitored_words": ",".join(settings.monitored_words) or None,
+        "task.monitored_words": settings.monitored_words or None,
     }
-    return train(root, settings.recipe, settings.run, fields, settings.overrides, settings.processes, log, monitor)
+    return train(root, settings, fields, log, monitor)
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], None]) -> None:
     """Tokenise the text into `folder` with `vlbert corpus`; a corpus of the same files is left alone."""
-    command = [sys.executable, "-m", "vlbert.data.corpus", str(folder), *settings.text]
+    command = [sys.executable, "-m", "vlbert", "corpus", str(folder), *settings.text]
     if settings.vocabulary:
         command += ["--vocabulary", settings.vocabulary]
     else:
         size = settings.vocabulary_size or _VOCABULARY_SIZE
-        command += ["--build", str(size), "--captions", *settings.vocabulary_captions]
+        command += [f"--vocabulary_size={size}", "--captions", *settings.vocabulary_captions]
     run_child(command, log)
 
 
@@ -72,7 +71,7 @@ def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], N
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
     """Pre-train VL-BERT on one dataset or several."""
     open_storage(root)
-    monitor = TrainingMonitor("pretrain", root, settings.recipe, settings.run)
+    monitor = TrainingMonitor("pretrain", root, settings.made.name, settings.made.run_name)
     trained = pretrain(root, work, settings, detector, stage_logger().info, monitor)
     show_result("pretrain", trained, monitor)
     return trained

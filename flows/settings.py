@@ -1,18 +1,23 @@
 """Settings of the stages: typed, frozen, checked when made, and shown as a form in the flow UI."""
 
+import functools
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from detectors.config import AnnotationConfig, DetectionConfig
 from flows.supervisor import GRACE
 from storage.collect.plan import CollectSettings
 from storage.settings import FORM
+
+if TYPE_CHECKING:
+    from vlbert.config import Recipe
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,16 @@ class Processes:
         return [*self.launcher, sys.executable, "-m", "training.launch", *options, "-m", program, *arguments]
 
 
+@functools.cache
+def make_recipe_of(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe":
+    """Return the recipe that a stage's settings name, parsed once a process. ValueError as of `vlbert train`."""
+    from training.program import make_recipe  # here, because it brings torch, which other stages do without
+    from vlbert.recipes import RECIPES
+
+    name, *own = shlex.split(recipe)
+    return make_recipe(name, [*own, *([f"--run={run}"] if run else []), *overrides], RECIPES)
+
+
 @dataclass(frozen=True)
 class TrainDetectorSettings(AnnotationConfig):
     """One training of a detector on annotated images; what is None or empty stays as the recipe has it."""
@@ -92,7 +107,7 @@ class TrainDetectorSettings(AnnotationConfig):
     init_from: str | None = None
     """Weight file to start from: an ImageNet ResNet's, or a detector's."""
     overrides: tuple[str, ...] = ()
-    """field=value, as `vlbert train-detector` takes them."""
+    """--field=value, as `vlbert train-detector` takes them."""
     processes: Processes = Processes()
     """The processes that it runs in."""
 
@@ -103,8 +118,8 @@ class PretrainSettings:
 
     __pydantic_config__ = FORM
 
-    recipe: str = "pretrain_vlbert_base"
-    """Of vlbert/recipes/."""
+    recipe: str = "pretrain_vlbert"
+    """Of vlbert/recipes/, with its arguments: `pretrain_vlbert --size large`."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
     datasets: Mapping[str, float | None] = field(default_factory=lambda: {"captions": None})
@@ -122,7 +137,7 @@ class PretrainSettings:
     monitored_words: tuple[str, ...] = ()
     """Words that only the image tells: validation has metrics of them alone."""
     overrides: tuple[str, ...] = ()
-    """field=value, as `vlbert train` takes them."""
+    """--field=value, as `vlbert train` takes them."""
     processes: Processes = Processes()
     """The processes that it runs in."""
 
@@ -134,6 +149,11 @@ class PretrainSettings:
                 + ("leave vocabulary out" if self.vocabulary else "set text, too")
             )
 
+    @property
+    def made(self) -> "Recipe":
+        """What it trains, with its overrides."""
+        return make_recipe_of(self.recipe, self.run, self.overrides)
+
 
 @dataclass(frozen=True)
 class FinetuneSettings:
@@ -144,7 +164,7 @@ class FinetuneSettings:
     task: Literal["refcoco", "vqa", "vcr", "retrieval"] = "refcoco"
     """Of vlbert/tasks."""
     recipe: str = ""
-    """Of vlbert/recipes/; empty: finetune_TASK_base."""
+    """Of vlbert/recipes/, with its arguments; empty: finetune_TASK."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
     folder: str = ""
@@ -161,7 +181,7 @@ class FinetuneSettings:
     """Splits, as the task's files name them, to evaluate the last checkpoint on: predictions, a page, and the files for
     a leaderboard."""
     overrides: tuple[str, ...] = ()
-    """field=value, as `vlbert train` takes them."""
+    """--field=value, as `vlbert train` takes them."""
     processes: Processes = Processes()
     """The processes that it runs in."""
 
@@ -171,10 +191,10 @@ class FinetuneSettings:
                 f"FinetuneSettings.checkpoint is {self.checkpoint!r}; say latest, a step such as step-0000400, "
                 "ROOT/runs/RUN/step-0000400, or none"
             )
-        if not self.recipe_name.startswith(f"finetune_{self.task}_"):
+        if not self.recipe_name.startswith(f"finetune_{self.task}"):
             raise ValueError(
                 f"FinetuneSettings.recipe {self.recipe_name} is none of task {self.task}; choose a recipe "
-                f"finetune_{self.task}_..., or another task"
+                f"finetune_{self.task}..., or another task"
             )
 
     @property
@@ -185,7 +205,12 @@ class FinetuneSettings:
     @property
     def recipe_name(self) -> str:
         """The recipe, also where only the task is named."""
-        return self.recipe or f"finetune_{self.task}_base"
+        return self.recipe or f"finetune_{self.task}"
+
+    @property
+    def made(self) -> "Recipe":
+        """What it trains, with its overrides."""
+        return make_recipe_of(self.recipe_name, self.run, self.overrides)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextvars
 import os
+import shlex
 import signal
 import tempfile
 import threading
@@ -24,11 +25,12 @@ from flows.artifacts import (
     table_of_metrics,
     table_of_progress,
 )
-from flows.settings import Processes
+from flows.settings import FinetuneSettings, PretrainSettings, Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
 from storage.object_store import ObjectStore, open_store
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
+from storage.settings import as_arguments, named_fields, override_values
 from training.curves import curves
 from training.log import PROGRESS_LINES, last_metrics, progress_line, progress_of, read_heartbeat
 
@@ -74,27 +76,26 @@ class Trained:
 
 def train(
     root: str,
-    recipe: str,
-    run: str,
+    settings: PretrainSettings | FinetuneSettings,
     fields: dict[str, object],
-    overrides: Sequence[str],
-    processes: Processes,
     log: Callable[[str], None],
     monitor: OnHeartbeat = lambda beat: None,
 ) -> Trained:
-    """Train, or go on with, `run`. Fields that are None are left to the recipe, `overrides` win over all. No process is
+    """Train, or go on with, the run of these settings. Fields that are None are left to the recipe. No process is
     started for a run that is complete. log, monitor: as in `torchrun`.
     """
     started = time.monotonic()
     from vlbert.resume import find_complete  # here, because it brings torch: other stages need none
 
-    run, peak_bytes = run or recipe, 0
-    given = assigned({"data.root": root, "run": run} | fields, overrides)
-    complete = find_complete(recipe, given, processes.world)
+    run, processes, peak_bytes = settings.made.run_name, settings.processes, 0
+    fields = given_fields({"data.root": root, "run": run} | fields)
+    complete = find_complete(override_values(settings.made, fields), processes.world)
     if complete:
         log(complete)
     else:
-        peak_bytes = torchrun("vlbert.train", [recipe, *given], root, run, processes, log, monitor).peak_bytes
+        peak_bytes = torchrun(
+            "vlbert.train", command_of(settings, fields), root, run, processes, log, monitor
+        ).peak_bytes
     store = open_store(root, write=False)
     saved, metrics = checkpoints(store, run), last_metrics(store, run)
     if not saved:
@@ -102,7 +103,7 @@ def train(
     data = open_folder(store, saved[-1]).state["data"]
     return Trained(
         run=run,
-        recipe=recipe,
+        recipe=settings.made.name,
         detector=data[0]["stage"].removeprefix("regions/"),
         snapshot=" + ".join(dataset["snapshots"][-1]["snapshot"] for dataset in data),
         checkpoint=store.where(saved[-1]),
@@ -113,14 +114,7 @@ def train(
 
 
 def evaluate(
-    root: str,
-    recipe: str,
-    trained: Trained,
-    splits: Sequence[str],
-    fields: dict[str, object],
-    overrides: Sequence[str],
-    processes: Processes,
-    log: Callable[[str], None],
+    root: str, settings: FinetuneSettings, trained: Trained, fields: dict[str, object], log: Callable[[str], None]
 ) -> Trained:
     """Evaluate the run's last checkpoint on each split with `vlbert evaluate`, except where the same settings
     have evaluated it before."""
@@ -129,15 +123,17 @@ def evaluate(
     store = open_store(root, write=False)
     run, step = trained.checkpoint.rsplit("/", 2)[1:]
     evaluated, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
-    given = assigned({"data.root": root} | fields, overrides)
-    for split in splits:
+    fields = given_fields({"data.root": root} | fields)
+    changes = fields | named_fields(settings.made, settings.overrides)
+    name, *arguments = command_of(settings, fields)
+    for split in settings.evaluate:
         folder = f"runs/{run}/evaluations/{split}-{step}"
-        found = find_evaluation(recipe, trained.checkpoint, split, given)
+        found = find_evaluation(settings.made, trained.checkpoint, split, changes)
         if found:
             log(f"{run}: evaluated already, by the same settings: {store.where(folder)}")
         else:
-            arguments = [recipe, trained.checkpoint, split, *given]
-            finished = torchrun("vlbert.evaluation.evaluate", arguments, root, run, processes, log)
+            given = [name, trained.checkpoint, split, *arguments]
+            finished = torchrun("vlbert.evaluation.evaluate", given, root, run, settings.processes, log)
             peak_bytes = max(peak_bytes, finished.peak_bytes)
             found = parse_json(store.get(f"{folder}/metrics.json"), store.where(f"{folder}/metrics.json"))
         submission = tuple(found["submission"])
@@ -146,9 +142,15 @@ def evaluate(
     return replace(trained, evaluated=tuple(evaluated), seconds=seconds, peak_bytes=peak_bytes)
 
 
-def assigned(fields: Mapping[str, object], overrides: Sequence[str]) -> list[str]:
-    """field=value of each; fields that are None are left to the recipe, and `overrides`, which come last, win."""
-    return [*(f"{name}={value}" for name, value in fields.items() if value is not None), *overrides]
+def given_fields(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields that are not None; the others are left to the recipe."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def command_of(settings: PretrainSettings | FinetuneSettings, fields: Mapping[str, object]) -> list[str]:
+    """Return the recipe and its arguments as `vlbert train` takes them; overrides come last, and win."""
+    recipe = settings.recipe if isinstance(settings, PretrainSettings) else settings.recipe_name
+    return [*shlex.split(recipe), *as_arguments(fields), *settings.overrides]
 
 
 def torchrun(
@@ -321,10 +323,10 @@ def show_result(stage: str, trained: Trained, monitor: TrainingMonitor) -> None:
     name_training(trained.recipe, trained.run, trained.detector, trained.snapshot)
     monitor.draw()
     with reporting():
-        from vlbert.recipes import RECIPES  # here, as above
+        from vlbert.recipes import all_recipes  # here, as above
         from vlbert.tasks import task_of
 
-        paper = task_of(RECIPES[trained.recipe]().task).paper
+        paper = task_of(all_recipes()[trained.recipe].task).paper
         publish(stage, trained.run, partial(table_of_metrics, trained.metrics, trained.checkpoint, paper))
     for one in trained.evaluated:
         table = partial(table_of_evaluation, one.metrics, one.paper, one.folder, one.submission)
@@ -333,10 +335,10 @@ def show_result(stage: str, trained: Trained, monitor: TrainingMonitor) -> None:
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
     """ValueError where an override names a field that the stage sets; `settings` says from which of its settings."""
-    for assignment in overrides:
-        field = assignment.partition("=")[0]
+    for argument in overrides:
+        field = argument.removeprefix("--").partition("=")[0]
         if field in settings:
-            raise ValueError(f"override {assignment}: the stage sets {field} itself; use {settings[field]} instead")
+            raise ValueError(f"override {argument}: the stage sets {field} itself; use {settings[field]} instead")
 
 
 def paced(

@@ -120,6 +120,11 @@ def override(config: T, arguments: Sequence[str]) -> T:
     return parse(type(config), arguments, default=config) if arguments else config
 
 
+def parse_changes(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the dotted fields that command-line arguments name, with their new values; ValueError as `override`."""
+    return named_fields(override(config, arguments), arguments)
+
+
 def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the dotted fields of the config that command-line arguments name, each with the config's value of it."""
     found = {}

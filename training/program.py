@@ -88,9 +88,14 @@ def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Calla
 
     Raises ValueError if there is no such recipe or field, or a value does not fit.
     """
-    make = find_recipe(name, recipes)
-    recipe, fields = parse(make, arguments, return_unknown_args=True)
-    return override(recipe, fields)
+    return override(*parse_recipe(name, arguments, recipes))
+
+
+def parse_recipe(
+    name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
+) -> tuple[Any, list[str]]:
+    """Return what the recipe of this name makes with its own arguments, as --size, and the other arguments."""
+    return parse(find_recipe(name, recipes), arguments, return_unknown_args=True)
 
 
 def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:

@@ -1,6 +1,6 @@
 """Start a run, or resume it from its last checkpoint: its data as they were, its model, its optimizer and its step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,12 @@ from storage.object_store import ObjectStore, open_store
 from storage.old import as_text
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
-from storage.settings import differing_fields, flat, override, to_json
+from storage.settings import differing_fields, flat, to_json
 from training import distributed
 from training.checkpoint import load_optimizer, prune_checkpoints
 from training.distributed import World
 from training.loading import EXPECTED
 from training.optimizer import make_optimizer
-from training.program import find_recipe
 from vlbert.checkpoint import Checkpoint, open_checkpoint, read_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.data.corpus import TextCorpus
@@ -28,7 +27,6 @@ from vlbert.evaluation.whence import record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, local_paths, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
-from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task, task_of
 from vlbert.tasks.base import Examples, Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -93,13 +91,12 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     return Start(data, model, optimizer, step, loop_state)
 
 
-def find_complete(name: str, assignments: Sequence[str], processes: int) -> str | None:
-    """Return the message that `vlbert train` with these arguments prints for a complete run, without loading tensors.
+def find_complete(recipe: Recipe, processes: int) -> str | None:
+    """Return the message that `vlbert train` prints for this recipe if its run is complete, without loading tensors.
 
     None if a step is left, and if anything is wrong: the program itself reports that.
     """
     try:
-        recipe = override(find_recipe(name, RECIPES)(), list(assignments))
         check_complete(recipe)
         check_shares(recipe.data, processes)
         store = open_store(recipe.data.root)
@@ -129,7 +126,7 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
         if name.split(".")[0] in fixed and name not in free and now != before:
             raise ValueError(
                 f"{resumed.where} was trained with {name}={before}, but the recipe has {now}. Restore {before}, or "
-                "start a new run: run=NAME"
+                "start a new run: --run NAME"
             )
 
 

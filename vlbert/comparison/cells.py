@@ -1,5 +1,6 @@
 """The trainings of a comparison, and how a process does one of them."""
 
+import dataclasses
 import os
 import resource
 import signal
@@ -18,11 +19,11 @@ import torch
 from storage.object_store import ObjectStore, open_store
 from storage.runs import as_json, checkpoints, folder_of, read_state
 from storage.safe_json import parse_json
-from storage.settings import override
+from storage.settings import named_fields
 from training import distributed
 from training.checkpoint import MODEL
 from training.loading import EXPECTED
-from training.program import STOPPED, find_recipe
+from training.program import STOPPED, make_recipe
 from training.stopping import Stopped
 from vlbert.checkpoint import read_config_at
 from vlbert.comparison.plans import Plan, Training
@@ -60,7 +61,7 @@ class Cell:
 
     @property
     def settings(self) -> Recipe:
-        return override(find_recipe(self.recipe, RECIPES)(), list(self.fields))
+        return make_recipe(self.recipe, self.fields, RECIPES)
 
     @property
     def checkpoint(self) -> str:
@@ -74,10 +75,11 @@ class Cell:
         return f"{run}/evaluations/{self.split}-{step}"
 
     @property
-    def evaluation_fields(self) -> list[str]:
+    def evaluation_changes(self) -> dict[str, Any]:
         """Those that say what is read, and by which model; not the seed, with which the order would change."""
+        changes = named_fields(self.settings, self.fields).items()
         parts = ("data.", "task.", "model.")
-        return [one for one in self.fields if one.startswith(parts) and not one.startswith("data.seed=")]
+        return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
 
 
 def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
@@ -107,13 +109,13 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int])
 def _scoped(text: str, plan: Plan) -> tuple[str | None, str]:
     scope, separator, rest = text.partition("=")[0].rpartition(":")
     if not separator:
-        return None, text
+        return None, f"--{text}"
     if scope not in (PRETRAINING, *plan.tasks, *plan.variants):
         raise ValueError(
             f"{text}: plan {plan.name} has no {scope}; a field is for {PRETRAINING}, a task "
             f"({', '.join(plan.tasks)}) or a variant ({', '.join(plan.variants)})"
         )
-    return scope, text[len(scope) + 1 :]
+    return scope, f"--{text[len(scope) + 1 :]}"
 
 
 def _cell(
@@ -129,14 +131,14 @@ def _cell(
     run = f"compare-{plan.name}-{variant}-{task or PRETRAINING}-seed{seed}"
     changes = [one.replace("{root}", root) for one in training.changes]
     changes += [one for scope in (None, task or PRETRAINING, variant) for of, one in given if of == scope]
-    if own := [one for one in changes if one.partition("=")[0] in _OWN]:
+    if own := [one for one in changes if one[2:].partition("=")[0] in _OWN]:
         raise ValueError(f"{run}: {own[0]}: a comparison sets this field itself; leave it out")
-    changes += [f"data.root={root}", f"data.seed={seed}", f"run={run}"]
-    changes += [f"init_from={open_store(root, write=False).where(needs.checkpoint)}"] if needs else []
+    changes += [f"--data.root={root}", f"--data.seed={seed}", f"--run={run}"]
+    changes += [f"--init_from={open_store(root, write=False).where(needs.checkpoint)}"] if needs else []
     try:
-        recipe = override(find_recipe(training.recipe, RECIPES)(), changes)
+        recipe = make_recipe(training.recipe, changes, RECIPES)
         if task and not needs and not recipe.bert:
-            changes, recipe = [*changes, "random_init=true"], override(recipe, ["random_init=true"])
+            changes, recipe = [*changes, "--random_init"], dataclasses.replace(recipe, random_init=True)
         check_complete(recipe)
     except ValueError as error:
         raise ValueError(f"{run}: {error}") from error
@@ -161,14 +163,14 @@ def check_steps(cell: Cell, root: str) -> None:
 
 def is_done(plan: Plan, cell: Cell, root: str) -> bool:
     """Whether it is trained, from the weights that its pre-training has now, and evaluated. Loads no tensors."""
-    if not find_complete(cell.recipe, cell.fields, processes=1):
+    if not find_complete(cell.settings, processes=1):
         return False
     store = open_store(root, write=False)
     if cell.needs and read_costs(store, plan, cell).get("start") != _hash_of_start(store, cell.needs):
         return False
     if cell.task is None:
         return True
-    return find_evaluation(cell.recipe, store.where(cell.checkpoint), cell.split, cell.evaluation_fields) is not None
+    return find_evaluation(cell.settings, store.where(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
 def read_costs(store: ObjectStore, plan: Plan, cell: Cell) -> dict[str, Any]:
@@ -236,8 +238,7 @@ def _do(plan: Plan, cell: Cell, root: str) -> None:
         spent["cpu_seconds"] += _cpu_seconds() - cpu
         store.put(_costs_file(plan, cell), as_json(spent))
     if cell.split:
-        recipe, path = find_recipe(cell.recipe, RECIPES)(), store.where(cell.checkpoint)
-        evaluate(recipe, [path], cell.split, cell.evaluation_fields, None, world)
+        evaluate(cell.settings, [store.where(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)
 
 
 def _cpu_seconds() -> float:

@@ -1,6 +1,6 @@
 """Compare: train variants x tasks x seeds on one root, and write one page about what differs.
 
-    vlbert compare PLAN data.root=ROOT [[SCOPE:]field=value ...]
+    vlbert compare PLAN --data.root ROOT [--fields [SCOPE:]field=value ...]
 
 PLAN is a function of vlbert/comparison/plans.py, or MODULE:FUNCTION. A field is given to every training or, with a
 SCOPE before it, to those of `pretraining`, of a task or of a variant: vqa:task.folder=FOLDER. Each training is a run of
@@ -24,12 +24,13 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
 from storage.object_store import open_store
-from storage.old import add_fields, make_parser
+from storage.programs import Positional, command
 from storage.progress import clock
 from storage.tables import markdown
 from training.loading import EXPECTED
@@ -37,7 +38,7 @@ from training.log import read_heartbeat
 from training.program import STOPPED
 from vlbert.comparison.cells import Cell, cells_of, check_steps, is_done, run_cell
 from vlbert.comparison.page import page, percent
-from vlbert.comparison.plans import PLANS, Plan, find_plan
+from vlbert.comparison.plans import Plan, find_plan
 from vlbert.comparison.summary import summarise
 
 _BETWEEN_LINES = 30.0  # seconds between lines about what is running
@@ -229,30 +230,32 @@ def table(summary: Mapping[str, Any]) -> str:
     return markdown(["", *(task["title"] for task in tasks.values())], rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert compare", __doc__)
-    parser.add_argument("plan", metavar="PLAN", help=f"{', '.join(sorted(PLANS))}, or MODULE:FUNCTION")
-    parser.add_argument("--seeds", metavar="0,1,2", help="in place of the plan's; more can be added later")
-    parser.add_argument("--jobs", type=int, help="trainings at a time; by default one a GPU or, without any, a core")
-    add_fields(parser, None, "Those of the recipes: vlbert train RECIPE --help lists them.")
-    options = parser.parse_intermixed_args(arguments)
-    name = f"{parser.prog} {options.plan}"
-    try:
-        plan = find_plan(options.plan)
-        roots = [one.partition("=")[2] for one in options.fields if one.startswith("data.root=")]
-        if not roots:
-            raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
-        if options.jobs is not None and options.jobs < 1:
-            raise ValueError(f"--jobs is {options.jobs}; it must be at least 1")
-        seeds = _numbers(options.seeds) if options.seeds else None
-        fields = [one for one in options.fields if not one.startswith("data.root=")]
-        summary = compare(plan, roots[-1], fields, seeds, options.jobs, _print)
-    except EXPECTED as error:
-        sys.exit(f"{name}: {error}")
+def compare_plan(
+    plan: Annotated[str, Positional, tyro.conf.arg(metavar="PLAN")],
+    root: Annotated[str, tyro.conf.arg(name="data.root")],
+    fields: tuple[str, ...] = (),
+    seeds: tuple[int, ...] = (),
+    jobs: int | None = None,
+) -> None:
+    """Train variants x tasks x seeds on one root, and write a page about what differs.
+
+    Args:
+        plan: a function of vlbert/comparison/plans.py, or MODULE:FUNCTION
+        root: a folder, or s3://bucket/prefix
+        fields: of the recipes, each as `[SCOPE:]field=value`
+        seeds: in place of the plan's; more can be added later
+        jobs: trainings at a time; by default one a GPU or, without any, a core
+    """
+    name, made = f"vlbert compare {plan}", find_plan(plan)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs is {jobs}; it must be at least 1")
+    if len({*seeds}) < len(seeds) or min(seeds, default=0) < 0:
+        raise ValueError(f"--seeds are {', '.join(map(str, seeds))}; give different numbers, from 0")
+    summary = compare(made, root, fields, seeds, jobs, _print)
     if summary is None:
         print(f"{name}: stopped; start it again, and it goes on", file=sys.stderr, flush=True)
         sys.exit(STOPPED)
-    where = open_store(roots[-1], write=False).where(f"comparisons/{plan.name}/index.html")
+    where = open_store(root, write=False).where(f"comparisons/{made.name}/index.html")
     print(f"\n{table(summary)}\n\n{where}", flush=True)
     if broken := [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]:
         sys.exit(f"{name}: no numbers of {'; '.join(broken)}")
@@ -260,18 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{name}: {len(summary['failed'])} trainings failed; start it again, and they are tried again")
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [int(one) for one in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--seeds is {text!r}; give numbers with commas, as in 0,1,2") from error
-    if len({*found}) < len(found) or min(found) < 0:
-        raise ValueError(f"--seeds is {text!r}; give different numbers, from 0")
-    return found
-
-
 def _print(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+
+
+main = command("vlbert compare", compare_plan, *EXPECTED)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from training.program import find_recipe
-from vlbert.recipes import RECIPES
 
 _NAME = re.compile(r"[a-z0-9_]+")
 
@@ -15,7 +14,7 @@ _NAME = re.compile(r"[a-z0-9_]+")
 class Training:
     """A run of a recipe of vlbert/recipes.py, or of MODULE:FUNCTION.
 
-    changes: field=value, as `vlbert train` takes them; {root} in one stands for data.root.
+    changes: arguments, as `vlbert train` takes them; {root} in one stands for data.root.
     """
 
     recipe: str
@@ -94,8 +93,8 @@ class Plan:
 # Words of the captions that only the image tells: demo/scenes.py.
 _DEMO_WORDS = "blue circle cross green purple red ring square star triangle white yellow"
 DEMO_WORDS = tuple(_DEMO_WORDS.split())
-_DEMO_WEIGHTS = "model.regions.weights={root}/detector.safetensors"
-_DEMO_VOCABULARY = "vocabulary={root}/text/vocab.txt"
+_DEMO_WEIGHTS = "--model.regions.weights={root}/detector.safetensors"
+_DEMO_VOCABULARY = "--vocabulary={root}/text/vocab.txt"
 _DEMO_TASKS = {
     "vqa": ComparedTask("VQA", "val2014", "accuracy"),
     "refcoco": ComparedTask("RefCOCO+", "val", "accuracy_published"),
@@ -103,34 +102,33 @@ _DEMO_TASKS = {
 }
 _RETRIEVAL = {"retrieval": ComparedTask("Retrieval, caption → image, R@1", "val", "image_r1", "image_ranks", within=1)}
 _DEMO_FIELDS = {
-    "vqa": ("task.folder={root}/data/vqa", "task.answers=18"),
-    "refcoco": ("task.folder={root}/data/refcoco+",),
-    "vcr": ("task.folder={root}/data/vcr", "task.subtask=answer"),
-    "retrieval": ("task.folder={root}/data/retrieval",),
+    "vqa": ("--task.folder={root}/data/vqa", "--task.answers=18"),
+    "refcoco": ("--task.folder={root}/data/refcoco+",),
+    "vcr": ("--task.folder={root}/data/vcr", "--task.subtask=answer"),
+    "retrieval": ("--task.folder={root}/data/retrieval",),
 }
 _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regions_accuracy_grounding_gap")
 
 
 def _demo(recipe: str, *changes: str) -> Training:
     """A training whose words are those of the corpus; features that are precomputed need no weights."""
-    precomputed = RECIPES[recipe]().model.regions.features == "precomputed"
-    return Training(recipe, (*([] if precomputed else [_DEMO_WEIGHTS]), _DEMO_VOCABULARY, *changes))
+    weights = [] if "--features=precomputed" in changes else [_DEMO_WEIGHTS]
+    return Training(recipe, ("--size=demo", *weights, _DEMO_VOCABULARY, *changes))
 
 
 def _demo_pretraining(recipe: str, *changes: str) -> Training:
-    words = f"task.monitored_words={','.join(DEMO_WORDS)}"
-    return _demo(recipe, "data.text_corpus={root}/text", words, *changes)
+    return _demo(recipe, "--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS, *changes)
 
 
 def family_demo() -> Plan:
     """VL-BERT, Unicoder-VL and ViLBERT at equal steps of 32 captions, on the drawn world."""
     # In the 600 steps of the recipes the two others only begin to tell which captions and images belong together.
-    longer = ("steps=1000", "validate_every=500", "save_every=500")
+    longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
     lines = {
-        "vlbert": ("VL-BERT, end to end", "vlbert_demo"),
-        "precomputed": ("VL-BERT, precomputed features", "vlbert_demo_precomputed"),
-        "unicoder_vl": ("Unicoder-VL", "unicoder_vl_demo"),
-        "vilbert": ("ViLBERT", "vilbert_demo"),
+        "vlbert": ("VL-BERT, end to end", "vlbert", ()),
+        "precomputed": ("VL-BERT, precomputed features", "vlbert", ("--features=precomputed",)),
+        "unicoder_vl": ("Unicoder-VL", "unicoder_vl", ()),
+        "vilbert": ("ViLBERT", "vilbert", ()),
     }
     tasks = _DEMO_TASKS | _RETRIEVAL
     return Plan(
@@ -139,13 +137,13 @@ def family_demo() -> Plan:
         variants={
             name: Variant(
                 title,
-                _demo_pretraining(f"pretrain_{model}", *longer),
+                _demo_pretraining(f"pretrain_{model}", *features, *longer),
                 {
-                    task: _demo(f"finetune_{task}_{model.removeprefix('vlbert_')}", *_DEMO_FIELDS[task])
+                    task: _demo(f"finetune_{task}_{model}".removesuffix("_vlbert"), *features, *_DEMO_FIELDS[task])
                     for task in tasks
                 },
             )
-            for name, (title, model) in lines.items()
+            for name, (title, model, features) in lines.items()
         },
         tasks=tasks,
         pretraining_metrics=_DEMO_METRICS,
@@ -156,14 +154,14 @@ def family_demo() -> Plan:
 
 # By line: its title, the changes of the pre-training (None: without one), and the paper's % on VQA test-dev, RefCOCO+
 # val with detected regions, VCR Q->A val and QA->R val.
-_ALONE, _FIXED = "data.text_batch=0", "model.regions.frozen_stages=5"
+_ALONE, _FIXED = "--data.text_batch=0", "--model.regions.frozen_stages=5"
 _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
     "without": ("without pre-training", None, (69.5, 62.7, 72.9, 73.0)),
-    "a": ("(a) masked words", (_ALONE, _FIXED, "task.regions.probability=0"), (71.0, 69.1, 72.9, 73.1)),
+    "a": ("(a) masked words", (_ALONE, _FIXED, "--task.regions.probability=0"), (71.0, 69.1, 72.9, 73.1)),
     "b": ("(b) + masked regions", (_ALONE, _FIXED), (71.1, 70.7, 73.0, 73.1)),
     "c": (
         "(c) as (b), + sentence-image relationship",
-        (_ALONE, _FIXED, "task.relationship=true", "task.mismatched=0.5"),
+        (_ALONE, _FIXED, "--task.relationship", "--task.mismatched=0.5"),
         (70.3, 69.5, 72.2, 72.4),
     ),
     "d": ("(d) as (b), + text-only corpus", (_FIXED,), (71.1, 70.7, 73.4, 73.8)),
@@ -197,8 +195,8 @@ def _table4(
 
 def table4_demo() -> Plan:
     """VL-BERT's Table 4 at equal steps of 32 captions, on the drawn world: each line changes fields of one recipe."""
-    finetunings = {task: _demo(f"finetune_{task}_demo", *_DEMO_FIELDS[task]) for task in _DEMO_TASKS}
-    pretraining = partial(_demo_pretraining, "pretrain_vlbert_demo")
+    finetunings = {task: _demo(f"finetune_{task}", *_DEMO_FIELDS[task]) for task in _DEMO_TASKS}
+    pretraining = partial(_demo_pretraining, "pretrain_vlbert")
     title = "VL-BERT's Table 4 on the drawn world"
     return _table4("table4_demo", title, pretraining, finetunings, _DEMO_TASKS, _DEMO_METRICS)
 
@@ -210,13 +208,14 @@ def table4() -> Plan:
     ROOT/refcoco+ and ROOT/vcr, or where vqa:task.folder=FOLDER says. VQA is evaluated on val2014: no one has the
     answers of test-dev.
     """
-    vqa = ("task.folder={root}/vqa", "steps=4335", "model.regions.features=end_to_end")
-    vcr = ("task.folder={root}/vcr", "steps=33270", "optimizer.decay_at=23288,29942")
+    vqa = ("--task.folder={root}/vqa", "--steps=4335", "--model.regions.features=end_to_end")
+    vcr = ("--task.folder={root}/vcr", "--steps=33270", "--optimizer.decay_at", "23288", "29942")
+    refcoco = ("--task.regions=detected", "--task.adds_ground_truth", "--task.folder={root}/refcoco+", "--steps=37560")
     finetunings = {
-        "vqa": Training("finetune_vqa_base", vqa),
-        "refcoco": Training("finetune_refcoco_base_detected", ("task.folder={root}/refcoco+", "steps=37560")),
-        "vcr": Training("finetune_vcr_base", vcr),
-        "vcr_rationales": Training("finetune_vcr_base", (*vcr, "task.subtask=rationale")),
+        "vqa": Training("finetune_vqa", vqa),
+        "refcoco": Training("finetune_refcoco", refcoco),
+        "vcr": Training("finetune_vcr", vcr),
+        "vcr_rationales": Training("finetune_vcr", (*vcr, "--task.subtask=rationale")),
     }
     tasks = {
         "vqa": ComparedTask("VQA", "val2014", "accuracy"),
@@ -224,11 +223,11 @@ def table4() -> Plan:
         "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
         "vcr_rationales": ComparedTask("VCR, QA→R", "val", "rationale_accuracy"),
     }
-    without = ("bert=bert-base-uncased",)
+    without = ("--bert=bert-base-uncased",)
     return _table4(
         "table4",
         "VL-BERT's Table 4",
-        lambda *changes: Training("pretrain_vlbert_base", changes),
+        lambda *changes: Training("pretrain_vlbert", changes),
         finetunings,
         tasks,
         without=without,

@@ -1,6 +1,6 @@
 """Evaluate: all examples of a split -> predictions, metrics, the files that leaderboards take, and a page.
 
-    torchrun --nproc-per-node N -m vlbert.evaluation.evaluate RECIPE CHECKPOINT SPLIT [field=value ...] [--out FOLDER]
+    torchrun --nproc-per-node N -m vlbert.evaluation.evaluate RECIPE CHECKPOINT SPLIT [--field value ...] [--out FOLDER]
 
 RECIPE is the one that CHECKPOINT was trained with; it says which data is read. A recipe of retrieval also takes a
 pre-training with the relationship head, as it is. CHECKPOINT is ROOT/runs/RUN/step-*,
@@ -12,25 +12,27 @@ metrics.json last, or to FOLDER (s3:// too). An evaluation that was stopped goes
 settings that exists already is kept; --again repeats it.
 """
 
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import tyro
 
 from storage.object_store import ObjectStore, open_store
-from storage.old import add_recipe_fields, make_parser
+from storage.programs import Flat, Positional
 from storage.progress import clock
-from storage.settings import differing_fields, from_json, override, to_json
+from storage.settings import differing_fields, from_json, named_fields, override_values, parse, to_json
 from training.checkpoint import MODEL
 from training.distributed import World, from_first, gather_on_first
 from training.loading import EXPECTED
-from training.program import find_recipe, run_in_world
+from training.program import parse_recipe, run_in_world, split_recipe
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, restore_saved, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import ValidationData
@@ -59,13 +61,15 @@ _PROGRESS_SECONDS = 30.0  # between lines of progress
 
 
 def load_task_model(
-    checkpoint: Checkpoint, overrides: Sequence[str] = (), recipe: Recipe | None = None
+    checkpoint: Checkpoint,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    recipe: Recipe | None = None,
 ) -> tuple[TaskModel, Recipe]:
     """The model of a checkpoint with its head, in eval mode, and its recipe.
 
-    The recipe is `recipe` or, where it is None, the one that the checkpoint was trained with. Its task and model are
-    always those of the training, changed by `overrides` ("task.folder=vqa"); the task's saved attributes (Task.saved)
-    are loaded too. A pre-trained model may be that of another task's recipe, if the task can do with it as it is
+    The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model are
+    always those of the training, with `changes` ({"task.folder": "vqa"}); the task's saved attributes (Task.saved) are
+    loaded, too. A pre-trained model may be that of another task's recipe, if the task can do with it as it is
     (Task.zero_shot): then the task is the recipe's. ValueError where the checkpoint has no head, or one of another task
     or architecture.
     """
@@ -82,7 +86,7 @@ def load_task_model(
     trained = recipe_of(checkpoint)
     settings = recipe.task if zero_shot else trained.task
     recipe = recipe or trained
-    wanted = override(recipe, list(overrides)).model
+    wanted = override_values(recipe, changes).model
     differing = differing_fields(architecture(wanted), architecture(checkpoint.model_config))
     if differing:
         name, here, there = differing[0]
@@ -90,7 +94,7 @@ def load_task_model(
             f"{where} has another architecture than recipe {recipe.name}: model.{name} is {there} there and {here} "
             "here; name the recipe that it was trained with, and its model.* overrides"
         )
-    recipe = override(replace(recipe, task=settings, model=checkpoint.model_config), list(overrides))
+    recipe = override_values(replace(recipe, task=settings, model=checkpoint.model_config), changes)
     task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
     restore_saved(task, checkpoint)
     model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size, task.vocabulary), task)
@@ -129,7 +133,7 @@ def evaluate(
     recipe: Recipe,
     paths: Sequence[str],
     split: str,
-    overrides: Sequence[str],
+    changes: Mapping[str, Any],
     out: str | None,
     world: World,
     again: bool = False,
@@ -145,10 +149,10 @@ def evaluate(
     if len(paths) > limit:
         raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes {limit} at most")
     names = [_find(path, world) for path in paths]
-    root = override(recipe, list(overrides)).data.root or names[0].rpartition("/runs/")[0]
+    root = override_values(recipe, changes).data.root or names[0].rpartition("/runs/")[0]
     if not root:
-        raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
-    inputs = inputs_of(recipe, names, split, overrides)
+        raise ValueError("data.root is not set; give --data.root FOLDER or --data.root s3://bucket/prefix")
+    inputs = inputs_of(recipe, names, split, changes)
     store, folder = from_first(output_folder(out, names, split, inputs) if world.first else None, world)
     where = store.where(folder.rstrip("/")) if folder else str(out)
     done = None if again else from_first(world.first and read_summary(store, folder), world)
@@ -160,11 +164,11 @@ def evaluate(
     checkpoints = [open_checkpoint(name) for name in names]
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
         raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
-    overrides = [*task_class.evaluation, *overrides, f"data.root={root}"]
+    changes = {**task_class.evaluation, **changes, "data.root": root}
     if again:
         from_first(world.first and delete_blocks(store, folder), world)  # before anyone reads them
     blocks = partial(Blocks, store, folder)
-    predicted = [_predict(recipe, checkpoint, split, overrides, world, inputs, blocks) for checkpoint in checkpoints]
+    predicted = [_predict(recipe, checkpoint, split, changes, world, inputs, blocks) for checkpoint in checkpoints]
     if not world.first:
         return {}
     rows = [row for one in predicted for row in one.rows]
@@ -181,15 +185,13 @@ def evaluate(
     return summary
 
 
-def find_evaluation(name: str, path: str, split: str, overrides: Sequence[str]) -> dict[str, Any] | None:
+def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
     """The contents of metrics.json of an evaluation with these arguments; None where there is none yet, and where
     anything is wrong, which the program then reports."""
     try:
-        recipe = find_recipe(name, RECIPES)()
-        override(recipe, list(overrides))
         store, folder = find_checkpoint(path)
         names = [store.where(folder).rstrip("/")]
-        store, folder = output_folder(None, names, split, inputs_of(recipe, names, split, overrides))
+        store, folder = output_folder(None, names, split, inputs_of(recipe, names, split, changes))
         return read_summary(store, folder)
     except (*EXPECTED, OSError):
         return None
@@ -207,7 +209,7 @@ def _predict(
     recipe: Recipe,
     checkpoint: Checkpoint,
     split: str,
-    overrides: Sequence[str],
+    changes: Mapping[str, Any],
     world: World,
     inputs: dict[str, Any],
     blocks_of: Callable[[dict[str, Any]], Blocks],
@@ -216,7 +218,7 @@ def _predict(
 
     blocks_of: what was predicted already, by all that decides the predictions.
     """
-    model, recipe = load_task_model(checkpoint, overrides, recipe)
+    model, recipe = load_task_model(checkpoint, changes, recipe)
     check_one_dataset(recipe)
     model, config = model.to(world.device), recipe.data
     has_splits = recipe.task.validate_on is not None
@@ -287,26 +289,33 @@ def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert evaluate", __doc__)
-    parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(RECIPES))}, or MODULE:FUNCTION")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="one, or two joined by a comma")
-    parser.add_argument("split", metavar="SPLIT", nargs="?", help="as in the task's files")
-    add_recipe_fields(parser, RECIPES, arguments)
-    parser.add_argument("--out", metavar="FOLDER", help="where to write; needed where CHECKPOINT belongs to no run")
-    parser.add_argument("--again", action="store_true", help="repeat an evaluation with the same settings")
-    options = parser.parse_intermixed_args(arguments)
-    name = f"{parser.prog} {options.recipe}"
+    """`vlbert evaluate RECIPE CHECKPOINT SPLIT [--field value ...]`, on one process or under torchrun."""
+    recipe_name, given = split_recipe(arguments, "vlbert evaluate", __doc__, RECIPES)
+    name = f"vlbert evaluate {recipe_name}"
     try:
-        for given in ("checkpoint", "split"):
-            value = getattr(options, given)
-            if not value or re.match(r"[a-z_.]+=", value):
-                raise ValueError(f"{given.upper()} is missing; say RECIPE CHECKPOINT SPLIT, then any field=value")
-        recipe = find_recipe(options.recipe, RECIPES)()
-        override(recipe, options.fields)
+        base, given = parse_recipe(recipe_name, given, RECIPES)
     except ValueError as error:
         sys.exit(f"{name}: {error}")
-    paths, given = options.checkpoint.split(","), (options.split, options.fields, options.out)
-    run_in_world(name, lambda world: evaluate(recipe, paths, *given, world, options.again))
+
+    def run(
+        checkpoint: Annotated[str, Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+        split: Annotated[str, Positional, tyro.conf.arg(metavar="SPLIT")],
+        recipe: Annotated[Recipe, Flat] = base,
+        out: str | None = None,
+        again: bool = False,
+    ) -> None:
+        """Evaluate a checkpoint on all examples of a split.
+
+        Args:
+            checkpoint: ROOT/runs/RUN, or one of its steps; of VCR two, joined by a comma
+            split: as the task's files call it
+            out: folder to write; needed if CHECKPOINT belongs to no run
+            again: repeat an evaluation with the same settings
+        """
+        changes, paths = named_fields(recipe, given), checkpoint.split(",")
+        run_in_world(name, lambda world: evaluate(base, paths, split, changes, out, world, again))
+
+    parse(run, given, name)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,23 @@ state.json and vocab.txt are enough. STEP counts from 1, as the log does. The ba
 devices, so a laptop can replay a run of eight GPUs. See docs/operating.md.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import tyro
 from PIL import Image
 
 from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxes_on
 from storage.object_store import LocalStore, ObjectStore, open_store
-from storage.old import add_fields, from_assignments, make_parser
+from storage.programs import Checkpoint as CheckpointName
+from storage.programs import Flat, Positional, command
 from storage.redact import redacted
 from storage.runs import STATE
-from storage.settings import override
+from storage.settings import override_values
 from training.distributed import World
 from training.loading import EXPECTED
 from training.log import Unreadable
@@ -107,9 +108,9 @@ def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -
     """Return the recipe for one process, with its files where they are now; ValueError where there is no root."""
     root = settings.root or checkpoint.where.rpartition("/runs/")[0] or recipe.data.root
     here = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
-    given = [f"{name}={value}" for name, value in here.items() if value is not None]
+    given = {name: value for name, value in here.items() if value is not None}
     data = replace(recipe.data, held_out=None, gradient_accumulation=1, cache=None, workers=0)
-    return override(replace(recipe, data=data, task=recipe.task.to_train()), given)
+    return override_values(replace(recipe, data=data, task=recipe.task.to_train()), given)
 
 
 def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: bool) -> Replay:
@@ -214,18 +215,17 @@ def _drawn(example: Example, image: ImageInput) -> str:
     return data_uri(draw_boxes_on(pixels, [*thin, *boxes], IMAGE_SIDE, len(thin)))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert replay", __doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="ROOT/runs/RUN, /best or /step-*, or a copied folder")
-    parser.add_argument("step", metavar="STEP", type=int, help="number of the step, from 1")
-    add_fields(parser, ReplaySettings)
-    options = parser.parse_args(arguments)
-    try:
-        out = write_replay(options.checkpoint, options.step, from_assignments(ReplaySettings, options.fields))
-    except (*EXPECTED, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    print(f"written: {out}")
+def replay_step(
+    checkpoint: CheckpointName,
+    step: Annotated[int, Positional, tyro.conf.arg(metavar="STEP")],
+    settings: Annotated[ReplaySettings, Flat] = ReplaySettings(),
+) -> None:
+    """Make the batch of a step again, as a page.
+
+    Args:
+        step: number of the step, from 1
+    """
+    print(f"written: {write_replay(checkpoint, step, settings)}")
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert replay", replay_step, *EXPECTED)

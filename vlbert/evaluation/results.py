@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from storage.object_store import ObjectStore, open_store
 from storage.reading import ShardSamples
 from storage.safe_json import parse_json
-from storage.settings import to_json
+from storage.settings import as_arguments, to_json
 from training.log import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe
@@ -78,13 +78,13 @@ def name_of(where: str) -> str:
     return where.rpartition("/runs/")[2]
 
 
-def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, overrides: Sequence[str]) -> dict[str, Any]:
+def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluations with equal inputs are the same."""
     return {
         "recipe": recipe.name,
         "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
         "split": split,
-        "overrides": [one for one in overrides if not one.startswith("data.root=")],
+        "overrides": as_arguments({name: value for name, value in changes.items() if name != "data.root"}),
     }
 
 

@@ -14,7 +14,6 @@ the way leads back through fine-tuning to pre-training, even if the first checkp
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import re
@@ -23,17 +22,19 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import tyro
 
 from storage.inventory import aligned
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
-from storage.old import add_fields, from_assignments, make_parser
 from storage.order import interleaved
+from storage.programs import Checkpoint as CheckpointName
+from storage.programs import Flat, Positional, command
 from storage.redact import shown_url
 from storage.safe_json import parse_json, printable
 from storage.settings import from_json
@@ -443,34 +444,25 @@ def _rows(trained: Trained, use: DataUse, span: SnapshotSpan, epochs: Sequence[n
 # --- as a program -----------------------------------------------------------------------------------------------------
 
 
-def is_field(argument: str, settings: type) -> bool:
-    """Whether an argument is field=value of these settings: a URL may have a `=`, too."""
-    return argument.partition("=")[0] in [one.name for one in dataclasses.fields(settings)] and "=" in argument
+def tell_whence(
+    checkpoint: CheckpointName,
+    what: Annotated[str | None, Positional, tyro.conf.arg(metavar="KEY|URL")] = None,
+    settings: Annotated[WhenceSettings, Flat] = WhenceSettings(),
+) -> None:
+    """List every image URL that a checkpoint has seen, and at which steps.
+
+    Args:
+        what: a sample's key, or a URL as the list has it; without it the runs are listed
+    """
+    runs, start = lineage(open_checkpoint(checkpoint, tensors=False), settings.root, settings.task_folder)
+    print("\n".join(describe(runs, start)), flush=True)
+    if settings.out:
+        print(f"{export(runs, settings.out):,} rows in {settings.out}", flush=True)
+    if what:
+        lines, any_seen = tell(runs, what)
+        print("\n".join(lines) or f"{shown_url(what)} was in nothing that these runs have seen", flush=True)
+        if not any_seen:
+            sys.exit(1)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert whence", __doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    add_fields(parser, WhenceSettings)
-    parser.usage = "%(prog)s CHECKPOINT [KEY|URL] [field=value ...]"
-    options = parser.parse_args(arguments)
-    what = [one for one in options.fields if not is_field(one, WhenceSettings)]
-    try:
-        settings = from_assignments(WhenceSettings, [one for one in options.fields if one not in what])
-        if len(what) > 1:
-            raise ValueError(f"{what[0]!r} and {what[1]!r} are given; ask about one URL or key, or all: out=FILE")
-        runs, start = lineage(open_checkpoint(options.checkpoint, tensors=False), settings.root, settings.task_folder)
-        print("\n".join(describe(runs, start)), flush=True)
-        if settings.out:
-            print(f"{export(runs, settings.out):,} rows in {settings.out}", flush=True)
-        if what:
-            lines, any_seen = tell(runs, what[0])
-            print("\n".join(lines) or f"{shown_url(what[0])} was in nothing that these runs have seen", flush=True)
-            if not any_seen:
-                sys.exit(1)
-    except (ValueError, OSError, ObjectMissing, StorageUnreachable, pa.ArrowException) as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()
+main = command("vlbert whence", tell_whence, ObjectMissing, StorageUnreachable, pa.ArrowException)

@@ -1,6 +1,6 @@
 """Withdraw images by their URLs, and list every checkpoint that has seen them.
 
-    vlbert withdraw ROOT URL ...                 or, one URL a line: urls=FILE
+    vlbert withdraw ROOT URL ...                 or, one URL a line: --urls FILE
     vlbert catalog gc ROOT --delete              then: delete the tars that still have them
 
 From now on no collection under ROOT takes these URLs, nor the same images from other URLs. The shards that have them
@@ -10,34 +10,27 @@ interrupted, and prints the same list. docs/provenance.md says what is not reach
 
 import contextlib
 import json
-import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from storage.catalog import Catalog
 from storage.catalog.commit import withdraw_samples
 from storage.inventory import Inventory, aligned
 from storage.manifests import OK
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
-from storage.programs import make_parser
+from storage.programs import Positional, Root, command
 from storage.redact import shown_url
 from storage.runs import STATE
 from storage.safe_json import printable
-from storage.settings import add_fields, from_assignments
 from storage.withdrawn import Withdrawn, read_withdrawn, withdraw
 from vlbert.checkpoint import read_checkpoint
-from vlbert.evaluation.whence import Trained, find, is_field, lineage, seen
+from vlbert.evaluation.whence import Trained, find, lineage, seen
 
 _SHOWN = 5  # URLs that are named where there are many
-
-
-@dataclass(frozen=True)
-class WithdrawSettings:
-    """Which URLs beside those of the command line."""
-
-    urls: str | None = None  # file with a URL a line
 
 
 # --- what is committed ------------------------------------------------------------------------------------------------
@@ -134,48 +127,47 @@ def read_urls(file: str) -> list[str]:
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"urls={file} cannot be read: {error}; name a file with a URL a line") from error
+        raise ValueError(f"--urls {file} cannot be read: {error}; name a file with a URL a line") from error
     found = [line.strip() for line in lines if line.strip()]
     if not found:
-        raise ValueError(f"urls={file} holds no URL; write one a line")
+        raise ValueError(f"--urls {file} holds no URL; write one a line")
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert withdraw", __doc__)
-    parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
-    add_fields(parser, WithdrawSettings)
-    parser.usage = "%(prog)s ROOT URL ... [field=value ...]"
-    options = parser.parse_args(arguments)
-    urls = [one for one in options.fields if not is_field(one, WithdrawSettings)]
-    try:
-        settings = from_assignments(WithdrawSettings, [one for one in options.fields if one not in urls])
-        wanted = [*dict.fromkeys(urls + (read_urls(settings.urls) if settings.urls else []))]
-        if not wanted:
-            raise ValueError("no URL is given: name some, or a file with one a line: urls=FILE")
-        found = open_store(options.root, write=False)  # makes no folder
-        if next(iter(found.list()), None) is None:
-            raise ValueError(f"{found.where()} holds nothing; see how the root's name is written")
-        store = open_store(options.root)
-        new, rows, every = withdraw_urls(store, wanted)
-        print(f"{len(new.urls):,} URLs are withdrawn now, {len(wanted) - len(new.urls):,} were before", flush=True)
-        listed = {row["url"] for row in rows}
-        missing = [url for url in wanted if url not in listed]
-        if missing:
-            shown = ", ".join(map(shown_url, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
-            print(f"in no list under {store.where()} are {len(missing):,} of them: {shown}", flush=True)
-        counts = Counter(f"{row['dataset']}/{row['stage']}" for row in rows)
-        if counts:  # a name may be another image's in another dataset
-            shown = ", ".join(f"{count:,} of {place}" for place, count in sorted(counts.items()))
-            print(f"rows that have them: {shown}", flush=True)
-        if len(every) > len(wanted):
-            print(f"{len(every) - len(wanted):,} more URLs have the same images, and are withdrawn, too", flush=True)
-        print("\n".join(sightings(store, every)), flush=True)
-        print(f"{revise_shards(store):,} shards were written again without them", flush=True)
-        print(f"to delete the tars that still have them: vlbert catalog gc {options.root} --delete", flush=True)
-    except (ValueError, OSError, ObjectMissing, StorageUnreachable) as error:
-        sys.exit(str(error))
+def withdraw_images(
+    root: Root,
+    url: Annotated[tuple[str, ...], Positional, tyro.conf.arg(metavar="URL ...")] = (),
+    urls: str | None = None,
+) -> None:
+    """Withdraw images by their URLs, and list every checkpoint that has seen them.
+
+    Args:
+        url: as the list has it
+        urls: file with a URL a line
+    """
+    wanted = [*dict.fromkeys([*url, *(read_urls(urls) if urls else [])])]
+    if not wanted:
+        raise ValueError("no URL is given: name some, or a file with one a line: --urls FILE")
+    found = open_store(root, write=False)  # makes no folder
+    if next(iter(found.list()), None) is None:
+        raise ValueError(f"{found.where()} holds nothing; see how the root's name is written")
+    store = open_store(root)
+    new, rows, every = withdraw_urls(store, wanted)
+    print(f"{len(new.urls):,} URLs are withdrawn now, {len(wanted) - len(new.urls):,} were before", flush=True)
+    listed = {row["url"] for row in rows}
+    missing = [url for url in wanted if url not in listed]
+    if missing:
+        shown = ", ".join(map(shown_url, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
+        print(f"in no list under {store.where()} are {len(missing):,} of them: {shown}", flush=True)
+    counts = Counter(f"{row['dataset']}/{row['stage']}" for row in rows)
+    if counts:  # a name may be another image's in another dataset
+        shown = ", ".join(f"{count:,} of {place}" for place, count in sorted(counts.items()))
+        print(f"rows that have them: {shown}", flush=True)
+    if len(every) > len(wanted):
+        print(f"{len(every) - len(wanted):,} more URLs have the same images, and are withdrawn, too", flush=True)
+    print("\n".join(sightings(store, every)), flush=True)
+    print(f"{revise_shards(store):,} shards were written again without them", flush=True)
+    print(f"to delete the tars that still have them: vlbert catalog gc {root} --delete", flush=True)
 
 
-if __name__ == "__main__":
-    main()
+main = command("vlbert withdraw", withdraw_images, ObjectMissing, StorageUnreachable)

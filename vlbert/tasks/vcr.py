@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -99,7 +100,7 @@ class VCR(Task):
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
     joins = True
-    evaluation = ("task.every_answer=true",)
+    evaluation = MappingProxyType({"task.every_answer": True})
 
     @staticmethod
     def best_metric(settings: VCRSettings) -> str:
