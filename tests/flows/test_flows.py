@@ -261,7 +261,7 @@ def test_a_stage_that_fails_fails_its_flow_with_the_reason(demo_data: DemoData, 
     broken = tmp_path / "broken.tsv"
     root = str(tmp_path / "root")
     for line, error, named in (
-        ("a caption without an address\n", NothingStored, "broken.tsv:1: no tab"),
+        ("a caption without an address\n", NothingStored, "broken.tsv:1: one column"),
         ("a caption\tno address\n", NothingStored, "nothing was committed"),
     ):
         broken.write_text(line)
