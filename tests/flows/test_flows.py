@@ -386,7 +386,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     def start(command: list[object], *_: object, **__: object) -> None:
         raise Started(" ".join(map(str, command)))
 
-    for module in ("detect", "pretrain", "torchrun"):
+    for module in ("detect", "torchrun"):  # the corpus is looked at by its own program
         monkeypatch.setattr(f"flows.{module}.run_child", start)
     root = served.deployments.parent / "root"
     parameters, work, lines = tiny_pipeline(demo_data, root), str(root / "work"), []
@@ -419,10 +419,6 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
             lambda: detect(
                 str(root), "captions", DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
             ),
-        ),
-        (
-            "vlbert.data.corpus",
-            lambda: pretrain(str(root), work, dataclasses.replace(pretraining, vocabulary_size=400)),
         ),
         ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "steps=5"))),
         ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "optimizer.learning_rate=0.5"))),
