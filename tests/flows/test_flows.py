@@ -351,7 +351,7 @@ def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_
     assert all(one.peak_bytes > 0 for one in (pipeline.pretrained, *pipeline.finetuned, *pipeline.detected.values()))
 
     lines = pipeline_rerun["pretrain-vlbert/default"]
-    assert "captions: nothing to download: 4 of 4 shards are committed" in lines
+    assert "captions: nothing to download: all 4 shards are committed" in lines
     assert sum("nothing to detect" in line for line in lines) == 3
     assert (again.pretrained.checkpoint, again.pretrained.metrics) == (
         pipeline.pretrained.checkpoint,
