@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from places import PROJECT
 
+from vlbert.commands import COMMANDS
+
 
 def blocks(page: str, language: str) -> list[str]:
     """The code of a page in docs/."""
@@ -35,13 +37,17 @@ def run_commands(
     ran = []
     for line in text.replace("\\\n", "").splitlines():
         words = shlex.split(line)
-        if words[:2] not in (["python", "-m"], ["torchrun", "-m"]):
+        if words[:1] == ["vlbert"]:
+            module, arguments = COMMANDS[words[1]], words[2:]
+        elif words[:2] in (["python", "-m"], ["torchrun", "-m"]):
+            module, arguments = words[2], words[3:]
+        else:
             subprocess.run(line, shell=True, check=True)
             continue
-        ran.append(words[2])
-        if words[2] in passed_over:
+        ran.append(module)
+        if module in passed_over:
             continue
         with monkeypatch.context() as patched:
-            patched.setattr(sys, "argv", words[2:])
-            importlib.import_module(words[2]).main()
+            patched.setattr(sys, "argv", [module, *arguments])
+            importlib.import_module(module).main()
     return ran

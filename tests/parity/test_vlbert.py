@@ -5,13 +5,15 @@ Two cases lie in tests/data/parity; all nine, and the figures of single componen
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from places import DATA, SHARED
+from places import DATA, PROJECT, SHARED
 from torch import nn
 
 from detectors.resnet import ResNetConfig
@@ -42,7 +44,16 @@ MORE_CASES = [case for case in find_cases(SHARED) if not (HERE / case.path.name)
     [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)],
     ids=lambda case: case.name,
 )
-def test_our_model_computes_what_the_authors_code_computes_in_each_precision(case: Found, precision: str):
+def test_our_model_computes_what_the_authors_code_computes_in_each_precision(
+    case: Found, precision: str, tmp_path: Path
+):
+    if precision == "fp32" and "e2e" in case.name:  # the command convolves alike on every processor
+        for kind in (".json", ".npz"):
+            (tmp_path / f"{case.name}{kind}").symlink_to(case.path.with_suffix(kind).resolve())
+        command = [sys.executable, "-m", "tests.parity", str(tmp_path)]
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
     row = report(case.path, case.name, precision)
     assert row.passes, str(row)
 
