@@ -42,7 +42,7 @@ from demo.task_files import (
     vcr_files,
     vqa_files,
 )
-from storage.programs import Flat, Positional, command
+from storage.programs import Command, Flat, Positional
 
 DATA_VERSION = 5  # raise it whenever the same settings would give other bytes
 DEFAULT_PORT = 8791
@@ -294,7 +294,7 @@ def draw(
     print(f"{folder}: demo data for {data.base_url}, after {time.perf_counter() - started:.1f} s")
 
 
-main = command("python -m demo.data", draw)
+main = Command("python -m demo.data", draw)
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ from storage.catalog.commit import commit_shard
 from storage.claims import Claims, exit_at_sigterm
 from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
-from storage.programs import Dataset, Flat, Root, command
+from storage.programs import Command, Dataset, Flat, Root
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
 
@@ -311,7 +311,7 @@ def detect(
     print(json.dumps(size) if as_json else f"{dataset}: {size_line(size)}", flush=True)
 
 
-main = command("vlbert detect", detect)
+main = Command("vlbert detect", detect)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import LoadedWeights, load_weights, read_config
 from storage.collect.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
-from storage.programs import Positional, command
+from storage.programs import Command, Positional
 from storage.sample import Regions, Sample
 
 _LONGER_SIDE = 900  # pixels of a drawing
@@ -130,4 +130,4 @@ def draw_regions(
         sys.exit(1)
 
 
-main = command("vlbert verify-detector", draw_regions)
+main = Command("vlbert verify-detector", draw_regions)

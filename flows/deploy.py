@@ -17,7 +17,7 @@ import yaml
 
 from flows.engine import NO_SIGN
 from flows.supervisor import ChildFailed, run_child
-from storage.programs import Positional, command
+from storage.programs import Command, Positional
 
 HEARTBEAT = 30  # seconds between two signs of life of a flow run: the least that Prefect takes
 SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
@@ -158,4 +158,4 @@ def deploy_file(
         raise ValueError(f"there is no file {file}; name one such as prefect.yaml") from error
 
 
-main = command("vlbert deploy", deploy_file, ChildFailed)
+main = Command("vlbert deploy", deploy_file, ChildFailed)

@@ -25,7 +25,7 @@ from uuid import UUID
 from flows.deploy import HEARTBEAT, deploy, work_pools
 from flows.settings import quiet_prefect
 from flows.supervisor import background
-from storage.programs import command
+from storage.programs import Command
 
 POOL = "local"  # which the worker serves
 PORT = 4200  # Prefect's own
@@ -255,4 +255,4 @@ def serve_file(
     serve(home.absolute(), port, deployments, query, limit)
 
 
-main = command("vlbert serve", serve_file, RuntimeError)
+main = Command("vlbert serve", serve_file, RuntimeError)

@@ -22,29 +22,31 @@ Checkpoint = Annotated[
 # Of a parameter that is a dataclass: its fields stand on the command line without a prefix.
 Flat = tyro.conf.arg(name="")
 
-Main = Callable[[Sequence[str] | None], None]
 
-
-def command(
-    program: str, function: Callable[..., Any] | dict[str, Callable[..., Any]], *expected: type[Exception]
-) -> Main:
-    """Return the `main(arguments)` of a command: it calls the function with what the command line says.
+class Command:
+    """The `main` of a command: it calls a function with what the command line says.
 
     Several functions are called by their names, the command's first argument. ValueError, OSError and the errors that
     are `expected` end it with one line and status 1, and Ctrl-C with 130.
     """
-    parse = tyro.extras.subcommand_cli_from_dict if isinstance(function, dict) else tyro.cli
 
-    def main(arguments: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, program: str, function: Callable[..., Any] | dict[str, Callable[..., Any]], *expected: type[Exception]
+    ):
+        self.program, self.function, self.expected = program, function, (ValueError, OSError, *expected)
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> None:
         try:
-            parse(function, args=arguments, prog=program, use_underscores=True)
+            if isinstance(self.function, dict):
+                tyro.extras.subcommand_cli_from_dict(
+                    self.function, args=arguments, prog=self.program, use_underscores=True
+                )
+            else:
+                tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
-        except (ValueError, OSError, *expected) as error:
-            sys.exit(f"{program}: {error}")
-
-    main.function = function
-    return main
+        except self.expected as error:
+            sys.exit(f"{self.program}: {error}")
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------

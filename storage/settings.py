@@ -80,6 +80,11 @@ def parse(
         raise ValueError(_text_of_box(printed.getvalue())) from None
 
 
+def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
+    """Return what `parse` returns, and the arguments that name none of its fields."""
+    return parse(kind, arguments, *more, return_unknown_args=True, **options)  # ty: ignore[invalid-return-type]
+
+
 def _text_of_box(printed: str) -> str:
     """What tyro prints in a box, as one line without the box's title."""
     _, *lines = [line.strip("│╭╮╰╯─ ") for line in printed.strip().splitlines()] or [""]

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from storage.settings import override, parse
+from storage.settings import override, parse, parse_known
 from training import distributed
 from training.distributed import FaultOfNode, World
 from training.loading import EXPECTED
@@ -95,7 +95,7 @@ def parse_recipe(
     name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[Any, list[str]]:
     """Return what the recipe of this name makes with its own arguments, as --size, and the other arguments."""
-    return parse(find_recipe(name, recipes), arguments, return_unknown_args=True)
+    return parse_known(find_recipe(name, recipes), arguments)
 
 
 def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:
@@ -104,7 +104,7 @@ def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callab
     if len(given) == len(arguments):
         return
     make = find_recipe(name, recipes)
-    recipe, _ = parse(make, given, return_unknown_args=True)
+    recipe, _ = parse_known(make, given)
     if inspect.signature(make).parameters:
         with contextlib.suppress(SystemExit):
             parse(make, ["--help"], program)

@@ -95,18 +95,19 @@ def _complete(arguments: list[str]) -> None:
         """Return a function whose first argument is the name of a function, or of a recipe."""
         made = []
         for name, one in kinds.items():
-            given = {"constructor" if callable(one) else "default": one}
-            made.append(Annotated[Any if callable(one) else type(one), tyro.conf.subcommand(name, **given)])
+            kind, given = (Any, {"constructor": one}) if callable(one) else (type(one), {"default": one})
+            made.append(Annotated[kind, tyro.conf.subcommand(name, **given)])  # ty: ignore[invalid-type-form]
 
-        def choose(one: Annotated[Union[tuple(made)], tyro.conf.arg(name="")]) -> None:  # noqa: UP007  not known before
+        def choose(one: Any) -> None:
             pass
 
+        choose.__annotations__["one"] = Annotated[Union[tuple(made)], tyro.conf.arg(name="")]  # noqa: UP007  # ty: ignore[invalid-type-form]
         return choose
 
     found = {}
     for name in COMMANDS:
         module = _module_of(name)
-        function = getattr(module.main, "function", None)
+        function = getattr(module, "Options", None) or getattr(module.main, "function", None)
         if function is None:  # its first argument is a recipe
             function = {recipe: make() for recipe, make in module.RECIPES.items()}
         found[name] = chosen(function) if isinstance(function, dict) else function

@@ -1,13 +1,13 @@
 """Plan a pre-training on one page: images, GB, hours and euros of each stage, before anything is downloaded or rented.
 
-    vlbert plan pretrain_vlbert_base --list captions.tsv --sample --card h100 --cards 8
-    vlbert plan pretrain_vlbert_base --rows 3300000 --detect device=cpu --detect precision=bf16-res5
+    vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
+    vlbert plan pretrain_vlbert --rows 3300000 --detector.device=cpu --detector.precision=bf16-res5
 
+Fields of the recipe may be changed, too, as --data.batch 512.
 Hours come from one table of rates, THROUGHPUT, and hold for the settings that are given. Where no rate is known, the
 page says which command measures it.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -17,29 +17,29 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
 from detectors.resnet import without_values
-from storage.collect.download import Downloader
+from storage.collect.download import Downloader, DownloadSettings
 from storage.collect.plan import CollectSettings, ListSample, sample_list
 from storage.collect.spool import Spool
-from storage.programs import make_parser
-from storage.settings import override
+from storage.settings import check, parse, parse_known
 from storage.tables import aligned
-from training.program import add_recipe_fields, find_recipe
+from training.program import make_recipe, split_recipe
 from vlbert.config import Recipe
 from vlbert.data.loading import check_shares
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
-from vlbert.recipes import RECIPES
+from vlbert.recipes import RECIPES, all_recipes
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
+PROGRAM = "vlbert plan"
 GB = 1e9
-SAMPLE = 1000  # URLs of a sample
+SAMPLE = 1000  # rows of the list that are read for the length of their texts
 _SEED = 0  # of the rows that are drawn
 _TAR_MEMBER = 512 + 256  # header of a member, and half a block at its end
 _MANIFEST_ROW = 120  # bytes of a row of a manifest: its URL and key, compressed
@@ -123,7 +123,8 @@ def pretraining_rate(recipe: Recipe, card: str) -> Throughput | None:
     """Return the rate of a recipe that computes the same as this one; batch, data and run may differ."""
     if recipe.activation_checkpointing or recipe.compile:
         return None
-    same = [name for name in {one.work for one in THROUGHPUT} & RECIPES.keys() if RECIPES[name]().model == recipe.model]
+    measured = {one.work for one in THROUGHPUT}
+    same = [name for name, one in all_recipes().items() if name in measured and one.model == recipe.model]
     rates = [rate for name in same if (rate := rate_of(card, name, recipe.precision))]
     return rates[0] if rates else None
 
@@ -167,63 +168,83 @@ def download_sample(listed: ListSample, settings: CollectSettings) -> tuple[Coun
     if not sizes:
         raise ValueError(
             f"none of {len(found)} URLs of {settings.origin} gave an image ({counts}; docs/download.md). Check this "
-            "machine's network and --collect download.allowed_hosts=HOST:PORT, or plan without --sample"
+            "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
         )
     return statuses, sum(sizes) / len(sizes), len(found) / max(seconds, 1e-3)
 
 
-def plan(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the numbers of the page. Raises ValueError if an argument cannot be planned with."""
-    recipe = override(find_recipe(options.recipe, RECIPES)(), options.fields)
+@dataclass(frozen=True)
+class PlanSettings:
+    """What is planned, beside the recipe. Give `list`, or `rows`."""
+
+    list: str | None = None  # caption list (docs/download.md)
+    rows: int | None = None  # length of a list, in its place
+    sample: int | None = None  # request so many URLs of the list
+    columns: tuple[str, ...] = ()  # of the list, as `vlbert collect` takes them
+    download: DownloadSettings = DownloadSettings()
+    # Of the weights only the preset decides anything here. Features are kept where the recipe reads them.
+    detector: DetectionConfig = DetectionConfig(
+        preset="vg_resnet101", random_init=True, device="cuda", precision="bf16-res5"
+    )
+    regions: float | None = None  # of an image (the middle of what the selection allows)
+    card: Literal["h100", "h200"] = "h100"
+    cards: int = 1  # how many; threads with --detector.device=cpu
+    price: float | None = None  # euros an hour of a card (that of the table)
+    cpu_price: float = 0.2  # euros an hour of a machine without a card
+    json: Path | None = None  # write the plan to this file, and print nothing
+
+    def __post_init__(self):
+        if (self.list is None) == (self.rows is None):
+            raise ValueError("give --list FILE or --rows N, one of them")
+        if self.sample is not None and self.list is None:
+            raise ValueError("--sample needs --list FILE")
+        for name in ("cards", "rows", "sample"):
+            check(self, (getattr(self, name) or 1) >= 1, name, "at least 1")
+        check(self, 0 <= (self.regions or 0) <= self.detector.selection.maximum, "regions", "what the detector keeps")
+
+
+def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
+    """Return the numbers of the page. Raises ValueError if the recipe is no pre-training or cannot run on the cards."""
     if not isinstance(recipe.task, PretrainingSettings):
         names = ", ".join(name for name in RECIPES if name.startswith("pretrain_"))
         raise ValueError(f"recipe {recipe.name} is no pre-training; name one of {names}")
-    for name, value in (("--cards", options.cards), ("--rows", options.rows), ("--sample", options.sample)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it is at least 1")
-    check_shares(recipe.data, options.cards)
-    if options.sample is not None and not options.list:
-        raise ValueError("--sample needs --list FILE")
-    collection = override(CollectSettings("captions", options.list or "captions.tsv"), options.collect)
-    # Of the weights only the preset decides anything here.
-    detection = DetectionConfig(random_init=True, preset="vg_resnet101", device="cuda", precision="bf16-res5")
+    check_shares(recipe.data, settings.cards)
     stored = recipe.model.regions.features == "precomputed"
-    detection = override(detection, [f"keep_features={str(stored).lower()}", *options.detect])
-    if stored and not detection.keep_features:
-        raise ValueError(f"recipe {recipe.name} reads stored features; leave out --detect keep_features=false")
-
+    detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
+    collection = CollectSettings(
+        "captions", settings.list or "captions.tsv", settings.columns, download=settings.download
+    )
     share, image, collected = SHARE, IMAGE_BYTES, COLLECTED
-    listed = ListSample(options.rows or 0, 0, [])
-    if options.list:
+    listed = ListSample(settings.rows or 0, 0, [])
+    if settings.list:
         try:
-            listed = sample_list(collection, options.sample or SAMPLE, _SEED)
+            listed = sample_list(collection, settings.sample or SAMPLE, _SEED)
         except OSError as error:
-            raise ValueError(f"--list {options.list} cannot be read: {error.strerror}; or give --rows N") from error
-    if options.sample is not None:
+            raise ValueError(f"--list {settings.list} cannot be read: {error.strerror}; or give --rows N") from error
+    if settings.sample is not None:
         statuses, size, rate = download_sample(listed, collection)
         source = f"a sample of {statuses.total()} URLs"
         share = Figure(statuses["ok"] / statuses.total(), "of the rows", f"{source}: {dict(statuses)}")
         image, collected = Figure(size, "bytes an image", source), Figure(rate, "rows/s", source)
     texts = [len(row.caption.encode()) + len(row.url.encode()) for row in listed.examples] or [225]
     selection = detection.selection
-    regions = (selection.minimum + selection.maximum) / 2 if options.regions is None else options.regions
-    if not 0 <= regions <= selection.maximum:
-        raise ValueError(f"--regions is {regions:g}; the detector keeps 0 to {selection.maximum}")
+    regions = (selection.minimum + selection.maximum) / 2 if settings.regions is None else settings.regions
     images = round((listed.rows - listed.duplicates) * share.value)
     plain = 2 * _TAR_MEMBER + image.value + 250 + sum(texts) / len(texts)
 
-    device = options.card if detection.device.startswith("cuda") else detection.device
-    detecting, training = rate_of(device, detection.preset, detection.precision), pretraining_rate(recipe, options.card)
-    price = CARDS[options.card] if options.price is None else options.price
+    card, cards = settings.card, settings.cards
+    device = card if detection.device.startswith("cuda") else detection.device
+    detecting, training = rate_of(device, detection.preset, detection.precision), pretraining_rate(recipe, card)
+    price = CARDS[card] if settings.price is None else settings.price
     pairs = recipe.steps * recipe.data.batch
     num_classes = PRESETS[detection.preset or "vg_resnet101"].num_classes
     kept = (recipe.keep_checkpoints or 1) * checkpoint_bytes(recipe, num_classes)
-    on_cpu = options.cpu_price if device == "cpu" else price
+    on_cpu = settings.cpu_price if device == "cpu" else price
     collecting = Throughput("", "", "", collected.value, collected.source)
     stages = [
-        _stage("collect", images * plain + listed.rows * _MANIFEST_ROW, listed.rows, collecting, options.cpu_price),
-        _stage("detect", images * (plain + region_bytes(detection, regions)), images, detecting, on_cpu, options.cards),
-        _stage("pre-train", kept, pairs, training, price, options.cards),
+        _stage("collect", images * plain + listed.rows * _MANIFEST_ROW, listed.rows, collecting, settings.cpu_price),
+        _stage("detect", images * (plain + region_bytes(detection, regions)), images, detecting, on_cpu, cards),
+        _stage("pre-train", kept, pairs, training, price, cards),
     ]
     return {
         "recipe": recipe.name,
@@ -263,30 +284,17 @@ def page(plan: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("vlbert plan", __doc__)
-    parser.add_argument("recipe", metavar="RECIPE", help="a pre-training, or MODULE:FUNCTION")
-    add_recipe_fields(parser, RECIPES, arguments)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--list", metavar="FILE", help="caption list (docs/download.md)")
-    which.add_argument("--rows", type=int, metavar="N", help="length of a list, in its place")
-    add = parser.add_argument
-    add("--sample", nargs="?", type=int, const=SAMPLE, metavar="N", help=f"request N URLs of the list ({SAMPLE})")
-    add("--regions", type=float, help="regions of an image (the middle of what the selection allows)")
-    add("--card", choices=CARDS, default="h100", help="GPU (%(default)s)")
-    add("--cards", type=int, default=1, help="how many; with --detect device=cpu, threads (%(default)s)")
-    add("--price", type=float, help="euros an hour of one card (that of the table)")
-    add("--cpu-price", type=float, default=0.2, help="euros an hour of a machine without a card (%(default)s)")
-    add("--collect", action="append", default=[], metavar="field=value", help="a setting of `vlbert collect`")
-    add("--detect", action="append", default=[], metavar="field=value", help="a setting of `vlbert detect`")
-    add("--json", metavar="FILE", help="write it to a file, as JSON")
-    options = parser.parse_intermixed_args(arguments)
+    recipe_name, given = split_recipe(arguments, PROGRAM, __doc__, RECIPES)
+    if {"-h", "--help"} & {*given}:
+        parse(PlanSettings, ["--help"], f"{PROGRAM} {recipe_name}")
     try:
-        found = plan(options)
-        if options.json:
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        settings, fields = parse_known(PlanSettings, given)
+        found = plan(make_recipe(recipe_name, fields, RECIPES), settings)
+        if settings.json:
+            settings.json.write_text(json.dumps(found, indent=1) + "\n")
     except (ValueError, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    if not options.json:
+        sys.exit(f"{PROGRAM}: {error}")
+    if not settings.json:
         print(page(found))
 
 

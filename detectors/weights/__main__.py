@@ -13,7 +13,7 @@ import tyro
 from detectors.names import read_names
 from detectors.weights.files import write_weights
 from detectors.weights.releases import convert, describe
-from storage.programs import Positional, command
+from storage.programs import Command, Positional
 
 
 def _names(file: Path, kind: str, count: int) -> list[str]:
@@ -59,4 +59,4 @@ def convert_detector(
     print(f"{out}: {len(converted.tensors)} tensors, sha256 {sha256}")
 
 
-main = command("vlbert convert-detector", convert_detector)
+main = Command("vlbert convert-detector", convert_detector)

@@ -9,7 +9,7 @@ import tyro
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory, status
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
-from storage.programs import Positional, Root, command
+from storage.programs import Command, Positional, Root
 from storage.verify import verify
 
 OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET", help="only this dataset")]
@@ -59,4 +59,4 @@ def _print_faults(inventory: Inventory) -> int:
 
 
 COMMANDS = {"status": print_status, "verify": verify_files, "gc": delete_garbage}
-main = command("vlbert catalog", COMMANDS, ObjectMissing, StorageUnreachable)
+main = Command("vlbert catalog", COMMANDS, ObjectMissing, StorageUnreachable)

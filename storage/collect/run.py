@@ -35,7 +35,7 @@ from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Refused, Status
 from storage.collect.tars import TarSet
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
-from storage.programs import Flat, Root, command
+from storage.programs import Command, Flat, Root
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.withdrawn import read_withdrawn
@@ -479,7 +479,7 @@ def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> No
     )
 
 
-main = command("vlbert collect", collect_images, ObjectMissing)
+main = Command("vlbert collect", collect_images, ObjectMissing)
 
 
 if __name__ == "__main__":

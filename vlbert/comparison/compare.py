@@ -30,7 +30,7 @@ import torch
 import tyro
 
 from storage.object_store import open_store
-from storage.programs import Positional, command
+from storage.programs import Command, Positional
 from storage.progress import clock
 from storage.tables import markdown
 from training.loading import EXPECTED
@@ -267,7 +267,7 @@ def _print(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
-main = command("vlbert compare", compare_plan, *EXPECTED)
+main = Command("vlbert compare", compare_plan, *EXPECTED)
 
 
 if __name__ == "__main__":

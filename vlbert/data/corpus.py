@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from storage.collect.lists import read_captions
-from storage.programs import Positional, command
+from storage.programs import Command, Positional
 from storage.safe_json import parse_json
 from vlbert.data.vocabulary import Vocabulary
 
@@ -253,4 +253,4 @@ def write_corpus(
     print(f"{out}: {metadata['lines']} lines, {metadata['tokens']} tokens, {how}")
 
 
-main = command("vlbert corpus", write_corpus)
+main = Command("vlbert corpus", write_corpus)

@@ -14,7 +14,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from storage.programs import Positional, command
+from storage.programs import Command, Positional
 from storage.safe_json import shown
 from vlbert.datasets.files import check_ids, read_json, read_text
 
@@ -376,4 +376,4 @@ def _annotations(folder: Path, split: str) -> Path:
     return folder / files[1]
 
 
-main = command("vlbert vqa-answers", write_answers)
+main = Command("vlbert vqa-answers", write_answers)

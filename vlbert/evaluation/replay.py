@@ -20,7 +20,7 @@ from PIL import Image
 from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxes_on
 from storage.object_store import LocalStore, ObjectStore, open_store
 from storage.programs import Checkpoint as CheckpointName
-from storage.programs import Flat, Positional, command
+from storage.programs import Command, Flat, Positional
 from storage.redact import redacted
 from storage.runs import STATE
 from storage.settings import override_values
@@ -228,4 +228,4 @@ def replay_step(
     print(f"written: {write_replay(checkpoint, step, settings)}")
 
 
-main = command("vlbert replay", replay_step, *EXPECTED)
+main = Command("vlbert replay", replay_step, *EXPECTED)

@@ -34,7 +34,7 @@ from storage.inventory import aligned
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.order import interleaved
 from storage.programs import Checkpoint as CheckpointName
-from storage.programs import Flat, Positional, command
+from storage.programs import Command, Flat, Positional
 from storage.redact import shown_url
 from storage.safe_json import parse_json, printable
 from storage.settings import from_json
@@ -465,4 +465,4 @@ def tell_whence(
             sys.exit(1)
 
 
-main = command("vlbert whence", tell_whence, ObjectMissing, StorageUnreachable, pa.ArrowException)
+main = Command("vlbert whence", tell_whence, ObjectMissing, StorageUnreachable, pa.ArrowException)

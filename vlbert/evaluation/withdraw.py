@@ -22,7 +22,7 @@ from storage.catalog.commit import withdraw_samples
 from storage.inventory import Inventory, aligned
 from storage.manifests import OK
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
-from storage.programs import Positional, Root, command
+from storage.programs import Command, Positional, Root
 from storage.redact import shown_url
 from storage.runs import STATE
 from storage.safe_json import printable
@@ -170,4 +170,4 @@ def withdraw_images(
     print(f"to delete the tars that still have them: vlbert catalog gc {root} --delete", flush=True)
 
 
-main = command("vlbert withdraw", withdraw_images, ObjectMissing, StorageUnreachable)
+main = Command("vlbert withdraw", withdraw_images, ObjectMissing, StorageUnreachable)

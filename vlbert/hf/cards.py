@@ -25,7 +25,7 @@ from storage.inventory import Inventory
 from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
 from storage.programs import Checkpoint as CheckpointName
-from storage.programs import Dataset, Root, command
+from storage.programs import Command, Dataset, Root
 from storage.safe_json import printable
 from storage.settings import flat, to_json
 from storage.snapshots import read_snapshot
@@ -295,4 +295,4 @@ def print_data_card(root: Root, dataset: Dataset) -> None:
     print(f"written: {write_data_card(root, dataset)}")
 
 
-main = command("vlbert card", {"model": print_model_card, "data": print_data_card}, *EXPECTED)
+main = Command("vlbert card", {"model": print_model_card, "data": print_data_card}, *EXPECTED)

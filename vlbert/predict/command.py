@@ -20,14 +20,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
 from storage.programs import Checkpoint, Positional, require
-from storage.settings import parse
+from storage.settings import parse_changes, parse_known
 from training.program import find_recipe
-from vlbert.checkpoint import find_checkpoint, read_config_at
+from vlbert.checkpoint import find_checkpoint, open_checkpoint, read_config_at
+from vlbert.evaluation.evaluate import recipe_of
 from vlbert.predict.attention import write_attention
 from vlbert.predict.prediction import drawn_shapes_alone
 from vlbert.predict.predictor import Predictor
@@ -44,7 +45,7 @@ _OF_PREDICTIONS = ("mask_regions", "choices", "answer", "out", "attention", "hea
 class Options:
     checkpoint: Checkpoint
     # of any usual format; with --among the text
-    image: Annotated[str | None, Positional, arg(metavar="IMAGE")] = None
+    image: Annotated[str, Positional, arg(metavar="IMAGE")] = ""
     # the question; without it the regions are drawn with their numbers
     text: Annotated[str | None, Positional, arg(metavar="TEXT")] = None
     mask_regions: tuple[int, ...] = ()  # numbers of regions to mask and predict
@@ -65,7 +66,7 @@ class Options:
             return
         if self.port is not None:
             raise ValueError("--port belongs to --serve")
-        if self.image is None:
+        if not self.image:
             raise ValueError("--among needs a text" if self.among else "an image is missing")
         if self.among and self.text:
             raise ValueError(f"--among takes a text and no image; {self.image} and {self.text!r} are two")
@@ -75,9 +76,14 @@ def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
     """The checkpoint of the command line; one of retrieval ranks, too."""
     task = read_config_at(*find_checkpoint(options.checkpoint)).get("task")
     if task == RetrievalSettings.__name__:
-        return Ranker(options.checkpoint, options.detector, fields)
+        return Ranker(options.checkpoint, options.detector, _changes(options, fields))
     recipe = find_recipe(options.recipe, RECIPES)() if options.recipe else None
-    return Predictor(options.checkpoint, options.detector, fields, recipe)
+    return Predictor(options.checkpoint, options.detector, _changes(options, fields), recipe)
+
+
+def _changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
+    """The fields of the checkpoint's recipe that the command line names."""
+    return parse_changes(recipe_of(open_checkpoint(options.checkpoint)), fields) if fields else {}
 
 
 def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
@@ -120,8 +126,8 @@ def rank(options: Options, fields: Sequence[str]) -> None:
     mode, others = ("captions", ("among", "text")) if options.captions else ("among", ())
     _refuse_unused(options, mode, *_OF_PREDICTIONS, "recipe", *others)
     captions = read_captions(options.captions) if options.captions else []
-    ranker = Ranker(options.checkpoint, options.detector, fields)
-    if options.captions:
+    ranker = Ranker(options.checkpoint, options.detector, _changes(options, fields))
+    if options.among is None:
         found = ranker.captions(options.image, captions)
     else:
         print(options.image)
@@ -157,7 +163,7 @@ def _refuse_unused(options: Options, mode: str, *names: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`vlbert predict`: what is no option is a field of the checkpoint's recipe, as --task.folder=vqa."""
-    options, fields = parse(Options, arguments, "vlbert predict", return_unknown_args=True, description=__doc__)
+    options, fields = parse_known(Options, arguments, "vlbert predict", description=__doc__)
     run = serve_page if options.serve else rank if options.among or options.captions else predict_and_draw
     with warnings.catch_warnings():
         # The manual of `warnings` allows it.
@@ -168,6 +174,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(130)
         except (ValueError, OSError) as error:
             sys.exit(f"vlbert predict: {error}")
-
-
-main.function = Options

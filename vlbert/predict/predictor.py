@@ -2,9 +2,10 @@
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,20 +30,20 @@ class Predictor:
         predictor = Predictor("demo-root/runs/pretrain")
         print(predictor("photo.jpg", "a red [MASK]").answer)
 
-    detector: a weight file, where that of the training is not found. overrides: fields of the checkpoint's recipe, such
-    as "task.folder=vqa". recipe: the checkpoint's, for a task that this package does not know. ValueError where the
-    checkpoint cannot be loaded.
+    detector: a weight file, where that of the training is not found. changes: dotted fields of the checkpoint's recipe
+    with their new values, such as {"task.folder": "vqa"}. recipe: the checkpoint's, for a task that this package does
+    not know. ValueError where the checkpoint cannot be loaded.
     """
 
     def __init__(
         self,
         checkpoint: str,
         detector: str | Path | None = None,
-        overrides: Sequence[str] = (),
+        changes: Mapping[str, Any] = MappingProxyType({}),
         recipe: Recipe | None = None,
     ):
         self.checkpoint = open_checkpoint(str(checkpoint))
-        self.model, self.recipe = load_task_model(self.checkpoint, overrides, recipe)
+        self.model, self.recipe = load_task_model(self.checkpoint, changes, recipe)
         self.task = self.model.task
         self._detector_file = detector
 

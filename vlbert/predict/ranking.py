@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,11 @@ class Ranker(Predictor):
     ValueError for other checkpoints.
     """
 
-    def __init__(self, checkpoint: str, detector: str | Path | None = None, overrides: Sequence[str] = ()):
+    def __init__(
+        self, checkpoint: str, detector: str | Path | None = None, changes: Mapping[str, Any] = MappingProxyType({})
+    ):
         recipe = ranking_recipe(read_config_at(*find_checkpoint(str(checkpoint))))
-        super().__init__(checkpoint, detector, overrides, recipe)
+        super().__init__(checkpoint, detector, changes, recipe)
         if not isinstance(self.task, Retrieval):
             raise ValueError(
                 f"the checkpoint is one of {type(self.recipe.task).__name__}; to rank images or captions, name one of "

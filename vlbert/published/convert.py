@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from detectors.weights.tensor_files import read_tensors
-from storage.programs import Positional, command
+from storage.programs import Command, Positional
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
 from training.checkpoint import load_tensors
@@ -278,4 +278,4 @@ def convert_checkpoint(
     print(f"{out}: {sum('theirs' in entry for entry in report)} keys")
 
 
-main = command("vlbert convert", convert_checkpoint)
+main = Command("vlbert convert", convert_checkpoint)

@@ -28,7 +28,7 @@ RECIPES = {
 
 def all_recipes() -> dict[str, Recipe]:
     """Return each recipe of each size, features and variant that there is, by its name."""
-    found = {}
+    found: dict[str, Recipe] = {}
     for make in RECIPES.values():
         choices = [_choices(kind) for kind in typing.get_type_hints(make).values() if kind is not Recipe]
         for values in itertools.product(*choices):

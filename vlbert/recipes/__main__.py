@@ -1,6 +1,6 @@
 """Print the tables of docs/variants.md: how paper and published code differ, and the numbers of all recipes."""
 
-from storage.programs import command
+from storage.programs import Command
 from vlbert.recipes import all_recipes
 from vlbert.variants import numbers, table
 
@@ -10,4 +10,4 @@ def print_recipes() -> None:
     print(table(), numbers(all_recipes()), sep="\n\n")
 
 
-main = command("vlbert recipes", print_recipes)
+main = Command("vlbert recipes", print_recipes)

@@ -3,7 +3,7 @@
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from storage.settings import override_values
 from training.optimizer import OptimizerConfig
@@ -187,7 +187,7 @@ def _refuse(no: bool, name: str, why: str) -> None:
         raise ValueError(f"there is no {name}: {why}; fields of the recipe change whatever you like")
 
 
-def _model(size: str, **regions: object) -> ModelConfig:
+def _model(size: str, **regions: Any) -> ModelConfig:
     model = ModelConfig(regions=RegionConfig(**regions))
     return replace(model, **_SIZE_OF_LARGE) if size == "large" else model
 
