@@ -1,6 +1,6 @@
 """How long a step of pre-training takes, and what of: the fast path part by part, beside plain fp32 in the same run.
 
-    python -m benchmarks.train_step [--device cuda] [--recipe RECIPE] [--precision bf16,fp32] [field=value]
+    python -m benchmarks.train_step [--device cuda] [--recipe RECIPE] [--precision bf16,fp32] [--field value ...]
     python -m benchmarks.train_step --check                 losses and gradients of the fast path against the plain one
     python -m benchmarks.train_step --losses 200            the losses of so many steps, in each precision
 
@@ -196,7 +196,7 @@ def losses_report(options: argparse.Namespace) -> dict[str, Any]:
     """Losses of the same steps from the same weights, in each precision."""
     device, base = torch.device(options.device), measured_recipe(options, options.recipe)
     pairs, texts = amounts(options, base, 32 if device.type == "cuda" else 2)
-    own = [one for one in options.overrides if one.startswith("optimizer.learning_rate=")]
+    own = [one for one in options.overrides if one.startswith("--optimizer.learning_rate")]
     rate = base.optimizer.learning_rate if own else LEARNING_RATE
     rates = dataclasses.replace(base.optimizer, learning_rate=rate, warmup_steps=options.losses // 10)
     base = dataclasses.replace(base, optimizer=rates)
@@ -221,7 +221,7 @@ def losses_report(options: argparse.Namespace) -> dict[str, Any]:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = parser("train_step", __doc__)
     command.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    command.add_argument("--recipe", default="pretrain_vlbert_base", help="of pre-training (%(default)s)")
+    command.add_argument("--recipe", default="pretrain_vlbert", help="of pre-training (%(default)s)")
     command.add_argument("--precision", default="", help="one or more of bf16,tf32,fp32; else the recipe's")
     command.add_argument("--pairs", type=int, help="a step (2 on a CPU, 64 on a GPU)")
     command.add_argument("--texts", type=int, help="text-only rows a step (as many as pairs, if the recipe has any)")
@@ -235,7 +235,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--check", action="store_true", help="hold losses and gradients against the plain path")
     command.add_argument("--losses", type=int, metavar="STEPS", help="losses of so many steps, in each precision")
     command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
-    command.add_argument("overrides", nargs="*", metavar="field=value")
     options = command.parse_intermixed_args(arguments)
     options.precision = [name for name in options.precision.split(",") if name]
     unknown = [name for name in options.precision if name not in PRECISIONS]

@@ -14,7 +14,7 @@ from demo.task_files import ANSWERS
 from flows.supervisor import run_child
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
-from storage.old import assignments_of
+from storage.settings import arguments_of
 from vlbert.comparison.compare import compare, table
 from vlbert.comparison.plans import PLANS
 
@@ -52,12 +52,12 @@ def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
         unfinished.rename(weights)  # so that what is there is whole
     program = [sys.executable, "-m"]
     if not (text / "corpus.json").exists():
-        building = ["--build", "500", "--captions", data.train_tsv]
+        building = ["--vocabulary_size=500", "--captions", data.train_tsv]
         run_child([*program, "vlbert.data.corpus", text, data.text, *building], log)
     with DemoServer(data.root):
         for name, source in sources_of(data).items():
             collect(str(root), CollectSettings(name, **source), log)
-    detection = assignments_of(detection_of_demo(weights, keep_features=True))
+    detection = arguments_of(detection_of_demo(weights, keep_features=True))
     for name in sources_of(data):
         run_child([*program, "detectors.run", root, name, *detection], log)
 

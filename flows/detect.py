@@ -42,7 +42,7 @@ from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
 from storage.object_store import StorageUnreachable, open_store
 from storage.safe_json import parse_json
-from storage.settings import assignments_of
+from storage.settings import arguments_of
 
 SILENCE = 86_400.0  # seconds without a finished shard after which a detector hangs and is ended
 WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because another of its deployment is at work
@@ -100,7 +100,7 @@ def detect(
     catalog, peak_bytes = Catalog(open_store(root, write=False), dataset), 0
     size = finished(catalog, detector)
     if size is None:
-        command = [sys.executable, "-m", "detectors.run", root, dataset, "--json", *assignments_of(detector)]
+        command = [sys.executable, "-m", "detectors.run", root, dataset, "--json", *arguments_of(detector)]
         try:
             peak_bytes = run_child(command, on_line, silence=silence).peak_bytes
         except ChildFailed as error:

@@ -100,7 +100,7 @@ def _weights(texts: list[str]) -> dict[str, float | None]:
     return found
 
 
-def _texts(weights: Mapping[str, float | None]) -> list[str]:
+def weight_texts(weights: Mapping[str, float | None]) -> list[str]:
     return [name if weight is None else f"{name}:{weight}" for name, weight in weights.items()]
 
 
@@ -111,7 +111,7 @@ Weights = Annotated[
         metavar="NAME[:WEIGHT] ...",
         instance_from_str=_weights,
         is_instance=lambda value: isinstance(value, Mapping),
-        str_from_instance=_texts,
+        str_from_instance=weight_texts,
     ),
 ]
 """Names, each with its weight or without: on a command line `cc3m:3.0 sbu:0.8`."""
@@ -160,7 +160,7 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             found.append(f"--{path}" if value else f"--{parent + '.' if parent else ''}no_{name}")
         elif isinstance(value, Mapping):
-            found += [f"--{path}", *_texts(value)]
+            found += [f"--{path}", *weight_texts(value)]
         elif isinstance(value, tuple | list):
             found += [f"--{path}", *map(str, value)]
         else:

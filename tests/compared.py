@@ -10,8 +10,8 @@ from vlbert.comparison.plans import ComparedTask, Plan, Training, Variant
 from vlbert.config import DataConfig, Recipe
 from vlbert.tasks.refcoco import RefCOCOSettings
 
-VOCABULARY = "vocabulary={root}/text/vocab.txt"
-FINETUNING = {"refcoco": Training("compared:finetuning", (VOCABULARY, "task.folder={root}/refs"))}
+VOCABULARY = "--vocabulary={root}/text/vocab.txt"
+FINETUNING = {"refcoco": Training("compared:finetuning", (VOCABULARY, "--task.folder={root}/refs"))}
 TASKS = {"refcoco": ComparedTask("RefCOCO+", "val", "accuracy_published")}
 
 
@@ -38,7 +38,7 @@ def plan() -> Plan:
         title="Tiny models",
         variants={
             "without": Variant("without pre-training", None, FINETUNING, {"refcoco": 62.7}),
-            "words": Variant("masked words", pretrained("task.regions.probability=0"), FINETUNING, {"refcoco": 69.1}),
+            "words": Variant("masked words", pretrained("--task.regions.probability=0"), FINETUNING, {"refcoco": 69.1}),
         },
         tasks=TASKS,
         seeds=(0, 1),
@@ -48,11 +48,11 @@ def plan() -> Plan:
 
 
 def pretrained(*changes: str) -> Training:
-    return Training("compared:pretraining", (VOCABULARY, "data.text_corpus={root}/text", *changes))
+    return Training("compared:pretraining", (VOCABULARY, "--data.text_corpus={root}/text", *changes))
 
 
 def broken() -> Plan:
     """The same, and a variant whose pre-training fails."""
     whole = plan()
-    variant = Variant("broken", pretrained("task.monitored_words=zebra"), FINETUNING)
+    variant = Variant("broken", pretrained("--task.monitored_words=zebra"), FINETUNING)
     return dataclasses.replace(whole, variants={**whole.variants, "broken": variant})

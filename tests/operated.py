@@ -145,14 +145,14 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
 def tiny_pipeline(demo_data: DemoData, root: Path, processes: int = 1) -> dict:
     """The parameters of `make demo`, made small: shards of ten, four steps a run, one fine-tuning."""
     parameters = flow_parameters(root, demo_data, seed=0, processes=processes)
-    steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
+    steps = ["--steps=4", "--log_every=1", "--validate_every=4", "--validation_samples=8", "--data.batch=4"]
     for dataset in parameters["datasets"]:
         annotations = demo_data.refcoco_instances if dataset["images"] else demo_data.annotations
         detector = DetectionConfig("annotated", annotations=str(annotations))  # loads no network: seconds a dataset
         dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": as_json(DetectionConfig, detector)}
         dataset["download"]["deadline"] = 1.5
     parameters["finetunings"] = parameters["finetunings"][:1]
-    parameters["pretraining"]["overrides"] += [*steps, "data.text_batch=2"]
+    parameters["pretraining"]["overrides"] += [*steps, "--data.text_batch=2"]
     parameters["finetunings"][0]["overrides"] += steps
     for training in (parameters["pretraining"], *parameters["finetunings"]):
         training["processes"]["threads"] = 1  # more would wait for each other where the machine has other work

@@ -157,13 +157,13 @@ def test_prediction_and_training_need_no_extra(installed, tmp_path):
     [
         (["catalog", "status", "s3://bucket/root"], "the root s3://bucket/root needs boto3"),
         (["serve"], "a flow needs prefect"),
-        (["collect", "ROOT", "captions", "captions=LIST"], "downloading needs aiohttp"),
+        (["collect", "ROOT", "captions", "--captions=LIST"], "downloading needs aiohttp"),
         (["predict", "ROOT", "--serve"], "--serve needs fastapi"),
     ],
 )
 def test_a_program_that_needs_an_extra_names_it_in_a_line(installed, tmp_path, command, named):
     (tmp_path / "list.tsv").write_text("a red square\thttp://127.0.0.1:9/a.jpg\n")
-    filled = {"ROOT": str(tmp_path / "root"), "captions=LIST": f"captions={tmp_path / 'list.tsv'}"}
+    filled = {"ROOT": str(tmp_path / "root"), "--captions=LIST": f"--captions={tmp_path / 'list.tsv'}"}
     done = installed.run("vlbert", *[filled.get(word, word) for word in command])
     assert done.returncode == 1
     extra = "serve" if named.endswith("fastapi") else "pipeline"

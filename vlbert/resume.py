@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from storage.object_store import ObjectStore, open_store
-from storage.old import as_text
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
-from storage.settings import differing_fields, flat, to_json
+from storage.settings import differing_fields, flat, to_json, weight_texts
 from training import distributed
 from training.checkpoint import load_optimizer, prune_checkpoints
 from training.distributed import World
@@ -134,7 +133,7 @@ def _fields(recipe: dict) -> dict[str, object]:
     """Return the fields of a recipe by their dotted names; its datasets are one field, whose names are values."""
     given = recipe["data"]["datasets"]
     weights = {name: None if given[name] is None or len(given) == 1 else float(given[name]) for name in sorted(given)}
-    return flat(recipe | {"data": recipe["data"] | {"datasets": as_text(weights)}})
+    return flat(recipe | {"data": recipe["data"] | {"datasets": " ".join(weight_texts(weights))}})
 
 
 def _prune(recipe: Recipe, store: ObjectStore) -> None:

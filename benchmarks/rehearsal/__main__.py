@@ -1,6 +1,6 @@
 """What a training step does on a GPU that is not there: kernels, bytes, waits, memory and the time on a named card.
 
-    python -m benchmarks.rehearsal [RECIPE] [--device h200] [--pairs 128] [field=value ...]
+    python -m benchmarks.rehearsal [RECIPE] [--device h200] [--pairs 128] [--field value ...]
     python -m benchmarks.rehearsal --measured benchmarks/results/DATE-gpu/base.json     beside what a real card took
 
 A real step runs on a virtual device (virtual_device.py), which computes shapes alone: 128 pairs take seconds. cards.py
@@ -106,7 +106,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--texts", type=int, help="text-only rows a step (as many as pairs, if the recipe has any)")
     command.add_argument("--measured", type=Path, metavar="FILE", help="the JSON of benchmarks.train_step on the card")
     command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
-    command.add_argument("overrides", nargs="*", metavar="field=value")
     options = command.parse_intermixed_args(arguments)
     if "=" in options.recipe:
         options.overrides, options.recipe = [options.recipe, *options.overrides], "pretrain_vlbert_base"

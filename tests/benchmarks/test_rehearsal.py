@@ -45,9 +45,17 @@ from vlbert.tasks.vqa import VQASettings
 from vlbert.train import prepare, train
 
 FLOAT, BLOCK = 4, 512  # bytes: of a number, and of CUDA's allocator
-SMALL = ["model.layers=JJ", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
-SMALL += ["model.geometry_channels=32", "model.regions.resnet.blocks=1,1,1,1", "model.regions.resnet.width=8"]
-SMALL += ["model.regions.roi_size=4", "model.regions.short_side=48", "model.regions.long_side=80"]
+SMALL = ["--model.layers=JJ", "--model.hidden_size=32", "--model.num_heads=2", "--model.intermediate_size=64"]
+SMALL += [
+    "--model.geometry_channels=32",
+    "--model.regions.resnet.blocks",
+    "1",
+    "1",
+    "1",
+    "1",
+    "--model.regions.resnet.width=8",
+]
+SMALL += ["--model.regions.roi_size=4", "--model.regions.short_side=48", "--model.regions.long_side=80"]
 
 
 # --- standard steps ---------------------------------------------------------------------------------------------------
@@ -75,7 +83,7 @@ def test_a_step_costs_what_it_did(name: str):
 
 def test_each_part_computes_as_many_flops_as_torch_counts_on_the_cpu():
     # With dropout a CPU's attention keeps its weights, which a GPU's computes again.
-    recipe = override(RECIPES["pretrain_vlbert_base"](), [*SMALL, "model.dropout=0"])
+    recipe = override(RECIPES["pretrain_vlbert_base"](), [*SMALL, "--model.dropout=0"])
     device, parts = rehearse_training(recipe, 3, 2), Counter()
     for part, one in device.parts():
         parts[part] += one.flops

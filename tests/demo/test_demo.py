@@ -202,7 +202,7 @@ def test_the_models_start_from_the_network_that_finds_their_regions():
     features = FastRCNN(theirs)
     load_resnet(features.backbone, features.res5, SHIPPED_DETECTOR)
     for name in ("pretrain_vlbert_demo", *(task.recipe for task in DEMO_TASKS.values())):
-        recipe = override(RECIPES[name](), ["data.root=r", "data.text_corpus=t", "random_init=true"])
+        recipe = override(RECIPES[name](), ["--data.root=r", "--data.text_corpus=t", "--random_init"])
         assert recipe.model == DEMO
         with pytest.raises(ValueError, match="the Fast R-CNN has no weights to start from"):
             check_complete(recipe)
@@ -214,9 +214,9 @@ def test_a_seed_changes_nothing_but_training_and_names(tmp_path: Path):
     own, other = (flow_parameters(tmp_path, demo_data, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
     assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
     trainings = [training for one in (own, other) for training in (one["pretraining"], *one["finetunings"])]
-    assert all(f"model.regions.weights={mine}" in training["overrides"] for training in trainings)
+    assert all(f"--model.regions.weights={mine}" in training["overrides"] for training in trainings)
     assert len({training["run"] for training in trainings}) == 2 * (1 + 2 * len(OF_DEMO))
-    changed = json.dumps(own).replace("-seed0", "-seed1").replace("data.seed=0", "data.seed=1")
+    changed = json.dumps(own).replace("-seed0", "-seed1").replace("--data.seed=0", "--data.seed=1")
     assert json.loads(changed) == other
 
 
@@ -233,6 +233,6 @@ def test_every_task_runs_with_and_without_pre_training_and_differs_in_nothing_el
         assert with_it["dataset"] == "coco"
         assert Path(with_it["folder"]).is_dir()
     vcr = [one["overrides"] for one in parameters if one["task"] == "vcr"]
-    assert ["task.subtask=rationale" in overrides for overrides in vcr] == [False, False, True, True]
+    assert ["--task.subtask=rationale" in overrides for overrides in vcr] == [False, False, True, True]
     answers = len((demo_data.vqa / "answers_vqa.txt").read_text().splitlines())
-    assert [one["task"] for one in parameters if f"task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]
+    assert [one["task"] for one in parameters if f"--task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]

@@ -247,21 +247,21 @@ def test_a_stage_knows_its_size(tmp_path: Path):
     assert size["keep_features"] is False
 
 
-NETWORK = ["backend=faster_rcnn"]
-TRAINED = [*NETWORK, f"weights={SHIPPED_DETECTOR}"]
-RANDOM_INIT = [*NETWORK, "preset=demo", "random_init=true"]
+NETWORK = ["--backend=faster_rcnn"]
+TRAINED = [*NETWORK, f"--weights={SHIPPED_DETECTOR}"]
+RANDOM_INIT = [*NETWORK, "--preset=demo", "--random_init"]
 
 
 @pytest.mark.parametrize(
     ("fields", "other"),
     [
-        (["backend=annotated", "annotations=FILE"], None),
+        (["--backend=annotated", "--annotations=FILE"], None),
         (
-            [*TRAINED, "selection.maximum=7", "selection.minimum=3", "network.post_nms=9", "keep_features=true"],
-            ["keep_features=false"],
+            [*TRAINED, "--selection.maximum=7", "--selection.minimum=3", "--network.post_nms=9", "--keep_features"],
+            ["--no_keep_features"],
         ),
-        ([*RANDOM_INIT, "precision=bf16-res5"], ["precision=fp32"]),
-        ([*RANDOM_INIT, "boxes=given", "annotations=FILE"], ["keep_features=true"]),
+        ([*RANDOM_INIT, "--precision=bf16-res5"], ["--precision=fp32"]),
+        ([*RANDOM_INIT, "--boxes=given", "--annotations=FILE"], ["--keep_features"]),
     ],
 )
 def test_that_nothing_is_left_is_known_without_a_detector(
@@ -273,13 +273,13 @@ def test_that_nothing_is_left_is_known_without_a_detector(
     catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
     assert finished(catalog, config) is None
     another = annotations(tmp_path / "b.json", [1])  # a detector that is done
-    main([str(root), "captions", "backend=annotated", f"annotations={another}"])
+    main([str(root), "captions", "--backend=annotated", f"--annotations={another}"])
     assert finished(catalog, config) is None
     detect_shard(catalog, "00000", make_detector(config))
     assert finished(catalog, config) is None, "a shard is left"
     main([str(root), "captions", *fields, "--json"])
     printed = capsys.readouterr()
-    assert ("random weights" in printed.err) == ("random_init=true" in fields)
+    assert ("random weights" in printed.err) == ("--random_init" in fields)
     assert finished(catalog, config) == json.loads(printed.out.splitlines()[-1])
     if other:
         assert finished(catalog, from_assignments(DetectionConfig, [*fields, *other])) is None
@@ -322,7 +322,7 @@ def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: py
     for name, form in (("people", []), ("programs", ["--json"])):
         commit_images(tmp_path / name, [[a_sample(0)], [a_sample(1), a_sample(2)]])
         file = annotations(tmp_path / "a.json", [0, 1])
-        main([str(tmp_path / name), "captions", *form, "backend=annotated", f"annotations={file}"])
+        main([str(tmp_path / name), "captions", *form, "--backend=annotated", f"--annotations={file}"])
     *people, _, second, stage = capsys.readouterr().out.splitlines()
     assert len(people) == 3
     assert people[1].startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
@@ -334,36 +334,36 @@ def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: py
     assert json.loads(stage)["images"] == 2
 
 
-DEMO_NETWORK = ["preset=demo", "random_init=true"]
-GIVEN = [*DEMO_NETWORK, "boxes=given", "annotations=absent.json"]
-FILE = ["backend=annotated", "annotations=absent.json"]
-IMPORTED = ["backend=imported", "imported.files=absent.tsv"]
+DEMO_NETWORK = ["--preset=demo", "--random_init"]
+GIVEN = [*DEMO_NETWORK, "--boxes=given", "--annotations=absent.json"]
+FILE = ["--backend=annotated", "--annotations=absent.json"]
+IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["backend=annotated"], "annotations is not set: backend annotated needs a file"),
+        (["--backend=annotated"], "annotations is not set: backend annotated needs a file"),
         ([], "weights is None and random_init False: backend faster_rcnn needs weights .* not both"),
-        (["backend=yolo"], "backend=yolo: it must be one of annotated, imported, faster_rcnn, detectron2"),
-        (["random_init=true"], "preset is not set"),
-        (["preset=demo"], "needs weights"),
-        ([*DEMO_NETWORK, "weights=x"], "not both"),
-        (["preset=demo", "weights=x.st"], "there is no weight file x.st"),
-        ([*DEMO_NETWORK, "selection.minimum=101"], "SelectionSettings.minimum is 101"),
+        (["--backend=yolo"], "--backend=yolo: it must be one of annotated, imported, faster_rcnn, detectron2"),
+        (["--random_init"], "preset is not set"),
+        (["--preset=demo"], "needs weights"),
+        ([*DEMO_NETWORK, "--weights=x"], "not both"),
+        (["--preset=demo", "--weights=x.st"], "there is no weight file x.st"),
+        ([*DEMO_NETWORK, "--selection.minimum=101"], "SelectionSettings.minimum is 101"),
         ([*DEMO_NETWORK, "selection.most=3"], "SelectionSettings has no field 'most'; it has minimum, maximum"),
-        ([*DEMO_NETWORK, "network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
-        ([*DEMO_NETWORK, "boxes=given"], "annotations is not set: boxes given needs a file"),
-        ([*DEMO_NETWORK, "annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
-        ([*GIVEN, "selection.strict=false", "selection.threshold=0.2"], "selection.threshold, selection.strict: not"),
+        ([*DEMO_NETWORK, "--network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
+        ([*DEMO_NETWORK, "--boxes=given"], "annotations is not set: boxes given needs a file"),
+        ([*DEMO_NETWORK, "--annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
+        ([*GIVEN, "--selection.no_strict", "--selection.threshold=0.2"], "selection.threshold, selection.strict: not"),
         (GIVEN, "there is no annotation file absent.json"),
-        ([*FILE, "network.post_nms=3", "random_init=true"], "random_init, network.post_nms: not for backend annotated"),
-        ([*FILE, "boxes=given"], "boxes: not for backend annotated"),
-        ([*FILE, "imported.files=x"], "imported.files: not for backend annotated"),
-        ([*DEMO_NETWORK, "imported.match=key"], "imported.match: not for backend faster_rcnn"),
-        (["backend=imported"], "imported.files is not set: backend imported needs files of features"),
-        ([*IMPORTED, "weights=x", "selection.minimum=3"], "weights, selection.minimum: not for backend imported"),
-        ([*IMPORTED, "imported.num_classes=0"], "ImportedFeatures.num_classes is 0; it must be at least 1"),
+        ([*FILE, "--network.post_nms=3", "--random_init"], "random_init, network.post_nms: not for backend annotated"),
+        ([*FILE, "--boxes=given"], "boxes: not for backend annotated"),
+        ([*FILE, "--imported.files=x"], "imported.files: not for backend annotated"),
+        ([*DEMO_NETWORK, "--imported.match=key"], "imported.match: not for backend faster_rcnn"),
+        (["--backend=imported"], "imported.files is not set: backend imported needs files of features"),
+        ([*IMPORTED, "--weights=x", "--selection.minimum=3"], "weights, selection.minimum: not for backend imported"),
+        ([*IMPORTED, "--imported.num_classes=0"], "ImportedFeatures.num_classes is 0; it must be at least 1"),
         (IMPORTED, "there is no file of features absent.tsv"),
     ],
 )
@@ -387,9 +387,9 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path):
     file = annotations(tmp_path / "a.json", [0])
     endpoint = unreachable()
-    command = [sys.executable, "-m", "detectors.run", "s3://bucket/root", "captions", "backend=annotated"]
+    command = [sys.executable, "-m", "detectors.run", "s3://bucket/root", "captions", "--backend=annotated"]
     run = subprocess.run(
-        [*command, f"annotations={file}"],
+        [*command, f"--annotations={file}"],
         capture_output=True,
         text=True,
         cwd=PROJECT,
@@ -423,13 +423,13 @@ def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):
 def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):
     file = annotations(tmp_path / "a.json", [0])
     with pytest.raises(SystemExit, match=r"no shard is committed in .*typo/images; collect the images first"):
-        main([str(tmp_path / "root"), "typo", "backend=annotated", f"annotations={file}"])
+        main([str(tmp_path / "root"), "typo", "--backend=annotated", f"--annotations={file}"])
 
 
 def test_the_annotated_backend_does_without_the_network(tmp_path: Path):
     commit_images(tmp_path / "root", [[a_sample(0)]])
     file = annotations(tmp_path / "a.json", [0])
-    arguments = [str(tmp_path / "root"), "captions", "backend=annotated", f"annotations={file}"]
+    arguments = [str(tmp_path / "root"), "captions", "--backend=annotated", f"--annotations={file}"]
     code = f"import sys, detectors.run as r; r.main({arguments!r}); sys.exit('detectors.faster_rcnn' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
     assert (run.returncode, run.stderr) == (0, "")

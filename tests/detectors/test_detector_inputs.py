@@ -392,18 +392,18 @@ def test_memory_stays_flat_over_shards(tmp_path: Path):
     for number in range(0, 250, 50):
         samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
     commit_images(tmp_path / "root", [samples] * 12)
-    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "backend=faster_rcnn"]
+    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
     command += [
         "--json",
-        "preset=demo",
-        "random_init=true",
-        "network.short_side=84",
-        "network.long_side=112",
-        "network.post_nms=30",
+        "--preset=demo",
+        "--random_init",
+        "--network.short_side=84",
+        "--network.long_side=112",
+        "--network.post_nms=30",
     ]
     memory = []
     with subprocess.Popen(
-        [*command, "batch=8", "workers=2"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
+        [*command, "--batch=8", "--workers=2"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
     ) as process:
         for line in process.stdout:
             if json.loads(line).get("done", 12) < 12:  # later it may have ended

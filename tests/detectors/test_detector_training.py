@@ -201,20 +201,23 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["root="], "root is not set"),
-        (["data.annotations=none"], "give either data.annotations=FILE"),
-        (["data.objects=other.json"], "give either data.annotations=FILE"),
-        (["data.annotations=absent.json"], "data.annotations is absent.json, and there is no such file"),
-        (["data.images="], "data.images is not set"),
-        (["data.attribute_names=none"], "the network has 3 attributes, and data.attribute_names is None; give both"),
-        (["network.num_attributes=0"], "the network has 0 attributes, and data.attribute_names is /"),
-        (["random_init=false"], "the network has no weights to start from"),
-        (["init_from=absent.pth"], "random_init is True; it must be false with init_from"),
-        (["optimizer.schedule=step", "optimizer.decay_at=6"], "optimizer.decay_at names update 6, and the run has 6"),
-        (["network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
-        (["network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
-        (["data.held_out_last=24"], "data.held_out_last is 24, and there are 24 images"),
-        (["data.images=absent"], "data.images names absent, which is no folder"),
+        (["--root="], "root is not set"),
+        (["--data.annotations=None"], "give either data.annotations=FILE"),
+        (["--data.objects=other.json"], "give either data.annotations=FILE"),
+        (["--data.annotations=absent.json"], "data.annotations is absent.json, and there is no such file"),
+        (["--data.images"], "data.images is not set"),
+        (["--data.attribute_names=None"], "the network has 3 attributes, and data.attribute_names is None; give both"),
+        (["--network.num_attributes=0"], "the network has 0 attributes, and data.attribute_names is /"),
+        (["--no_random_init"], "the network has no weights to start from"),
+        (["--init_from=absent.pth"], "random_init is True; it must be false with init_from"),
+        (
+            ["--optimizer.schedule=step", "--optimizer.decay_at=6"],
+            "optimizer.decay_at names update 6, and the run has 6",
+        ),
+        (["--network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
+        (["--network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
+        (["--data.held_out_last=24"], "data.held_out_last is 24, and there are 24 images"),
+        (["--data.images=absent"], "data.images names absent, which is no folder"),
     ],
 )
 def test_wrong_settings_end_with_one_line(images, tmp_path, fields, message):
@@ -376,16 +379,16 @@ def test_the_stage_refuses_overrides_of_what_it_sets_itself(tmp_path):
     from flows.train_detector import train_detector
 
     for override, instead in (
-        ("root=elsewhere", "the flow's root"),
-        ("run=other", "the setting run"),
-        ("init_from=a.pth", "the setting init_from"),
-        ("data.train_list=a.txt", "the setting train_list"),
+        ("--root=elsewhere", "the flow's root"),
+        ("--run=other", "the setting run"),
+        ("--init_from=a.pth", "the setting init_from"),
+        ("--data.train_list=a.txt", "the setting train_list"),
     ):
         field = override.partition("=")[0]
         with pytest.raises(
             ValueError, match=f"override {override}: the stage sets {field} itself; use {instead} inste"
         ):
-            train_detector(str(tmp_path), TrainDetectorSettings(overrides=("steps=2", override)))
+            train_detector(str(tmp_path), TrainDetectorSettings(overrides=("--steps=2", override)))
     assert not list(tmp_path.iterdir())
 
 

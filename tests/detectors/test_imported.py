@@ -36,7 +36,7 @@ from storage.sample import Regions, Sample
 from storage.settings import from_assignments
 
 Writer = Callable[..., Path]
-LAST, NONE = ["imported.background=last"], ["imported.background=none"]
+LAST, NONE = ["--imported.background=last"], ["--imported.background=None"]
 
 
 def without_background(file: Path, images: list[ImageFeatures]) -> Path:
@@ -60,7 +60,7 @@ FORMATS: dict[str, tuple[str, Writer, list[str], str]] = {
     "LXMERT, class by class": (
         "f.tsv",
         functools.partial(write_tsv, columns=LXMERT),
-        [f"imported.num_classes={CLASSES}"],
+        [f"--imported.num_classes={CLASSES}"],
         "one",
     ),
     "TSV with a first line": (
@@ -91,7 +91,7 @@ def features_of(number: int, **changes: Any) -> ImageFeatures:
 
 
 def config(file: Path, *more: str, keep: bool = True) -> DetectionConfig:
-    fields = ["backend=imported", f"imported.files={file}", f"keep_features={str(keep).lower()}", *more]
+    fields = ["--backend=imported", f"--imported.files={file}", f"--keep_features={str(keep).lower()}", *more]
     return from_assignments(DetectionConfig, fields)
 
 
@@ -109,7 +109,7 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
     images = [features_of(number, boxes=3 + number) for number in range(4)]
     file = write(tmp_path / name, images)
     catalog = commit_images(tmp_path / "root", [[a_sample(number) for number in (0, 1, 2, 7)], [a_sample(3)]])
-    fields = ["backend=imported", f"imported.files={file}", "keep_features=true", *more]
+    fields = ["--backend=imported", f"--imported.files={file}", "--keep_features", *more]
     main([str(tmp_path / "root"), "captions", *fields])
     settings = from_assignments(DetectionConfig, fields)
     detector = identify(settings)
@@ -160,7 +160,7 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
 def test_an_image_finds_its_row_as_the_setting_says(match: str, name: str, url: str, found: bool, tmp_path: Path):
     file = write_tsv(tmp_path / "f.tsv", [features_of(0), dataclasses.replace(features_of(1), name=name)])
     sample = dataclasses.replace(a_sample(1), url=url, key="0123456789abcdef0123")
-    (regions,) = detector_of(file, f"imported.match={match}").detect([sample])
+    (regions,) = detector_of(file, f"--imported.match={match}").detect([sample])
     assert isinstance(regions, Regions) == found
     assert found or regions.startswith(f"no_features: no row has the {match} of ")
 
@@ -179,7 +179,7 @@ def test_several_files_are_one_detector(tmp_path: Path):
 
 def test_the_id_follows_content_and_settings_but_not_names(tmp_path: Path):
     file = write_json(tmp_path / "f.zip", [features_of(1)])
-    others = [["imported.match=number"], LAST, NONE, ["imported.num_classes=9"], []]
+    others = [["--imported.match=number"], LAST, NONE, ["--imported.num_classes=9"], []]
     ids = [identify(config(file, *more)) for more in others] + [identify(config(file, keep=False))]
     assert len(set(ids)) == 6
     assert detector_of(file).id == detector_of(file.rename(tmp_path / "g.zip")).id == ids[4]
@@ -249,7 +249,7 @@ def test_a_damaged_row_is_a_status_and_a_shard_without_any_usable_row_is_not_com
     file = write_tsv(tmp_path / "f", [features_of(0), features_of(1)])
     file.write_bytes(file.read_bytes()[:-100])
     catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)]])
-    main([str(tmp_path / "root"), "captions", "backend=imported", f"imported.files={file}", "keep_features=true"])
+    main([str(tmp_path / "root"), "captions", "--backend=imported", f"--imported.files={file}", "--keep_features"])
     rows = rows_of(catalog, identify(config(file)))
     assert [row["status"] for row in rows] == ["ok", "bad_features"]
     assert rows[1]["detail"].startswith("f: 000001 has features that are not base64")
@@ -257,7 +257,7 @@ def test_a_damaged_row_is_a_status_and_a_shard_without_any_usable_row_is_not_com
     lines = file.read_bytes().split(b"\r\n")
     file.write_bytes(b"\r\n".join([lines[0], lines[2].replace(b"000001", b"000000"), *lines[2:]]))
     with pytest.raises(SystemExit, match="g: 000000 has no image_w, and so in all of the 2 images .* is it the right"):
-        main([str(tmp_path / "root"), "captions", "backend=imported", f"imported.files={file}", "keep_features=true"])
+        main([str(tmp_path / "root"), "captions", "--backend=imported", f"--imported.files={file}", "--keep_features"])
 
 
 def plain(content: bytes) -> Writer:
@@ -292,7 +292,7 @@ def cut(write: Writer, part: str = "") -> Writer:
         (plain(gzip.compress(b"1\t9")), [], "f is packed by gzip, .*: unpack it"),
         (
             lambda file: write_tsv(file, [features_of(1)], LXMERT),
-            ["imported.num_classes=1"],
+            ["--imported.num_classes=1"],
             "f: its first row, f: 000001, has the objects_id [1-7], and imported.num_classes is 1",
         ),
         (lambda file: without_background(file, [features_of(1)]), [], "whose sum is .*imported.background=none"),

@@ -247,7 +247,7 @@ def test_two_pods_of_the_collection_share_a_list(containers, data, s3, web):
     (data / "captions.tsv").write_text(captions(web.url("")))
     variables = [f"--env={name}" for name in os.environ if name.startswith("AWS_")]
     run = ["podman", "run", "--rm", "--network=host", *variables, *as_podman(pod("collect"), data)]
-    run += ["rows_per_shard=2", "shards_per_task=1", f"download.allowed_hosts={web.host}"]
+    run += ["--rows_per_shard=2", "--shards_per_task=1", f"--download.allowed_hosts={web.host}"]
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(containers.run, *run, seconds=120) for _ in range(2)]:
             done.result()

@@ -46,7 +46,7 @@ def saved(root: Path, run: str) -> list[str]:
 
 def processes(root: Path, run: str) -> dict[int, str]:
     """The command lines of torchrun and its ranks, on all machines, by process id."""
-    ours = {f"data.root={root}", f"run={run}"}
+    ours = {f"--data.root={root}", f"--run={run}"}
     found = {pid: command.split("\0") for pid, command, _ in running()}
     # Without srun, and the flow's supervisor of it, which have the same words on their command lines.
     return {
@@ -113,7 +113,7 @@ def test_a_training_that_was_stopped_starts_again_and_the_job_is_completed(clust
 
 def test_a_training_that_fails_is_not_started_again_and_the_job_has_failed(cluster: Cluster, root: Path):
     """What the flow of a launcher names for the error may not exist on a node."""
-    job = Job(cluster, root, "wrong", "data.batch=7", RESTARTS="0", TORCHELASTIC_ERROR_FILE="/nowhere/error")
+    job = Job(cluster, root, "wrong", "--data.batch=7", RESTARTS="0", TORCHELASTIC_ERROR_FILE="/nowhere/error")
     job.wait_for("FAILED")
     assert "ExitCode=1:0" in cluster.call("one", "scontrol", "show", "job", job.number)
     assert "data.batch = 7 cannot be shared by 2 processes" in job.said()
@@ -156,7 +156,7 @@ def test_a_detection_on_both_nodes_makes_no_shard_twice(cluster: Cluster, tmp_pa
     shards = [[image_sample(number, rectangles(84, 112, number))] for number in range(SHARDS)]
     commit_images(tmp_path / "root", shards)
     log = tmp_path / "log"
-    network = ["preset=demo", "random_init=true", "threads=1"]  # as long a shard as both need to be there together
+    network = ["--preset=demo", "--random_init", "--threads=1"]  # as long a shard as both need to be there together
     detection = ["detectors.run", tmp_path / "root", "captions", "--json", *network]
     stage = ["--nodes=2", "--ntasks=2", f"--output={log}", "docker/slurm/stage.sbatch", *detection]
     job = cluster.submit(*stage, SLURM_LABELIO="1")  # each line begins with the number of its task
@@ -180,7 +180,7 @@ def served(cluster: Cluster, root: Path, tmp_path: Path) -> Iterator[Operated]:
         "recipe": "pretrain_vlbert_demo",
         "run": "flow",
         "vocabulary": str(root / "text" / "vocab.txt"),
-        "overrides": [*overrides, f"steps={10**6}", "save_every=20", f"validate_every={10**6}"],
+        "overrides": [*overrides, f"--steps={10**6}", "--save_every=20", f"--validate_every={10**6}"],
         "processes": {"nodes": 2, "launcher": SRUN, "threads": 1, "restarts": 1},
     }
     deployment = {

@@ -60,7 +60,7 @@ def vcr(pipeline: Pipeline, tmp_path: Path) -> Pipeline:
         vocabulary=str(tmp_path / "vocab.txt"),
         vocabulary_size=None,
         vocabulary_captions=(),
-        overrides=("model.regions.random_init=true",),
+        overrides=("--model.regions.random_init",),
         processes=Processes(),
     )
     return datasets, pretraining, [FinetuneSettings("vcr", folder=str(tmp_path))]
@@ -173,10 +173,10 @@ def test_the_form_in_the_flow_ui_describes_every_setting():
 # --- the whole pipeline -----------------------------------------------------------------------------------------------
 
 NO_TEXT = {"text": (), "vocabulary_size": None, "vocabulary_captions": ()}
-NO_WEIGHTS = {"overrides": ("model.regions.random_init=false",)}
+NO_WEIGHTS = {"overrides": ("--model.regions.no_random_init",)}
 THREE = {"processes": Processes(count=3)}
 ON_NODES = {"processes": Processes(count=1, nodes=3, launcher=("srun",))}
-BERT = ["pretraining", "bert-base-uncased", "vocab.txt", "bert=none"]
+BERT = ["pretraining", "bert-base-uncased", "vocab.txt", "--bert=None"]
 REFUSED = [
     ({"dataset": {"name": "held-out"}}, ["datasets", "held-out"]),
     ({"dataset": {"captions": "no.tsv"}}, ["dataset captions: captions", "no.tsv"]),
@@ -216,22 +216,22 @@ REFUSED = [
     ({"pretraining": {"recipe": "pretrain"}}, ["pretraining.recipe", "'pretrain'", "finetune_refcoco_base"]),
     ({"pretraining": {"recipe": "finetune_refcoco_demo"}}, ["pretraining.recipe", "no pre-training"]),
     ({"pretraining": {"overrides": ("step=3",)}}, ["pretraining", "'step'"]),
-    ({"pretraining": {"overrides": ("data.batch=0",)}}, ["pretraining", "batch", "0"]),
+    ({"pretraining": {"overrides": ("--data.batch=0",)}}, ["pretraining", "batch", "0"]),
     (
-        {"pretraining": NO_TEXT | {"overrides": ("data.text_batch=4",)}},
-        ["pretraining", "data.text_batch=4", "set text"],
+        {"pretraining": NO_TEXT | {"overrides": ("--data.text_batch=4",)}},
+        ["pretraining", "--data.text_batch=4", "set text"],
     ),
     ({"pretraining": {"recipe": "pretrain_vlbert_base"}}, BERT),
-    ({"pretraining": {"overrides": ("bert=bert-base-uncased",)}}, BERT),
+    ({"pretraining": {"overrides": ("--bert=bert-base-uncased",)}}, BERT),
     ({"pretraining": {"run": "refcoco-with"}}, ["runs", "refcoco-with"]),
     (
-        {"pretraining": {"overrides": ("model.layers=JJ", "model.regions.random_init=true")}},
+        {"pretraining": {"overrides": ("--model.layers=JJ", "--model.regions.random_init")}},
         ["finetunings[0]", "architecture", "model.layers", "JJ"],
     ),
     ({"pretraining": NO_WEIGHTS}, ["pretraining", "Fast R-CNN has no weights"]),
     ({"pretraining": THREE}, ["pretraining", "data.batch = 32", "3 processes"]),
     (
-        {"pretraining": THREE | {"overrides": ("data.batch=30", "model.regions.random_init=true")}},
+        {"pretraining": THREE | {"overrides": ("--data.batch=30", "--model.regions.random_init")}},
         ["pretraining", "data.text_batch = 8", "3 processes"],
     ),
     ({"finetuning": NO_WEIGHTS | {"checkpoint": "none"}}, ["finetunings[0]", "Fast R-CNN has no weights"]),
@@ -283,13 +283,13 @@ def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weight
     datasets, pretraining, _ = vcr
     overrides = pretraining.overrides
     check(datasets, pretraining, [])
-    check(datasets, dataclasses.replace(pretraining, vocabulary=None, overrides=("bert=none", *overrides)), [])
+    check(datasets, dataclasses.replace(pretraining, vocabulary=None, overrides=("--bert=None", *overrides)), [])
     check(datasets, dataclasses.replace(pretraining, vocabulary=None, text=()), [])
 
 
 def test_text_only_examples_need_not_be_shared_where_there_is_no_corpus(pipeline: Pipeline):
     datasets, pretraining, _ = pipeline
-    changes = THREE | NO_TEXT | {"overrides": (*pretraining.overrides, "data.batch=30")}
+    changes = THREE | NO_TEXT | {"overrides": (*pretraining.overrides, "--data.batch=30")}
     check(datasets, dataclasses.replace(pretraining, **changes), [])
 
 
@@ -312,11 +312,11 @@ def test_a_task_without_a_file_or_folder_of_its_own_is_refused(vcr: Pipeline, mi
 
 def test_weights_of_bert_go_with_no_vocabulary_that_the_pipeline_builds(vcr: Pipeline):
     """VCR takes BERT's pooler, also where its vocabulary is that of the pre-training."""
-    scratch = {"vocabulary": None, "overrides": ("bert=none", *vcr[1].overrides)}
+    scratch = {"vocabulary": None, "overrides": ("--bert=None", *vcr[1].overrides)}
     for changes in (scratch, scratch | {"text": ()}):
         with pytest.raises(ValueError, match=r"finetunings\[0\].*bert-base-uncased.*finetune_vcr_base.*bert=none"):
             check(*changed(vcr, pretraining=changes))
-        check(*changed(vcr, pretraining=changes, finetuning={"overrides": ("bert=none",)}))
+        check(*changed(vcr, pretraining=changes, finetuning={"overrides": ("--bert=None",)}))
         check(*changed(vcr, pretraining=changes, finetuning={"pretraining": "another"}))
 
 
@@ -341,7 +341,7 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them(vcr: Pipeline
 def test_a_stage_alone_refuses_an_override_of_what_it_sets(tmp_path: Path, stage: Callable):
     settings = {pretrain.pretrain: PretrainSettings, finetune.finetune: FinetuneSettings}[stage]
     with pytest.raises(ValueError, match="override run=x.* the setting run"):
-        stage(str(tmp_path), str(tmp_path), settings(overrides=("run=x",)))
+        stage(str(tmp_path), str(tmp_path), settings(overrides=("--run=x",)))
 
 
 # --- deployments ------------------------------------------------------------------------------------------------------

@@ -95,25 +95,31 @@ def no_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_torchrun")
 def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_alone(root: str, tmp_path: Path):
-    settings = {"pretraining": "x", "detector": "abc", "folder": "refs", "run": "r", "overrides": ("steps=4",)}
-    base = [f"data.root={root}", "run=r", "data.datasets=refcoco+", "data.held_out=refcoco+", "data.detector=abc"]
+    settings = {"pretraining": "x", "detector": "abc", "folder": "refs", "run": "r", "overrides": ("--steps=4",)}
+    base = [
+        f"--data.root={root}",
+        "--run=r",
+        "--data.datasets=refcoco+",
+        "--data.held_out=refcoco+",
+        "--data.detector=abc",
+    ]
     starts = arguments_of(root, tmp_path / "work", FinetuneSettings(**settings))
     assert starts == [
-        *("finetune_refcoco_base", *base, "task.folder=refs"),
-        *(f"init_from={root}/runs/x/step-0000020", "steps=4"),
+        *("finetune_refcoco_base", *base, "--task.folder=refs"),
+        *(f"--init_from={root}/runs/x/step-0000020", "--steps=4"),
     ]
     assert not (tmp_path / "work").exists()  # nothing to copy: a checkpoint has its vocabulary
 
     fresh = arguments_of(root, tmp_path / "work", FinetuneSettings(**settings, checkpoint="none"))
     file = tmp_path / "work" / "vocabularies" / "x.txt"
-    alone = ["task.folder=refs", "random_init=True", f"vocabulary={file}", "steps=4"]
+    alone = ["--task.folder=refs", "--random_init", f"--vocabulary={file}", "--steps=4"]
     assert fresh == ["finetune_refcoco_base", *base, *alone]
     assert file.read_bytes() == b"[PAD]\nstep-0000020\n"
 
     alone = arguments_of(root, tmp_path / "work", FinetuneSettings(checkpoint="none", recipe="finetune_refcoco_demo"))
     assert alone == [
-        *("finetune_refcoco_demo", f"data.root={root}", "run=finetune_refcoco_demo"),
-        *("data.datasets=refcoco+", "data.held_out=refcoco+", "random_init=True"),
+        *("finetune_refcoco_demo", f"--data.root={root}", "--run=finetune_refcoco_demo"),
+        *("--data.datasets=refcoco+", "--data.held_out=refcoco+", "--random_init"),
     ]
 
 
@@ -124,13 +130,13 @@ def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training
     fields, processes = {"data.datasets": "vqa", "data.detector": None, "task.folder": "vqa"}, Processes()
     open_store(root).put("runs/tuned/evaluations/test2015-step-0000100/metrics.json", b"{}")
     for split in ("val2014", "test2015"):
-        given = ("finetune_vqa_base", trained, [split], fields, ("model.layers=JJ",), processes, lambda line: None)
+        given = ("finetune_vqa_base", trained, [split], fields, ("--model.layers=JJ",), processes, lambda line: None)
         with pytest.raises(ChildFailed) as failed:
             evaluate(root, *given)
         command = failed.value.command
         assert command[command.index("vlbert.evaluation.evaluate") + 1 :] == [
             *("finetune_vqa_base", f"{root}/runs/tuned/step-0000100", split),
-            *(f"data.root={root}", "data.datasets=vqa", "task.folder=vqa", "model.layers=JJ"),
+            *(f"--data.root={root}", "--data.datasets=vqa", "--task.folder=vqa", "--model.layers=JJ"),
         ]
 
 

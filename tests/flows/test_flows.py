@@ -420,12 +420,15 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
                 str(root), "captions", DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
             ),
         ),
-        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "steps=5"))),
-        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "optimizer.learning_rate=0.5"))),
-        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "data.text_batch=nonsense"))),
+        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "--steps=5"))),
+        (
+            "vlbert.train",
+            lambda: pretrain(str(root), work, with_overrides(pretraining, "--optimizer.learning_rate=0.5")),
+        ),
+        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "--data.text_batch=nonsense"))),
         ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, processes=3))),
         ("vlbert.train", lambda: finetune(str(root), work, dataclasses.replace(tuning, run="other"))),
-        ("vlbert.train", lambda: finetune(str(root), work, with_overrides(tuning, "task.train_on=val"))),
+        ("vlbert.train", lambda: finetune(str(root), work, with_overrides(tuning, "--task.train_on=val"))),
         (
             "vlbert.evaluation.evaluate",
             lambda: finetune(str(root), work, dataclasses.replace(tuning, evaluate=("testB",))),

@@ -345,13 +345,13 @@ def closed_port() -> str:
 def image_that_is_html(folder: Path) -> list[str]:
     (folder / "images").mkdir()
     (folder / "images" / "a.jpg").write_bytes(b"<html>")
-    return [f"images={folder / 'images'}"]
+    return [f"--images={folder / 'images'}"]
 
 
 def listed(*lines: str, columns: str = "") -> Callable[[Path], list[str]]:
     def write(folder: Path) -> list[str]:
         (folder / "list.tsv").write_text("".join(f"{line}\n" for line in lines))
-        return [f"captions={folder / 'list.tsv'}", "rows_per_shard=2", f"columns={columns}"]
+        return [f"--captions={folder / 'list.tsv'}", "--rows_per_shard=2", f"--columns={columns}"]
 
     return write
 
@@ -571,8 +571,8 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
         f"http://{web.host}/a\\b?key={SECRET}",
     ]
     file, root = tmp_path / "list.tsv", tmp_path / "root"
-    arguments = [str(root), "captions", f"captions={file}", f"download.allowed_hosts={web.host}"]
-    arguments += ["download.deadline=2", "download.retries=0"]
+    arguments = [str(root), "captions", f"--captions={file}", f"--download.allowed_hosts={web.host}"]
+    arguments += ["--download.deadline=2", "--download.retries=0"]
 
     def ended() -> str:
         with pytest.raises(SystemExit) as end:
@@ -590,7 +590,7 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
     assert "list.tsv:1: " in messages[0]
     file.write_text("".join(f"caption\thttp://127.0.0.{i}:9/{i}?key={SECRET}\n" for i in range(1, 7)))
     arguments[0] = str(tmp_path / "unreachable")
-    arguments.append("download.allowed_hosts=" + ",".join(f"127.0.0.{i}:9" for i in range(1, 7)))
+    arguments.append("--download.allowed_hosts" + ",".join(f"127.0.0.{i}:9" for i in range(1, 7)))
     messages.append(ended())
     assert "http://127.0.0.1:9/1?" in messages[1]
     assert SECRET not in "".join([*messages, *capfd.readouterr()])
@@ -642,8 +642,8 @@ def test_the_program_collects_and_goes_on_where_it_was(web: Web, tmp_path: Path)
     web.put("/program.jpg", send(encode(draw(600, 300))))
     served(web, tmp_path / "list.tsv", "a\t/program.jpg", "b\t/gone.jpg", "c\t/program.jpg")
     command = [sys.executable, "-m", "storage.collect.run", str(tmp_path / "root"), "captions"]
-    command += [f"captions={tmp_path / 'list.tsv'}", "rows_per_shard=2", f"download.allowed_hosts={web.host}"]
-    command += ["download.max_side=300", "download.deadline=5", "download.contact=tests@example.org"]
+    command += [f"--captions={tmp_path / 'list.tsv'}", "--rows_per_shard=2", f"--download.allowed_hosts={web.host}"]
+    command += ["--download.max_side=300", "--download.deadline=5", "--download.contact=tests@example.org"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -691,7 +691,7 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(
 
     settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
     command = [sys.executable, "-m", "storage.collect.run", local.store.where(), "captions"]
-    command += [f"captions={settings.captions}", f"download.allowed_hosts={web.host}"]
+    command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     # Under nohup, or in the background of a script, it would not heed SIGINT.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=PROJECT, preexec_fn=heeds)
@@ -722,8 +722,8 @@ def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: We
     lines = [f"caption {path}\t{path}" for path in (*good[:10], slow[0], *good[10:], slow[1])]
     settings = served(web, tmp_path / "list.tsv", *lines)
     code = "import storage.collect.run as run; run.SAVE_SECONDS = 0.2; run.main()"
-    command = [sys.executable, "-c", code, local.store.where(), "captions", "rows_per_shard=11"]
-    command += [f"captions={settings.captions}", f"download.allowed_hosts={web.host}"]
+    command = [sys.executable, "-c", code, local.store.where(), "captions", "--rows_per_shard=11"]
+    command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PROJECT)
 
     def saved(shard: str) -> int:
@@ -820,16 +820,16 @@ def test_settings_are_refused_by_field(kind: type, settings: dict[str, object], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["captions=nowhere.tsv"], "'nowhere.tsv'"),
-        (["captions=/dev/null"], "/dev/null holds nothing to collect for captions"),
-        (["images=nowhere"], "nowhere is not a folder"),
-        (["captions=nowhere.tsv", "download.deadline=0"], "DownloadSettings.deadline is 0"),
-        (["captions=nowhere.tsv", "download.retry=1"], "DownloadSettings has no field 'retry'; it has max_bytes,"),
-        (["captions=nowhere.tsv", "name=another"], "CollectSettings has no field 'name'; it has captions,"),
-        (["captions=nowhere.tsv", "rows_per_shard=few"], "rows_per_shard=few: 'few' is no int"),
-        (["captions=nowhere.tsv", "commit_unreachable=yes"], "commit_unreachable=yes: it must be true or false"),
+        (["--captions=nowhere.tsv"], "'nowhere.tsv'"),
+        (["--captions=/dev/null"], "/dev/null holds nothing to collect for captions"),
+        (["--images=nowhere"], "nowhere is not a folder"),
+        (["--captions=nowhere.tsv", "--download.deadline=0"], "DownloadSettings.deadline is 0"),
+        (["--captions=nowhere.tsv", "download.retry=1"], "DownloadSettings has no field 'retry'; it has max_bytes,"),
+        (["--captions=nowhere.tsv", "--name=another"], "CollectSettings has no field 'name'; it has captions,"),
+        (["--captions=nowhere.tsv", "--rows_per_shard=few"], "--rows_per_shard=few: 'few' is no int"),
+        (["--captions=nowhere.tsv", "--commit_unreachable=yes"], "--commit_unreachable=yes: it must be true or false"),
         (["nowhere.tsv"], "'nowhere.tsv' has no '='"),
-        (["captions=nowhere.tsv", "download.allowed_hosts=localhost"], "'localhost' is not host:port"),
+        (["--captions=nowhere.tsv", "--download.allowed_hosts=localhost"], "'localhost' is not host:port"),
     ],
 )
 def test_the_program_ends_with_one_clear_line(arguments: list[str], message: str, tmp_path: Path):

@@ -118,7 +118,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
         "size (nan)",
         f"{tmp_path}/runs/run/skipped.jsonl",
         "no checkpoint",
-        "spike=none",
+        "--spike=None",
     ):
         assert words in str(error.value)
     assert [line["step"] for line in lines_of(store, "skipped.jsonl")] == [2, 4, 5]

@@ -279,8 +279,8 @@ def with_and_without(tmp_path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("file", "fields", "recipe", "named"),
     [
-        ("detector", ["model.regions.random_init=false", "model.regions.weights=detector"], None, "regions.weights="),
-        ("root", ["data.root=root"], None, "data.root=root"),
+        ("detector", ["--model.regions.no_random_init", "--model.regions.weights=detector"], None, "regions.weights="),
+        ("root", ["--data.root=root"], None, "--data.root=root"),
         ("mine.py", [], "mine:recipe", "mine cannot be imported"),
     ],
 )
@@ -366,7 +366,7 @@ def test_gradients_cross_between_ranks_once_a_step(tmp_path):
     ("given", "named", "lines"),
     [
         (["data.rot=1"], "data.rot=1: DataConfig has no field 'rot'", 1),
-        (["data.text_batch=0", "model.regions.random_init=true", "data.root={root}"], "{root}", 2),
+        (["--data.text_batch=0", "--model.regions.random_init", "--data.root={root}"], "{root}", 2),
     ],
 )
 def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path, given, named, lines):

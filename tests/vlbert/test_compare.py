@@ -297,7 +297,7 @@ def test_a_comparison_that_broke_off_goes_on_and_finds_the_same(root, tmp_path):
 
 def test_a_training_that_fails_is_named_and_the_others_go_on(root, capsys):
     with pytest.raises(SystemExit, match="4 trainings failed"):
-        main(["compared:broken", f"data.root={root}"])
+        main(["compared:broken", f"--data.root={root}"])
     assert "| broken | failed |" in capsys.readouterr().out
     summary = summary_of(root)
     reasons = {one["run"]: one["reason"] for one in summary["failed"]}
@@ -315,7 +315,14 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(root, capsys):
 def started(root: Path, lines: Path) -> subprocess.Popen:
     """A comparison in a process of its own, two of whose trainings have begun."""
     environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "vlbert.comparison.compare", "compared:plan", f"data.root={root}", "steps=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "vlbert.comparison.compare",
+        "compared:plan",
+        f"--data.root={root}",
+        "--steps=100000",
+    ]
     with open(lines, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=PROJECT)
     deadline = time.monotonic() + 100
@@ -377,15 +384,18 @@ def test_plans_that_do_not_fit_are_refused(make, named):
     ("arguments", "named"),
     [
         (["compared:plan"], "data.root is not set"),
-        (["none_such", "data.root=ROOT"], "no such plan, only .*table4_demo"),
-        (["compared:plan", "data.root=ROOT", "vcr:steps=1"], r"vcr:steps=1: plan tiny has no vcr; .*refcoco.*words"),
-        (["compared:plan", "data.root=ROOT", "data.seed=7"], r"-pretraining-seed0: data.seed=7: a comparison sets"),
-        (["compared:plan", "data.root=ROOT", "words:run=mine"], r"tiny-words-.*: run=mine: a comparison sets"),
-        (["compared:plan", "data.root=ROOT", "words:no.such=1"], "tiny-words-.*: no.such=1: Recipe has no field 'no'"),
-        (["compared:pretraining", "data.root=ROOT"], "compared:pretraining returns Recipe, no Plan"),
-        (["compared:plan", "data.root=ROOT", "--seeds", "0,x"], "--seeds is '0,x'"),
-        (["compared:plan", "data.root=ROOT", "--seeds", "1,1"], "--seeds is '1,1'"),
-        (["compared:plan", "data.root=ROOT", "--jobs", "0"], "--jobs is 0"),
+        (["none_such", "--data.root=ROOT"], "no such plan, only .*table4_demo"),
+        (["compared:plan", "--data.root=ROOT", "vcr:steps=1"], r"vcr:steps=1: plan tiny has no vcr; .*refcoco.*words"),
+        (["compared:plan", "--data.root=ROOT", "--data.seed=7"], r"-pretraining-seed0: data.seed=7: a comparison sets"),
+        (["compared:plan", "--data.root=ROOT", "words:run=mine"], r"tiny-words-.*: run=mine: a comparison sets"),
+        (
+            ["compared:plan", "--data.root=ROOT", "words:no.such=1"],
+            "tiny-words-.*: no.such=1: Recipe has no field 'no'",
+        ),
+        (["compared:pretraining", "--data.root=ROOT"], "compared:pretraining returns Recipe, no Plan"),
+        (["compared:plan", "--data.root=ROOT", "--seeds", "0,x"], "--seeds is '0,x'"),
+        (["compared:plan", "--data.root=ROOT", "--seeds", "1,1"], "--seeds is '1,1'"),
+        (["compared:plan", "--data.root=ROOT", "--jobs", "0"], "--jobs is 0"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_trained(arguments, named, tmp_path):
@@ -511,7 +521,7 @@ def test_a_copy_of_the_demos_detector_that_broke_off_is_made_again(tmp_path, mon
 def test_a_shipped_plan_names_recipes_and_fields_that_fit_and_pre_trains_for_equal_steps(name, tmp_path):
     plan = PLANS[name]()
     assert plan.name == name
-    given = [] if name.endswith("_demo") else ["pretraining:data.text_corpus=text", "model.regions.weights=weights"]
+    given = [] if name.endswith("_demo") else ["pretraining:data.text_corpus=text", "--model.regions.weights=weights"]
     cells = cells_of(plan, str(tmp_path), given, plan.seeds)
     trainings = len(plan.variants) * len(plan.tasks) + sum(
         one.pretraining is not None for one in plan.variants.values()

@@ -89,7 +89,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 def evaluated(
     folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, *overrides: str, again: bool = False
 ) -> dict:
-    given = [f"task.folder={folder / 'refcoco+'}", *overrides]
+    given = [f"--task.folder={folder / 'refcoco+'}", *overrides]
     recipe = refcoco_recipe(folder)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=""))
     return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE, again)
@@ -150,14 +150,14 @@ def test_a_finished_evaluation_is_left_as_it_is_and_its_model_not_read(copy, cap
 
 
 def test_a_finished_evaluation_is_found(copy):
-    name, path, given = "finetune_refcoco_base", f"{copy}/storage/runs/tuned", [f"task.folder={copy / 'refcoco+'}"]
+    name, path, given = "finetune_refcoco_base", f"{copy}/storage/runs/tuned", [f"--task.folder={copy / 'refcoco+'}"]
     assert find_evaluation(name, path, "val", given) is None
     summary = evaluate(dataclasses.replace(refcoco_recipe(copy), name=name), [path], "val", given, None, ALONE)
-    found = find_evaluation(name, path, "val", [*given, f"data.root={copy}/storage"])
+    found = find_evaluation(name, path, "val", [*given, f"--data.root={copy}/storage"])
     assert found == json.loads(json.dumps(summary))
     for other in (
         (name, path, "testA", given),
-        (name, path, "val", [*given, "task.iou=plain"]),
+        (name, path, "val", [*given, "--task.iou=plain"]),
         (name, path, "val", [*given, "task.no_such=1"]),
         ("finetune_vqa_base", path, "val", given),
         (name, f"{copy}/storage/runs/nobody", "val", given),
@@ -171,8 +171,8 @@ def test_an_evaluation_is_not_overwritten_by_another(copy, tmp_path):
     before = contents(out)
     with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with split = val, now it is train;"):
         evaluated(copy, "tuned", "train", out)
-    with pytest.raises(ValueError, match=r"with overrides = \[.*\], now it is \[.*'task.iou=plain'\]"):
-        evaluated(copy, "tuned", "val", out, "task.iou=plain")
+    with pytest.raises(ValueError, match=r"with overrides = \[.*\], now it is \[.*'--task.iou=plain'\]"):
+        evaluated(copy, "tuned", "val", out, "--task.iou=plain")
     assert contents(out) == before
     (out / "mine.txt").write_text("kept")
     (out / "metrics.json").write_text(json.dumps(json.loads(before["metrics.json"]) | {"files": ["old.csv"]}))
@@ -276,7 +276,7 @@ def test_unreadable_examples_are_counted_and_named(copy, tmp_path, capsys):
 def test_skipped_and_invalid_examples_are_counted_and_named(copy, tmp_path, capsys):
     out = tmp_path / "out"
     change_refs(copy / "refcoco+", lambda refs: refs[0]["sentences"][0].update(sent="the " * 50))
-    summary = evaluated(copy, "tuned", "val", out, "task.expression_length=40")
+    summary = evaluated(copy, "tuned", "val", out, "--task.expression_length=40")
     assert summary["examples"] == {"all": 12, "predicted": 12, "unreadable": 0, "skipped": 0, "invalid": 1}
     (line,) = map(json.loads, (out / "problems.jsonl").read_text().splitlines())
     assert (line["predicted"], line["key"]) == (True, None)
@@ -319,7 +319,7 @@ def test_a_split_shares_examples_with_its_parts(refcoco, train_on, split, shared
     if not shared:
         check_complete(recipe)
         return
-    with pytest.raises(ValueError, match=f"task.validate_on={split} is one of task.train_on={','.join(train_on)}"):
+    with pytest.raises(ValueError, match=f"--task.validate_on={split} is one of task.train_on={','.join(train_on)}"):
         check_complete(recipe)
 
 
@@ -415,7 +415,7 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(vcr):
     assert summary["examples"] == {"all": 25, "predicted": 25, "unreadable": 0, "skipped": 0, "invalid": 0}
     assert summary["submission"] == ["vcr_submission.csv"]
     assert len((folder / "vcr_submission.csv").read_text().splitlines()) == 6
-    few = evaluate(vcr_recipe(vcr, "answer"), paths[1:], "val", ["task.every_answer=false"], None, ALONE)
+    few = evaluate(vcr_recipe(vcr, "answer"), paths[1:], "val", ["--task.no_every_answer"], None, ALONE)
     assert few["examples"]["all"] == 5, "an override goes before what an evaluation changes"
     alone = evaluate(vcr_recipe(vcr, "answer"), paths[:1], "val", [], None, ALONE)
     assert "joint_accuracy" not in alone["metrics"]
@@ -447,7 +447,7 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco):
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in checkpoint.model.items())
     assert model.vlbert.vocabulary.tokens == checkpoint.vocabulary.tokens
-    _, recipe = load_task_model(checkpoint, ["task.iou=plain", "data.batch=2"], refcoco_recipe(refcoco))
+    _, recipe = load_task_model(checkpoint, ["--task.iou=plain", "--data.batch=2"], refcoco_recipe(refcoco))
     assert (recipe.task.train_on, recipe.task.iou, recipe.data.batch) == (("val",), "plain", 2)
     assert (recipe.data.held_out, recipe.precision) == (("refcoco+",), "fp32")
 
@@ -456,7 +456,7 @@ def test_an_override_of_the_architecture_is_refused(refcoco):
     checkpoint = open_checkpoint(f"{refcoco}/storage/runs/tuned")
     for recipe in (None, refcoco_recipe(refcoco)):
         with pytest.raises(ValueError, match=r"has another architecture than recipe .*: model.num_heads is .* there"):
-            load_task_model(checkpoint, ["model.num_heads=1"], recipe)
+            load_task_model(checkpoint, ["--model.num_heads=1"], recipe)
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp
     folder = copied(vqa, tmp_path)
 
     def predictions(out: Path) -> list[tuple]:
-        given = [f"task.folder={folder}/vqa"]
+        given = [f"--task.folder={folder}/vqa"]
         evaluate(vqa_recipe(folder, ("vqa",)), [f"{folder}/storage/runs/tuned"], "val2014", given, str(out), ALONE)
         return [(row["question_id"], row["answer"], row["probability"], row["score"]) for row in rows_in(out)]
 
@@ -527,7 +527,7 @@ def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp
     assert predictions(tmp_path / "reversed") == before
     answers.unlink()
     assert predictions(tmp_path / "none") == before
-    model, _ = load_task_model(open_checkpoint(f"{folder}/storage/runs/tuned"), ["task.folder=nowhere"])
+    model, _ = load_task_model(open_checkpoint(f"{folder}/storage/runs/tuned"), ["--task.folder=nowhere"])
     assert model.task.answers == LISTED
 
 

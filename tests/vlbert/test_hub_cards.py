@@ -129,7 +129,7 @@ def test_a_readme_of_somebody_is_kept(root, tmp_path):
         with pytest.raises(SystemExit, match=f"{file} is not a card of this program"):
             main(arguments)
         assert file.read_text() == "mine"
-    main(["model", run, f"out={tmp_path / 'elsewhere'}"])
+    main(["model", run, f"--out={tmp_path / 'elsewhere'}"])
     assert (tmp_path / "elsewhere" / "README.md").is_file()
 
 

@@ -87,7 +87,7 @@ WITHOUT_WEIGHTS = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TI
     [
         ({}, {"root": ""}, "data.root is not set"),
         ({}, {"text_corpus": None}, "data.text_corpus is not set"),
-        ({"model": WITHOUT_WEIGHTS}, {}, "model.regions.weights=FILE"),
+        ({"model": WITHOUT_WEIGHTS}, {}, "--model.regions.weights=FILE"),
         ({"task": RefCOCOSettings(folder="refs")}, {}, "no model to start from"),
     ],
 )

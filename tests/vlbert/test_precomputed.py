@@ -63,8 +63,8 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path)
     captioned = [dataclasses.replace(tiny_sample(i), regions=None) for i in range(8)]
     commit_images(root, [captioned])
     files = [image_features(f"{i:06d}", i, channels=channels) for i in range(8)]
-    imported = ["backend=imported", "keep_features=true"]
-    main([str(root), "captions", *imported, f"imported.files={write_json(tmp_path / 'frcnn.zip', files)}"])
+    imported = ["--backend=imported", "--keep_features"]
+    main([str(root), "captions", *imported, f"--imported.files={write_json(tmp_path / 'frcnn.zip', files)}"])
     model = dataclasses.replace(
         TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed", random_init=False)
     )
@@ -79,7 +79,7 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path)
     images = coco([dataclasses.replace(tiny_sample(i), regions=None) for i in range(4)], "train2014")
     commit_images(root, [images], dataset="vqa")
     tsv = write_tsv(tmp_path / "trainval.tsv", [dataclasses.replace(files[i], name=str(i)) for i in range(4)])
-    main([str(root), "vqa", *imported, f"imported.files={tsv}", "imported.match=number"])
+    main([str(root), "vqa", *imported, f"--imported.files={tsv}", "--imported.match=number"])
     write_vqa(tmp_path / "vqa", "train2014", {10 * i: ["yes"] * 10 for i in range(4)})
     (tmp_path / "vqa" / "answers_vqa.txt").write_text("yes\nno\n")
     finetuning = dataclasses.replace(

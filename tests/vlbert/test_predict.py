@@ -195,7 +195,7 @@ def test_a_rationale_is_chosen_for_an_answer(root, capsys, tmp_path):
 
 
 def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
-    main([str(root / "runs/pretraining"), str(root / "photo.jpg"), "task.max_elements=30"])
+    main([str(root / "runs/pretraining"), str(root / "photo.jpg"), "--task.max_elements=30"])
     printed, notes = capsys.readouterr()
     assert notes.startswith("note: This checkpoint knows drawn shapes only")
     assert re.search(r"^\d+ regions: 1 \w+ \w+, 2 ", printed)
@@ -206,9 +206,9 @@ def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
 
 def test_fields_may_stand_behind_the_text_and_behind_options():
     for arguments, text, fields in (
-        (["run", "a.jpg", "a text", "task.folder=vqa", "steps=3"], "a text", ["task.folder=vqa", "steps=3"]),
-        (["run", "a.jpg", "a text", "--mask-regions", "2", "steps=3"], "a text", ["steps=3"]),
-        (["run", "a.jpg", "task.folder=vqa", "steps=3"], None, ["task.folder=vqa", "steps=3"]),
+        (["run", "a.jpg", "a text", "--task.folder=vqa", "--steps=3"], "a text", ["--task.folder=vqa", "--steps=3"]),
+        (["run", "a.jpg", "a text", "--mask-regions", "2", "--steps=3"], "a text", ["--steps=3"]),
+        (["run", "a.jpg", "--task.folder=vqa", "--steps=3"], None, ["--task.folder=vqa", "--steps=3"]),
         (["run", "a.jpg", "is x= y"], "is x= y", []),
     ):
         options = parse(arguments)

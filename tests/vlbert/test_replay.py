@@ -106,7 +106,15 @@ def test_the_page_shows_what_was_masked_and_asked(trained, tmp_path, capsys):
     folder = shutil.copytree(trained[0] / "runs/run/step-0000006", tmp_path / "copy")
     for name in ("model", "optimizer"):
         (folder / f"{name}.safetensors").unlink()
-    main([str(folder), "5", f"root={trained[0]}", f"text_corpus={trained[0]}/text", f"out={tmp_path / 'page.html'}"])
+    main(
+        [
+            str(folder),
+            "5",
+            f"--root={trained[0]}",
+            f"--text_corpus={trained[0]}/text",
+            f"--out={tmp_path / 'page.html'}",
+        ]
+    )
     assert capsys.readouterr().out == f"written: {tmp_path / 'page.html'}\n"
     page = (tmp_path / "page.html").read_text()
     assert not re.search(r"(src|href)=\"(?!data:)", page), "it asks nothing of the network"
@@ -177,7 +185,7 @@ def with_another_corpus(root: Path) -> str:
 )
 def test_what_cannot_be_replayed_is_one_line(trained, tmp_path, change: Callable[[Path], str], step: int):
     root = shutil.copytree(trained[0], tmp_path / "root")
-    named, settings = change(root), [f"text_corpus={root}/text"]
+    named, settings = change(root), [f"--text_corpus={root}/text"]
     with pytest.raises(SystemExit, match=f"^vlbert replay: .*{named}") as refused:
         main([str(root / "runs/run"), str(step), *settings])
     assert "\n" not in str(refused.value)

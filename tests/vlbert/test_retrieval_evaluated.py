@@ -51,7 +51,7 @@ def pretraining(folder: Path, run: str, **task: object) -> Recipe:
 
 
 def evaluated(folder: Path, out: Path | None = None, run: str = "tuned", *overrides: str, again: bool = False) -> dict:
-    given = ["task.caption_length=20", f"task.folder={folder / 'files'}", *overrides]
+    given = ["--task.caption_length=20", f"--task.folder={folder / 'files'}", *overrides]
     paths = [f"{folder / 'root'}/runs/{run}"]
     return evaluate(retrieval_recipe(folder), paths, "test", given, out and str(out), ALONE, again)
 
@@ -129,7 +129,7 @@ def test_again_takes_nothing_of_an_evaluation_that_was_stopped(folder, tmp_path,
 @pytest.mark.parametrize(
     "change",
     [
-        lambda folder: ["task.rows_at_once=5"],
+        lambda folder: ["--task.rows_at_once=5"],
         lambda folder: (folder / "files" / "dataset_flickr30k.json").open("a").write("\n") and [],
     ],
 )
@@ -183,7 +183,9 @@ def test_predictions_survive_a_block(tmp_path):
 @pytest.mark.parametrize("size", [2, 3])
 def test_scores_are_the_same_in_every_world(folder, size: int):
     model, recipe = load_task_model(
-        open_checkpoint(f"{folder / 'root'}/runs/tuned"), [f"task.folder={folder / 'files'}"], retrieval_recipe(folder)
+        open_checkpoint(f"{folder / 'root'}/runs/tuned"),
+        [f"--task.folder={folder / 'files'}"],
+        retrieval_recipe(folder),
     )
     samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
     examples = model.task.examples(samples, "test")
@@ -199,7 +201,9 @@ def test_scores_are_the_same_in_every_world(folder, size: int):
 
 def test_a_limited_validation_ranks_its_images_and_their_captions_alone(folder):
     model, recipe = load_task_model(
-        open_checkpoint(f"{folder / 'root'}/runs/tuned"), [f"task.folder={folder / 'files'}"], retrieval_recipe(folder)
+        open_checkpoint(f"{folder / 'root'}/runs/tuned"),
+        [f"--task.folder={folder / 'files'}"],
+        retrieval_recipe(folder),
     )
     samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
     examples = model.task.examples(samples, "test")
@@ -237,7 +241,9 @@ def relationship_of(folder: Path, run: str) -> np.ndarray:
     """Probabilities [test images, their captions] that pre-training's own head gives."""
     model, recipe = load_task_model(open_checkpoint(f"{folder / 'root'}/runs/{run}"))
     tuned, _ = load_task_model(
-        open_checkpoint(f"{folder / 'root'}/runs/tuned"), [f"task.folder={folder / 'files'}"], retrieval_recipe(folder)
+        open_checkpoint(f"{folder / 'root'}/runs/tuned"),
+        [f"--task.folder={folder / 'files'}"],
+        retrieval_recipe(folder),
     )
     tuned.task.vocabulary = model.task.vocabulary
     samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)

@@ -155,14 +155,14 @@ def test_a_finished_run_changes_nothing(root, six_steps, capsys):
 @pytest.mark.parametrize(
     ("changes", "processes"),
     [
-        (["steps=7"], 1),
-        (["optimizer.learning_rate=0.5"], 1),  # refused
+        (["--steps=7"], 1),
+        (["--optimizer.learning_rate=0.5"], 1),  # refused
         (["optimizer.no_such=1"], 1),
-        (["data.root="], 1),
-        (["data.text_corpus=none"], 1),
-        (["model.regions.random_init=false"], 1),  # refused before any checkpoint is looked at
+        (["--data.root="], 1),
+        (["--data.text_corpus=None"], 1),
+        (["--model.regions.no_random_init"], 1),  # refused before any checkpoint is looked at
         ([], 3),  # cannot share the batch
-        (["run=nobody"], 1),
+        (["--run=nobody"], 1),
     ],
 )
 def test_find_complete_leaves_every_other_run_to_the_program(root, six_steps, changes: list[str], processes: int):
@@ -174,7 +174,7 @@ def test_a_finished_run_is_settled_after_a_kill(root, six_steps):
     shutil.copytree(root / "runs" / "whole", root / "runs" / "unsettled")
     (root / "runs" / "unsettled" / "best.json").unlink()
     recipe, *given = command_line(root, "unsettled")
-    assert find_complete(recipe, [*given, "keep_checkpoints=1"], 1)
+    assert find_complete(recipe, [*given, "--keep_checkpoints=1"], 1)
     assert (root / "runs" / "unsettled" / "best.json").is_file()
     assert not (root / "runs" / "unsettled" / "step-0000003" / "state.json").exists()
     (root / "runs" / "unsettled" / "step-0000006" / "state.json").unlink()
@@ -261,9 +261,9 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
     recipe = tiny_recipe(root, run="whole", steps=8)
     faster = dataclasses.replace(recipe.optimizer, learning_rate=0.5)
     for changes, named in (
-        ({"optimizer": faster}, "optimizer.learning_rate=0.002, but the recipe has 0.5"),
-        ({"data": dataclasses.replace(recipe.data, batch=4)}, "data.batch=8, but the recipe has 4"),
-        ({"data": dataclasses.replace(recipe.data, chunk=4)}, "data.chunk=1, but the recipe has 4"),
+        ({"optimizer": faster}, "--optimizer.learning_rate=0.002, but the recipe has 0.5"),
+        ({"data": dataclasses.replace(recipe.data, batch=4)}, "--data.batch=8, but the recipe has 4"),
+        ({"data": dataclasses.replace(recipe.data, chunk=4)}, "--data.chunk=1, but the recipe has 4"),
         ({"data": dataclasses.replace(recipe.data, text_corpus=str(tmp_path / "text"))}, "is not the corpus that"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -329,8 +329,8 @@ def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
     ("more", "named"),
     [
         (["optimiser.rate=1"], "Recipe has no field 'optimiser'"),
-        (["data.root="], "data.root is not set"),
-        (["trackers=tensorboard,gone"], "there is no such tracker, only tensorboard"),
+        (["--data.root="], "data.root is not set"),
+        (["--trackers", "tensorboard", "gone"], "there is no such tracker, only tensorboard"),
     ],
 )
 def test_bad_settings_end_the_program_before_it_begins(root, more, named):

@@ -45,16 +45,20 @@ PRECOMPUTED = dataclasses.replace(
     END_TO_END, regions=dataclasses.replace(END_TO_END.regions, features="precomputed", random_init=False)
 )
 SMALL = [
-    "model.layers=JJ",
-    "model.hidden_size=32",
-    "model.num_heads=2",
-    "model.intermediate_size=64",
-    "model.geometry_channels=32",
-    "model.regions.resnet.blocks=1,1,1,1",
-    "model.regions.resnet.width=4",
-    "model.regions.roi_size=4",
-    "model.regions.short_side=48",
-    "model.regions.long_side=80",
+    "--model.layers=JJ",
+    "--model.hidden_size=32",
+    "--model.num_heads=2",
+    "--model.intermediate_size=64",
+    "--model.geometry_channels=32",
+    "--model.regions.resnet.blocks",
+    "1",
+    "1",
+    "1",
+    "1",
+    "--model.regions.resnet.width=4",
+    "--model.regions.roi_size=4",
+    "--model.regions.short_side=48",
+    "--model.regions.long_side=80",
 ]
 
 

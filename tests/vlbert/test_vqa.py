@@ -216,17 +216,17 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
 
 
 def test_recipes_learn_from_train2014_and_no_run_validates_on_what_it_learned_from():
-    both = ["task.train_on=train2014,val2014", "data.root=/nowhere", "random_init=true", "bert=none"]
+    both = ["--task.train_on", "train2014", "val2014", "--data.root=/nowhere", "--random_init", "--bert=None"]
     for name in ("finetune_vqa_base", "finetune_vqa_large", "finetune_vqa_base_paper", "finetune_vqa_large_paper"):
         recipe = RECIPES[name]()
         assert (recipe.task.train_on, recipe.task.validate_on) == (("train2014",), "val2014")
         epoch = -(-443_757 // recipe.data.batch)
         assert (recipe.validate_every, recipe.steps % epoch) == (epoch, 0)
-        both_splits = override(recipe, [*both, "model.regions.random_init=true"])
-        with pytest.raises(ValueError, match="task.validate_on=val2014 is one of task.train_on"):
+        both_splits = override(recipe, [*both, "--model.regions.random_init"])
+        with pytest.raises(ValueError, match="--task.validate_on=val2014 is one of task.train_on"):
             check_complete(both_splits)
-        check_complete(override(both_splits, ["data.held_out=none"]))
-        check_complete(override(both_splits, ["task.train_on=train2014"]))
+        check_complete(override(both_splits, ["--data.held_out=None"]))
+        check_complete(override(both_splits, ["--task.train_on=train2014"]))
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     assert name == "v2_OpenEnded_mscoco_test-dev2015_results.json"
     answers = zip(ANNOTATORS, ["yes", "no", "left", "right"], strict=True)
     assert json.loads(data) == [{"question_id": i, "answer": answer} for i, answer in answers]
-    with pytest.raises(ValueError, match="task.train_on=test-dev2015: a test split has no answers to learn from"):
+    with pytest.raises(ValueError, match="--task.train_on=test-dev2015: a test split has no answers to learn from"):
         changed(task, train_on=("test-dev2015",)).examples(urls(images), None)
 
 

@@ -74,7 +74,7 @@ def told(root: Path, checkpoint: str, key: str) -> dict[str, list[int]]:
 
 def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tuple[str, str], list[int]]:
     """(run, key) -> the steps, of the file that the program writes."""
-    whence.main([f"{root}/runs/{checkpoint}", f"out={file}", *fields])
+    whence.main([f"{root}/runs/{checkpoint}", f"--out={file}", *fields])
     rows = pq.read_table(file).to_pylist()
     found = defaultdict(list)
     for row in rows:
@@ -182,9 +182,9 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
     # Without the task's files only the pre-training can be told.
     refs = (root / "refcoco").rename(tmp_path / "refs")
     with pytest.raises(SystemExit, match=r"there is no .*refs\(unc\)\.p.*; here: task_folder=FOLDER"):
-        whence.main([f"{root}/runs/refcoco", f"out={tmp_path / 'none.parquet'}"])
+        whence.main([f"{root}/runs/refcoco", f"--out={tmp_path / 'none.parquet'}"])
     assert not [*tmp_path.glob("none.parquet*")], "no file that looks whole"
-    assert exported(root, "refcoco", tmp_path / "all.parquet", f"task_folder={refs}").keys() >= both.keys()
+    assert exported(root, "refcoco", tmp_path / "all.parquet", f"--task_folder={refs}").keys() >= both.keys()
     refs.rename(root / "refcoco")
 
 
@@ -208,14 +208,14 @@ def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path
     train(again, ALONE, two)
     shutil.copytree(root / "refcoco", tmp_path / "second")
     wanted = {(run, key): steps for run, of in (("one", one), ("two", two)) for key, steps in summary(of.steps).items()}
-    folders = f"task_folder={tmp_path}/first,{tmp_path}/second"
+    folders = f"--task_folder={tmp_path}/first,{tmp_path}/second"
     out = tmp_path / "all.parquet"
-    assert exported(root, "two", out, f"task_folder={tmp_path}/first") == wanted
+    assert exported(root, "two", out, f"--task_folder={tmp_path}/first") == wanted
     shutil.copytree(tmp_path / "first", root / "refcoco", dirs_exist_ok=True)  # now `two` has others
     changed = r"refcoco/refs\(unc\)\.p has changed: .*/runs/two/step-0000002 was trained with another one \(sha256 "
     with pytest.raises(SystemExit, match=changed + ".* name the folder that has it; here: task_folder=FOLDER"):
-        whence.main([f"{root}/runs/two", f"out={out}"])
-    assert exported(root, "two", out, f"task_folder={tmp_path}/second") == wanted
+        whence.main([f"{root}/runs/two", f"--out={out}"])
+    assert exported(root, "two", out, f"--task_folder={tmp_path}/second") == wanted
     shutil.rmtree(root / "refcoco")
     assert exported(root, "two", out, folders) == wanted
     # The same of a replay, and of a training that goes on.
@@ -262,7 +262,7 @@ def test_a_copied_checkpoint_finds_the_root_that_it_is_of(tmp_path, capsys):
     root.rename(tmp_path / "elsewhere")
     with pytest.raises(SystemExit, match="captions/.* is gone; put it back, or name the root that has it"):
         whence.main([str(copy), key])
-    whence.main([str(copy), key, f"root={tmp_path}/elsewhere"])
+    whence.main([str(copy), key, f"--root={tmp_path}/elsewhere"])
 
 
 def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
@@ -290,7 +290,7 @@ def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
         (["runs/pretrain", "http://a", "http://b"], "'http://a' and 'http://b' are given"),
         (["runs/nothing"], "runs/nothing has no whole checkpoint"),
         (["text"], "text holds no model"),
-        (["runs/pretrain", "out=/nowhere/all.parquet"], "/nowhere/all.parquet"),
+        (["runs/pretrain", "--out=/nowhere/all.parquet"], "/nowhere/all.parquet"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(pretrained, arguments, named):
@@ -306,7 +306,7 @@ def test_a_snapshot_that_is_gone_is_named_and_another_root_may_have_it(pretraine
     try:
         with pytest.raises(SystemExit, match=r"more/regions/.*/snapshots/.*\.parquet.* is gone; put it back, or name"):
             whence.main([f"{root}/runs/pretrain", key])
-        whence.main([f"{root}/runs/pretrain", key, f"root={tmp_path}"])
+        whence.main([f"{root}/runs/pretrain", key, f"--root={tmp_path}"])
     finally:
         moved.rename(root / "more")
 
@@ -403,7 +403,7 @@ def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(tmp_pat
     (root / "refcoco").rename(tmp_path / "hidden")
     lines = [line.split() for line in withdrawn(root, tiny_sample(1, regions=2).url)]
     assert ["runs/lost/step-0000001", "lost", "1", "of", "1", "perhaps"] in lines
-    assert any(line[:3] == ["not", "known", "of"] and "task_folder=FOLDER" in line for line in lines)
+    assert any(line[:3] == ["not", "known", "of"] and "--task_folder=FOLDER" in line for line in lines)
 
 
 @pytest.mark.parametrize("collected", [pytest.param(False, marks=pytest.mark.slow), True])
