@@ -23,7 +23,7 @@ def losses(root: Path, name: str) -> list[tuple]:
 def command_line(root: Path, name: str, *more: str, **changes) -> list[str]:
     """The arguments of `vlbert.train` that make a recipe of it."""
     recipe = tiny_recipe(root, run=name, **changes)
-    return ["pretrain_vlbert_demo", *as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]()), *more]
+    return ["pretrain_vlbert", "--size=demo", *as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo")), *more]
 
 
 def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:

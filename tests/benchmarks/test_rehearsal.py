@@ -83,7 +83,7 @@ def test_a_step_costs_what_it_did(name: str):
 
 def test_each_part_computes_as_many_flops_as_torch_counts_on_the_cpu():
     # With dropout a CPU's attention keeps its weights, which a GPU's computes again.
-    recipe = override(RECIPES["pretrain_vlbert_base"](), [*SMALL, "--model.dropout=0"])
+    recipe = override(RECIPES["pretrain_vlbert"](), [*SMALL, "--model.dropout=0"])
     device, parts = rehearse_training(recipe, 3, 2), Counter()
     for part, one in device.parts():
         parts[part] += one.flops
@@ -405,7 +405,7 @@ def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path,
     measured, report = tmp_path / "measured.json", tmp_path / "report.json"
     measured.write_text(json.dumps({"parts": {"bf16": {"encoder": 2.0, "optimizer": 4.0}}}))
     given = ["--pairs", "4", "--device", "a100", "--measured", str(measured), "--json", str(report)]
-    main(["pretrain_vlbert_base", *given, *SMALL])
+    main(["pretrain_vlbert", *given, *SMALL])
     rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     found = json.loads(report.read_text())
     assert float(rows["encoder"][-2]) == 2.0

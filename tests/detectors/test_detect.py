@@ -28,7 +28,7 @@ from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.manifests import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
-from storage.settings import from_assignments
+from storage.settings import parse
 from storage.withdrawn import withdraw
 
 
@@ -269,7 +269,7 @@ def test_that_nothing_is_left_is_known_without_a_detector(
 ):
     root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
     fields = [field.replace("=FILE", f"={file}") for field in fields]
-    config = from_assignments(DetectionConfig, fields)
+    config = parse(DetectionConfig, fields)
     catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
     assert finished(catalog, config) is None
     another = annotations(tmp_path / "b.json", [1])  # a detector that is done
@@ -282,7 +282,7 @@ def test_that_nothing_is_left_is_known_without_a_detector(
     assert ("random weights" in printed.err) == ("--random_init" in fields)
     assert finished(catalog, config) == json.loads(printed.out.splitlines()[-1])
     if other:
-        assert finished(catalog, from_assignments(DetectionConfig, [*fields, *other])) is None
+        assert finished(catalog, parse(DetectionConfig, [*fields, *other])) is None
     file.write_text(file.read_text() + " ")
     assert (finished(catalog, config) is None) == bool(config.annotations), "another file, another detector"
 

@@ -13,7 +13,7 @@ from detectors.faster_rcnn import DEMO, VG_RESNET50, VG_RESNET101, FasterRCNN
 from detectors.run import identify
 from detectors.select import SelectionSettings
 from detectors.weights.files import describe_weights, read_config
-from storage.settings import from_assignments
+from storage.settings import parse
 
 DEFAULT = DetectorSettings()
 RANDOM = {"random_init": True, "seed": 3}
@@ -76,7 +76,7 @@ def test_ids_are_those_of_the_committed_stages(expected: str, arguments: tuple):
 )
 def test_a_config_names_the_detector_of_committed_stages(expected: str, fields: str):
     fields = fields.replace("SHIPPED", str(SHIPPED_DETECTOR))
-    assert identify(from_assignments(DetectionConfig, fields.split())) == expected
+    assert identify(parse(DetectionConfig, fields.split())) == expected
 
 
 def test_the_id_of_annotations_follows_their_content_and_not_their_name(tmp_path: Path):

@@ -33,7 +33,7 @@ from detectors.imported import ImportedDetector
 from detectors.run import finished, identify, main, make_detector
 from storage.catalog import Catalog
 from storage.sample import Regions, Sample
-from storage.settings import from_assignments
+from storage.settings import parse
 
 Writer = Callable[..., Path]
 LAST, NONE = ["--imported.background=last"], ["--imported.background=None"]
@@ -92,7 +92,7 @@ def features_of(number: int, **changes: Any) -> ImageFeatures:
 
 def config(file: Path, *more: str, keep: bool = True) -> DetectionConfig:
     fields = ["--backend=imported", f"--imported.files={file}", f"--keep_features={str(keep).lower()}", *more]
-    return from_assignments(DetectionConfig, fields)
+    return parse(DetectionConfig, fields)
 
 
 def detector_of(file: Path, *more: str, keep: bool = True) -> ImportedDetector:
@@ -111,7 +111,7 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(number) for number in (0, 1, 2, 7)], [a_sample(3)]])
     fields = ["--backend=imported", f"--imported.files={file}", "--keep_features", *more]
     main([str(tmp_path / "root"), "captions", *fields])
-    settings = from_assignments(DetectionConfig, fields)
+    settings = parse(DetectionConfig, fields)
     detector = identify(settings)
     found = [(row["row"], row["status"]) for row in rows_of(catalog, detector)]
     assert found == [(0, "ok"), (1, "ok"), (2, "ok"), (3, "no_features")]

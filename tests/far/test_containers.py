@@ -27,7 +27,7 @@ from flows.settings import quiet_prefect
 from storage.catalog import Catalog
 from storage.collect.plan import CollectSettings
 from storage.object_store import open_store
-from storage.settings import from_assignments, override
+from storage.settings import override, parse
 from vlbert.recipes import RECIPES
 
 pytestmark = [pytest.mark.far, pytest.mark.timeout(600)]
@@ -298,4 +298,4 @@ def test_the_programs_in_the_manifests_know_their_arguments():
     for job, kind, given in (("detect", DetectionConfig, {}), ("collect", CollectSettings, {"name": "captions"})):
         _, _, _, root, dataset, *fields = pod(job)["containers"][0]["command"]
         assert (root, dataset) == ("s3://bucket/vl-root", "captions")
-        from_assignments(kind, fields, **given)
+        parse(kind, fields, **given)

@@ -177,7 +177,7 @@ def served(cluster: Cluster, root: Path, tmp_path: Path) -> Iterator[Operated]:
     ours = [*SETTINGS, "data.text_batch"]
     overrides = [one for one in command_line(root, "flow")[1:] if one.partition("=")[0] not in ours]
     settings = {
-        "recipe": "pretrain_vlbert_demo",
+        "recipe": "pretrain_vlbert --size demo",
         "run": "flow",
         "vocabulary": str(root / "text" / "vocab.txt"),
         "overrides": [*overrides, f"--steps={10**6}", "--save_every=20", f"--validate_every={10**6}"],

@@ -56,7 +56,7 @@ def vcr(pipeline: Pipeline, tmp_path: Path) -> Pipeline:
     datasets.append(dataclasses.replace(datasets[-1], name="vcr"))
     pretraining = dataclasses.replace(
         pretraining,
-        recipe="pretrain_vlbert_base",
+        recipe="pretrain_vlbert",
         vocabulary=str(tmp_path / "vocab.txt"),
         vocabulary_size=None,
         vocabulary_captions=(),
@@ -214,14 +214,14 @@ REFUSED = [
     ({"pretraining": {"vocabulary_captions": ("no.tsv",)}}, ["pretraining.vocabulary_captions", "no.tsv"]),
     ({"pretraining": NO_TEXT | {"vocabulary": "no.txt"}}, ["pretraining.vocabulary", "no.txt"]),
     ({"pretraining": {"recipe": "pretrain"}}, ["pretraining.recipe", "'pretrain'", "finetune_refcoco_base"]),
-    ({"pretraining": {"recipe": "finetune_refcoco_demo"}}, ["pretraining.recipe", "no pre-training"]),
+    ({"pretraining": {"recipe": "finetune_refcoco --size demo"}}, ["pretraining.recipe", "no pre-training"]),
     ({"pretraining": {"overrides": ("step=3",)}}, ["pretraining", "'step'"]),
     ({"pretraining": {"overrides": ("--data.batch=0",)}}, ["pretraining", "batch", "0"]),
     (
         {"pretraining": NO_TEXT | {"overrides": ("--data.text_batch=4",)}},
         ["pretraining", "--data.text_batch=4", "set text"],
     ),
-    ({"pretraining": {"recipe": "pretrain_vlbert_base"}}, BERT),
+    ({"pretraining": {"recipe": "pretrain_vlbert"}}, BERT),
     ({"pretraining": {"overrides": ("--bert=bert-base-uncased",)}}, BERT),
     ({"pretraining": {"run": "refcoco-with"}}, ["runs", "refcoco-with"]),
     (
@@ -244,7 +244,7 @@ REFUSED = [
         {"finetuning": {"recipe": "finetune_refcoco_demi"}},
         ["finetunings[0].recipe", "'finetune_refcoco_demi'", "_base"],
     ),
-    ({"finetuning": {"recipe": "finetune_refcoco_base"}}, ["finetunings[0]", "architecture", "pretrain_vlbert_demo"]),
+    ({"finetuning": {"recipe": "finetune_refcoco"}}, ["finetunings[0]", "architecture", "pretrain_vlbert_demo"]),
     ({"finetuning": {"overrides": ("optimizer.rate=3",)}}, ["finetunings[0]", "OptimizerConfig", "'rate'"]),
     ({"finetuning": {"run": "pretrain"}}, ["runs", "pretrain"]),
     *(
@@ -328,7 +328,7 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them(vcr: Pipeline
     vqa = FinetuneSettings("vqa", folder=str(tmp_path))
     for name in RECIPES[vqa.recipe_name]().task.files:
         (tmp_path / name).touch()
-    precomputed = dataclasses.replace(pretraining, recipe="pretrain_vlbert_base_precomputed", overrides=())
+    precomputed = dataclasses.replace(pretraining, recipe="pretrain_vlbert --features precomputed", overrides=())
     check(datasets, precomputed, [vqa])
     with pytest.raises(ValueError, match="model.regions.features is precomputed, there end_to_end"):
         check(datasets, pretraining, [vqa])

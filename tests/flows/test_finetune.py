@@ -105,7 +105,7 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
     ]
     starts = arguments_of(root, tmp_path / "work", FinetuneSettings(**settings))
     assert starts == [
-        *("finetune_refcoco_base", *base, "--task.folder=refs"),
+        *("finetune_refcoco", *base, "--task.folder=refs"),
         *(f"--init_from={root}/runs/x/step-0000020", "--steps=4"),
     ]
     assert not (tmp_path / "work").exists()  # nothing to copy: a checkpoint has its vocabulary
@@ -113,12 +113,14 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
     fresh = arguments_of(root, tmp_path / "work", FinetuneSettings(**settings, checkpoint="none"))
     file = tmp_path / "work" / "vocabularies" / "x.txt"
     alone = ["--task.folder=refs", "--random_init", f"--vocabulary={file}", "--steps=4"]
-    assert fresh == ["finetune_refcoco_base", *base, *alone]
+    assert fresh == ["finetune_refcoco", *base, *alone]
     assert file.read_bytes() == b"[PAD]\nstep-0000020\n"
 
-    alone = arguments_of(root, tmp_path / "work", FinetuneSettings(checkpoint="none", recipe="finetune_refcoco_demo"))
+    alone = arguments_of(
+        root, tmp_path / "work", FinetuneSettings(checkpoint="none", recipe="finetune_refcoco --size demo")
+    )
     assert alone == [
-        *("finetune_refcoco_demo", f"--data.root={root}", "--run=finetune_refcoco_demo"),
+        *("finetune_refcoco", "--size=demo", f"--data.root={root}", "--run=finetune_refcoco_demo"),
         *("--data.datasets=refcoco+", "--data.held_out=refcoco+", "--random_init"),
     ]
 
@@ -135,7 +137,7 @@ def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training
             evaluate(root, *given)
         command = failed.value.command
         assert command[command.index("vlbert.evaluation.evaluate") + 1 :] == [
-            *("finetune_vqa_base", f"{root}/runs/tuned/step-0000100", split),
+            *("finetune_vqa", f"{root}/runs/tuned/step-0000100", split),
             *(f"--data.root={root}", "--data.datasets=vqa", "--task.folder=vqa", "--model.layers=JJ"),
         ]
 

@@ -87,17 +87,17 @@ def test_photographs_go_through_the_whole_pipeline(server, tmp_path):
     recipe = dataclasses.replace(
         base,
         model=dataclasses.replace(TINY_MODEL, max_positions=160),
-        data=dataclasses.replace(RECIPES["pretrain_vlbert_demo"]().data, batch=10, text_batch=2, workers=0),
+        data=dataclasses.replace(RECIPES["pretrain_vlbert"]("demo").data, batch=10, text_batch=2, workers=0),
         steps=20,
         vocabulary=None,
         save_every=20,
     )
     settings = PretrainSettings(
-        recipe="pretrain_vlbert_demo",
+        recipe="pretrain_vlbert --size demo",
         run="photographs",
         text=(str(text),),
         vocabulary_size=400,
-        overrides=tuple(as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]())),
+        overrides=tuple(as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo"))),
         processes=Processes(count=2, threads=1),
     )
     trained = pretrain(root, str(tmp_path / "work"), settings)

@@ -21,7 +21,7 @@ from storage.collect.lists import find_reading, license_of, read_captions, read_
 from storage.collect.plan import CollectSettings, find_columns, prepare_rows, sample_list
 from storage.collect.rows import PART_ROWS, CaptionRow, Place, Rows, write_rows
 from storage.object_store import open_store
-from storage.settings import from_assignments
+from storage.settings import parse
 
 ROWS = [(f"http://example.test/{n}.jpg", f'caption {n}, "quoted": a café') for n in range(5)]
 URLS, CAPTIONS = ([row[n] for row in ROWS] for n in (0, 1))
@@ -345,7 +345,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_the_commands_of_the_pages_are_settings(command: list[str]):
-    assert from_assignments(CollectSettings, command[2:], name=command[1]).origin
+    assert parse(CollectSettings, command[2:], name=command[1]).origin
 
 
 def test_the_code_of_the_page_writes_a_list_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

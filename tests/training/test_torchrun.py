@@ -372,7 +372,7 @@ def test_gradients_cross_between_ranks_once_a_step(tmp_path):
 def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path, given, named, lines):
     root = str(tmp_path / "empty")
     command = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node=2", "-m", "vlbert.train"]
-    command += ["pretrain_vlbert_demo", *(one.format(root=root) for one in given)]
+    command += ["pretrain_vlbert", "--size=demo", *(one.format(root=root) for one in given)]
     variables = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT, env=variables)
     assert ended.returncode == 1
@@ -418,8 +418,8 @@ def trained_by_a_flow(root: Path, run: str, monitor: OnHeartbeat, processes: Pro
     """The lines that a flow would log."""
     logged, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
     recipe = tiny_recipe(root, run=run, data=workers, **changes)
-    overrides = as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]())
-    arguments = ["pretrain_vlbert_demo", *overrides]
+    overrides = as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo"))
+    arguments = ["pretrain_vlbert", "--size=demo", *overrides]
     torchrun("vlbert.train", arguments, str(root), run, processes, logged.append, monitor)
     return logged
 

@@ -353,7 +353,7 @@ def test_two_processes_with_live_norms_validate_what_they_save(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes_to_the_byte(refcoco, tmp_path):
-    given = as_overrides(refcoco_recipe(refcoco), RECIPES["finetune_refcoco_base"]())
+    given = as_overrides(refcoco_recipe(refcoco), RECIPES["finetune_refcoco"]())
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     for processes, done in ((1, 0), (2, 0), (2, 1)):
         command = [sys.executable, "-m", *(launch if processes == 2 else [])]
@@ -609,9 +609,9 @@ def test_a_wrong_command_line_is_one_line(refcoco, places, arguments, named):
     given = [re.sub("^[A-Z]+", lambda match: str(places.get(match[0], match[0])), one) for one in arguments.split()]
     if given[0] == "REFCOCO":
         fields = {one.partition("=")[0] for one in given}
-        tiny = as_overrides(refcoco_recipe(refcoco), RECIPES["finetune_refcoco_base"]())
+        tiny = as_overrides(refcoco_recipe(refcoco), RECIPES["finetune_refcoco"]())
         tiny = [one for one in tiny if one.partition("=")[0] not in fields]
-        given = ["finetune_refcoco_base", *given[1:3], *tiny, *given[3:]]
+        given = ["finetune_refcoco", *given[1:3], *tiny, *given[3:]]
     with pytest.raises(SystemExit) as ended:
         main(given)
     assert named in str(ended.value.code)

@@ -46,7 +46,7 @@ def test_a_sample_of_the_whole_list_gives_the_images_and_about_the_bytes_of_the_
     ]
     plan = planned(
         tmp_path,
-        *("pretrain_vlbert_demo", "--list", str(settings.captions), "--sample", "100000"),
+        *("pretrain_vlbert", "--size=demo", "--list", str(settings.captions), "--sample", "100000"),
         *("--collect", f"--download.allowed_hosts={host}", "--detect", "--preset=demo"),
         *("--regions", str(sum(found) / len(found))),
     )
@@ -90,7 +90,7 @@ def test_the_page_has_every_stage_and_the_source_of_its_numbers(web: Web, tmp_pa
     [
         ([BASE, "--list", "no-such.tsv"], "no-such.tsv"),
         ([BASE, "--list", "empty.tsv"], "empty.tsv"),
-        (["finetune_vqa_base", "--rows", "10"], "finetune_vqa_base is no pre-training; name one of pretrain_"),
+        (["finetune_vqa", "--rows", "10"], "finetune_vqa_base is no pre-training; name one of pretrain_"),
         (["no_such", "--rows", "10"], "no such recipe"),
         ([BASE, "--rows", "0"], "--rows is 0"),
         ([BASE, "--rows", "10", "--cards", "0"], "--cards is 0"),

@@ -333,7 +333,7 @@ def test_bad_names_and_weights_are_refused(fields, named):
 
 
 def test_a_task_with_splits_takes_one_dataset():
-    recipe = RECIPES["finetune_vqa_base"]()
+    recipe = RECIPES["finetune_vqa"]()
     for name, two in {"datasets": {"vqa": 1.0, "more": 1.0}, "held_out": ("vqa", "more")}.items():
         data = dataclasses.replace(recipe.data, root="root", **{name: two})
         with pytest.raises(ValueError, match=f"data.{name} has 2 names, vqa, more; a task with splits"):
