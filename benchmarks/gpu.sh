@@ -57,9 +57,10 @@ SMALL=()
 PAIRS=128 HALF=64 FEW=4 STEPS=50 WORKERS=$(($(nproc) > 2 ? $(nproc) - 2 : 2))
 DETECT=(--device "$DEVICE" --batch 8 --workers "$WORKERS" --count 8 --rounds 2)
 if [[ -n $TINY ]]; then
-    SMALL=(--rounds 1 --steps 1 model.layers=JJ model.hidden_size=32 model.num_heads=2 model.intermediate_size=64
-        model.geometry_channels=32 model.regions.resnet.blocks=1,1,1,1 model.regions.resnet.width=4
-        model.regions.roi_size=4 model.regions.short_side=48 model.regions.long_side=80)
+    SMALL=(--rounds 1 --steps 1 --model.layers JJ --model.hidden_size 32 --model.num_heads 2
+        --model.intermediate_size 64 --model.geometry_channels 32 --model.regions.resnet.blocks 1 1 1 1
+        --model.regions.resnet.width 4 --model.regions.roi_size 4 --model.regions.short_side 48
+        --model.regions.long_side 80)
     PAIRS=2 HALF=2 FEW=2 STEPS=5 WORKERS=1
     DETECT=(--preset demo --count 1 --rounds 1)
 fi
@@ -77,20 +78,20 @@ FACTS
 section check 80 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --check --precision fp32,tf32,bf16 \
     --json "$OUT/check.json" "${SMALL[@]}"
 
-step base 130 pretrain_vlbert_base "$PAIRS" --workers "$WORKERS" ||
-    step base-half 90 pretrain_vlbert_base "$HALF" --workers "$WORKERS"
+step base 130 pretrain_vlbert "$PAIRS" --workers "$WORKERS" ||
+    step base-half 90 pretrain_vlbert "$HALF" --workers "$WORKERS"
 # The same step rehearsed: its table with what the card took beside it.
 CARD=$(grep -oiE 'h100|h200|a100|l40s|rtx 4090' "$OUT/facts.txt" | head -n 1 | tr -d ' ' | tr '[:upper:]' '[:lower:]')
 section predicted 60 "$PYTHON" -m benchmarks.rehearsal --device "${CARD:-h100}" --pairs "$PAIRS" \
     --measured "$OUT/base.json" --json "$OUT/predicted.json" "${SMALL[@]:4}"
-step base-precomputed 100 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16,tf32,fp32
+step base-precomputed 100 pretrain_vlbert "$PAIRS" --features precomputed --precision bf16,tf32,fp32
 section losses 180 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --losses "$STEPS" --pairs "$FEW" \
     --workers "$WORKERS" --json "$OUT/losses.json" "${SMALL[@]}"
-step large 80 pretrain_vlbert_large "$HALF" --no-plain
-step large-precomputed 40 pretrain_vlbert_large_precomputed "$PAIRS" --no-plain
-step unicoder-vl 60 pretrain_unicoder_vl_base "$PAIRS" --precision bf16,fp32 --no-plain
-step vilbert 60 pretrain_vilbert_base "$PAIRS" --precision bf16,fp32 --no-plain
-step base-activation-checkpointing 90 pretrain_vlbert_base "$PAIRS" --no-plain activation_checkpointing=true
+step large 80 pretrain_vlbert "$HALF" --size large --no-plain
+step large-precomputed 40 pretrain_vlbert "$PAIRS" --size large --features precomputed --no-plain
+step unicoder-vl 60 pretrain_unicoder_vl "$PAIRS" --precision bf16,fp32 --no-plain
+step vilbert 60 pretrain_vilbert "$PAIRS" --precision bf16,fp32 --no-plain
+step base-activation-checkpointing 90 pretrain_vlbert "$PAIRS" --no-plain --activation_checkpointing
 
 # The tests that are skipped where there is no GPU. Their conftest.py wants packages that need not be here.
 if "$PYTHON" -c "import hypothesis, pytest" 2> "$OUT/tests.txt"; then
@@ -101,8 +102,8 @@ else
 fi
 
 section detect 90 "$PYTHON" -m benchmarks.detect "${DETECT[@]}" --json "$OUT/detect.json"
-step base-precomputed-compile 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16 --no-plain compile=true
-step base-compile 150 pretrain_vlbert_base "$HALF" --precision bf16 --no-plain compile=true
+step base-precomputed-compile 60 pretrain_vlbert "$PAIRS" --features precomputed --precision bf16 --no-plain --compile
+step base-compile 150 pretrain_vlbert "$HALF" --precision bf16 --no-plain --compile
 
 echo
 echo "== summary ($SECONDS s, results in $OUT)"

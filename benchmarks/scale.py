@@ -290,7 +290,7 @@ def checkpoints_of(store: ObjectStore, made_up: MadeUp, snapshot: str) -> tuple[
     newest = Inventory(store).newest(DATASET, STAGE)
     path = f"{DATASET}/{STAGE}/snapshots/{newest}.parquet"
     urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
-    recipe = RECIPES["pretrain_vlbert_base"]()
+    recipe = RECIPES["pretrain_vlbert"]()
     config = {"version": CHECKPOINT_VERSION, "model": to_json(recipe.model), "vocab_size": 1, "num_classes": CLASSES}
     before = None
     for run in ("first", "second"):
@@ -319,7 +319,7 @@ def tell_one(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
 
 
 def withdraw_many(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
-    """As `vlbert withdraw ROOT urls=FILE`, without writing the tars again."""
+    """As `vlbert withdraw ROOT --urls FILE`, without writing the tars again."""
     store, urls = prepared
     new, rows, every = withdraw_urls(store, urls)
     assert len(new.urls) == len(urls) == len(rows) == len(every)

@@ -17,11 +17,10 @@ from benchmarks.step_parts import Clock, TrainingStep, marked_step, total
 from benchmarks.step_tables import PLAIN
 from benchmarks.synthetic import drawn_texts, masked_pairs, without_files
 from storage.sample import Sample
-from storage.settings import override
 from training.distributed import World
 from training.loading import batches
 from training.precision import in_precision_of
-from training.program import find_recipe
+from training.program import make_recipe
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
 from vlbert.recipes import RECIPES
@@ -95,9 +94,9 @@ class Stored(Dataset):
         return [collate(examples + texts)]
 
 
-def measured_recipe(options: argparse.Namespace, name: str) -> Recipe:
-    """The recipe with overrides, without files to start from."""
-    return without_files(override(find_recipe(name, RECIPES)(), options.overrides))
+def measured_recipe(options: argparse.Namespace) -> Recipe:
+    """The recipe with the fields that are given, without files to start from."""
+    return without_files(make_recipe(options.recipe, options.fields, RECIPES))
 
 
 def warm_up(contender: Fast | Plain, steps: int) -> None:

@@ -34,7 +34,7 @@ from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops, tot
 from benchmarks.step_tables import check_table, losses_table, step_tables
 from benchmarks.synthetic import drawn_samples, drawn_texts, masked_pairs, new_model, task_of
 from storage.sample import Sample
-from storage.settings import to_json
+from storage.settings import named_fields, to_json
 from training.distributed import World
 from training.loading import batches
 from training.optimizer import set_learning_rate
@@ -84,7 +84,7 @@ def with_loader(
 
 def step_report(options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one recipe's step."""
-    device, recipe = torch.device(options.device), measured_recipe(options, options.recipe)
+    device, recipe = torch.device(options.device), measured_recipe(options)
     world, task = World(0, 1, device), task_of(recipe)
     pairs, texts = amounts(options, recipe, 64 if device.type == "cuda" else 2)
     samples = drawn_samples(recipe.model.regions, range(pairs * options.batches))
@@ -159,7 +159,7 @@ def _means(marks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def check_report(options: argparse.Namespace) -> dict[str, Any]:
     """How far losses and gradients of the fast path are from the plain one's, without dropout, in each precision."""
-    device, recipe = torch.device(options.device), measured_recipe(options, options.recipe)
+    device, recipe = torch.device(options.device), measured_recipe(options)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dropout=0.0))
     task, world, (pairs, texts) = task_of(recipe), World(0, 1, device), amounts(options, recipe, 2)
     samples = drawn_samples(recipe.model.regions, range(pairs), shape=(800, 600))
@@ -194,9 +194,9 @@ def check_report(options: argparse.Namespace) -> dict[str, Any]:
 
 def losses_report(options: argparse.Namespace) -> dict[str, Any]:
     """Losses of the same steps from the same weights, in each precision."""
-    device, base = torch.device(options.device), measured_recipe(options, options.recipe)
+    device, base = torch.device(options.device), measured_recipe(options)
     pairs, texts = amounts(options, base, 32 if device.type == "cuda" else 2)
-    own = [one for one in options.overrides if one.startswith("--optimizer.learning_rate")]
+    own = "optimizer.learning_rate" in named_fields(base, options.fields)
     rate = base.optimizer.learning_rate if own else LEARNING_RATE
     rates = dataclasses.replace(base.optimizer, learning_rate=rate, warmup_steps=options.losses // 10)
     base = dataclasses.replace(base, optimizer=rates)
@@ -235,7 +235,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--check", action="store_true", help="hold losses and gradients against the plain path")
     command.add_argument("--losses", type=int, metavar="STEPS", help="losses of so many steps, in each precision")
     command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
-    options = command.parse_intermixed_args(arguments)
+    options, options.fields = command.parse_known_args(arguments)
     options.precision = [name for name in options.precision.split(",") if name]
     unknown = [name for name in options.precision if name not in PRECISIONS]
     if unknown:

@@ -142,8 +142,9 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
     if (folder / "metrics.json").is_file():
         return 0
     checkpoints = ",".join(str(root / "runs" / name) for name in names)
-    command = [sys.executable, "-m", "vlbert.evaluation.evaluate", DEMO_TASKS["vcr-answers"].recipe, checkpoints, "val"]
-    return run_child([*command, f"--out={folder}"], say).peak_bytes
+    recipe = shlex.split(DEMO_TASKS["vcr-answers"].recipe)
+    command = [sys.executable, "-m", "vlbert.evaluation.evaluate", *recipe, checkpoints, "val", f"--out={folder}"]
+    return run_child(command, say).peak_bytes
 
 
 def draw(folder: Path, settings: DemoDataSettings) -> DemoData:

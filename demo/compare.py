@@ -53,7 +53,7 @@ def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
     program = [sys.executable, "-m"]
     if not (text / "corpus.json").exists():
         building = ["--vocabulary_size=500", "--captions", data.train_tsv]
-        run_child([*program, "vlbert.data.corpus", text, data.text, *building], log)
+        run_child([*program, "vlbert", "corpus", text, data.text, *building], log)
     with DemoServer(data.root):
         for name, source in sources_of(data).items():
             collect(str(root), CollectSettings(name, **source), log)

@@ -1,6 +1,6 @@
 """Draw the demo data: captioned scenes, a text corpus, and images for RefCOCO+, VQA 2.0, VCR and retrieval.
 
-    python -m demo.data FOLDER [seed=1 train_scenes=100 ...]
+    python -m demo.data FOLDER [--seed 1 --train_scenes 100 ...]
 
 All files are in the official formats. Colour and shape of every object are uniform and independent, and each is named
 once in a caption: only the image tells them. The same settings and port give the same bytes.

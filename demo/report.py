@@ -14,6 +14,7 @@ from demo.data import DemoData
 from demo.scenes import COLOURS, SHAPES
 from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
+from flows.settings import make_recipe_of
 from storage.catalog import Catalog
 from storage.collect.statuses import Status
 from storage.manifests import OK
@@ -22,7 +23,6 @@ from storage.sample import Sample
 from training.curves import Lines, draw
 from training.log import read_metrics
 from vlbert.evaluation.results_page import draw_answer, render
-from vlbert.recipes import RECIPES
 from vlbert.tasks import task_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def write_report(
             {
                 "name": name,
                 "about": task,
-                "paper": task_of(RECIPES[task.recipe]().task).paper,
+                "paper": task_of(make_recipe_of(task.recipe, "", ()).task).paper,
                 "count": len(predictions[run_of(name, "with")]),
                 "examples": examples(store, pipeline, name, predictions),
             }

@@ -96,7 +96,7 @@ class ImportedDetector:
             "feature_channels": self._widths["features"],
         }
         if not keep_features:
-            print("the features of the files are not kept; keep_features=true keeps them", file=sys.stderr)
+            print("the features of the files are not kept; --keep_features keeps them", file=sys.stderr)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         return [self._detect_one(sample) for sample in samples]
@@ -229,7 +229,7 @@ def _classes(
         if count and not np.allclose(sums, 1, atol=_SUM):
             raise ValueError(
                 f"has class probabilities whose sum is {sums[0]:.3g}, not 1: where they lack the background's, set "
-                "imported.background=none"
+                "--imported.background=none"
             )
         if objects is not None and count and (best != objects).mean() > 0.5:
             raise ValueError(

@@ -134,7 +134,7 @@ class DetectorRecipe:
         if self.network.box_arithmetic != "continuous":
             raise ValueError(
                 f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learned as x2 - x1 wide; set "
-                "network.box_arithmetic=continuous"
+                "--network.box_arithmetic=continuous"
             )
 
     @property

@@ -296,13 +296,14 @@ def detect(
         dataset: the images, as they were collected
         as_json: print lines of JSON instead of those for people
     """
-    catalog = Catalog(open_store(root), dataset)
-    detector = make_detector(config)
-    if detector.metadata["random_init"]:
-        print("the network has random weights: its regions mean nothing", file=sys.stderr)
+    exit_at_sigterm()
     line_of = json.dumps if as_json else Progress(dataset).line
     say = partial(print, flush=True)
     try:
+        catalog = Catalog(open_store(root), dataset)
+        detector = make_detector(config)
+        if detector.metadata["random_init"]:
+            print("the network has random weights: its regions mean nothing", file=sys.stderr)
         detect_pending(catalog, detector, lambda report: say(line_of(report)), say)
         size = stage_size(catalog, stage_of(detector))
     except StorageUnreachable as error:
@@ -315,5 +316,4 @@ main = Command("vlbert detect", detect)
 
 
 if __name__ == "__main__":
-    exit_at_sigterm()
     main()

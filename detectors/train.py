@@ -1,10 +1,10 @@
 """Train the detector of faster_rcnn.py on annotated images.
 
-    vlbert train-detector RECIPE [field=value ...]
-    torchrun --nproc-per-node N -m detectors.train RECIPE [field=value ...]
+    vlbert train-detector RECIPE [--field value ...]
+    torchrun --nproc-per-node N -m -- detectors.train RECIPE [--field value ...]
 
-RECIPE is a function of detectors/recipes.py; fields are those of its dataclasses, such as root=FOLDER or
-optimizer.learning_rate=1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so. It leaves
+RECIPE is a function of detectors/recipes.py; fields are those of its dataclasses, such as --root FOLDER or
+--optimizer.learning_rate 1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so. It leaves
 ROOT/runs/RUN/weights.safetensors, which detectors.run and detectors.verify read. docs/train-detector.md tells more.
 """
 
@@ -138,7 +138,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if saved and state["data"] != truth.hash:
         raise ValueError(
             f"{store.where(saved[-1])} was trained on other annotations ({state['data']}, these are {truth.hash}): "
-            "images, boxes or names have changed. Put them back, or start another run: run=NAME"
+            "images, boxes or names have changed. Put them back, or start another run: --run=NAME"
         )
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     network = FasterRCNN(recipe.network)
@@ -250,13 +250,13 @@ def check_complete(recipe: DetectorRecipe) -> None:
     """ValueError where a setting that depends on the machine or the data is missing."""
     data, attributes = recipe.data, recipe.network.num_attributes
     for holds, message in (
-        (recipe.root, "root is not set; give root=FOLDER or root=s3://bucket/prefix, for the run's files"),
+        (recipe.root, "root is not set; give --root=FOLDER or --root=s3://bucket/prefix, for the run's files"),
         (
             (data.annotations is None) != (data.objects is None),
-            "give either data.annotations=FILE, in COCO's detection format, or data.objects=FILE, Visual Genome's "
+            "give either --data.annotations=FILE, in COCO's detection format, or --data.objects=FILE, Visual Genome's "
             "scene_graphs.json",
         ),
-        (data.images, "data.images is not set; give the folders of the images: data.images=FOLDER,FOLDER"),
+        (data.images, "data.images is not set; give the folders of the images: --data.images FOLDER FOLDER"),
         (
             data.classes or not data.objects,
             "Visual Genome's objects have names of any kind; give data.classes=objects_vocab.txt",
@@ -264,12 +264,12 @@ def check_complete(recipe: DetectorRecipe) -> None:
         (
             bool(attributes) == bool(data.attribute_names),
             f"the network has {attributes} attributes, and data.attribute_names is {data.attribute_names}; give both, "
-            "as data.attribute_names=attributes_vocab.txt, or neither: network.num_attributes=0",
+            "as data.attribute_names=attributes_vocab.txt, or neither: --network.num_attributes=0",
         ),
         (
             recipe.init_from or recipe.random_init,
-            "the network has no weights to start from; give init_from=FILE, an ImageNet ResNet's or a detector's, or "
-            "start from random ones: random_init=true",
+            "the network has no weights to start from; give --init_from=FILE, an ImageNet ResNet's or a detector's, or "
+            "start from random ones: --random_init",
         ),
     ):
         if not holds:
@@ -306,7 +306,7 @@ def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
         if name in fixed or name.split(".")[0] in fixed:
             raise ValueError(
                 f"{where} was trained with {name}={before}, but the recipe has {now}. Restore it, or start another "
-                "run: run=NAME"
+                "run: --run=NAME"
             )
 
 

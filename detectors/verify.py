@@ -131,3 +131,7 @@ def draw_regions(
 
 
 main = Command("vlbert verify-detector", draw_regions)
+
+
+if __name__ == "__main__":
+    main()

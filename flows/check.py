@@ -11,7 +11,7 @@ from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import check_overrides
 from storage.collect.plan import find_columns, image_files
-from storage.settings import differing_fields, override_values
+from storage.settings import differing_fields, named_fields, override_values
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
 from vlbert.initial_weights import check_complete
@@ -78,13 +78,13 @@ def _check_goes_on(
     if settings.checkpoint != "none" and differing:
         name, here, there = differing[0]
         raise ValueError(
-            f"{where}: recipe {settings.recipe_name} has another architecture than {pretraining.recipe}, from which it "
+            f"{where}: recipe {recipe.name} has another architecture than {first.name}, from which it "
             f"starts: model.{name} is {here}, there {there}; choose a recipe of the same size, or the same overrides"
         )
     builds_vocabulary = pretraining.vocabulary is None and not first.bert and not first.init_from
     if recipe.bert and builds_vocabulary:
         raise ValueError(
-            f"{where}: the weights of {recipe.bert} in recipe {settings.recipe_name} need BERT's vocab.txt, and the "
+            f"{where}: the weights of {recipe.bert} in recipe {recipe.name} need BERT's vocab.txt, and the "
             "pre-training builds another vocabulary; set pretraining.vocabulary to BERT's, or the override --bert=None"
         )
 
@@ -126,13 +126,14 @@ def _check_pretraining(settings: PretrainSettings) -> Recipe:
         raise ValueError(f"pretraining.recipe {settings.recipe} is no pre-training")
     if recipe.bert and settings.text and settings.vocabulary is None:
         raise ValueError(
-            f"pretraining: the weights of {recipe.bert} in recipe {settings.recipe} need BERT's vocab.txt, and another "
+            f"pretraining: the weights of {recipe.bert} in recipe {recipe.name} need BERT's vocab.txt, and another "
             "would be built from text; set vocabulary to BERT's, or start from scratch with the override --bert=None"
         )
     if recipe.data.text_batch and not settings.text:
-        if any(argument.startswith("--data.text_batch") for argument in settings.overrides):
+        if "data.text_batch" in named_fields(recipe, settings.overrides):
             raise ValueError(
-                f"pretraining.overrides has data.text_batch={recipe.data.text_batch}, and there is no corpus; set text"
+                f"pretraining.overrides has --data.text_batch={recipe.data.text_batch}, and there is no corpus: "
+                "set text"
             )
         recipe = override_values(recipe, {"data.text_batch": 0})  # as the stage does
     _check_run("pretraining", recipe, settings.processes)

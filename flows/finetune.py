@@ -9,7 +9,16 @@ from prefect import flow
 from flows.artifacts import stage_logger
 from flows.collect import open_storage
 from flows.settings import FinetuneSettings
-from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, evaluate, show_result, train
+from flows.torchrun import (
+    OnHeartbeat,
+    Trained,
+    TrainingMonitor,
+    check_overrides,
+    evaluate,
+    given_fields,
+    show_result,
+    train,
+)
 from storage.object_store import open_store
 from storage.runs import CONFIG, checkpoints, open_folder
 
@@ -52,8 +61,8 @@ def finetune(
         "random_init": True if fresh and not settings.made.bert else None,
         "vocabulary": str(copy_vocabulary(checkpoint, Path(work))) if fresh and checkpoint else None,
     }
-    trained = train(root, settings, fields, log, monitor)
-    return evaluate(root, settings, trained, data, log)
+    trained = train(root, settings, given_fields(fields), log, monitor)
+    return evaluate(root, settings, trained, given_fields(data), log)
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:

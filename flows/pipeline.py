@@ -73,7 +73,8 @@ def pretrain_vlbert(
         detected |= stages.run(f"detect {dataset.name}", find, describe_regions)
 
     detector = detected[min(pretraining.datasets)].detector  # of all of them: vlbert.resume checks it
-    name_run(f"{pretraining.recipe} on {detector}", f"recipe:{pretraining.recipe}", f"detector:{detector}")
+    recipe = pretraining.made.name
+    name_run(f"{recipe} on {detector}", f"recipe:{recipe}", f"detector:{detector}")
     pretrained = stages.run(run, partial(pretrain_flow, root, work, pretraining, detector), describe_training)
     name_training(pretrained.recipe, pretrained.run, pretrained.detector, pretrained.snapshot)
 

@@ -10,7 +10,7 @@ from flows.artifacts import stage_logger
 from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
-from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, show_result, train
+from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, given_fields, show_result, train
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -46,14 +46,14 @@ def pretrain(
         vocabulary = str(corpus / "vocab.txt")
     fields = {
         "data.datasets": settings.datasets,
-        "data.held_out": settings.held_out or None,
         "data.detector": detector,
         "data.text_corpus": str(corpus) if corpus else None,
         "data.text_batch": None if settings.text else 0,
         "vocabulary": vocabulary,
         "task.monitored_words": settings.monitored_words or None,
     }
-    return train(root, settings, fields, log, monitor)
+    held_out = {"data.held_out": settings.held_out or None}  # None: no validation, whatever the recipe has
+    return train(root, settings, given_fields(fields) | held_out, log, monitor)
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], None]) -> None:

@@ -81,7 +81,8 @@ class Processes:
         """The command that runs `python -m program arguments...` in them."""
         together = "--standalone" if self.nodes == 1 else f"--nnodes={self.nodes}"
         options = [together, f"--nproc-per-node={self.count}", f"--max-restarts={self.restarts}"]
-        return [*self.launcher, sys.executable, "-m", "training.launch", *options, "-m", program, *arguments]
+        # "--", because torchrun would refuse our --run as short for several of its own.
+        return [*self.launcher, sys.executable, "-m", "training.launch", *options, "-m", "--", program, *arguments]
 
 
 @functools.cache
@@ -90,7 +91,7 @@ def make_recipe_of(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
     from training.program import make_recipe  # here, because it brings torch, which other stages do without
     from vlbert.recipes import RECIPES
 
-    name, *own = shlex.split(recipe)
+    name, *own = shlex.split(recipe) or [""]
     return make_recipe(name, [*own, *([f"--run={run}"] if run else []), *overrides], RECIPES)
 
 

@@ -81,14 +81,14 @@ def train(
     log: Callable[[str], None],
     monitor: OnHeartbeat = lambda beat: None,
 ) -> Trained:
-    """Train, or go on with, the run of these settings. Fields that are None are left to the recipe. No process is
-    started for a run that is complete. log, monitor: as in `torchrun`.
+    """Train, or go on with, the run of these settings, with fields of the recipe set. No process is started for a run
+    that is complete. log, monitor: as in `torchrun`.
     """
     started = time.monotonic()
     from vlbert.resume import find_complete  # here, because it brings torch: other stages need none
 
     run, processes, peak_bytes = settings.made.run_name, settings.processes, 0
-    fields = given_fields({"data.root": root, "run": run} | fields)
+    fields = {"data.root": root, "run": run} | fields
     complete = find_complete(override_values(settings.made, fields), processes.world)
     if complete:
         log(complete)
@@ -123,9 +123,9 @@ def evaluate(
     store = open_store(root, write=False)
     run, step = trained.checkpoint.rsplit("/", 2)[1:]
     evaluated, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
-    fields = given_fields({"data.root": root} | fields)
-    changes = fields | named_fields(settings.made, settings.overrides)
+    fields = {"data.root": root} | fields
     name, *arguments = command_of(settings, fields)
+    changes = named_fields(settings.made, arguments) | fields
     for split in settings.evaluate:
         folder = f"runs/{run}/evaluations/{split}-{step}"
         found = find_evaluation(settings.made, trained.checkpoint, split, changes)
@@ -336,8 +336,9 @@ def show_result(stage: str, trained: Trained, monitor: TrainingMonitor) -> None:
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
     """ValueError where an override names a field that the stage sets; `settings` says from which of its settings."""
     for argument in overrides:
-        field = argument.removeprefix("--").partition("=")[0]
-        if field in settings:
+        named = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        field = named.removeprefix("no_")
+        if argument.startswith("--") and field in settings:
             raise ValueError(f"override {argument}: the stage sets {field} itself; use {settings[field]} instead")
 
 

@@ -46,7 +46,7 @@ class ShardCache:
         if local is not None:
             root, own = local.parent.resolve(), self.folder.resolve()
             if own.is_relative_to(root) or root.is_relative_to(own):
-                raise ValueError(f"data.cache={self.folder} is in the root {root} or above it; name another folder")
+                raise ValueError(f"--data.cache={self.folder} is in the root {root} or above it; name another folder")
 
     def want(self, index: ShardIndex, stored: Mapping[str, int]) -> None:
         """Fill the folder with the tars of this snapshot from now on, beside those of other datasets; no more with

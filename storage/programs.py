@@ -10,6 +10,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from storage.settings import flag_hint
+
+_WRONG_ARGUMENTS = 2  # tyro's exit status
+
 # The arguments of many commands.
 Positional = tyro.conf.Positional
 Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
@@ -43,6 +47,10 @@ class Command:
                 )
             else:
                 tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
+        except SystemExit as ended:
+            if ended.code == _WRONG_ARGUMENTS and (hint := flag_hint(sys.argv[1:] if arguments is None else arguments)):
+                print(f"{self.program}: {hint}", file=sys.stderr)
+            raise
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         except self.expected as error:

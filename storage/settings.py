@@ -77,7 +77,8 @@ def parse(
         with contextlib.redirect_stderr(printed):
             return make(prog="", add_help=False)
     except SystemExit:
-        raise ValueError(_text_of_box(printed.getvalue())) from None
+        hint = flag_hint(arguments or [])
+        raise ValueError(_text_of_box(printed.getvalue()) + (hint and f"; {hint}")) from None
 
 
 def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
@@ -89,6 +90,19 @@ def _text_of_box(printed: str) -> str:
     """What tyro prints in a box, as one line without the box's title."""
     _, *lines = [line.strip("│╭╮╰╯─ ") for line in printed.strip().splitlines()] or [""]
     return " ".join(filter(None, lines)).partition(" For full helptext")[0]
+
+
+def flag_hint(arguments: Sequence[str]) -> str:
+    """How a flag is set, where an argument may give it a value, as --json=true; "" where none does.
+
+    tyro has only the value as an unrecognized option.
+    """
+    split = [one.removeprefix("--").partition("=") for one in arguments if one.startswith("--")]
+    named = [path for path, _, value in split if value.lower() in ("true", "false", "yes", "no", "on", "off")]
+    ways = [" or ".join(as_arguments({path: True}) + as_arguments({path: False})) for path in named]
+    return "; ".join(
+        f"if --{path} is a flag, it takes no value: give {way}" for path, way in zip(named, ways, strict=True)
+    )
 
 
 def _weights(texts: list[str]) -> dict[str, float | None]:

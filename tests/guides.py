@@ -38,7 +38,7 @@ def run_commands(
     for line in text.replace("\\\n", "").splitlines():
         words = shlex.split(line)
         if words[:1] == ["vlbert"]:
-            module, arguments = COMMANDS[words[1]], words[2:]
+            module, arguments = COMMANDS[words[1]][0], words[2:]
         elif words[:2] in (["python", "-m"], ["torchrun", "-m"]):
             module, arguments = words[2], words[3:]
         else:

@@ -106,7 +106,7 @@ class Operated:
 
     def serve(self) -> int:
         """Process id of `vlbert serve` itself."""
-        ours = f"\0-m\0flows.serve\0--home\0{self.home}\0"
+        ours = f"\0-m\0vlbert\0serve\0--home\0{self.home}\0"
         return next(pid for pid, command, _ in running() if ours in command and "supervisor.py" not in command)
 
     def worker(self) -> int:
@@ -131,7 +131,7 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
     """Serve these deployments until the block ends."""
     port, log = free_port(0), home.parent / "serve.log"
     log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "flows.serve", "--home", str(home), "--port", str(port), "--query", "1"]
+    command = [sys.executable, "-m", "vlbert", "serve", "--home", str(home), "--port", str(port), "--query", "1"]
     with background([*command, "--deployments", str(deployments)], log) as serves:
 
         def ready() -> bool:

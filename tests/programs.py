@@ -28,7 +28,7 @@ def command_line(root: Path, name: str, *more: str, **changes) -> list[str]:
 
 def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "vlbert.train", *command_line(root, name, *more, **changes)]
+    command += ["-m", "--", "vlbert.train", *command_line(root, name, *more, **changes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
 

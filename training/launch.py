@@ -1,6 +1,6 @@
 """torchrun, which ends with the training's own line where that fails.
 
-    python -m training.launch --standalone --nproc-per-node N -m vlbert.train RECIPE [field=value ...]
+    python -m training.launch --standalone --nproc-per-node N -m vlbert.train RECIPE [--field value ...]
 
 The arguments are torchrun's. By itself torchrun prints a report of some twenty lines behind the line of the rank, and
 ends with the status 1. This ends with the status of the first rank that failed; with 128 + the signal that ended it; or
@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # They log which process ended how, and that another node has ended: the rank has printed why.
     for name in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    options = run.parse_args(arguments)
+    parser = run.get_args_parser()
+    parser.allow_abbrev = False  # else it takes the program's --run for an ambiguous --run-path, and ends
+    options = parser.parse_args(arguments)
     try:
         ranks = run.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:

@@ -235,6 +235,6 @@ def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPoin
         f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
         + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved. ")
         + "If it is the samples, take them out of the data; if the loss was about to diverge, start another run "
-        "(run=NAME, init_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
-        "from, allow them: spike=FACTOR, or spike=none"
+        "(--run=NAME, --init_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
+        "from, allow them: --spike=FACTOR, or --spike=None"
     )

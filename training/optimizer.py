@@ -64,7 +64,7 @@ def check_decay(config: OptimizerConfig, steps: int) -> None:
     if late:
         raise ValueError(
             f"optimizer.decay_at names update {late[-1]}, and the run has {steps} steps; set both, or "
-            "optimizer.schedule=linear and optimizer.decay_at="
+            "--optimizer.schedule=linear and --optimizer.decay_at without updates"
         )
 
 

@@ -303,7 +303,7 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
     vocabulary = Vocabulary.read(file)
     if len(vocabulary) != checkpoint.vocab_size:
         raise ValueError(
-            f"vocabulary={file} has {len(vocabulary)} tokens, {checkpoint.where} was trained with "
+            f"--vocabulary={file} has {len(vocabulary)} tokens, {checkpoint.where} was trained with "
             f"{checkpoint.vocab_size}; give the vocab.txt that belongs to it"
         )
     return vocabulary

@@ -23,33 +23,33 @@ from vlbert.tasks.pretraining import PretrainingSettings
 def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
     """Raises ValueError if the recipe lacks what every run must give. resumed: the checkpoint that the run resumes."""
     if not recipe.data.root:
-        raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
+        raise ValueError("data.root is not set; give --data.root=FOLDER or --data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
         raise ValueError(
             f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with "
-            "`vlbert corpus` and give data.text_corpus=FOLDER, or train without text-only rows: "
-            "data.text_batch=0"
+            "`vlbert corpus` and give --data.text_corpus=FOLDER, or train without text-only rows: "
+            "--data.text_batch=0"
         )
     regions = recipe.model.regions
     from_pixels = regions.features == "end_to_end"
     if from_pixels and not (regions.weights or regions.random_init or recipe.init_from or resumed):
         raise ValueError(
-            "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
-            "or init_from=CHECKPOINT, or say that it shall start from random ones: model.regions.random_init=true"
+            "the Fast R-CNN has no weights to start from; give --model.regions.weights=FILE (a detector's safetensors) "
+            "or --init_from=CHECKPOINT, or say that it shall start from random ones: --model.regions.random_init"
         )
     if not (isinstance(recipe.task, PretrainingSettings) or recipe.init_from or recipe.bert or recipe.random_init):
         raise ValueError(
-            "the fine-tuning has no model to start from; give init_from=CHECKPOINT or bert=FOLDER, or say that it "
-            "shall start from random weights: random_init=true"
+            "the fine-tuning has no model to start from; give --init_from=CHECKPOINT or --bert=FOLDER, or say that it "
+            "shall start from random weights: --random_init"
         )
     check_one_dataset(recipe)
     held_out = recipe.task.validate_on if recipe.data.held_out else None
     learned = parts_of(recipe.task, recipe.task.train_on)
     if held_out is not None and not learned.isdisjoint(parts_of(recipe.task, [held_out])):
         raise ValueError(
-            f"task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}, or shares "
+            f"--task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}, or shares "
             "examples with one: validation would measure memory; name another split, or train without validation: "
-            "data.held_out=none"
+            "--data.held_out=None"
         )
 
 
@@ -157,7 +157,7 @@ def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_ta
             if tensors.keys() != head.get_submodule(part).state_dict().keys():
                 raise ValueError(
                     f"{init_from.where} has a LayerNorm in its {source} and this head has none, or the reverse: set "
-                    "task.classifier to regions, regions_norm or linear (VCR: task.region_loss=none)"
+                    "task.classifier to regions, regions_norm or linear (VCR: --task.region_loss=none)"
                 )
             load_model(head.get_submodule(part), tensors, init_from.where)
             taken.append(source)

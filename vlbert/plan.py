@@ -199,7 +199,7 @@ class PlanSettings:
         if self.sample is not None and self.list is None:
             raise ValueError("--sample needs --list FILE")
         for name in ("cards", "rows", "sample"):
-            check(self, (getattr(self, name) or 1) >= 1, name, "at least 1")
+            check(self, getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
         check(self, 0 <= (self.regions or 0) <= self.detector.selection.maximum, "regions", "what the detector keeps")
 
 

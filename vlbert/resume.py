@@ -75,7 +75,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
             report(complete)
             return None
         recipe.task.check_same(
-            resumed.state.get("task_files"), resumed.where, "put it back, or start another run: run=NAME"
+            resumed.state.get("task_files"), resumed.where, "put it back, or start another run: --run=NAME"
         )
         _report_resumed(recipe, resumed, report)
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
@@ -154,7 +154,7 @@ def open_data(
     resumed: Checkpoint | None,
     start: Checkpoint | None,
     world: World,
-    otherwise: str = ", or start another run: run=NAME",
+    otherwise: str = ", or start another run: --run=NAME",
 ) -> OpenedData:
     """Open the data of a new run or, as they were, of a resumed one. start: whose vocabulary it takes, if any.
 
@@ -252,9 +252,9 @@ def _open_held_out(
             found.append(open_samples(store, name, config.detector, pinned, world))
         except ValueError as error:
             way_out = (
-                "put its files back, or start another run: run=NAME"
+                "put its files back, or start another run: --run=NAME"
                 if resumed
-                else "make it as docs/tasks.md says (Held-out data), or train without validation: data.held_out=none"
+                else "make it as docs/tasks.md says (Held-out data), or train without validation: --data.held_out=None"
             )
             given = ",".join(config.held_out)
             raise ValueError(f"{error}; data.held_out={given} names that dataset: {way_out}") from error

@@ -22,9 +22,9 @@ from benchmarks.rehearsal.cards import CARDS, Part, timeline
 from benchmarks.rehearsal.virtual_device import DEVICE, VirtualDevice
 from benchmarks.step_parts import PARTS, TrainingStep, marked_step
 from benchmarks.synthetic import made_up_batch, new_model, without_files
-from storage.settings import override, to_json
+from storage.settings import to_json
 from training.distributed import World
-from training.program import find_recipe
+from training.program import make_recipe
 from vlbert.config import Recipe
 from vlbert.recipes import RECIPES
 
@@ -66,7 +66,7 @@ def parts_table(parts: dict[str, Part], measured: dict[str, float] | None) -> Ta
 
 def training_report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Every number of the rehearsal, and the page that is printed."""
-    recipe, card = override(find_recipe(options.recipe, RECIPES)(), options.overrides), CARDS[options.device]
+    recipe, card = make_recipe(options.recipe, options.fields, RECIPES), CARDS[options.device]
     texts = options.texts if options.texts is not None else (options.pairs if recipe.data.text_batch else 0)
     measured = json.loads(options.measured.read_text())["parts"][recipe.precision] if options.measured else None
     device = rehearse_training(recipe, options.pairs, texts)
@@ -100,15 +100,15 @@ def training_report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = parser("rehearsal", __doc__)
-    command.add_argument("recipe", nargs="?", default="pretrain_vlbert_base", help="of pre-training (%(default)s)")
     command.add_argument("--device", choices=sorted(CARDS), default="h200", help="(%(default)s)")
     command.add_argument("--pairs", type=int, default=128, help="a step (%(default)s)")
     command.add_argument("--texts", type=int, help="text-only rows a step (as many as pairs, if the recipe has any)")
     command.add_argument("--measured", type=Path, metavar="FILE", help="the JSON of benchmarks.train_step on the card")
     command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
-    options = command.parse_intermixed_args(arguments)
-    if "=" in options.recipe:
-        options.overrides, options.recipe = [options.recipe, *options.overrides], "pretrain_vlbert_base"
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    # Only the first argument may be the recipe: others without -- are values of fields, which argparse does not know.
+    recipe = "pretrain_vlbert" if not given or given[0].startswith("-") else given.pop(0)
+    options, options.fields = command.parse_known_args(given, argparse.Namespace(recipe=recipe))
     if options.pairs < 1:
         command.error(f"--pairs {options.pairs}: it is at least 1")
     return options

@@ -32,7 +32,7 @@ def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attr
     deltas are divided by other weights.
     """
     if not file.is_file():
-        raise ValueError(f"init_from={file} is no file; give a ResNet's or a detector's weights")
+        raise ValueError(f"--init_from={file} is no file; give a ResNet's or a detector's weights")
     found, other_meaning = read_tensors(file), []
     tensors = found.plain()
     if found.container == "safetensors file" and "layer1.0.conv1.weight" not in tensors:
@@ -110,7 +110,7 @@ def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Pat
     if resnet.stride_in_1x1 or resnet.stem_pool != "torch":
         raise ValueError(
             f"{file} is torchvision's ResNet, which halves its maps in 3x3 convolutions and pads in its first pool; "
-            "set network.resnet.stride_in_1x1=false network.resnet.stem_pool=torch"
+            "set --network.resnet.no_stride_in_1x1 --network.resnet.stem_pool=torch"
         )
     renamed = {our_name(name, VLBERT): tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
     # Scaled channel by channel, then red and blue swapped.

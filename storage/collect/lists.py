@@ -160,7 +160,7 @@ def recognise(names: Sequence[str], where: str, shapes: Sequence[Shape] = SHAPES
         listed = f"the columns {_listed(names)}" if names else "no columns"
         raise ValueError(
             f"{where} has {listed}, {which} those of URL and caption; name them: "
-            f"columns={','.join(pairs[0]) if pairs else 'URL,CAPTION'}"
+            f"--columns {' '.join(pairs[0]) if pairs else 'URL CAPTION'}"
         )
     return pairs[0], fitting[0].name
 
@@ -210,7 +210,7 @@ def _of_text(file: Path, form: str, columns: Sequence[str], shapes: Sequence[Sha
     if width > 2 or (width < 2 and form == "csv"):
         raise ValueError(
             f"{file} has {width} columns and no header that is known; give the places of URL and caption, from 1 on: "
-            "columns=2,1"
+            "--columns 2 1"
         )
     first = sum(len(row) > 1 and bool(is_reference(row[0])) and not is_reference(row[1]) for row in rows)
     second = sum(len(row) > 1 and bool(is_reference(row[1])) and not is_reference(row[0]) for row in rows)

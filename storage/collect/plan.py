@@ -23,6 +23,7 @@ from storage.collect.statuses import Status, parse_statuses
 from storage.collect.tars import TarSet
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore, open_store
+from storage.programs import Dataset
 from storage.settings import FORM, check, check_choices
 
 MOST_SHARDS = 100_000  # of a catalog: their names have five digits
@@ -34,7 +35,7 @@ class CollectSettings:
 
     __pydantic_config__ = FORM
 
-    name: str
+    name: Dataset
     """The dataset: the folder of the root that holds the shards."""
     captions: str | None = None
     """A caption list to download: TSV, CSV, JSON lines, Parquet, JSON, or .gz of one. With `images`, the captions of
@@ -270,7 +271,7 @@ def _check_committed(
 def _shown(reading: Mapping | None) -> str:
     if reading is None:
         return "without columns"
-    return f"{reading['form']} with columns={','.join(reading['columns'])}" + (" and a header" * reading["header"])
+    return f"{reading['form']} with --columns {' '.join(reading['columns'])}" + (" and a header" * reading["header"])
 
 
 # --- a sample of a list -----------------------------------------------------------------------------------------------

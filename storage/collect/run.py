@@ -49,8 +49,8 @@ _REPORT_SECONDS = 10.0  # between two lines of progress, at least
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
     Status.BAD_URL: "Name the column of the URLs under columns; if they are names of files, their folder under images",
-    Status.NOINDEX: "If its owner allows this use, set download.obey_noindex=false",
-    Status.ROBOTS_TXT: "If its owner allows this use, set download.obey_robots_txt=false",
+    Status.NOINDEX: "If its owner allows this use, set --download.no_obey_noindex",
+    Status.ROBOTS_TXT: "If its owner allows this use, set --download.no_obey_robots_txt",
     Status.BAD_ROW: "Name the columns under columns, or write the list anew",
     **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),
 }
@@ -455,7 +455,7 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
             f"of {settings.origin}) could be reached: {counts}, the first "
             f"{shown_url(requested[0].row.url)}: {requested[0].detail}. It was not committed. Check this machine's "
             "network and whether the server is up, and run again; if these hosts are gone for good, set "
-            "commit_unreachable=true"
+            "--commit_unreachable"
         )
 
 
@@ -467,6 +467,7 @@ def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> No
 
     vlbert collect ROOT DATASET --captions LIST --download.contact me@example.org
     """
+    exit_at_sigterm()
     try:
         collected = collect(root, settings, functools.partial(print, flush=True))
     except KeyboardInterrupt:
@@ -483,5 +484,4 @@ main = Command("vlbert collect", collect_images, ObjectMissing)
 
 
 if __name__ == "__main__":
-    exit_at_sigterm()
     main()

@@ -94,7 +94,7 @@ class TarSet:
             listed = printable(", ".join(names))[:500] or "no .json"
             raise ValueError(
                 f"{self._store.where(tar)}: its first samples have no .txt, and {listed}; name the fields of URL and "
-                "caption: columns=URL,CAPTION"
+                "caption: --columns URL CAPTION"
             )
         return Reading("webdataset", (*(urls or [""]), *captions, *license_column(kept)))
 

@@ -36,7 +36,7 @@ from training.optimizer import OptimizerConfig
 from training.precision import float32_products
 from vlbert.config import DataConfig
 from vlbert.evaluation.evaluate import evaluate
-from vlbert.recipes import RECIPES
+from vlbert.recipes import RECIPES, all_recipes
 from vlbert.tasks.base import TaskSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
@@ -72,7 +72,7 @@ def counts(device: VirtualDevice) -> dict[str, int]:
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in GOLDEN])
 def test_a_step_costs_what_it_did(name: str):
     """A change of the step that changes a number writes the new ones down; with another torch they may differ."""
-    recipe = RECIPES[name]()
+    recipe = all_recipes()[name]
     device = rehearse_training(recipe, 8, 8 if recipe.data.text_batch else 0)
     parts = timeline(device.parts(), CARDS["h200"])
     milliseconds = 1000 * sum(part.seconds for part in parts.values())
@@ -366,7 +366,7 @@ def test_finetuning_and_evaluation_run(root: Path, dataset: str, vilbert: bool, 
     recipe = tiny_recipe(root, task=settings, data=data, **SHORT | fresh | model)
     with VirtualDevice():
         train(recipe, GPU)
-        evaluate(recipe, [f"{root}/runs/{recipe.run}"], split, [], str(tmp_path), GPU)
+        evaluate(recipe, [f"{root}/runs/{recipe.run}"], split, {}, str(tmp_path), GPU)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -418,7 +418,7 @@ def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path,
     ("arguments", "named"),
     [
         (["--pairs", "0"], "--pairs 0"),
-        (["finetune_vqa_base"], "is no pre-training"),
+        (["finetune_vqa"], "is no pre-training"),
         (["--measured", "missing.json", "--pairs", "1", *SMALL], "missing.json"),
     ],
 )

@@ -491,7 +491,7 @@ WORDS = "b11bb51814fca56348f79ed2d98f62c3e7c1a91bb56f5c1a1e7982e1527e1fe8"
 
 def test_the_same_settings_give_the_same_bytes(tmp_path):
     for hash_seed, name in enumerate(("a", "b")):
-        fields = [f"{name}={value}" for name, value in dataclasses.asdict(TINY).items()]
+        fields = [f"--{name}={value}" for name, value in dataclasses.asdict(TINY).items()]
         command = [sys.executable, "-m", "demo.data", str(tmp_path / name), *fields]
         # Another hash seed: no order may come from that of a set.
         subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": str(hash_seed)}, capture_output=True)

@@ -345,13 +345,10 @@ IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
     [
         (["--backend=annotated"], "annotations is not set: backend annotated needs a file"),
         ([], "weights is None and random_init False: backend faster_rcnn needs weights .* not both"),
-        (["--backend=yolo"], "--backend=yolo: it must be one of annotated, imported, faster_rcnn, detectron2"),
         (["--random_init"], "preset is not set"),
         (["--preset=demo"], "needs weights"),
         ([*DEMO_NETWORK, "--weights=x"], "not both"),
         (["--preset=demo", "--weights=x.st"], "there is no weight file x.st"),
-        ([*DEMO_NETWORK, "--selection.minimum=101"], "SelectionSettings.minimum is 101"),
-        ([*DEMO_NETWORK, "selection.most=3"], "SelectionSettings has no field 'most'; it has minimum, maximum"),
         ([*DEMO_NETWORK, "--network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
         ([*DEMO_NETWORK, "--boxes=given"], "annotations is not set: boxes given needs a file"),
         ([*DEMO_NETWORK, "--annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
@@ -363,13 +360,29 @@ IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
         ([*DEMO_NETWORK, "--imported.match=key"], "imported.match: not for backend faster_rcnn"),
         (["--backend=imported"], "imported.files is not set: backend imported needs files of features"),
         ([*IMPORTED, "--weights=x", "--selection.minimum=3"], "weights, selection.minimum: not for backend imported"),
-        ([*IMPORTED, "--imported.num_classes=0"], "ImportedFeatures.num_classes is 0; it must be at least 1"),
         (IMPORTED, "there is no file of features absent.tsv"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, fields: list[str], message: str):
     with pytest.raises(SystemExit, match=message):
         main([str(tmp_path), "captions", *fields])
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("--backend=yolo", "'yolo' for argument '--backend'. Expected one of ('annotated', 'imported', 'faster_rcnn',"),
+        ("--selection.minimum=101", "SelectionSettings.minimum is 101; it must be from 0 to maximum, 100"),
+        ("--selection.most=3", "Unrecognized options: --selection.most=3"),
+        ("--imported.num_classes=0", "ImportedFeatures.num_classes is 0; it must be at least 1"),
+        ("--selection.strict=false", "give --selection.strict or --selection.no_strict"),
+    ],
+)
+def test_a_field_that_cannot_be_read_is_named(tmp_path: Path, field: str, message: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), "captions", *DEMO_NETWORK, field])
+    assert ended.value.code == 2
+    assert message in " ".join(re.sub("[─│╭╮╰╯|+]", " ", capsys.readouterr().err).split())
 
 
 def unreachable() -> str:

@@ -62,16 +62,19 @@ def test_ids_are_those_of_the_committed_stages(expected: str, arguments: tuple):
 @pytest.mark.parametrize(
     ("expected", "fields"),
     [
-        ("7f65ee1663a7", "--preset=demo random_init=true"),
+        ("7f65ee1663a7", "--preset=demo --random_init"),
         (
             "7b987339ed8f",
-            "--preset=vg_resnet101 random_init=true selection.minimum=5 selection.maximum=36 selection.threshold=0.2 "
-            "--selection.strict=false selection.nms_threshold=0.4 selection.plus_one=true",
+            "--preset=vg_resnet101 --random_init --selection.minimum=5 --selection.maximum=36 "
+            "--selection.threshold=0.2 --selection.no_strict --selection.nms_threshold=0.4 --selection.plus_one",
         ),
-        ("fb693b9a235a", "--weights=SHIPPED device=cuda"),
-        ("71056b704e23", "--weights=SHIPPED selection.minimum=3 network.post_nms=30 batch=8 threads=2 workers=3"),
-        ("26a016ac89e2", "--weights=SHIPPED boxes=regressed keep_features=true precision=bf16-res5"),
-        ("23e9ef518e4e", "--backend=detectron2 weights=SHIPPED selection.maximum=50"),
+        ("fb693b9a235a", "--weights=SHIPPED --device=cuda"),
+        (
+            "71056b704e23",
+            "--weights=SHIPPED --selection.minimum=3 --network.post_nms=30 --batch=8 --threads=2 --workers=3",
+        ),
+        ("26a016ac89e2", "--weights=SHIPPED --boxes=regressed --keep_features --precision=bf16-res5"),
+        ("23e9ef518e4e", "--backend=detectron2 --weights=SHIPPED --selection.maximum=50"),
     ],
 )
 def test_a_config_names_the_detector_of_committed_stages(expected: str, fields: str):

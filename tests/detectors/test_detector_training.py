@@ -1,6 +1,7 @@
 """Runs of a detector's training: stopped, resumed, ended early, on several processes; and what they leave."""
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -39,6 +40,7 @@ from detectors.train import main, train
 from detectors.validate import validate
 from detectors.weights.files import load_resnet, load_weights, read_config
 from storage.object_store import open_store
+from storage.settings import override_values
 from training.distributed import World, share_buffers
 from training.log import read_metrics
 
@@ -180,7 +182,7 @@ def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp
 @pytest.mark.slow
 def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were_killed(root, images):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "detectors.train", *command_line(images, root, run="two")]
+    command += ["-m", "--", "detectors.train", *command_line(images, root, run="two")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -202,8 +204,8 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     ("fields", "message"),
     [
         (["--root="], "root is not set"),
-        (["--data.annotations=None"], "give either data.annotations=FILE"),
-        (["--data.objects=other.json"], "give either data.annotations=FILE"),
+        (["--data.annotations=None"], "give either --data.annotations=FILE"),
+        (["--data.objects=other.json"], "give either --data.annotations=FILE"),
         (["--data.annotations=absent.json"], "data.annotations is absent.json, and there is no such file"),
         (["--data.images"], "data.images is not set"),
         (["--data.attribute_names=None"], "the network has 3 attributes, and data.attribute_names is None; give both"),
@@ -384,7 +386,7 @@ def test_the_stage_refuses_overrides_of_what_it_sets_itself(tmp_path):
         ("--init_from=a.pth", "the setting init_from"),
         ("--data.train_list=a.txt", "the setting train_list"),
     ):
-        field = override.partition("=")[0]
+        field = override.removeprefix("--").partition("=")[0]
         with pytest.raises(
             ValueError, match=f"override {override}: the stage sets {field} itself; use {instead} inste"
         ):
@@ -398,8 +400,9 @@ def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
     from flows.train_detector import train_detector
 
     recipe = a_recipe(drawn, tmp_path)
-    given = {"root", "run", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last"}
-    overrides = [line for line in as_overrides(recipe, detector_vg_resnet101()) if line.partition("=")[0] not in given]
+    given = ("root", "run", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last")
+    values = {name: functools.reduce(getattr, name.split("."), recipe) for name in given}
+    overrides = as_overrides(recipe, override_values(detector_vg_resnet101(), values))
     settings = TrainDetectorSettings(
         run="staged",
         images=recipe.data.images,

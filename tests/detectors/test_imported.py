@@ -5,7 +5,7 @@ import functools
 import gzip
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from storage.sample import Regions, Sample
 from storage.settings import parse
 
 Writer = Callable[..., Path]
-LAST, NONE = ["--imported.background=last"], ["--imported.background=None"]
+LAST, NONE = ["--imported.background=last"], ["--imported.background=none"]
 
 
 def without_background(file: Path, images: list[ImageFeatures]) -> Path:
@@ -90,13 +90,14 @@ def features_of(number: int, **changes: Any) -> ImageFeatures:
     return image_features(f"{number:06d}", number, **changes)
 
 
-def config(file: Path, *more: str, keep: bool = True) -> DetectionConfig:
-    fields = ["--backend=imported", f"--imported.files={file}", f"--keep_features={str(keep).lower()}", *more]
-    return parse(DetectionConfig, fields)
+def config(files: Path | Sequence[Path], *more: str, keep: bool = True) -> DetectionConfig:
+    files = [files] if isinstance(files, Path) else files
+    fields = ["--backend=imported", "--imported.files", *map(str, files)]
+    return parse(DetectionConfig, [*fields, "--keep_features" if keep else "--no_keep_features", *more])
 
 
-def detector_of(file: Path, *more: str, keep: bool = True) -> ImportedDetector:
-    return make_detector(config(file, *more, keep=keep))
+def detector_of(files: Path | Sequence[Path], *more: str, keep: bool = True) -> ImportedDetector:
+    return make_detector(config(files, *more, keep=keep))
 
 
 def rows_of(catalog: Catalog, detector: str) -> list[dict]:
@@ -167,14 +168,14 @@ def test_an_image_finds_its_row_as_the_setting_says(match: str, name: str, url: 
 
 def test_several_files_are_one_detector(tmp_path: Path):
     files = [write_tsv(tmp_path / f"{n}.tsv", [features_of(n), features_of(9, boxes=2 + n)]) for n in range(2)]
-    detector = detector_of(",".join(map(str, files)))
+    detector = detector_of(files)
     first, second, both = detector.detect([a_sample(0), a_sample(1), a_sample(9)])
     assert (len(first), len(second)) == (5, 5)
     assert both == "ambiguous_features: 0.tsv: 000009 and 1.tsv: 000009 have the same file_name"
     assert len({detector.id, detector_of(files[0]).id, detector_of(files[1]).id}) == 3
     files.append(write_tsv(tmp_path / "2.tsv", [features_of(2, channels=8)]))
     with pytest.raises(ValueError, match="2.tsv: its first row has 8 features a region, .* of the files 16"):
-        detector_of(",".join(map(str, files)))
+        detector_of(files)
 
 
 def test_the_id_follows_content_and_settings_but_not_names(tmp_path: Path):
@@ -295,7 +296,7 @@ def cut(write: Writer, part: str = "") -> Writer:
             ["--imported.num_classes=1"],
             "f: its first row, f: 000001, has the objects_id [1-7], and imported.num_classes is 1",
         ),
-        (lambda file: without_background(file, [features_of(1)]), [], "whose sum is .*imported.background=none"),
+        (lambda file: without_background(file, [features_of(1)]), [], "whose sum is .*--imported.background=none"),
         (cut(write_json), [], "f is torn or no zip file"),
         (cut(write_lmdb, "data.mdb"), [], "f is cut off: it is smaller than it says"),
         (cut(write_h5), [], "f is torn or no HDF5 file"),

@@ -27,7 +27,8 @@ from flows.settings import quiet_prefect
 from storage.catalog import Catalog
 from storage.collect.plan import CollectSettings
 from storage.object_store import open_store
-from storage.settings import override, parse
+from storage.settings import parse
+from training.program import make_recipe
 from vlbert.recipes import RECIPES
 
 pytestmark = [pytest.mark.far, pytest.mark.timeout(600)]
@@ -294,8 +295,9 @@ def test_a_manifest_of_kubernetes_is_valid(file):
 
 def test_the_programs_in_the_manifests_know_their_arguments():
     recipe, *fields = pod("pretrain")["containers"][0]["args"]
-    override(RECIPES[recipe](), fields)
-    for job, kind, given in (("detect", DetectionConfig, {}), ("collect", CollectSettings, {"name": "captions"})):
-        _, _, _, root, dataset, *fields = pod(job)["containers"][0]["command"]
-        assert (root, dataset) == ("s3://bucket/vl-root", "captions")
-        parse(kind, fields, **given)
+    make_recipe(recipe, fields, RECIPES)
+    for job in ("detect", "collect"):
+        *program, root, dataset = pod(job)["containers"][0]["command"][:4]
+        assert (program, root, dataset) == (["vlbert", job], "s3://bucket/vl-root", "captions")
+    parse(DetectionConfig, pod("detect")["containers"][0]["command"][4:])
+    parse(CollectSettings, pod("collect")["containers"][0]["command"][3:])

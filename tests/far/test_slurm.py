@@ -13,10 +13,12 @@ from cluster import Cluster, slurm
 from operated import ENDED, Operated, operated, running, wait_until
 from places import PROJECT
 from programs import command_line
-from tiny import tiny_root
+from tiny import as_overrides, tiny_recipe, tiny_root
 from tiny_detector import commit_images, image_sample, rectangles
 
 from flows.pretrain import SETTINGS
+from storage.settings import as_arguments, named_fields
+from vlbert.recipes import RECIPES
 
 pytestmark = [pytest.mark.far, pytest.mark.timeout(400)]
 
@@ -157,7 +159,7 @@ def test_a_detection_on_both_nodes_makes_no_shard_twice(cluster: Cluster, tmp_pa
     commit_images(tmp_path / "root", shards)
     log = tmp_path / "log"
     network = ["--preset=demo", "--random_init", "--threads=1"]  # as long a shard as both need to be there together
-    detection = ["detectors.run", tmp_path / "root", "captions", "--json", *network]
+    detection = ["detect", tmp_path / "root", "captions", "--json", *network]
     stage = ["--nodes=2", "--ntasks=2", f"--output={log}", "docker/slurm/stage.sbatch", *detection]
     job = cluster.submit(*stage, SLURM_LABELIO="1")  # each line begins with the number of its task
     wait_until(lambda: cluster.state(job) == "COMPLETED", 90, lambda: log.read_text() if log.exists() else "no log")
@@ -174,8 +176,9 @@ def test_a_detection_on_both_nodes_makes_no_shard_twice(cluster: Cluster, tmp_pa
 @pytest.fixture
 def served(cluster: Cluster, root: Path, tmp_path: Path) -> Iterator[Operated]:
     """A server and a worker on node `one`, with a pre-training over both nodes."""
-    ours = [*SETTINGS, "data.text_batch"]
-    overrides = [one for one in command_line(root, "flow")[1:] if one.partition("=")[0] not in ours]
+    recipe, ours = tiny_recipe(root, run="flow"), {*SETTINGS, "data.text_batch"}
+    fields = named_fields(recipe, as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo")))
+    overrides = as_arguments({name: value for name, value in fields.items() if name not in ours})
     settings = {
         "recipe": "pretrain_vlbert --size demo",
         "run": "flow",

@@ -19,6 +19,7 @@ from flows.check import check
 from flows.collect import collect_flow
 from flows.pipeline import pretrain_vlbert
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
+from flows.torchrun import command_of
 from storage.collect.plan import CollectSettings
 from storage.settings import override
 from vlbert.recipes import RECIPES
@@ -111,8 +112,8 @@ RANDOM = DetectionConfig(preset="demo", random_init=True)
             for checkpoint in ("", "newest", "step-12x", "x/step-0000010", "/runs/x/step-1", "root/runs/x", "None")
         ),
         *(
-            (lambda recipe=recipe: FinetuneSettings(recipe=recipe), [recipe, "refcoco", "finetune_refcoco_"])
-            for recipe in ("pretrain_vlbert_base", "finetune_vqa_base", "finetune_refcoco")
+            (lambda recipe=recipe: FinetuneSettings(recipe=recipe), [recipe, "refcoco", "finetune_refcoco..."])
+            for recipe in ("pretrain_vlbert", "finetune_vqa --size demo", "finetune")
         ),
     ],
 )
@@ -123,9 +124,10 @@ def test_settings_that_contradict_each_other_are_refused(make: Callable[[], obje
 
 
 def test_a_fine_tuning_that_names_its_task_alone_has_its_recipe_and_dataset():
-    assert FinetuneSettings().recipe_name == "finetune_refcoco_base"
+    assert FinetuneSettings().recipe_name == "finetune_refcoco"
+    assert FinetuneSettings().made.name == "finetune_refcoco_base"
     assert FinetuneSettings(task="vqa", dataset="elsewhere").dataset_name == "elsewhere"
-    for name in [name for name in RECIPES if name.startswith("finetune_") and "_demo" not in name]:
+    for name in [name for name in RECIPES if name.startswith("finetune_")]:
         data = RECIPES[name]().data
         settings = FinetuneSettings(task=name.split("_")[1], recipe=name)
         assert settings.recipe_name == name
@@ -213,9 +215,12 @@ REFUSED = [
     ({"pretraining": {"text": ("no.txt",)}}, ["pretraining.text", "no.txt"]),
     ({"pretraining": {"vocabulary_captions": ("no.tsv",)}}, ["pretraining.vocabulary_captions", "no.tsv"]),
     ({"pretraining": NO_TEXT | {"vocabulary": "no.txt"}}, ["pretraining.vocabulary", "no.txt"]),
-    ({"pretraining": {"recipe": "pretrain"}}, ["pretraining.recipe", "'pretrain'", "finetune_refcoco_base"]),
+    ({"pretraining": {"recipe": "pretrain"}}, ["pretraining: ", "recipe pretrain,", "finetune_refcoco"]),
     ({"pretraining": {"recipe": "finetune_refcoco --size demo"}}, ["pretraining.recipe", "no pre-training"]),
-    ({"pretraining": {"overrides": ("step=3",)}}, ["pretraining", "'step'"]),
+    ({"pretraining": {"recipe": ""}}, ["pretraining: ", "no recipe", "pretrain_vlbert"]),
+    ({"pretraining": {"recipe": "pretrain_vlbert --size dem"}}, ["pretraining: ", "'dem'", "--size", "'demo'"]),
+    ({"pretraining": {"overrides": ("--step=3",)}}, ["pretraining: ", "--step=3", "--steps"]),
+    ({"pretraining": {"overrides": ("steps=3",)}}, ["pretraining: ", "steps=3"]),
     ({"pretraining": {"overrides": ("--data.batch=0",)}}, ["pretraining", "batch", "0"]),
     (
         {"pretraining": NO_TEXT | {"overrides": ("--data.text_batch=4",)}},
@@ -242,15 +247,17 @@ REFUSED = [
     ({"finetuning": {"folder": ""}}, ["finetunings[0].folder", "refs(unc).p"]),
     (
         {"finetuning": {"recipe": "finetune_refcoco_demi"}},
-        ["finetunings[0].recipe", "'finetune_refcoco_demi'", "_base"],
+        ["finetunings[0]", "recipe finetune_refcoco_demi,", "finetune_refcoco,"],
     ),
     ({"finetuning": {"recipe": "finetune_refcoco"}}, ["finetunings[0]", "architecture", "pretrain_vlbert_demo"]),
-    ({"finetuning": {"overrides": ("optimizer.rate=3",)}}, ["finetunings[0]", "OptimizerConfig", "'rate'"]),
+    ({"finetuning": {"overrides": ("--optimizer.rate=3",)}}, ["finetunings[0]", "--optimizer.rate=3"]),
     ({"finetuning": {"run": "pretrain"}}, ["runs", "pretrain"]),
+    ({"finetuning": {"overrides": ("--no_random_init",)}}, ["override --no_random_init", "the setting checkpoint"]),
     *(
-        ({stage: {"overrides": (f"{field}=x",)}}, [f"override {field}=x", setting])
+        ({stage: {"overrides": (f"{argument}=x",)}}, [f"override {argument}=x", setting])
         for stage, module in (("pretraining", pretrain), ("finetuning", finetune))
         for field, setting in module.SETTINGS.items()
+        for argument in dict.fromkeys([f"--{field}", f"--{field.replace('_', '-')}"])
     ),
 ]
 
@@ -264,12 +271,24 @@ def test_the_pipeline_of_the_demo_passes(pipeline: Pipeline):
 
 def test_a_pre_training_on_several_datasets_says_so_to_the_program(monkeypatch: pytest.MonkeyPatch):
     given = []
-    monkeypatch.setattr(pretrain, "train", lambda root, recipe, run, fields, *rest: given.append(fields))
+    monkeypatch.setattr(pretrain, "train", lambda root, settings, fields, *rest: given.append(fields))
     settings = PretrainSettings(datasets={"sbu": 0.8, "cc": 3.0}, held_out=("a", "b"))
     pretrain.pretrain("r", "w", settings, "abc")
-    assert given[0] | {"data.datasets": "sbu:0.8,cc:3.0", "data.held_out": "a,b"} == given[0]
-    data = override(RECIPES[settings.recipe](), [f"{name}={value}" for name, value in given[0].items() if value]).data
+    _, *arguments = command_of(settings, given[0])
+    assert arguments[:3] == ["--data.datasets", "sbu:0.8", "cc:3.0"]
+    assert arguments[-3:] == ["--data.held_out", "a", "b"]
+    data = override(settings.made, arguments).data
     assert (data.datasets, data.held_out) == ({"sbu": 0.8, "cc": 3.0}, ("a", "b"))
+
+
+def test_a_pre_training_without_held_out_data_does_not_validate_on_those_of_its_recipe(monkeypatch: pytest.MonkeyPatch):
+    given = []
+    monkeypatch.setattr(pretrain, "train", lambda root, settings, fields, *rest: given.append(fields))
+    settings = PretrainSettings("pretrain_vlbert --size demo")
+    assert settings.made.data.held_out == ("held-out",)
+    pretrain.pretrain("r", "w", settings)
+    _, _, _, *arguments = command_of(settings, given[0])
+    assert override(settings.made, arguments).data.held_out is None
 
 
 @pytest.mark.parametrize(("changes", "named"), REFUSED)
@@ -314,7 +333,7 @@ def test_weights_of_bert_go_with_no_vocabulary_that_the_pipeline_builds(vcr: Pip
     """VCR takes BERT's pooler, also where its vocabulary is that of the pre-training."""
     scratch = {"vocabulary": None, "overrides": ("--bert=None", *vcr[1].overrides)}
     for changes in (scratch, scratch | {"text": ()}):
-        with pytest.raises(ValueError, match=r"finetunings\[0\].*bert-base-uncased.*finetune_vcr_base.*bert=none"):
+        with pytest.raises(ValueError, match=r"finetunings\[0\].*bert-base-uncased.*finetune_vcr_base.*--bert=None"):
             check(*changed(vcr, pretraining=changes))
         check(*changed(vcr, pretraining=changes, finetuning={"overrides": ("--bert=None",)}))
         check(*changed(vcr, pretraining=changes, finetuning={"pretraining": "another"}))
@@ -340,7 +359,7 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them(vcr: Pipeline
 @pytest.mark.parametrize("stage", [pretrain.pretrain, finetune.finetune])
 def test_a_stage_alone_refuses_an_override_of_what_it_sets(tmp_path: Path, stage: Callable):
     settings = {pretrain.pretrain: PretrainSettings, finetune.finetune: FinetuneSettings}[stage]
-    with pytest.raises(ValueError, match="override run=x.* the setting run"):
+    with pytest.raises(ValueError, match="override --run=x.* the setting run"):
         stage(str(tmp_path), str(tmp_path), settings(overrides=("--run=x",)))
 
 
@@ -374,7 +393,7 @@ def test_deployments_fit_their_flows(demo_data: DemoData, parameters: dict, tmp_
     for name in ("detect-regions/default", "detect-regions/scheduled"):
         assert (read[name]["detector"], read[name]["datasets"]) == (dataset.detector, (dataset.name,))
     assert read["pretrain/default"]["settings"] == pretraining
-    assert read["finetune/default"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
+    assert read["finetune/default"]["settings"].pretraining == pretraining.made.run_name
 
 
 def test_the_demo_starts_nothing_by_the_clock(demo_data: DemoData, parameters: dict, tmp_path: Path):
@@ -389,5 +408,5 @@ def test_the_pipeline_of_the_tasks_page_fits_its_flow():
     read = pretrain_vlbert.validate_parameters(pipeline | {"root": "r", "work": "w", "pretraining": {}})
     assert {one.task for one in read["finetunings"]} == {"refcoco", "vqa", "vcr"}
     assert {one.dataset_name for one in read["finetunings"]} == {dataset.name for dataset in read["datasets"]}
-    runs = [one.run or one.recipe_name for one in read["finetunings"]]
+    runs = [one.made.run_name for one in read["finetunings"]]
     assert len(runs) == len(set(runs))

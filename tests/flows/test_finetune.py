@@ -8,7 +8,7 @@ from s3 import s3_server
 from seeded import put_checkpoint
 
 from flows.finetune import copy_vocabulary, find_checkpoint, finetune
-from flows.settings import FinetuneSettings, Processes
+from flows.settings import FinetuneSettings
 from flows.supervisor import ChildFailed
 from flows.torchrun import Evaluated, Trained, evaluate
 from storage.object_store import open_store
@@ -99,8 +99,8 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
     base = [
         f"--data.root={root}",
         "--run=r",
-        "--data.datasets=refcoco+",
-        "--data.held_out=refcoco+",
+        *("--data.datasets", "refcoco+"),
+        *("--data.held_out", "refcoco+"),
         "--data.detector=abc",
     ]
     starts = arguments_of(root, tmp_path / "work", FinetuneSettings(**settings))
@@ -120,8 +120,8 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
         root, tmp_path / "work", FinetuneSettings(checkpoint="none", recipe="finetune_refcoco --size demo")
     )
     assert alone == [
-        *("finetune_refcoco", "--size=demo", f"--data.root={root}", "--run=finetune_refcoco_demo"),
-        *("--data.datasets=refcoco+", "--data.held_out=refcoco+", "--random_init"),
+        *("finetune_refcoco", "--size", "demo", f"--data.root={root}", "--run=finetune_refcoco_demo"),
+        *("--data.datasets", "refcoco+", "--data.held_out", "refcoco+", "--random_init"),
     ]
 
 
@@ -129,16 +129,16 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
 def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training(root: str):
     """Also one that is there already: only the program knows whether by the same settings."""
     trained = Trained("tuned", "finetune_vqa_base", "abc", "s", f"{root}/runs/tuned/step-0000100", {}, 1.0, 7)
-    fields, processes = {"data.datasets": "vqa", "data.detector": None, "task.folder": "vqa"}, Processes()
+    fields = {"data.datasets": {"vqa": None}, "task.folder": "vqa"}
     open_store(root).put("runs/tuned/evaluations/test2015-step-0000100/metrics.json", b"{}")
     for split in ("val2014", "test2015"):
-        given = ("finetune_vqa_base", trained, [split], fields, ("--model.layers=JJ",), processes, lambda line: None)
+        settings = FinetuneSettings("vqa", evaluate=(split,), overrides=("--model.layers=JJ",))
         with pytest.raises(ChildFailed) as failed:
-            evaluate(root, *given)
+            evaluate(root, settings, trained, fields, lambda line: None)
         command = failed.value.command
         assert command[command.index("vlbert.evaluation.evaluate") + 1 :] == [
             *("finetune_vqa", f"{root}/runs/tuned/step-0000100", split),
-            *(f"--data.root={root}", "--data.datasets=vqa", "--task.folder=vqa", "--model.layers=JJ"),
+            *(f"--data.root={root}", "--data.datasets", "vqa", "--task.folder=vqa", "--model.layers=JJ"),
         ]
 
 
@@ -151,8 +151,8 @@ def test_metrics_of_a_split_are_read_from_its_folder(root: str, tmp_path: Path, 
     about = {"metrics": {"accuracy": None}, "paper": {"accuracy": "71.16"}, "submission": ["results.json"]}
     folder = "runs/tuned/evaluations/test2015-step-0000100"
     open_store(root).put(f"{folder}/metrics.json", json.dumps(about).encode())
-    given = ("finetune_vqa_base", trained, ["test2015"], {}, (), Processes(), lambda line: None)
-    (found,) = evaluate(root, *given).evaluated
+    settings = FinetuneSettings("vqa", evaluate=("test2015",))
+    (found,) = evaluate(root, settings, trained, {}, lambda line: None).evaluated
     expected = ({"accuracy": None}, {"accuracy": "71.16"}, ("results.json",))
     assert found == Evaluated("test2015", f"{root}/{folder}", *expected)
 
@@ -169,5 +169,5 @@ def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):
 
 def test_an_unknown_recipe_is_refused(tmp_path: Path):
     settings = FinetuneSettings(recipe="finetune_refcoco_demi", checkpoint="none")
-    with pytest.raises(ValueError, match="finetune_refcoco_demi.*finetune_refcoco_base"):
+    with pytest.raises(ValueError, match="no recipe finetune_refcoco_demi, only finetune_refcoco,"):
         finetune(str(tmp_path), str(tmp_path), settings)

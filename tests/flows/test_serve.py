@@ -30,7 +30,7 @@ from flows.supervisor import background
 
 def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    command = [sys.executable, "-m", "flows.serve", *arguments]
+    command = [sys.executable, "-m", "vlbert", "serve", *arguments]
     environment = variables | {"PYTHONPATH": str(PROJECT)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -38,7 +38,8 @@ def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
 def test_a_taken_port_and_a_missing_file_are_refused_before_anything_starts(tmp_path: Path):
     found = serve("--port", str(free_port(0)), folder=tmp_path)
     assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr == "there is no file prefect.yaml; --deployments names one such as prefect.yaml\n"
+    wrong = "vlbert serve: there is no file prefect.yaml; --deployments names one such as prefect.yaml\n"
+    assert found.stderr == wrong
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])

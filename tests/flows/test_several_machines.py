@@ -190,7 +190,15 @@ def cluster(
         wait_until(answers, 180, lambda: end_of(folder / "server.log"))
         make_block(variables, receiver[0])
         deployments(folder / "prefect.yaml", demo_data, folder / "root")
-        deploy = [sys.executable, "-m", "flows.deploy", folder / "prefect.yaml", "--notify", "custom-webhook/alerts"]
+        deploy = [
+            sys.executable,
+            "-m",
+            "vlbert",
+            "deploy",
+            folder / "prefect.yaml",
+            "--notify",
+            "custom-webhook/alerts",
+        ]
         subprocess.run(deploy, check=True, env=variables, cwd=PROJECT, timeout=300)
         for pool in ("cpu", "gpu"):
             start(pool, "worker", "start", "--pool", pool, "--type", "process", "--name", f"worker-{pool}")
@@ -223,7 +231,7 @@ def test_without_the_password_the_server_says_nothing(cluster: Cluster):
     for auth in (None, ("operator", "wrong")):
         asked = httpx.post(f"{cluster.url}/api/flow_runs/filter", json={}, auth=auth, trust_env=False)
         assert asked.status_code == httpx.codes.UNAUTHORIZED
-    command = [sys.executable, "-m", "flows.deploy", "prefect.yaml"]
+    command = [sys.executable, "-m", "vlbert", "deploy", "prefect.yaml"]
     refused = subprocess.run(
         command,
         env=cluster.variables | {"PREFECT_API_AUTH_STRING": "operator:wrong"},

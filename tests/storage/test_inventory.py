@@ -161,7 +161,8 @@ def test_pins_skip_checkpoints_that_a_training_removes_meanwhile(local, newest_o
         (["gc", "ROOT/typo", "--delete"], "cannot read the folder ROOT/typo: "),
         (["verify", "ROOT", "typo"], "typo holds no committed shard"),
         (["verify", "ROOT"], "nothing is committed under ROOT"),
-        *((["gc", "ROOT", f"--grace={hours}"], f"'{hours}' is not a number") for hours in ("nan", "inf", "-1", "day")),
+        *((["gc", "ROOT", f"--grace={hours}"], f"--grace is {float(hours)}; give") for hours in ("nan", "inf", "-1")),
+        (["gc", "ROOT", "--grace=day"], "Error parsing --grace: could not convert string to float: 'day'"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path, capsys, arguments, named):

@@ -143,7 +143,12 @@ BROKEN[20:60] = bytes(40)
 @pytest.mark.parametrize(
     ("name", "data", "columns", "named"),
     [
-        ("a.parquet", parquet(**columns(text=CAPTIONS)), "", r"columns url, caption, text, several .*columns=url,"),
+        (
+            "a.parquet",
+            parquet(**columns(text=CAPTIONS)),
+            "",
+            r"columns url, caption, text, several .*--columns url caption",
+        ),
         ("a.parquet", parquet(picture=URLS, words=CAPTIONS), "", "picture, words, none that is known"),
         ("a.parquet", parquet(**columns()), "url,title", "no column 'title'; it has url, caption"),
         ("a.parquet", parquet(**columns()), "url,3", "no column '3'"),
@@ -153,7 +158,7 @@ BROKEN[20:60] = bytes(40)
         ("a.parquet", BROKEN, "", r"a\.parquet cannot be read"),
         ("a.json", b"[]", "", r"a\.json has no columns"),
         ("a.json", b'{"image_urls": ["u"], "captions": []}', "", "differ in length"),
-        ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "4 columns and no header .* columns=2,1"),
+        ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "4 columns and no header .* --columns 2 1"),
         ("a.tsv", tsv(("url", "caption", "caption"), ("a", "b", "c")), "url,caption", "2 columns 'caption'"),
         ("a.csv", b"one\ntwo\n", "", "1 columns and no header"),
         ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9)[:-20], "", r"a\.tsv\.gz is damaged or ends early"),
@@ -345,7 +350,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_the_commands_of_the_pages_are_settings(command: list[str]):
-    assert parse(CollectSettings, command[2:], name=command[1]).origin
+    assert parse(CollectSettings, command[1:]).origin
 
 
 def test_the_code_of_the_page_writes_a_list_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -287,7 +287,7 @@ def with_and_without(tmp_path) -> tuple[Path, Path]:
 def test_a_node_that_lacks_a_file_is_named_once_and_all_nodes_end(root, with_and_without, file, fields, recipe, named):
     there, _ = with_and_without
     if recipe:
-        (there / file).write_text("from vlbert.recipes.demo import pretrain_vlbert_demo as recipe")
+        (there / file).write_text("from vlbert.recipes import RECIPES\nrecipe = RECIPES['pretrain_vlbert']")
     else:
         (there / file).mkdir()
     given, *arguments = command_line(root, "lacking", *fields)
@@ -303,7 +303,7 @@ def test_a_node_that_lacks_a_file_is_named_once_and_all_nodes_end(root, with_and
 
 @pytest.mark.slow
 def test_a_node_whose_other_does_not_come_ends_with_one_line(tmp_path):
-    (node,) = nodes_in([tmp_path], "pretrain_vlbert_demo", join_timeout=2)
+    (node,) = nodes_in([tmp_path], "pretrain_vlbert", "--size=demo", join_timeout=2)
     assert node.returncode == 1
     (line,) = node.stderr.splitlines()
     assert "another node did not come" in line
@@ -365,7 +365,7 @@ def test_gradients_cross_between_ranks_once_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("given", "named", "lines"),
     [
-        (["data.rot=1"], "data.rot=1: DataConfig has no field 'rot'", 1),
+        (["--data.rot=1"], "Unrecognized options: --data.rot=1", 1),
         (["--data.text_batch=0", "--model.regions.random_init", "--data.root={root}"], "{root}", 2),
     ],
 )
@@ -380,7 +380,7 @@ def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path, given, n
         assert root in (tmp_path / "error").read_text()
     shown = [line for line in ended.stderr.splitlines() if "torch/distributed/run.py" not in line]
     assert 1 <= len(shown) <= lines, ended.stderr
-    assert all(line.startswith("vlbert train pretrain_vlbert_demo: ") for line in shown)
+    assert all(line.startswith("vlbert train pretrain_vlbert: ") for line in shown)
     assert named.format(root=root) in shown[-1]
 
 

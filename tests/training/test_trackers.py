@@ -109,7 +109,7 @@ def test_only_the_first_process_calls_a_tracker(tmp_path, monkeypatch):
 def test_a_name_that_no_tracker_has_is_refused():
     assert find_trackers(("tensorboard",)) == {"tensorboard": TRACKERS["tensorboard"]}
     for name, why in (
-        ("tensorbord", "no such tracker, only tensorboard; name your own as MODULE:FUNCTION"),
+        ("tensorbord", "there is no tracker tensorbord, only tensorboard; name your own as MODULE:FUNCTION"),
         ("no_such_module:tracker", "no_such_module cannot be imported"),
     ):
         with pytest.raises(ValueError, match=why):

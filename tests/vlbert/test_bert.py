@@ -172,7 +172,7 @@ def test_without_a_tokenizer_the_runs_vocabulary_is_taken_for_berts(tmp_path):
     saved(tmp_path, BertModel, words=False)
     reported = init_from_bert(*ours(), str(tmp_path), LETTERS)
     assert reported.endswith("; it came without a vocabulary: that of the run was taken to be its own")
-    with pytest.raises(ValueError, match="came without a vocabulary; give the vocab.txt .* vocabulary=FILE"):
+    with pytest.raises(ValueError, match="came without a vocabulary; give the vocab.txt .* --vocabulary=FILE"):
         bert_vocabulary(str(tmp_path))
 
 
@@ -194,7 +194,7 @@ def test_a_bert_of_another_shape_is_refused(tmp_path, change, reported):
 def test_a_bert_of_another_vocabulary_or_a_cased_one_is_refused(tmp_path):
     saved(tmp_path, BertModel)
     other = Vocabulary([*LETTERS.tokens[:5], *reversed(LETTERS.tokens[5:])])
-    with pytest.raises(ValueError, match="every word would get the weights of another; give vocabulary=FILE"):
+    with pytest.raises(ValueError, match="every word would get the weights of another; give --vocabulary=FILE"):
         init_from_bert(*ours(), str(tmp_path), other)
     for kind, pieces, lower in (("cased", LETTERS.tokens, False), ("capital", [*LETTERS.tokens[:-1], "Z"], True)):
         (tmp_path / kind).mkdir()

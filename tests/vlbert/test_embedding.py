@@ -166,7 +166,7 @@ def test_masked_features_become_a_learned_vector_that_starts_at_zero():
 def test_wrong_features_are_refused(features):
     wrong = batch(dataclasses.replace(image(), features=features))
     found = "(0, 0)" if features is None else "(4, 7)"
-    with pytest.raises(ValueError, match="--keep_features=true, or set model.regions.features=end_to_end") as error:
+    with pytest.raises(ValueError, match="--keep_features, or set --model.regions.features=end_to_end") as error:
         make()(wrong)
     assert f"sample one has features {found}, the model takes (4, {CHANNELS})" in str(error.value)
 

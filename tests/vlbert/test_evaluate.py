@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -87,9 +89,14 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 
 
 def evaluated(
-    folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, *overrides: str, again: bool = False
+    folder: Path,
+    run: str = "tuned",
+    split: str = "val",
+    out: Path | None = None,
+    again: bool = False,
+    changes: Mapping[str, object] = MappingProxyType({}),
 ) -> dict:
-    given = [f"--task.folder={folder / 'refcoco+'}", *overrides]
+    given = {"task.folder": str(folder / "refcoco+"), **changes}
     recipe = refcoco_recipe(folder)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=""))
     return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE, again)
@@ -150,17 +157,21 @@ def test_a_finished_evaluation_is_left_as_it_is_and_its_model_not_read(copy, cap
 
 
 def test_a_finished_evaluation_is_found(copy):
-    name, path, given = "finetune_refcoco_base", f"{copy}/storage/runs/tuned", [f"--task.folder={copy / 'refcoco+'}"]
-    assert find_evaluation(name, path, "val", given) is None
-    summary = evaluate(dataclasses.replace(refcoco_recipe(copy), name=name), [path], "val", given, None, ALONE)
-    found = find_evaluation(name, path, "val", [*given, f"--data.root={copy}/storage"])
+    recipe, path, given = (
+        RECIPES["finetune_refcoco"](),
+        f"{copy}/storage/runs/tuned",
+        {"task.folder": f"{copy}/refcoco+"},
+    )
+    assert find_evaluation(recipe, path, "val", given) is None
+    summary = evaluate(dataclasses.replace(refcoco_recipe(copy), name=recipe.name), [path], "val", given, None, ALONE)
+    found = find_evaluation(recipe, path, "val", given | {"data.root": f"{copy}/storage"})
     assert found == json.loads(json.dumps(summary))
     for other in (
-        (name, path, "testA", given),
-        (name, path, "val", [*given, "--task.iou=plain"]),
-        (name, path, "val", [*given, "task.no_such=1"]),
-        ("finetune_vqa_base", path, "val", given),
-        (name, f"{copy}/storage/runs/nobody", "val", given),
+        (recipe, path, "testA", given),
+        (recipe, path, "val", given | {"task.iou": "plain"}),
+        (recipe, path, "val", given | {"task.no_such": 1}),
+        (RECIPES["finetune_vqa"](), path, "val", given),
+        (recipe, f"{copy}/storage/runs/nobody", "val", given),
     ):
         assert find_evaluation(*other) is None
 
@@ -172,7 +183,7 @@ def test_an_evaluation_is_not_overwritten_by_another(copy, tmp_path):
     with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with split = val, now it is train;"):
         evaluated(copy, "tuned", "train", out)
     with pytest.raises(ValueError, match=r"with overrides = \[.*\], now it is \[.*'--task.iou=plain'\]"):
-        evaluated(copy, "tuned", "val", out, "--task.iou=plain")
+        evaluated(copy, "tuned", "val", out, changes={"task.iou": "plain"})
     assert contents(out) == before
     (out / "mine.txt").write_text("kept")
     (out / "metrics.json").write_text(json.dumps(json.loads(before["metrics.json"]) | {"files": ["old.csv"]}))
@@ -276,7 +287,7 @@ def test_unreadable_examples_are_counted_and_named(copy, tmp_path, capsys):
 def test_skipped_and_invalid_examples_are_counted_and_named(copy, tmp_path, capsys):
     out = tmp_path / "out"
     change_refs(copy / "refcoco+", lambda refs: refs[0]["sentences"][0].update(sent="the " * 50))
-    summary = evaluated(copy, "tuned", "val", out, "--task.expression_length=40")
+    summary = evaluated(copy, "tuned", "val", out, changes={"task.expression_length": 40})
     assert summary["examples"] == {"all": 12, "predicted": 12, "unreadable": 0, "skipped": 0, "invalid": 1}
     (line,) = map(json.loads, (out / "problems.jsonl").read_text().splitlines())
     assert (line["predicted"], line["key"]) == (True, None)
@@ -327,11 +338,11 @@ def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path
     root = tiny_root(tmp_path)
     recipe = tiny_recipe(root, run="pretrained", steps=1, save_every=1)
     trained = train(recipe, ALONE)
-    summary = evaluate(recipe, [f"{root}/runs/pretrained"], "held-out", [], None, ALONE)
+    summary = evaluate(recipe, [f"{root}/runs/pretrained"], "held-out", {}, None, ALONE)
     assert summary["metrics"] == pytest.approx(trained), "as its validation on the same samples"
     assert "words_accuracy_shuffled" in summary["metrics"]
     assert not summary["trained_on_this_split"]
-    assert evaluate(recipe, [f"{root}/runs/pretrained"], "captions", [], None, ALONE)["trained_on_this_split"]
+    assert evaluate(recipe, [f"{root}/runs/pretrained"], "captions", {}, None, ALONE)["trained_on_this_split"]
 
 
 @pytest.mark.slow
@@ -342,7 +353,7 @@ def test_two_processes_with_live_norms_validate_what_they_save(tmp_path):
     changes = {"model": dataclasses.replace(TINY_MODEL, dropout=0.0, regions=regions), "steps": 4, "save_every": 4}
     result = torchrun(root, "live", 2, **changes)
     assert result.returncode == 0, result.stderr[-3000:]
-    evaluate(tiny_recipe(root, **changes), [f"{root}/runs/live"], "held-out", [], None, ALONE)
+    evaluate(tiny_recipe(root, **changes), [f"{root}/runs/live"], "held-out", {}, None, ALONE)
     (folder,) = (root / "runs/live/evaluations").iterdir()
     evaluated = {row["key"]: row["probability"] for row in pq.read_table(folder / "predictions.parquet").to_pylist()}
     lines = (root / "runs/live/predictions.jsonl").read_text().splitlines()
@@ -354,12 +365,12 @@ def test_two_processes_with_live_norms_validate_what_they_save(tmp_path):
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes_to_the_byte(refcoco, tmp_path):
     given = as_overrides(refcoco_recipe(refcoco), RECIPES["finetune_refcoco"]())
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
     for processes, done in ((1, 0), (2, 0), (2, 1)):
         command = [sys.executable, "-m", *(launch if processes == 2 else [])]
         command += [
             "vlbert.evaluation.evaluate",
-            "finetune_refcoco_base",
+            "finetune_refcoco",
             f"{refcoco}/storage/runs/tuned",
             "val",
             *given,
@@ -405,7 +416,7 @@ def vcr_recipe(folder: Path, subtask: str) -> Recipe:
 
 def test_two_runs_are_joined_each_with_the_settings_of_its_training(vcr):
     paths = [f"{vcr}/storage/runs/{subtask}" for subtask in ("answer", "rationale")]
-    summary = evaluate(vcr_recipe(vcr, "answer"), paths, "val", [], None, ALONE)
+    summary = evaluate(vcr_recipe(vcr, "answer"), paths, "val", {}, None, ALONE)
     assert {"answer_accuracy", "rationale_accuracy", "joint_accuracy"} <= summary["metrics"].keys()
     assert summary["paper"]["joint_accuracy"].startswith("55.2")
     assert [settings["subtask"] for settings in summary["settings"]] == ["answer", "rationale"]
@@ -415,9 +426,9 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(vcr):
     assert summary["examples"] == {"all": 25, "predicted": 25, "unreadable": 0, "skipped": 0, "invalid": 0}
     assert summary["submission"] == ["vcr_submission.csv"]
     assert len((folder / "vcr_submission.csv").read_text().splitlines()) == 6
-    few = evaluate(vcr_recipe(vcr, "answer"), paths[1:], "val", ["--task.no_every_answer"], None, ALONE)
+    few = evaluate(vcr_recipe(vcr, "answer"), paths[1:], "val", {"task.every_answer": False}, None, ALONE)
     assert few["examples"]["all"] == 5, "an override goes before what an evaluation changes"
-    alone = evaluate(vcr_recipe(vcr, "answer"), paths[:1], "val", [], None, ALONE)
+    alone = evaluate(vcr_recipe(vcr, "answer"), paths[:1], "val", {}, None, ALONE)
     assert "joint_accuracy" not in alone["metrics"]
     assert alone["submission"] == []
     assert [line[:20] for line in warnings(alone)] == ["no submission file: "]
@@ -433,7 +444,7 @@ def test_two_checkpoints_are_for_a_task_that_joins_them(refcoco, vcr):
         (vcr_recipe(vcr, "answer"), [vcr_answers] * 2, "have the same settings: name one of them, or"),
     ):
         with pytest.raises(ValueError, match=named):
-            evaluate(recipe, paths, "val", [], None, ALONE)
+            evaluate(recipe, paths, "val", {}, None, ALONE)
 
 
 # --- the model of a checkpoint ----------------------------------------------------------------------------------------
@@ -447,7 +458,7 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco):
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in checkpoint.model.items())
     assert model.vlbert.vocabulary.tokens == checkpoint.vocabulary.tokens
-    _, recipe = load_task_model(checkpoint, ["--task.iou=plain", "--data.batch=2"], refcoco_recipe(refcoco))
+    _, recipe = load_task_model(checkpoint, {"task.iou": "plain", "data.batch": 2}, refcoco_recipe(refcoco))
     assert (recipe.task.train_on, recipe.task.iou, recipe.data.batch) == (("val",), "plain", 2)
     assert (recipe.data.held_out, recipe.precision) == (("refcoco+",), "fp32")
 
@@ -456,7 +467,7 @@ def test_an_override_of_the_architecture_is_refused(refcoco):
     checkpoint = open_checkpoint(f"{refcoco}/storage/runs/tuned")
     for recipe in (None, refcoco_recipe(refcoco)):
         with pytest.raises(ValueError, match=r"has another architecture than recipe .*: model.num_heads is .* there"):
-            load_task_model(checkpoint, ["--model.num_heads=1"], recipe)
+            load_task_model(checkpoint, {"model.num_heads": 1}, recipe)
 
 
 @pytest.mark.parametrize(
@@ -518,7 +529,7 @@ def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp
     folder = copied(vqa, tmp_path)
 
     def predictions(out: Path) -> list[tuple]:
-        given = [f"--task.folder={folder}/vqa"]
+        given = {"task.folder": f"{folder}/vqa"}
         evaluate(vqa_recipe(folder, ("vqa",)), [f"{folder}/storage/runs/tuned"], "val2014", given, str(out), ALONE)
         return [(row["question_id"], row["answer"], row["probability"], row["score"]) for row in rows_in(out)]
 
@@ -527,7 +538,7 @@ def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp
     assert predictions(tmp_path / "reversed") == before
     answers.unlink()
     assert predictions(tmp_path / "none") == before
-    model, _ = load_task_model(open_checkpoint(f"{folder}/storage/runs/tuned"), ["--task.folder=nowhere"])
+    model, _ = load_task_model(open_checkpoint(f"{folder}/storage/runs/tuned"), {"task.folder": "nowhere"})
     assert model.task.answers == LISTED
 
 
@@ -580,26 +591,22 @@ def places(refcoco, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("finetune_nothing RUN val", "there is no such recipe, only finetune_"),
+        ("finetune_nothing RUN val", "there is no recipe finetune_nothing, only finetune_"),
         ("nowhere:recipe RUN val", "nowhere cannot be imported (No module named 'nowhere'); run this in"),
         ("vlbert.recipes:nothing RUN val", "vlbert.recipes has no function 'nothing'"),
-        ("REFCOCO", "CHECKPOINT is missing; say RECIPE CHECKPOINT SPLIT"),
-        ("REFCOCO RUN", "SPLIT is missing; say RECIPE CHECKPOINT SPLIT"),
-        ("REFCOCO RUN task.iou=plain", "SPLIT is missing"),
-        ("REFCOCO RUN val task.nothing=1", "RefCOCOSettings has no field 'nothing'"),
         ("REFCOCO ROOT/runs/nothing val", "/runs/nothing has no whole checkpoint; name another run"),
         ("REFCOCO ROOT/runs/tuned/step-0000009 val", "step-0000009 is not a complete checkpoint"),
         ("REFCOCO ROOT val", "storage holds no model: it has no config.json"),
         ("REFCOCO RUN testC", "has no split testC"),
-        ("REFCOCO RUN val task.folder=nowhere", "there is no nowhere/"),
-        ("REFCOCO RUN val data.held_out=nothing", "nothing/regions holds no region shards"),
-        ("REFCOCO RUN val data.held_out=elsewhere", "are in no region shard"),
-        ("REFCOCO RUN val data.detector=00000000f00d", "no detector 00000000f00d, only 00000000beef"),
-        ("finetune_vqa_base RUN val", "was trained for another task than recipe finetune_vqa_base"),
-        ("finetune_refcoco_base RUN val", "architecture than recipe finetune_refcoco_base: model.layers is JJ there"),
+        ("REFCOCO RUN val --task.folder=nowhere", "there is no nowhere/"),
+        ("REFCOCO RUN val --data.held_out=nothing", "nothing/regions holds no region shards"),
+        ("REFCOCO RUN val --data.held_out=elsewhere", "are in no region shard"),
+        ("REFCOCO RUN val --data.detector=00000000f00d", "no detector 00000000f00d, only 00000000beef"),
+        ("finetune_vqa RUN val", "was trained for another task than recipe finetune_vqa_base"),
+        ("finetune_refcoco RUN val", "architecture than recipe finetune_refcoco_base: model.layers is JJ there"),
         ("REFCOCO RUN val --out FILE", "cannot write to the folder"),
         ("REFCOCO PLAIN val", "plain belongs to no run"),
-        ("REFCOCO PLAIN val data.root=", "data.root is not set; give data.root=FOLDER"),
+        ("REFCOCO PLAIN val --data.root= --out OUT", "data.root is not set; give --data.root FOLDER"),
         ("REFCOCO HEADLESS val --out OUT", "holds a VL-BERT without the head of a task"),
         ("REFCOCO WORDLESS val --out OUT", "came without a vocabulary; give its own with vocabulary=vocab.txt"),
     ],
@@ -608,11 +615,29 @@ def test_a_wrong_command_line_is_one_line(refcoco, places, arguments, named):
     """REFCOCO: the recipe of the run, as overrides of another; ROOT, RUN ...: see `places`."""
     given = [re.sub("^[A-Z]+", lambda match: str(places.get(match[0], match[0])), one) for one in arguments.split()]
     if given[0] == "REFCOCO":
-        fields = {one.partition("=")[0] for one in given}
         tiny = as_overrides(refcoco_recipe(refcoco), RECIPES["finetune_refcoco"]())
-        tiny = [one for one in tiny if one.partition("=")[0] not in fields]
         given = ["finetune_refcoco", *given[1:3], *tiny, *given[3:]]
     with pytest.raises(SystemExit) as ended:
         main(given)
     assert named in str(ended.value.code)
     assert "\n" not in str(ended.value.code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("", "Missing from vlbert evaluate finetune_refcoco: CHECKPOINT ROOT/runs/RUN, or one of its steps"),
+        ("RUN", "Missing from vlbert evaluate finetune_refcoco: SPLIT as the task's files call it"),
+        ("RUN --task.iou=plain", "Missing from vlbert evaluate finetune_refcoco: SPLIT"),
+        ("RUN val task.iou=plain", "Unrecognized options: task.iou=plain"),
+        ("RUN val --task.nothing=1", "Unrecognized options: --task.nothing=1"),
+        ("RUN val --task.iou=wide", "invalid choice 'wide' for argument '--task.iou'"),
+    ],
+)
+def test_a_wrong_argument_is_named(capsys, arguments, named):
+    with pytest.raises(SystemExit) as ended:
+        main(["finetune_refcoco", *arguments.split()])
+    assert ended.value.code == 2
+    printed = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
+    assert named in printed
+    assert "vlbert evaluate finetune_refcoco --help" in printed

@@ -114,7 +114,7 @@ def test_a_resized_image_has_the_integer_part_of_the_exact_ratio(side: int, othe
     [
         (AS_STORED, {"regions": None}, "has no regions; run the detection stage"),
         (AS_STORED, {"image": b"<html>"}, "its JPEG does not decode"),
-        (PRECOMPUTED, {}, "carry no features, .* keep_features=true, or train from"),
+        (PRECOMPUTED, {}, "carry no features, .* --keep_features, or train from"),
         (PRECOMPUTED, {"features": 7}, "carry features of 7 channels, the model takes 128"),
     ],
 )

@@ -20,7 +20,7 @@ from quickstart import NOTEBOOK, as_text, executed, make_files
 from released import MULTI_TASK, WORDS, needs_key_lists, needs_vilbert, save_released, small_state, vilbert_state
 from tiny import TINY_MODEL
 
-from storage.settings import override
+from training.program import make_recipe
 from vlbert import Batch, Encoded, Example, ImageInput, TextInput, VLBert, collate
 from vlbert.commands import main as run_command
 from vlbert.recipes import RECIPES
@@ -216,7 +216,7 @@ def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
             if program == "vlbert" and command != "train":
                 run_command([command, *arguments])
             else:
-                override(RECIPES[arguments[0]](), arguments[1:])
+                make_recipe(arguments[0], arguments[1:], RECIPES)
     assert ran.count("convert") == 4
     assert ran.count("train") >= 1
     assert ran.count("python") >= 3

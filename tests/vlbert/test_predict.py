@@ -30,10 +30,11 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Sample
+from storage.settings import parse_known
 from vlbert.config import RegionConfig
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
-from vlbert.predict.command import main, parse
+from vlbert.predict.command import Options, main
 from vlbert.predict.prediction import drawn_shapes_alone
 from vlbert.predict.predictor import Predictor, region_names
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -205,14 +206,14 @@ def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
 
 
 def test_fields_may_stand_behind_the_text_and_behind_options():
-    for arguments, text, fields in (
+    for arguments, text, expected in (
         (["run", "a.jpg", "a text", "--task.folder=vqa", "--steps=3"], "a text", ["--task.folder=vqa", "--steps=3"]),
-        (["run", "a.jpg", "a text", "--mask-regions", "2", "--steps=3"], "a text", ["--steps=3"]),
+        (["run", "a.jpg", "a text", "--mask_regions", "2", "--steps=3"], "a text", ["--steps=3"]),
         (["run", "a.jpg", "--task.folder=vqa", "--steps=3"], None, ["--task.folder=vqa", "--steps=3"]),
         (["run", "a.jpg", "is x= y"], "is x= y", []),
     ):
-        options = parse(arguments)
-        assert (options.text, options.fields) == (text, fields)
+        options, fields = parse_known(Options, arguments)
+        assert (options.text, fields) == (text, expected)
 
 
 # --- ViLBERT ----------------------------------------------------------------------------------------------------------
@@ -282,13 +283,13 @@ WRONG = [  # run, arguments, what is named
     ("pretraining", ("a red square",), "write [MASK]"),
     ("pretraining", ("  ",), "the text is empty"),
     ("pretraining", ("a [MASK]", "--choices", "x", "y"), "takes no choices"),
-    ("pretraining", ("a [MASK]", "--mask-regions", "99"), "there is no region 99 to mask: the image has"),
-    ("pretraining", ("a [MASK]", "--mask-regions", "0"), "there is no region 0 to mask"),
+    ("pretraining", ("a [MASK]", "--mask_regions", "99"), "there is no region 99 to mask: the image has"),
+    ("pretraining", ("a [MASK]", "--mask_regions", "0"), "there is no region 0 to mask"),
     ("pretraining", ("a red " * 300 + "[MASK]",), "the text is too long: it has 601 tokens, and 18 fit beside"),
     ("pretraining", ("a [MASK]", "--out", "nowhere/x.png"), "there is no folder nowhere"),
     ("pretraining", ("a [MASK]", "--out", "x.html"), "name a .png or .jpg file"),
     ("pretraining", ("a [MASK]", "--out", "{root}/photo.jpg"), "is the image itself; name another file"),
-    ("pretraining", ("a [MASK]", "task.nonsense=1"), "nonsense"),
+    ("pretraining", ("a [MASK]", "--task.nonsense=1"), "nonsense"),
     ("pretraining", ("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
     ("pretraining", ("a [MASK]", "--heads", "2.0"), "there is no 2.0; the model has layers 0 to 1"),
     ("vilbert", ("a [MASK]", "--heads", "3.3", "--detector", str(WEIGHTS)), "layer 3 has heads 0 to 2"),
@@ -327,7 +328,7 @@ def test_a_text_longer_than_the_models_positions_is_refused(root, tmp_path, mode
 OWN_TASK = """
 from dataclasses import dataclass, replace
 from tiny import TINY_MODEL
-from vlbert.recipes.demo import finetune_refcoco_demo
+from vlbert.recipes.vlbert import finetune_refcoco
 from vlbert.tasks import TASKS
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -336,7 +337,7 @@ class OwnSettings(PretrainingSettings):
     pass
 
 def own():
-    return replace(finetune_refcoco_demo(), task=OwnSettings(), model=TINY_MODEL)
+    return replace(finetune_refcoco("demo"), task=OwnSettings(), model=TINY_MODEL)
 
 TASKS[OwnSettings] = Pretraining
 """
@@ -354,8 +355,8 @@ def test_a_task_of_ones_own_needs_its_recipe(root, tmp_path, monkeypatch, capsys
     del sys.modules["own_task"]
     with pytest.raises(SystemExit, match="OwnSettings"):
         main(arguments)
-    with pytest.raises(SystemExit, match="was trained for another task than recipe finetune_refcoco_demo"):
-        main([*arguments, "--recipe", "finetune_refcoco_demo"])
+    with pytest.raises(SystemExit, match="was trained for another task than recipe finetune_refcoco_base"):
+        main([*arguments, "--recipe", "finetune_refcoco"])
     main([*arguments, "--recipe", "own_task:own"])
     assert capsys.readouterr().out.startswith("a [MASK]\n")
     del sys.modules["own_task"]
@@ -440,7 +441,7 @@ def test_the_code_of_the_documents_runs(root, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_command_of_the_readme_runs(root):
-    command = [sys.executable, "-m", "vlbert.predict.command", str(root / "runs/pretraining"), str(root / "photo.jpg")]
+    command = [sys.executable, "-m", "vlbert", "predict", str(root / "runs/pretraining"), str(root / "photo.jpg")]
     run = subprocess.run([*command, "a [MASK] square", "--attention"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "drawn: " in run.stdout

@@ -298,7 +298,7 @@ def test_what_goes_wrong_stands_on_the_page(server, browser):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_at_once(root, number):
-    command = [sys.executable, "-m", "vlbert.predict.command", f"{root}/runs/retrieval", "--serve", "--port", "0"]
+    command = [sys.executable, "-m", "vlbert", "predict", f"{root}/runs/retrieval", "--serve", "--port", "0"]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = re.search(r"http://127.0.0.1:\d+/", process.stdout.readline())[0]

@@ -416,7 +416,7 @@ def test_settings_that_contradict_each_other_are_refused(task):
     model = dataclasses.replace(TINY_MODEL, regions=precomputed)
     detected = tuned(task, regions="detected")
     for other in (task, tuned(detected, adds_ground_truth=True), tuned(detected, detections="d")):
-        with pytest.raises(ValueError, match="set model.regions.features=end_to_end, or task.regions=detected"):
+        with pytest.raises(ValueError, match="set --model.regions.features=end_to_end, or --task.regions=detected"):
             other.head(model)
     detected.head(model)
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -50,8 +51,14 @@ def pretraining(folder: Path, run: str, **task: object) -> Recipe:
     return tiny_recipe(folder / "root", run=run, task=task, data=data, steps=2, save_every=2, **vocabulary)
 
 
-def evaluated(folder: Path, out: Path | None = None, run: str = "tuned", *overrides: str, again: bool = False) -> dict:
-    given = ["--task.caption_length=20", f"--task.folder={folder / 'files'}", *overrides]
+def evaluated(
+    folder: Path,
+    out: Path | None = None,
+    run: str = "tuned",
+    again: bool = False,
+    changes: Mapping[str, object] = MappingProxyType({}),
+) -> dict:
+    given = {"task.caption_length": 20, "task.folder": str(folder / "files"), **changes}
     paths = [f"{folder / 'root'}/runs/{run}"]
     return evaluate(retrieval_recipe(folder), paths, "test", given, out and str(out), ALONE, again)
 
@@ -129,8 +136,8 @@ def test_again_takes_nothing_of_an_evaluation_that_was_stopped(folder, tmp_path,
 @pytest.mark.parametrize(
     "change",
     [
-        lambda folder: ["--task.rows_at_once=5"],
-        lambda folder: (folder / "files" / "dataset_flickr30k.json").open("a").write("\n") and [],
+        lambda folder: {"task.rows_at_once": 5},
+        lambda folder: (folder / "files" / "dataset_flickr30k.json").open("a").write("\n") and {},
     ],
 )
 def test_blocks_of_other_settings_and_files_are_not_taken(folder, tmp_path, monkeypatch, change: Callable):
@@ -142,7 +149,7 @@ def test_blocks_of_other_settings_and_files_are_not_taken(folder, tmp_path, monk
         with pytest.raises(KeyboardInterrupt):
             evaluated(tmp_path / "copy", tmp_path / "out")
     calls = count_calls(monkeypatch)
-    evaluated(tmp_path / "copy", tmp_path / "out", "tuned", *change(tmp_path / "copy"))
+    evaluated(tmp_path / "copy", tmp_path / "out", changes=change(tmp_path / "copy"))
     assert len(calls) == 2
 
 
@@ -184,7 +191,7 @@ def test_predictions_survive_a_block(tmp_path):
 def test_scores_are_the_same_in_every_world(folder, size: int):
     model, recipe = load_task_model(
         open_checkpoint(f"{folder / 'root'}/runs/tuned"),
-        [f"--task.folder={folder / 'files'}"],
+        {"task.folder": str(folder / "files")},
         retrieval_recipe(folder),
     )
     samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
@@ -202,7 +209,7 @@ def test_scores_are_the_same_in_every_world(folder, size: int):
 def test_a_limited_validation_ranks_its_images_and_their_captions_alone(folder):
     model, recipe = load_task_model(
         open_checkpoint(f"{folder / 'root'}/runs/tuned"),
-        [f"--task.folder={folder / 'files'}"],
+        {"task.folder": str(folder / "files")},
         retrieval_recipe(folder),
     )
     samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
@@ -242,7 +249,7 @@ def relationship_of(folder: Path, run: str) -> np.ndarray:
     model, recipe = load_task_model(open_checkpoint(f"{folder / 'root'}/runs/{run}"))
     tuned, _ = load_task_model(
         open_checkpoint(f"{folder / 'root'}/runs/tuned"),
-        [f"--task.folder={folder / 'files'}"],
+        {"task.folder": str(folder / "files")},
         retrieval_recipe(folder),
     )
     tuned.task.vocabulary = model.task.vocabulary

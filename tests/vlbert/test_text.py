@@ -135,7 +135,7 @@ def test_a_second_run_into_a_folder_is_refused_and_a_killed_one_leaves_the_old_c
     short.write_text("a cat\n")
     corpus_of(tmp_path, short)
     long.write_bytes(b"sat on a cat\n" * 1_000_000)
-    command = [sys.executable, "-m", "vlbert.data.corpus", out, long, "--vocabulary", tmp_path / "words.txt"]
+    command = [sys.executable, "-m", "vlbert", "corpus", out, long, "--vocabulary", tmp_path / "words.txt"]
     first = subprocess.Popen(command)
     try:
         wait_for((out / ".tokens.u16.part").exists, 60)

@@ -160,7 +160,7 @@ def options(*arguments: str) -> object:
 
 
 def test_the_parts_of_a_step_come_in_order_and_leave_the_model_as_it_was():
-    recipe = dataclasses.replace(measured_recipe(options(), "pretrain_vlbert_base"), activation_checkpointing=True)
+    recipe = dataclasses.replace(measured_recipe(options()), activation_checkpointing=True)
     model = new_model(recipe, CPU.device)
     before = [*model.state_dict()]
     pairs = masked_pairs(model.task, recipe.model.regions, drawn_samples(recipe.model.regions, range(2)))
@@ -207,7 +207,7 @@ def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
     ("arguments", "named"),
     [
         (["--precision", "fp16"], "--precision fp16: it is one or more of bf16,tf32,fp32"),
-        (["--recipe", "finetune_vqa_base"], "is no pre-training"),
+        (["--recipe", "finetune_vqa"], "is no pre-training"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments, named, capsys):

@@ -17,7 +17,7 @@ from vlbert.data.images import prepare_image
 from vlbert.datasets.vqa import Question
 from vlbert.initial_weights import check_complete
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.recipes import RECIPES
+from vlbert.recipes import all_recipes
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.vqa import VQA, VQASettings
 
@@ -211,14 +211,15 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     torch.testing.assert_close(output.weight[5], on_the_left)
     assert not output.bias.any()
     two = changed(task, classifier="two_layers")
-    with pytest.raises(ValueError, match="as wide as words, which have 32 channels: set task.answers_from_words=false"):
+    with pytest.raises(ValueError, match="as wide as words, which have 32 channels: set --task.no_answers_from_words"):
         two.begin(model.vlbert, two.head(TINY_MODEL), None)
 
 
 def test_recipes_learn_from_train2014_and_no_run_validates_on_what_it_learned_from():
     both = ["--task.train_on", "train2014", "val2014", "--data.root=/nowhere", "--random_init", "--bert=None"]
+    recipes = all_recipes()
     for name in ("finetune_vqa_base", "finetune_vqa_large", "finetune_vqa_base_paper", "finetune_vqa_large_paper"):
-        recipe = RECIPES[name]()
+        recipe = recipes[name]
         assert (recipe.task.train_on, recipe.task.validate_on) == (("train2014",), "val2014")
         epoch = -(-443_757 // recipe.data.batch)
         assert (recipe.validate_every, recipe.steps % epoch) == (epoch, 0)

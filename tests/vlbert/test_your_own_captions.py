@@ -27,7 +27,7 @@ def photos(demo_data: DemoData, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_lead_to_a_checkpoint_that_answers(photos, tmp_path, monkeypatch, capsys):
-    ran = run_commands(PAGE, tmp_path, monkeypatch, {"--data.text_batch=0": "--data.text_batch=0 steps=4"})
+    ran = run_commands(PAGE, tmp_path, monkeypatch, {"--data.text_batch 0": "--data.text_batch 0 --steps 4"})
     assert ran.count("storage.collect.run") == ran.count("detectors.run") == 2
     lines = (tmp_path / "my-root/runs/pretrain_vlbert_demo/metrics.jsonl").read_text().splitlines()
     (validation,) = [line for line in map(json.loads, lines) if line["kind"] == "validation"]

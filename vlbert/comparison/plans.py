@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from training.program import find_recipe
+from training.program import find_recipe, parse_recipe
+from vlbert.recipes import RECIPES
 
 _NAME = re.compile(r"[a-z0-9_]+")
 
@@ -112,7 +113,8 @@ _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regi
 
 def _demo(recipe: str, *changes: str) -> Training:
     """A training whose words are those of the corpus; features that are precomputed need no weights."""
-    weights = [] if "--features=precomputed" in changes else [_DEMO_WEIGHTS]
+    made, _ = parse_recipe(recipe, ("--size=demo", *changes), RECIPES)
+    weights = [] if made.model.regions.features == "precomputed" else [_DEMO_WEIGHTS]
     return Training(recipe, ("--size=demo", *weights, _DEMO_VOCABULARY, *changes))
 
 

@@ -126,7 +126,7 @@ def _features(sample: Sample, config: RegionConfig) -> np.ndarray:
         found = "no features" if features is None else f"features of {features.shape[1]} channels"
         raise ValueError(
             f"the regions of sample {sample.key} carry {found}, the model takes {config.channels} channels; detect "
-            "with keep_features=true, or train from pixels: model.regions.features=end_to_end"
+            "with --keep_features, or train from pixels: --model.regions.features=end_to_end"
         )
     return features.astype(np.float32)
 

@@ -227,7 +227,7 @@ def submission(folder: Path, rows: Iterable[Mapping[str, Any]]) -> bytes:
         raise ValueError(
             f"{len({item for item, _ in missing})} of {len(items)} items, such as {missing[0][0]}, lack probabilities "
             f"of {' and '.join(f'{kind}s' for kind in sorted(lack))}; the leaderboard wants answers, and rationales "
-            "behind every answer: evaluate both runs at once, CHECKPOINT,CHECKPOINT, with task.every_answer=true"
+            "behind every answer: evaluate both runs at once, CHECKPOINT,CHECKPOINT, with --task.every_answer"
         )
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")

@@ -115,7 +115,7 @@ def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -
 
 def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: bool) -> Replay:
     state, config, regions = checkpoint.state, recipe.data, recipe.model.regions
-    way_out = "put it back, or name the folder that has it: folder=FOLDER"
+    way_out = "put it back, or name the folder that has it: --folder=FOLDER"
     recipe.task.check_same(state.get("task_files"), checkpoint.where, way_out)
     store = open_store(config.root, write=False)
     spans = [[SnapshotSpan(**span) for span in saved["snapshots"]] for saved in state["data"]]
@@ -155,7 +155,7 @@ def write_replay(path: str, step: int, settings: ReplaySettings = ReplaySettings
     """Write the page of a step, and return its file. Errors as of `replay`."""
     out = Path(settings.out) if settings.out else None
     if out and not out.parent.is_dir():
-        raise ValueError(f"out={out}: there is no folder {out.parent}")
+        raise ValueError(f"--out={out}: there is no folder {out.parent}")
     found = replay(path, step, settings, pixels=True)
     out = out or Path(f"{found.recipe.run_name}-step-{step:07d}.html")
     classes = ((found.checkpoint.config.get("detector") or {}).get("metadata") or {}).get("classes")

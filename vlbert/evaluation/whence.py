@@ -146,7 +146,7 @@ class Trained:
             if store.exists(path):
                 return store, path
         places = " or ".join(dict.fromkeys(store.where(path) for store in self.roots))
-        raise ValueError(f"{places} is gone; put it back, or name the root that has it: root=...")
+        raise ValueError(f"{places} is gone; put it back, or name the root that has it: --root=...")
 
     def draws(self) -> Iterator[tuple[DataUse, SnapshotSpan, int, np.ndarray, np.ndarray]]:
         """All that the run took, in its order: dataset, span, epoch, examples (int64 [n]), and the step of each."""
@@ -182,12 +182,12 @@ class Trained:
             examples = task.examples(_Urls(urls, read_withdrawn(store).urls), None)
         except ValueError as error:
             raise ValueError(
-                f"which images {self.run} has seen, the files of its task tell, and {error}; here: task_folder=FOLDER"
+                f"which images {self.run} has seen, the files of its task tell, and {error}; here: --task_folder=FOLDER"
             ) from error
         if len(examples) != span.examples:
             raise ValueError(
                 f"{self.run} was trained on {span.examples} examples of {use.dataset}, now there are {len(examples)}: "
-                "the files of the task have changed; name those that it had: task_folder=FOLDER"
+                "the files of the task have changed; name those that it had: --task_folder=FOLDER"
             )
         return np.asarray(examples.samples, np.int64)
 

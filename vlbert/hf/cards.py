@@ -260,7 +260,7 @@ def put_card(store: ObjectStore, folder: str, card: str) -> str:
     before = store.get(path) if store.exists(path) else b""
     if before and not any(mark.encode() in before for mark in (_MADE_BY, _BLANK)):
         raise ValueError(
-            f"{store.where(path)} is not a card of this program: move it away, or name another folder: out=FOLDER"
+            f"{store.where(path)} is not a card of this program: move it away, or name another folder: --out=FOLDER"
         )
     store.put(path, card.encode())
     return store.where(path)

@@ -32,7 +32,7 @@ def bert_vocabulary(name: str) -> Vocabulary:
     """The vocabulary of a Hugging Face BERT; ValueError where it has none, or tells capitals apart: ours does not."""
     vocabulary = _own_vocabulary(name)
     if vocabulary is None:
-        raise ValueError(f"{name} came without a vocabulary; give the vocab.txt it was trained with, vocabulary=FILE")
+        raise ValueError(f"{name} came without a vocabulary; give the vocab.txt it was trained with, --vocabulary=FILE")
     return vocabulary
 
 
@@ -69,7 +69,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
     if own is not None and own.tokens != vocabulary.tokens:
         raise ValueError(
             f"the run's vocabulary is not that of {name}: every word would get the weights of another; give "
-            f"vocabulary=FILE with {name}'s own vocab.txt, or bert=none"
+            f"--vocabulary=FILE with {name}'s own vocab.txt, or --bert=None"
         )
 
     embedding = vlbert.embedding

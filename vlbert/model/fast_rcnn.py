@@ -59,7 +59,7 @@ class FastRCNN(nn.Module):
         if shown != images:
             raise ValueError(
                 f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {images} images, and the "
-                "model sees pixels; read it with model.regions.features=end_to_end"
+                "model sees pixels; read it with --model.regions.features=end_to_end"
             )
         padding, groups = self.config.padding, batch.pixels
         if padding == "fixed":

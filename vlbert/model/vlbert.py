@@ -107,7 +107,7 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         if tuple(batch.features.shape) != wanted:
             raise ValueError(
                 f"the batch with sample {batch.keys[0]} has features {tuple(batch.features.shape)}, the model takes "
-                f"{wanted} precomputed ones; detect with keep_features=true, or set model.regions.features=end_to_end"
+                f"{wanted} precomputed ones; detect with --keep_features, or set --model.regions.features=end_to_end"
             )
         return batch.features.to(self.embedding.words.weight.dtype)
 

@@ -44,10 +44,9 @@ _OF_PREDICTIONS = ("mask_regions", "choices", "answer", "out", "attention", "hea
 @dataclass(frozen=True)
 class Options:
     checkpoint: Checkpoint
-    # of any usual format; with --among the text
-    image: Annotated[str, Positional, arg(metavar="IMAGE")] = ""
-    # the question; without it the regions are drawn with their numbers
-    text: Annotated[str | None, Positional, arg(metavar="TEXT")] = None
+    # an image file, and a text or question about it; without one the regions are drawn with their numbers. With --among
+    # a text alone
+    asked: Annotated[tuple[str, ...], Positional, arg(metavar="IMAGE [TEXT]")] = ()
     mask_regions: tuple[int, ...] = ()  # numbers of regions to mask and predict
     choices: tuple[str, ...] = ()  # VCR: the answers, or rationales, to choose from
     answer: str = ""  # VCR: the answer that the rationales explain; VQA: the right one
@@ -61,9 +60,20 @@ class Options:
     attention: bool = False  # also draw which regions each token attends to
     heads: str | None = None  # attention of these layers' heads, both from 0: 1.3,2.0
 
+    @property
+    def image(self) -> str:
+        """The image's file; with `among` the text."""
+        return self.asked[0] if self.asked else ""
+
+    @property
+    def text(self) -> str | None:
+        return self.asked[1] if len(self.asked) > 1 else None
+
     def __post_init__(self):
         if self.serve:
             return
+        if len(self.asked) > 2:
+            raise ValueError(f"{self.asked[2]!r} stands behind the text; write a text of several words in quotes")
         if self.port is not None:
             raise ValueError("--port belongs to --serve")
         if not self.image:

@@ -178,11 +178,11 @@ class RefCOCO(Task):
         own = settings.regions == "detected" and not settings.detections and not settings.adds_ground_truth
         if config.regions.features != "end_to_end" and not own:
             raise ValueError(
-                "precomputed features belong to the shards' own regions: set model.regions.features=end_to_end, or "
-                "task.regions=detected task.detections=none task.adds_ground_truth=false"
+                "precomputed features belong to the shards' own regions: set --model.regions.features=end_to_end, or "
+                "--task.regions=detected --task.detections=None --task.no_adds_ground_truth"
             )
         if settings.whole_image_competes and config.whole_image == "none":
-            raise ValueError("the model does not read the whole image: set task.whole_image_competes=false")
+            raise ValueError("the model does not read the whole image: set --task.no_whole_image_competes")
         inputs = config.regions_stream.hidden_size
         return Classifier(config, 1, settings.classifier, settings.classifier_dropout, inputs=inputs)
 

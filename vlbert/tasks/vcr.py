@@ -88,7 +88,8 @@ class VCRSettings(TaskSettings):
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2")
         if self.detected_regions and (self.region_loss != "none" or self.masked_regions):
             raise ValueError(
-                "detected_regions is true; their class is no object's: set region_loss=none masked_regions=0"
+                "detected_regions is true; their class is no object's: set --task.region_loss=none and "
+                "--task.masked_regions=0"
             )
         if not 0 <= self.masked_regions <= 1:
             raise ValueError(f"masked_regions is {self.masked_regions}; it must be a share, in [0, 1]")
@@ -197,8 +198,8 @@ class VCR(Task):
         regions, side = config.regions, self.settings.mask_size
         if regions.features == "precomputed" and (self.settings.instance_masks or self.settings.masked_regions):
             raise ValueError(
-                "precomputed features have no cells to leave out and no pixels to mask: set task.instance_masks=false "
-                "task.masked_regions=0, or model.regions.features=end_to_end"
+                "precomputed features have no cells to leave out and no pixels to mask: set --task.no_instance_masks "
+                "--task.masked_regions=0, or --model.regions.features=end_to_end"
             )
         if regions.features == "end_to_end" and self.settings.detected_regions:
             raise ValueError("task.detected_regions is for precomputed features; set it to false")

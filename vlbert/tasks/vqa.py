@@ -88,7 +88,7 @@ class VQA(Task):
         splits = self.settings.train_on if split is None else (split,)
         questions = [question for split in splits for question in vqa.read_questions(self.folder, split)]
         if split is None and not all(question.answers for question in questions):
-            raise ValueError(f"task.train_on={','.join(splits)}: a test split has no answers to learn from")
+            raise ValueError(f"--task.train_on={','.join(splits)}: a test split has no answers to learn from")
         given = {answer for question in questions for answer in question.answers}
         if given and not self.class_of.keys() & given:
             raise ValueError(
@@ -172,8 +172,8 @@ class VQA(Task):
         inputs = getattr(head.output, "in_features", None)  # none of a weight-normed layer
         if inputs != vlbert.config.hidden_size:
             raise ValueError(
-                f"task.classifier={self.settings.classifier} has no weights as wide as words, which have "
-                f"{vlbert.config.hidden_size} channels: set task.answers_from_words=false"
+                f"--task.classifier={self.settings.classifier} has no weights as wide as words, which have "
+                f"{vlbert.config.hidden_size} channels: set --task.no_answers_from_words"
             )
         embedding = vlbert.embedding.words.weight
         for row, answer in enumerate(self.answers):
