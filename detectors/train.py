@@ -1,11 +1,12 @@
 """Train the detector of faster_rcnn.py on annotated images.
 
     vlbert train-detector RECIPE [--field value ...]
-    torchrun --nproc-per-node N -m -- detectors.train RECIPE [--field value ...]
+    torchrun --nproc-per-node N -m detectors.train RECIPE [--field value ...]
 
 RECIPE is a function of detectors/recipes.py; fields are those of its dataclasses, such as --root FOLDER or
---optimizer.learning_rate 1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so. It leaves
-ROOT/runs/RUN/weights.safetensors, which detectors.run and detectors.verify read. docs/train-detector.md tells more.
+--optimizer.learning_rate 1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so. It
+leaves ROOT/runs/RUN/weights.safetensors, which `vlbert detect` and `verify-detector` read. docs/train-detector.md
+tells more.
 """
 
 import dataclasses

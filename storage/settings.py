@@ -83,7 +83,7 @@ def parse(
 
 def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
     """Return what `parse` returns, and the arguments that name none of its fields."""
-    return parse(kind, arguments, *more, return_unknown_args=True, **options)  # ty: ignore[invalid-return-type]
+    return parse(kind, arguments, *more, return_unknown_args=True, **options)  # ty: ignore[invalid-explicit-return]
 
 
 def _text_of_box(printed: str) -> str:

@@ -280,7 +280,7 @@ def with_and_without(tmp_path) -> tuple[Path, Path]:
     ("file", "fields", "recipe", "named"),
     [
         ("detector", ["--model.regions.no_random_init", "--model.regions.weights=detector"], None, "regions.weights="),
-        ("root", ["--data.root=root"], None, "--data.root=root"),
+        ("root", ["--data.root=root"], None, "data.root=root is missing"),
         ("mine.py", [], "mine:recipe", "mine cannot be imported"),
     ],
 )

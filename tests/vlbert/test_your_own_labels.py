@@ -107,7 +107,7 @@ def test_the_commands_of_the_page_train_a_classifier_that_needs_image_and_text(l
     )
     overrides = " ".join(f"'{one}'" for one in as_overrides(tiny, recipe))
     replaced = {
-        "detector.safetensors\n": "detector.safetensors --selection.minimum 2 --selection.maximum 4\n",  # of small images
+        "detector.safetensors\n": "detector.safetensors --selection.minimum 2 --selection.maximum 4\n",
         "--init_from demo-root/runs/pretrain": overrides,
         "finetune_labels val": f"finetune_labels val {overrides}",
         '"look what I made"': f'"look what I made" {overrides} --detector demo/detector.safetensors',

@@ -123,7 +123,7 @@ def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:
     if not checkpoint.part(f"head.{model.task.zero_shot}."):
         raise ValueError(
             f"{checkpoint.where} was pre-trained without the {model.task.zero_shot} head that "
-            f"{type(model.task).__name__} takes: fine-tune it first, or pre-train with task.{model.task.zero_shot}=true"
+            f"{type(model.task).__name__} takes: fine-tune it first, or pre-train with --task.{model.task.zero_shot}"
         )
     load_model(model.vlbert, checkpoint.part("vlbert."), checkpoint.where)
     start_head(model.task, model.head, checkpoint, same_task=False)

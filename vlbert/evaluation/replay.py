@@ -1,6 +1,6 @@
 """Make the batch of any step of a run again, as one HTML page: what was masked, and what was asked.
 
-    vlbert replay CHECKPOINT STEP [field=value ...]
+    vlbert replay CHECKPOINT STEP [--field value ...]
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or a copy of such a folder: config.json,
 state.json and vocab.txt are enough. STEP counts from 1, as the log does. The batch is the same on any number of

@@ -3,7 +3,7 @@
     vlbert whence CHECKPOINT                     the runs that led to it, and on what they were trained
     vlbert whence CHECKPOINT URL                 each time that it saw this image: dataset, shard, epoch, step
     vlbert whence CHECKPOINT KEY                 the same of a sample, by its key
-    vlbert whence CHECKPOINT out=seen.parquet    all of them, with the steps of each run
+    vlbert whence CHECKPOINT --out seen.parquet  all of them, with the steps of each run
 
 CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the newest of the run) or ROOT/runs/RUN/best. Steps count from 1, as
 in metrics.jsonl. docs/provenance.md says what can be known of samples that were not readable.

@@ -1,7 +1,7 @@
 """Model cards and dataset cards for the Hugging Face hub, made from checkpoints, logs and manifests.
 
-    vlbert card model CHECKPOINT [out=FOLDER]   # README.md in the checkpoint's folder, or in out=
-    vlbert card data ROOT DATASET               # ROOT/DATASET/README.md
+    vlbert card model CHECKPOINT [--out FOLDER]   # README.md in the checkpoint's folder, or in FOLDER
+    vlbert card data ROOT DATASET                 # ROOT/DATASET/README.md
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model. Every number is
 read from what the programs recorded; what nothing recorded is "not recorded". The templates are model_card.md.j2 and

@@ -1,6 +1,6 @@
 """Pre-training: masked words with visual clues, masked regions with linguistic clues, masked words of text alone.
 
-    torchrun -m vlbert.train pretrain_vlbert_base data.root=ROOT data.text_corpus=FOLDER
+    torchrun -m vlbert.train pretrain_vlbert --data.root ROOT --data.text_corpus FOLDER
 
 The paper (section 4.1) reports no number for it; users of the authors' code report 60 % of masked words, 48 % of those
 of the text-only corpus and 70 % of masked regions for the base model.

@@ -1,6 +1,6 @@
 """RefCOCO+: which region does an expression mean? (paper 4.2; UNC split)
 
-    torchrun -m vlbert.train finetune_refcoco_base data.root=ROOT task.folder=refcoco+ init_from=ROOT/runs/...
+    torchrun -m vlbert.train finetune_refcoco --data.root ROOT --task.folder refcoco+ --init_from ROOT/runs/...
 
 The paper (table 3), VL-BERT base, % of expressions: on ground-truth regions val 79.88, testA 82.40, testB 75.01; on
 MAttNet's detected ones 71.60, 77.72, 60.99.

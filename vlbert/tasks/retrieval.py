@@ -1,6 +1,6 @@
 """Image-text retrieval on Flickr30k and COCO: how well do a caption and an image fit? (Unicoder-VL 3.3, ViLBERT 3.2)
 
-    torchrun -m vlbert.train finetune_retrieval_base data.root=ROOT task.folder=flickr30k init_from=ROOT/runs/...
+    torchrun -m vlbert.train finetune_retrieval --data.root ROOT --task.folder flickr30k --init_from ROOT/runs/...
 
 Recall@1 on Flickr30k's test, caption -> image and image -> caption: Unicoder-VL 71.5 and 86.2, zero-shot 48.4 and 64.3;
 ViLBERT 58.20 caption -> image, zero-shot 31.86. VL-BERT's paper reports none.

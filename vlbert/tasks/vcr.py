@@ -1,6 +1,6 @@
 """VCR: which of four answers is right, and which of four rationales says why? (paper 4.2, figure 2 a)
 
-    torchrun -m vlbert.train finetune_vcr_base data.root=ROOT task.folder=vcr init_from=ROOT/runs/...
+    torchrun -m vlbert.train finetune_vcr --data.root ROOT --task.folder vcr --init_from ROOT/runs/...
 
 The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 77.9, 58.9 (test 75.8, 78.4, 59.7).
 """

@@ -1,6 +1,6 @@
 """VQA 2.0: a question about an image, answered with one of 3,129 answers (paper 4.2, figure 2 b).
 
-    torchrun -m vlbert.train finetune_vqa_base data.root=ROOT task.folder=vqa init_from=ROOT/runs/...
+    torchrun -m vlbert.train finetune_vqa --data.root ROOT --task.folder vqa --init_from ROOT/runs/...
 
 The paper (table 2): VL-BERT base 71.16 test-dev; large 71.79 test-dev, 72.22 test-std.
 """
