@@ -60,7 +60,7 @@ if [[ -n $TINY ]]; then
     SMALL=(--rounds 1 --steps 1 --model.layers JJ --model.hidden_size 32 --model.num_heads 2
         --model.intermediate_size 64 --model.geometry_channels 32 --model.regions.resnet.blocks 1 1 1 1
         --model.regions.resnet.width 4 --model.regions.roi_size 4 --model.regions.short_side 48
-        --model.regions.long_side 80)
+        --model.regions.long_side 80 --model.region_hidden_size None)
     PAIRS=2 HALF=2 FEW=2 STEPS=5 WORKERS=1
     DETECT=(--preset demo --count 1 --rounds 1)
 fi

@@ -88,8 +88,8 @@ def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: 
 
 def _text_of_box(printed: str) -> str:
     """What tyro prints in a box, as one line without the box's title."""
-    _, *lines = [line.strip("│╭╮╰╯─ ") for line in printed.strip().splitlines()] or [""]
-    return " ".join(filter(None, lines)).partition(" For full helptext")[0]
+    _, *lines = [line.strip("│ ") for line in printed.splitlines() if any(map(str.isalnum, line))] or [""]
+    return " ".join(lines).partition(" For full helptext")[0]
 
 
 def flag_hint(arguments: Sequence[str]) -> str:

@@ -416,6 +416,16 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(arguments, named
     assert not (tmp_path / "root").exists()
 
 
+def test_a_field_of_several_values_and_a_flag_reach_their_scope_alone(tmp_path):
+    given = ["refcoco:task.train_on=train testA", "words:compile", "refcoco:task.folder='my refs'"]
+    cells = cells_of(compared.plan(), str(tmp_path), given, (0,))
+    assert {cell.settings.task.train_on for cell in cells if cell.task} == {("train", "testA")}
+    assert {cell.settings.task.folder for cell in cells if cell.task} == {"my refs"}
+    assert {cell.variant for cell in cells if cell.settings.compile} == {"words"}
+    with pytest.raises(ValueError, match="task.folder='my: No closing quotation; quote a value with spaces"):
+        cells_of(compared.plan(), str(tmp_path), ["refcoco:task.folder='my"], (0,))
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import resource
+import shlex
 import signal
 import sys
 import threading
@@ -36,7 +37,7 @@ from vlbert.train import train
 
 PRETRAINING = "pretraining"  # the scope, and in names of runs the task, of a pre-training
 # Fields of a training that a comparison sets itself.
-_OWN = ("run", "init_from", "data.seed", "data.root")
+_OWN = ("--run", "--init_from", "--data.seed", "--data.root")
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,11 @@ class Cell:
 def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
     """All trainings, those that others need before these, a seed after the other.
 
-    fields: [SCOPE:]field=value; SCOPE is `pretraining`, a task or a variant, without one it is for all. ValueError
-    where a recipe or a field does not exist or fit.
+    fields: [SCOPE:]field=value, or [SCOPE:]field of a flag; SCOPE is `pretraining`, a task or a variant, without one it
+    is for all. Several words are several values, as a shell splits them. ValueError where a recipe or a field does not
+    exist or fit.
     """
-    given = [_scoped(one, plan) for one in fields]
+    given = [scoped for one in fields for scoped in _scoped(one, plan)]
     found = []
     for seed in seeds:
         pretrained = {
@@ -106,16 +108,21 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int])
     return found
 
 
-def _scoped(text: str, plan: Plan) -> tuple[str | None, str]:
-    scope, separator, rest = text.partition("=")[0].rpartition(":")
-    if not separator:
-        return None, f"--{text}"
-    if scope not in (PRETRAINING, *plan.tasks, *plan.variants):
+def _scoped(text: str, plan: Plan) -> list[tuple[str | None, str]]:
+    """The arguments of one field, each with its scope."""
+    name, equals, value = text.partition("=")
+    scope, separator, field = name.rpartition(":")
+    if separator and scope not in (PRETRAINING, *plan.tasks, *plan.variants):
         raise ValueError(
             f"{text}: plan {plan.name} has no {scope}; a field is for {PRETRAINING}, a task "
             f"({', '.join(plan.tasks)}) or a variant ({', '.join(plan.variants)})"
         )
-    return scope, f"--{text[len(scope) + 1 :]}"
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}; quote a value with spaces or quotes as for a shell") from error
+    arguments = [f"--{field}", *words] if len(words) > 1 else [f"--{field}{equals}{''.join(words)}"]
+    return [(scope or None, one) for one in arguments]
 
 
 def _cell(
@@ -131,7 +138,7 @@ def _cell(
     run = f"compare-{plan.name}-{variant}-{task or PRETRAINING}-seed{seed}"
     changes = [one.replace("{root}", root) for one in training.changes]
     changes += [one for scope in (None, task or PRETRAINING, variant) for of, one in given if of == scope]
-    if own := [one for one in changes if one[2:].partition("=")[0] in _OWN]:
+    if own := [one for one in changes if one.partition("=")[0] in _OWN]:
         raise ValueError(f"{run}: {own[0]}: a comparison sets this field itself; leave it out")
     changes += [f"--data.root={root}", f"--data.seed={seed}", f"--run={run}"]
     changes += [f"--init_from={open_store(root, write=False).where(needs.checkpoint)}"] if needs else []

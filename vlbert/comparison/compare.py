@@ -242,7 +242,7 @@ def compare_plan(
     Args:
         plan: a function of vlbert/comparison/plans.py, or MODULE:FUNCTION
         root: a folder, or s3://bucket/prefix
-        fields: of the recipes, each as `[SCOPE:]field=value`
+        fields: of the recipes, each as `[SCOPE:]field=value`, several values in quotes, or `[SCOPE:]flag`
         seeds: in place of the plan's; more can be added later
         jobs: trainings at a time; by default one a GPU or, without any, a core
     """
