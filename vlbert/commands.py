@@ -1,13 +1,15 @@
 """`vlbert COMMAND`: the programs of this project under one name."""
 
+import dataclasses
 import difflib
 import importlib
+import inspect
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Union
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Union, get_type_hints
 
 from storage.programs import PackageMissing
 
@@ -39,7 +41,7 @@ _COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 _USAGE = """usage: vlbert COMMAND ...
        vlbert COMMAND --help                         its arguments
        vlbert --version
-       vlbert --tyro-print-completion bash|zsh|fish  a script: eval "$(...)" completes commands, recipes and fields
+       vlbert --tyro-print-completion bash|zsh|fish  a script that completes commands, recipes and fields
 """
 
 
@@ -91,12 +93,9 @@ def _complete(arguments: list[str]) -> None:
     """Print what has a shell complete the commands, their arguments, and the recipes with their fields."""
     import tyro
 
-    def chosen(kinds: dict[str, Any]) -> Callable[[Any], None]:
-        """Return a function whose first argument is the name of a function, or of a recipe."""
-        made = []
-        for name, one in kinds.items():
-            kind, given = (Any, {"constructor": one}) if callable(one) else (type(one), {"default": one})
-            made.append(Annotated[kind, tyro.conf.subcommand(name, **given)])  # ty: ignore[invalid-type-form]
+    def chosen(functions: Mapping[str, Callable[..., Any]]) -> Callable[[Any], None]:
+        """Return a function whose first argument is the name of one of these."""
+        made = [Annotated[Any, tyro.conf.subcommand(name, constructor=one)] for name, one in functions.items()]
 
         def choose(one: Any) -> None:
             pass
@@ -104,12 +103,20 @@ def _complete(arguments: list[str]) -> None:
         choose.__annotations__["one"] = Annotated[Union[tuple(made)], tyro.conf.arg(name="")]  # noqa: UP007  # ty: ignore[invalid-type-form]
         return choose
 
+    def with_fields(name: str, make: Callable[..., Any]) -> type:
+        """Return a dataclass with the parameters of a recipe's function, and the fields of what it makes."""
+        recipe, hints = make(), get_type_hints(make)
+        kind = type(recipe)
+        own = [(argument, hints[argument], one.default) for argument, one in inspect.signature(make).parameters.items()]
+        fields = ("fields", Annotated[kind, tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]
+        return dataclasses.make_dataclass(name, [*own, fields])
+
     found = {}
     for name in COMMANDS:
         module = _module_of(name)
         function = getattr(module, "Options", None) or getattr(module.main, "function", None)
         if function is None:  # its first argument is a recipe
-            function = {recipe: make() for recipe, make in module.RECIPES.items()}
+            function = {recipe: with_fields(recipe, make) for recipe, make in module.RECIPES.items()}
         found[name] = chosen(function) if isinstance(function, dict) else function
     tyro.extras.subcommand_cli_from_dict(
         found, prog="vlbert", args=arguments, use_underscores=True, config=(tyro.conf.OmitSubcommandPrefixes,)

@@ -58,7 +58,7 @@ def test_the_script_completes_commands_recipes_and_fields(capsys, shell):
         main(["--tyro-print-completion", shell])
     assert not ended.value.code
     printed = capsys.readouterr().out
-    assert {"train-detector", "pretrain_vlbert", "detector_demo", "--data.root", "--download.contact"} <= {
+    assert {"train-detector", "pretrain_vlbert", "detector_demo", "--size", "--data.root", "--download.contact"} <= {
         *re.findall(r"[\w.-]+", printed)
     }
     if shutil.which(shell):

@@ -1,4 +1,4 @@
-"""Print the tables of docs/variants.md: how paper and published code differ, and the numbers of all recipes."""
+"""Print how paper and published code differ, and the numbers of all recipes, as tables."""
 
 from storage.programs import Command
 from vlbert.recipes import all_recipes
