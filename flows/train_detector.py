@@ -14,7 +14,7 @@ from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
 from flows.torchrun import OnHeartbeat, TrainingMonitor, check_overrides, given_fields, torchrun
 from storage.object_store import open_store
-from storage.settings import arguments_of, as_arguments
+from storage.settings import as_arguments, changed_fields
 from training.log import last_metrics
 
 _ANNOTATIONS = [field.name for field in dataclasses.fields(AnnotationConfig)]  # fields of the recipe's `data`, too
@@ -50,8 +50,8 @@ def train_detector(
     run = settings.run or settings.recipe
     annotations = AnnotationConfig(**{name: getattr(settings, name) for name in _ANNOTATIONS})
     fields = {"root": root, "run": run, "init_from": settings.init_from}
-    data = [f"--data.{argument.removeprefix('--')}" for argument in arguments_of(annotations)]
-    arguments = [settings.recipe, *data, *as_arguments(given_fields(fields)), *settings.overrides]
+    data = {f"data.{name}": getattr(annotations, name) for name in changed_fields(annotations)}
+    arguments = [settings.recipe, *as_arguments(data | given_fields(fields)), *settings.overrides]
     finished = torchrun("detectors.train", arguments, root, run, settings.processes, log, monitor)
     store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
     if not store.exists(weights):
