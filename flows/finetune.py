@@ -119,5 +119,5 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
     open_storage(root)
     monitor = TrainingMonitor("finetune", root, settings.made.name, settings.made.run_name)
     trained = finetune(root, work, settings, stage_logger().info, monitor)
-    show_result("finetune", trained, monitor)
+    show_result("finetune", settings, trained, monitor)
     return trained

@@ -73,5 +73,5 @@ def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: st
     open_storage(root)
     monitor = TrainingMonitor("pretrain", root, settings.made.name, settings.made.run_name)
     trained = pretrain(root, work, settings, detector, stage_logger().info, monitor)
-    show_result("pretrain", trained, monitor)
+    show_result("pretrain", settings, trained, monitor)
     return trained

@@ -318,15 +318,16 @@ class TrainingMonitor:
         self.curves.attempted()
 
 
-def show_result(stage: str, trained: Trained, monitor: TrainingMonitor) -> None:
+def show_result(
+    stage: str, settings: PretrainSettings | FinetuneSettings, trained: Trained, monitor: TrainingMonitor
+) -> None:
     """Show a complete training in the flow UI: its name, its last curves, its metrics and what the paper reports."""
     name_training(trained.recipe, trained.run, trained.detector, trained.snapshot)
     monitor.draw()
     with reporting():
-        from vlbert.recipes import all_recipes  # here, as above
-        from vlbert.tasks import task_of
+        from vlbert.tasks import task_of  # here, as above
 
-        paper = task_of(all_recipes()[trained.recipe].task).paper
+        paper = task_of(settings.made.task).paper
         publish(stage, trained.run, partial(table_of_metrics, trained.metrics, trained.checkpoint, paper))
     for one in trained.evaluated:
         table = partial(table_of_evaluation, one.metrics, one.paper, one.folder, one.submission)
