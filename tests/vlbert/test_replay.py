@@ -245,13 +245,12 @@ def test_every_task_is_replayed_by_its_own_code(tmp_path, make: Callable[[Path],
 
 RANK = """
 import sys, torch
-from storage.settings import override
-from training.program import run_in_world
+from training.program import make_recipe, run_in_world
 from vlbert.recipes import RECIPES
 from vlbert.train import train
 
 name, *given = sys.argv[1:]
-recipe = override(RECIPES[name](), given)
+recipe = make_recipe(name, given, RECIPES)
 
 def work(world):
     train(recipe, world, lambda step, parts: torch.save(list(parts), f"{step}-{world.rank}.pt"))
@@ -262,7 +261,7 @@ run_in_world("rank.py", work)
 
 def on_two(folder: Path, base: str, recipe: Recipe) -> dict[int, list[Batch]]:
     """By step: the batches of two processes, in the order of the slots."""
-    status, _, errors = ended(launched(folder, RANK, base, *as_overrides(recipe, RECIPES[base]())))
+    status, _, errors = ended(launched(folder, RANK, base, "--size=demo", *as_overrides(recipe, RECIPES[base]("demo"))))
     assert status == 0, errors[-3000:]
     found = {}
     for step in range(recipe.steps):
@@ -286,7 +285,7 @@ def test_a_run_of_two_processes_is_replayed_by_one(tmp_path, trained):
     recipe = tiny_recipe(root, run="two", task=task, steps=3, save_every=3)
     data = dataclasses.replace(recipe.data, flip=0.5, gradient_accumulation=2)
     recipe = dataclasses.replace(recipe, data=data, model=dataclasses.replace(TINY_MODEL, dropout=0.0))
-    for step, batches in on_two(tmp_path, "pretrain_vlbert_demo", recipe).items():
+    for step, batches in on_two(tmp_path, "pretrain_vlbert", recipe).items():
         assert len(batches) == 4
         rows = [row for batch in batches for row in rows_with_labels(batch)]
         pairs, texts = ([row for row in rows if row[0].startswith("text-") == alone] for alone in (False, True))
@@ -307,6 +306,6 @@ def pairs_of(batches: Sequence[Batch]) -> dict[tuple[int, int], tuple]:
 
 @pytest.mark.slow
 def test_pairs_of_two_processes_have_the_same_wrong_ones(tmp_path):
-    for step, batches in on_two(tmp_path, "finetune_retrieval_demo", retrieval(tmp_path)).items():
+    for step, batches in on_two(tmp_path, "finetune_retrieval", retrieval(tmp_path)).items():
         found = replay(str(tmp_path / "root/runs/tuned"), step + 1)
         assert pairs_of([found.batch]) == pairs_of(batches)

@@ -56,7 +56,7 @@ def test_after_ctrl_c_the_next_start_goes_on(root, tmp_path):
     """torchrun sends its ranks once more what the terminal has sent them."""
     workers = dataclasses.replace(tiny_recipe(root).data, workers=1)
     arguments = command_line(root, "interrupted", steps=10**6, data=workers)
-    program = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "vlbert.train", *arguments]
+    program = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "vlbert.train", *arguments]
     output = tmp_path / "output"
     with open(output, "w") as file:
         process = subprocess.Popen(
