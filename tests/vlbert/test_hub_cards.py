@@ -106,7 +106,7 @@ def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
     del state["own_sha256"]
     start = {"checkpoint": "/elsewhere/converted", "model": None}
     first = {"run": "first", "step": 1200, "batch": 8, "init_from": start}
-    first |= {"checkpoint": "/elsewhere/root/runs/first/step-0001200", "data": state["data"]}
+    first |= {"checkpoint": "/elsewhere/storage/runs/first/step-0001200", "data": state["data"]}
     (copied / "step-0000006/state.json").write_bytes(sealed_json(state | {"init_from": first}))
     card = model_card(str(copied))
     assert table(card, "run", "steps") == [
