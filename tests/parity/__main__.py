@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Longer vectors, too, let convolutions add in another order (vlbert.py, _convolving_as_they_did). Every x86 processor
-    # has these; oneDNN asks when torch is imported.
+    # Longer vectors, too, let convolutions add in another order (vlbert.py, _convolving_as_they_did). Every x86
+    # processor has these; oneDNN asks when torch is imported.
     os.environ["ONEDNN_MAX_CPU_ISA"] = "SSE41"
 
 from tests.parity import detector, vilbert, vlbert
