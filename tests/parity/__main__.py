@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Let oneDNN convolve in the same order on every processor; it asks when torch is imported. With longer vectors sums
-    # are rounded in another order. What is zero to the last bit before a ReLU falls on the other side then, and each
-    # such unit moves the gradient of one convolution by 1e-3.
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "SSE41"  # what all x86 processors have; no effect on others
+    # Longer vectors, too, let convolutions add in another order (vlbert.py, _convolving_as_they_did). Every x86
+    # processor has these; oneDNN asks when torch is imported.
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "SSE41"
 
 from tests.parity import detector, vilbert, vlbert
 from tests.parity.cases import Found, Row, find_cases
