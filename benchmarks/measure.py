@@ -92,7 +92,6 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
         prog=f"python -m benchmarks.{program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --run is a recipe's field, no short --rounds
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="write every number there, too")
     return made

@@ -294,7 +294,7 @@ def checkpoints_of(store: ObjectStore, made_up: MadeUp, snapshot: str) -> tuple[
     config = {"version": CHECKPOINT_VERSION, "model": to_json(recipe.model), "vocab_size": 1, "num_classes": CLASSES}
     before = None
     for run in ("first", "second"):
-        own = dataclasses.replace(recipe, run=run)
+        own = dataclasses.replace(recipe, run_name=run)
         config |= {"task": type(recipe.task).__name__, "recipe": to_json(own)}
         spans = [asdict(SnapshotSpan(0, 0, len(urls), newest))]
         data = [{"dataset": DATASET, "stage": STAGE, "random_init": False, "weight": 1.0, "snapshots": spans}]

@@ -97,14 +97,14 @@ class ValidationConfig:
 class DetectorRecipe:
     """One run, whole."""
 
-    name: str  # of the recipe; also that of the run where `run` is empty
+    name: str  # of the recipe; also that of the run where `run_name` is empty
     network: FasterRCNNConfig = VG_RESNET101  # the network
     data: DataConfig = DataConfig()  # what is read, in which batches
     sampling: SamplingConfig = SamplingConfig()  # which anchors and regions the losses are about
     optimizer: OptimizerConfig = SGD  # how weights change, and at which rate
     validation: ValidationConfig = ValidationConfig()  # how detections are made and counted
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
-    run: str = ""  # name of the run; empty: the recipe's name
+    run_name: str = ""  # of the run; empty: the recipe's name
     steps: int = 380_000  # optimizer steps in all
     init_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
     random_init: bool = False  # start from random weights; without it or init_from a run is refused
@@ -138,8 +138,8 @@ class DetectorRecipe:
             )
 
     @property
-    def run_name(self) -> str:
-        return self.run or self.name
+    def run(self) -> str:
+        return self.run_name or self.name
 
 
 def detector_vg_resnet101() -> DetectorRecipe:

@@ -103,7 +103,7 @@ class DetectorRun(Run):
         files[OPTIMIZER] = optimizer_tensors(self.network, self.optimizer)
         state = {"step": done, "steps": recipe.steps, "data": self.truth.hash}
         state |= {"validation": dict(validation), "loop": loop_state}
-        name, keep = recipe.run_name, recipe.keep_checkpoints
+        name, keep = recipe.run, recipe.keep_checkpoints
         write_checkpoint(self.writer, name, done, recipe.steps, files, state, keep, BEST_BY)
 
 
@@ -114,7 +114,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
         torch.set_num_threads(recipe.threads)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run.step >= recipe.steps:
-        return last_metrics(run.writer.store, recipe.run_name)
+        return last_metrics(run.writer.store, recipe.run)
     run.network.train()
     with in_precision_of(recipe), run.writer:
         metrics = train_steps(run)
@@ -126,7 +126,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
     """Read the annotations, and build the network: a new one or that of the run's last checkpoint."""
     store = open_store(recipe.root)
-    saved = distributed.from_first(checkpoints(store, recipe.run_name), world)
+    saved = distributed.from_first(checkpoints(store, recipe.run), world)
     folder = open_folder(store, saved[-1]) if saved else None
     state = folder.state if folder else {"step": 0}
     if not saved:
@@ -139,7 +139,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if saved and state["data"] != truth.hash:
         raise ValueError(
             f"{store.where(saved[-1])} was trained on other annotations ({state['data']}, these are {truth.hash}): "
-            "images, boxes or names have changed. Put them back, or start another run: --run=NAME"
+            "images, boxes or names have changed. Put them back, or start another run: --run_name=NAME"
         )
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     network = FasterRCNN(recipe.network)
@@ -153,7 +153,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if saved:
         load_optimizer(folder, network, optimizer)
     if saved and world.first:  # a run that was killed may not have removed its old checkpoints
-        prune_checkpoints(store, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
+        prune_checkpoints(store, recipe.run, recipe.keep_checkpoints, BEST_BY)
     run = DetectorRun(
         recipe=recipe,
         world=world,
@@ -166,12 +166,12 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     )
     _describe(run, say)
     if run.step >= recipe.steps:
-        say(f"{recipe.run_name} is complete: {store.where(saved[-1])} has step {run.step} of {recipe.steps}")
+        say(f"{recipe.run} is complete: {store.where(saved[-1])} has step {run.step} of {recipe.steps}")
         # A run may be stopped between its last checkpoint and here, or be ended early with steps=STEP.
         if world.first and not store.exists(_result(recipe)):
             say(write_result(run, run.step, state["validation"]))
     elif saved:
-        say(f"{recipe.run_name} goes on from {store.where(saved[-1])}, step {run.step} of {recipe.steps}")
+        say(f"{recipe.run} goes on from {store.where(saved[-1])}, step {run.step} of {recipe.steps}")
         if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:
             say(f"it had {state['steps']} steps, now it has {recipe.steps}: the learning rate goes on as in such a run")
         if world.first and store.exists(_result(recipe)):
@@ -183,7 +183,7 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
     trained = sum(parameter.numel() for parameter in run.network.parameters() if parameter.requires_grad)
     objects = sum(int((~image.crowd).sum()) for image in run.truth.train)
     say(
-        f"{run.recipe.run_name}: {len(run.truth.train)} images with {objects} objects of {len(run.truth.classes)} "
+        f"{run.recipe.run}: {len(run.truth.train)} images with {objects} objects of {len(run.truth.classes)} "
         f"classes, {len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters "
         f"trained, on {run.world.size} x {run.world.device.type}"
     )
@@ -205,7 +205,7 @@ def _load(network: FasterRCNN, folder: Folder) -> None:
 
 
 def _result(recipe: DetectorRecipe) -> str:
-    return f"runs/{recipe.run_name}/weights.safetensors"
+    return f"runs/{recipe.run}/weights.safetensors"
 
 
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
@@ -307,7 +307,7 @@ def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
         if name in fixed or name.split(".")[0] in fixed:
             raise ValueError(
                 f"{where} was trained with {name}={before}, but the recipe has {now}. Restore it, or start another "
-                "run: --run=NAME"
+                "run: --run_name=NAME"
             )
 
 

@@ -30,7 +30,7 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
     for name in pretraining.held_out:
         _check_dataset("pretraining.held_out", name, first, detectors)
     _check_same_detector({name: detectors[name] for name in sorted(pretraining.datasets)})
-    runs = [first.run_name]
+    runs = [first.run]
     for number, settings in enumerate(finetunings):
         where = f"finetunings[{number}]"
         recipe = _check_finetuning(where, settings)
@@ -38,7 +38,7 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
         # The architecture and words of another run, or root, are known when it is read.
         if "/runs/" not in settings.checkpoint and not settings.pretraining:
             _check_goes_on(where, settings, recipe, pretraining, first)
-        runs.append(recipe.run_name)
+        runs.append(recipe.run)
     _check_unique(runs, "runs", "run")
 
 

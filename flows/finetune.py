@@ -24,7 +24,7 @@ from storage.runs import CONFIG, checkpoints, open_folder
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
-    "run": "the setting run",
+    "run_name": "the setting run",
     "data.root": "the flow's root",
     "data.datasets": "the setting dataset",
     "data.held_out": "the setting dataset",
@@ -69,7 +69,7 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
     """ROOT/runs/RUN/STEP that the settings name: `none` means the latest one, too, but for its words alone."""
     if "/runs/" in settings.checkpoint:
         return settings.checkpoint
-    began = began_from(root, settings.made.run_name)
+    began = began_from(root, settings.made.run)
     as_it_began = settings.checkpoint in ("latest", (began or "").rpartition("/")[2])
     if began and f"/runs/{settings.pretraining}/" in began and as_it_began:
         return began  # whatever is the latest now, and whether that one is still there
@@ -117,7 +117,7 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
         settings: The task, where its annotations are, and which pre-training it starts from.
     """
     open_storage(root)
-    monitor = TrainingMonitor("finetune", root, settings.made.name, settings.made.run_name)
+    monitor = TrainingMonitor("finetune", root, settings.made.name, settings.made.run)
     trained = finetune(root, work, settings, stage_logger().info, monitor)
     show_result("finetune", settings, trained, monitor)
     return trained

@@ -60,8 +60,8 @@ def pretrain_vlbert(
     from flows.check import check  # here, because it imports torch, and whoever deploys this flow needs none
 
     check(datasets, pretraining, finetunings)
-    names, run = [dataset.name for dataset in datasets], pretraining.made.run_name
-    runs = [run, *(settings.made.run_name for settings in finetunings)]
+    names, run = [dataset.name for dataset in datasets], pretraining.made.run
+    runs = [run, *(settings.made.run for settings in finetunings)]
     stages = Stages(run, [f"{stage} {name}" for stage in ("collect", "detect") for name in names] + runs)
     collected = [
         stages.run(f"collect {dataset.name}", partial(collect_flow, root, dataset), describe_images)
@@ -85,7 +85,7 @@ def pretrain_vlbert(
             detector=settings.detector or detected[settings.dataset_name].detector,
         )
         tune = partial(finetune_flow, root, work, settings)
-        return stages.run(settings.made.run_name, tune, describe_training)
+        return stages.run(settings.made.run, tune, describe_training)
 
     finetuned, failed = each_in_turn(finetunings, started)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -106,7 +106,7 @@ def each_in_turn(
         try:
             finetuned.append(start(settings))
         except Exception as error:  # noqa: BLE001  of whatever kind: the other tasks are not to be lost by it
-            failed[settings.made.run_name] = reason_of(error)
+            failed[settings.made.run] = reason_of(error)
     return finetuned, failed
 
 

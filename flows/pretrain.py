@@ -14,7 +14,7 @@ from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_override
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
-    "run": "the setting run",
+    "run_name": "the setting run",
     "data.root": "the flow's root",
     "data.datasets": "the setting datasets",
     "data.held_out": "the setting held_out",
@@ -41,7 +41,7 @@ def pretrain(
     check_overrides(settings.overrides, SETTINGS)
     corpus, vocabulary = None, settings.vocabulary
     if settings.text:
-        corpus = Path(work) / "text" / settings.made.run_name
+        corpus = Path(work) / "text" / settings.made.run
         make_corpus(corpus, settings, log)
         vocabulary = str(corpus / "vocab.txt")
     fields = {
@@ -71,7 +71,7 @@ def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], N
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
     """Pre-train VL-BERT on one dataset or several."""
     open_storage(root)
-    monitor = TrainingMonitor("pretrain", root, settings.made.name, settings.made.run_name)
+    monitor = TrainingMonitor("pretrain", root, settings.made.name, settings.made.run)
     trained = pretrain(root, work, settings, detector, stage_logger().info, monitor)
     show_result("pretrain", settings, trained, monitor)
     return trained

@@ -81,8 +81,7 @@ class Processes:
         """The command that runs `python -m program arguments...` in them."""
         together = "--standalone" if self.nodes == 1 else f"--nnodes={self.nodes}"
         options = [together, f"--nproc-per-node={self.count}", f"--max-restarts={self.restarts}"]
-        # "--", because torchrun would refuse our --run as short for several of its own.
-        return [*self.launcher, sys.executable, "-m", "training.launch", *options, "-m", "--", program, *arguments]
+        return [*self.launcher, sys.executable, "-m", "training.launch", *options, "-m", program, *arguments]
 
 
 @functools.cache
@@ -92,7 +91,7 @@ def make_recipe_of(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
     from vlbert.recipes import RECIPES
 
     name, *own = shlex.split(recipe) or [""]
-    return make_recipe(name, [*own, *([f"--run={run}"] if run else []), *overrides], RECIPES)
+    return make_recipe(name, [*own, *([f"--run_name={run}"] if run else []), *overrides], RECIPES)
 
 
 @dataclass(frozen=True)

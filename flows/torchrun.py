@@ -87,8 +87,8 @@ def train(
     started = time.monotonic()
     from vlbert.resume import find_complete  # here, because it brings torch: other stages need none
 
-    run, processes, peak_bytes = settings.made.run_name, settings.processes, 0
-    fields = {"data.root": root, "run": run} | fields
+    run, processes, peak_bytes = settings.made.run, settings.processes, 0
+    fields = {"data.root": root, "run_name": run} | fields
     complete = find_complete(override_values(settings.made, fields), processes.world)
     if complete:
         log(complete)

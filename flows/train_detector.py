@@ -19,7 +19,7 @@ from training.log import last_metrics
 
 _ANNOTATIONS = [field.name for field in dataclasses.fields(AnnotationConfig)]  # fields of the recipe's `data`, too
 # Fields of the recipe that this stage sets, each from what.
-SETTINGS = {"root": "the flow's root", "run": "the setting run", "init_from": "the setting init_from"}
+SETTINGS = {"root": "the flow's root", "run_name": "the setting run", "init_from": "the setting init_from"}
 SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 
 
@@ -49,7 +49,7 @@ def train_detector(
     check_overrides(settings.overrides, SETTINGS)
     run = settings.run or settings.recipe
     annotations = AnnotationConfig(**{name: getattr(settings, name) for name in _ANNOTATIONS})
-    fields = {"root": root, "run": run, "init_from": settings.init_from}
+    fields = {"root": root, "run_name": run, "init_from": settings.init_from}
     data = {f"data.{name}": getattr(annotations, name) for name in changed_fields(annotations)}
     arguments = [settings.recipe, *as_arguments(data | given_fields(fields)), *settings.overrides]
     finished = torchrun("detectors.train", arguments, root, run, settings.processes, log, monitor)

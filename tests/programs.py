@@ -22,13 +22,13 @@ def losses(root: Path, name: str) -> list[tuple]:
 
 def command_line(root: Path, name: str, *more: str, **changes) -> list[str]:
     """The arguments of `vlbert.train` that make a recipe of it."""
-    recipe = tiny_recipe(root, run=name, **changes)
+    recipe = tiny_recipe(root, run_name=name, **changes)
     return ["pretrain_vlbert", "--size=demo", *as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo")), *more]
 
 
 def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "--", "vlbert.train", *command_line(root, name, *more, **changes)]
+    command += ["-m", "vlbert.train", *command_line(root, name, *more, **changes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -49,7 +49,6 @@ def launched(
         "torch.distributed.run",
         *options,
         f"--nproc-per-node={processes}",
-        "--",
         "rank.py",
     ]
     paths = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])

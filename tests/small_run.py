@@ -85,7 +85,7 @@ def run_small(
     """Network after steps with these numbers, those of `bad` poisoned."""
     settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": 5.0}
     settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0), "trackers": ()}
-    settings |= {"run_name": "run"} | changes
+    settings |= {"run": "run"} | changes
     network = Network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
     with Writer(store) as writer:

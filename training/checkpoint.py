@@ -316,7 +316,7 @@ def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Opti
             shape = None if parameter is None else tuple(parameter.shape)
             raise ValueError(
                 f"{folder.where_of(OPTIMIZER)} has {entry} as {tuple(tensor.shape)}, the model's parameter is {shape}: "
-                "it is of another model; start another run (--run=NAME), from this checkpoint (--init_from=...) or not"
+                "it is of another model; start another run (--run_name=NAME), from this checkpoint (--init_from) or not"
             )
         if quantity != "step":
             # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.

@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # They log which process ended how, and that another node has ended: the rank has printed why.
     for name in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    parser = run.get_args_parser()
-    parser.allow_abbrev = False  # else it takes the program's --run for an ambiguous --run-path, and ends
-    options = parser.parse_args(arguments)
+    options = run.parse_args(arguments)
     try:
         ranks = run.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:

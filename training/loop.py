@@ -31,7 +31,7 @@ from training.stopping import Stop, Stopped
 class Run(ABC):
     """A training as the loop runs it: subclasses define a step, a validation and a checkpoint.
 
-    recipe      of its fields, run_name, steps, log_every, validate_every, save_every, spike, most_skipped, trackers and
+    recipe      of its fields, run, steps, log_every, validate_every, save_every, spike, most_skipped, trackers and
                 optimizer count
     model       what learns; the loop wraps it for several processes
     step        optimizer steps that are done already
@@ -69,7 +69,7 @@ class Run(ABC):
         recipe, per_step, processes = self.recipe, self.samples_per_step, self.world.size
         return RunLog(
             self.writer,
-            recipe.run_name,
+            recipe.run,
             self.step,
             recipe.steps,
             per_step,
@@ -235,6 +235,6 @@ def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPoin
         f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
         + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved. ")
         + "If it is the samples, take them out of the data; if the loss was about to diverge, start another run "
-        "(--run=NAME, --init_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
-        "from, allow them: --spike=FACTOR, or --spike=None"
+        "(--run_name=NAME, --init_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be "
+        "learned from, allow them: --spike=FACTOR, or --spike=None"
     )

@@ -260,7 +260,7 @@ class Recipe:
     data: DataConfig = DataConfig()  # what is read, in which batches
     optimizer: OptimizerConfig = OptimizerConfig()  # how weights change, and at which rate
     steps: int = 250_000  # optimizer steps in all
-    run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
+    run_name: str = ""  # of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
     init_from: str | None = None  # checkpoint whose VL-BERT this run starts with: path of a step-* folder, or a model's
     bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, only its pooler
     random_init: bool = False  # start from random weights; a fine-tuning without a start is refused unless this is true
@@ -305,8 +305,8 @@ class Recipe:
         check(self, not (self.random_init and (self.init_from or self.bert)), "random_init", "false with a start")
 
     @property
-    def run_name(self) -> str:
-        return self.run or self.name
+    def run(self) -> str:
+        return self.run_name or self.name
 
 
 # Fields of a model that may differ from the checkpoint it starts from: initialisation, dropout, inputs.

@@ -63,7 +63,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     report: prints a line. Raises ValueError if the recipe lacks something, or a setting that affects results differs
     from the checkpoint.
     """
-    saved = distributed.from_first(checkpoints(store, recipe.run_name), world)
+    saved = distributed.from_first(checkpoints(store, recipe.run), world)
     resumed = read_checkpoint(store, saved[-1]) if saved else None
     check_complete(recipe, resumed)
     distributed.check_on_all_nodes(local_paths(recipe, resumed), world)
@@ -75,7 +75,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
             report(complete)
             return None
         recipe.task.check_same(
-            resumed.state.get("task_files"), resumed.where, "put it back, or start another run: --run=NAME"
+            resumed.state.get("task_files"), resumed.where, "put it back, or start another run: --run_name=NAME"
         )
         _report_resumed(recipe, resumed, report)
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
@@ -99,7 +99,7 @@ def find_complete(recipe: Recipe, processes: int) -> str | None:
         check_complete(recipe)
         check_shares(recipe.data, processes)
         store = open_store(recipe.data.root)
-        saved = checkpoints(store, recipe.run_name)
+        saved = checkpoints(store, recipe.run)
         if not saved:
             return None
         resumed = read_checkpoint(store, saved[-1], tensors=False)
@@ -125,7 +125,7 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
         if name.split(".")[0] in fixed and name not in free and now != before:
             raise ValueError(
                 f"{resumed.where} was trained with {name}={before}, but the recipe has {now}. Restore {before}, or "
-                "start a new run: --run NAME"
+                "start a new run: --run_name NAME"
             )
 
 
@@ -137,7 +137,7 @@ def _fields(recipe: dict) -> dict[str, object]:
 
 
 def _prune(recipe: Recipe, store: ObjectStore) -> None:
-    prune_checkpoints(store, recipe.run_name, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
+    prune_checkpoints(store, recipe.run, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
 
 
 def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
@@ -145,7 +145,7 @@ def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
-    return f"{recipe.run_name} is complete: {resumed.where} has step {step} of {recipe.steps}"
+    return f"{recipe.run} is complete: {resumed.where} has step {step} of {recipe.steps}"
 
 
 def open_data(
@@ -154,7 +154,7 @@ def open_data(
     resumed: Checkpoint | None,
     start: Checkpoint | None,
     world: World,
-    otherwise: str = ", or start another run: --run=NAME",
+    otherwise: str = ", or start another run: --run_name=NAME",
 ) -> OpenedData:
     """Open the data of a new run or, as they were, of a resumed one. start: whose vocabulary it takes, if any.
 
@@ -252,7 +252,7 @@ def _open_held_out(
             found.append(open_samples(store, name, config.detector, pinned, world))
         except ValueError as error:
             way_out = (
-                "put its files back, or start another run: --run=NAME"
+                "put its files back, or start another run: --run_name=NAME"
                 if resumed
                 else "make it as docs/tasks.md says (Held-out data), or train without validation: --data.held_out=None"
             )
@@ -267,7 +267,7 @@ def saved_of(resumed: Checkpoint, dataset: str) -> dict:
 
 
 def _report_resumed(recipe: Recipe, resumed: Checkpoint, report: Callable[[str], None]) -> None:
-    report(f"{recipe.run_name} goes on from {resumed.where}, step {resumed.state['step']} of {recipe.steps}")
+    report(f"{recipe.run} goes on from {resumed.where}, step {resumed.state['step']} of {recipe.steps}")
     steps = resumed.config["recipe"]["steps"]
     if steps != recipe.steps:
         report(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
@@ -281,7 +281,7 @@ def _report_run(
     for dataset in data.datasets:
         name, share = f"{dataset.pinned['dataset']}/{dataset.pinned['stage']}", dataset.weight / weights
         report(
-            f"{recipe.run_name}: {len(dataset.examples)} examples on {len(dataset.samples)} samples of {name} "
+            f"{recipe.run}: {len(dataset.examples)} examples on {len(dataset.samples)} samples of {name} "
             f"(snapshot {dataset.spans[-1].snapshot})" + (f", {share:.1%} of each step" if share < 1 else "")
         )
     report(f"{total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}")

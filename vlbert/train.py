@@ -117,7 +117,7 @@ class VLBertRun(Run):
         state |= {"validation": dict(validation), "loop": loop_state}
         save_checkpoint(
             self.writer,
-            recipe.run_name,
+            recipe.run,
             done,
             recipe,
             self.model,
@@ -134,7 +134,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
-        return last_metrics(open_store(recipe.data.root, write=False), recipe.run_name)
+        return last_metrics(open_store(recipe.data.root, write=False), recipe.run)
     run.observe = observe
     run.model.train()
     with in_precision_of(recipe), run.writer:

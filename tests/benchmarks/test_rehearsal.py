@@ -344,7 +344,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", PRETRAININGS)
 def test_pretraining_runs(root: Path, name: str):
     precomputed = PRETRAININGS[name]["model"].regions.features == "precomputed"
-    recipe = tiny_recipe(root, **SHORT | {"run": name.replace(" ", "-").replace(",", "")} | PRETRAININGS[name])
+    recipe = tiny_recipe(root, **SHORT | {"run_name": name.replace(" ", "-").replace(",", "")} | PRETRAININGS[name])
     data = {"datasets": {"features" if precomputed else "captions": None}, "batch": 4}
     data |= {"held_out": ("features" if precomputed else "held-out",), "gradient_accumulation": 2}
     data |= {"text_batch": 2} if name == "vlbert" else {"text_batch": 0, "text_corpus": None}
@@ -361,7 +361,7 @@ def test_finetuning_and_evaluation_run(root: Path, dataset: str, vilbert: bool, 
     split, settings, otherwise = TASKS[dataset]
     settings = dataclasses.replace(settings, folder=str(root / "files"), **otherwise if vilbert else {})
     data = DataConfig(root=str(root), datasets={dataset: None}, held_out=(dataset,), batch=4, workers=0)
-    fresh = {"vocabulary": None, "vocabulary_size": 90, "random_init": True, "run": f"{dataset}-{vilbert}"}
+    fresh = {"vocabulary": None, "vocabulary_size": 90, "random_init": True, "run_name": f"{dataset}-{vilbert}"}
     model = {"model": VILBERT if vilbert else TINY_MODEL}
     recipe = tiny_recipe(root, task=settings, data=data, **SHORT | fresh | model)
     with VirtualDevice():
@@ -371,7 +371,7 @@ def test_finetuning_and_evaluation_run(root: Path, dataset: str, vilbert: bool, 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_detector_training_runs(root: Path, precision: str):
-    recipe = detector_recipe(root / "annotated", root, run=f"detector-{precision}", precision=precision)
+    recipe = detector_recipe(root / "annotated", root, run_name=f"detector-{precision}", precision=precision)
     with VirtualDevice():
         detectors.train.train(dataclasses.replace(recipe, steps=1, save_every=1, validate_every=1), GPU)
 

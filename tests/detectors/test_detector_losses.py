@@ -224,7 +224,7 @@ def steps_of_torch(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[floa
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_a_run_takes_the_steps_of_torchs_optimizer(start, setting: str, changes: dict):
-    recipe = dataclasses.replace(start, run="-".join(changes))
+    recipe = dataclasses.replace(start, run_name="-".join(changes))
     recipe = dataclasses.replace(recipe, **{setting: dataclasses.replace(getattr(start, setting), **changes)})
     expected, norms = steps_of_torch(recipe)
     assert recipe.optimizer.max_grad_norm is None or max(norms) > 2 * recipe.optimizer.max_grad_norm, norms

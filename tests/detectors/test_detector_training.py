@@ -54,7 +54,7 @@ def images(tmp_path_factory) -> Path:
 def root(tmp_path_factory, images) -> Path:
     """A root with the run `whole`, that others are held against."""
     root = tmp_path_factory.mktemp("root")
-    train(tiny_recipe(images, root, run="whole"), ALONE)
+    train(tiny_recipe(images, root, run_name="whole"), ALONE)
     return root
 
 
@@ -101,13 +101,13 @@ LIVE = {
 @pytest.mark.parametrize(("name", "changes"), [("whole", {}), ("live", LIVE)])
 def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, name: str, changes: dict):
     for run in (name, f"{name}-killed"):
-        train(tiny_recipe(images, root, run=run, **changes), ALONE)
+        train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
     # As if it had been killed in step 5: the last checkpoint is gone, the metrics run ahead of the one before.
     for file in (root / f"runs/{run}/step-0000006").iterdir():
         file.unlink()
     (root / f"runs/{run}/weights.safetensors").unlink()
     capsys.readouterr()
-    train(tiny_recipe(images, root, run=run, **changes), ALONE)
+    train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
     assert f"{run} goes on from" in capsys.readouterr().out
     assert losses_of(root, run) == losses_of(root, name)
     after = tensors_of(root, run)
@@ -119,7 +119,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, 
 
 
 def test_a_run_goes_on_only_as_it_began(root, images, tmp_path):
-    recipe = tiny_recipe(images, root, run="whole")
+    recipe = tiny_recipe(images, root, run_name="whole")
     optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e-4)
     with pytest.raises(ValueError, match=r"trained with optimizer.learning_rate=0.002, but the recipe has 0.0001"):
         train(dataclasses.replace(recipe, optimizer=optimizer), ALONE)
@@ -135,7 +135,9 @@ def test_a_run_goes_on_only_as_it_began(root, images, tmp_path):
 
 def test_the_result_is_the_network_that_was_trained(root, images):
     resnet = dataclasses.replace(TINY.resnet, norm="batch")
-    recipe = tiny_recipe(images, root, run="live-half", network=dataclasses.replace(TINY, resnet=resnet), half=True)
+    recipe = tiny_recipe(
+        images, root, run_name="live-half", network=dataclasses.replace(TINY, resnet=resnet), half=True
+    )
     train(recipe, ALONE)
     file = root / "runs/live-half/weights.safetensors"
     trained = FasterRCNN(recipe.network)
@@ -162,7 +164,7 @@ def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp
     torn = tmp_path / "images" / "3.jpg"
     torn.write_bytes(torn.read_bytes()[:400])
     data = coco_data(images, images=(str(tmp_path / "images"),), unreadable=0.1)
-    recipe = tiny_recipe(images, root, run="torn", data=data)
+    recipe = tiny_recipe(images, root, run_name="torn", data=data)
     train(recipe, ALONE)
     printed = capsys.readouterr().out
     assert "1 samples cannot be read, and count for nothing: " in printed
@@ -171,10 +173,10 @@ def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp
     assert line["key"] == "3"
     (tmp_path / "images" / "5.jpg").write_bytes((images / "images" / "4.jpg").read_bytes()[:300])
     with pytest.raises(ValueError, match=r"2 samples cannot be read, the last because .*[35].jpg: .* data.unreadable"):
-        train(dataclasses.replace(recipe, run="torn-twice"), ALONE)
+        train(dataclasses.replace(recipe, run_name="torn-twice"), ALONE)
     for file in (tmp_path / "images").iterdir():
         file.write_bytes(b"torn")
-    in_workers = dataclasses.replace(recipe, run="all-torn", data=dataclasses.replace(data, workers=1))
+    in_workers = dataclasses.replace(recipe, run_name="all-torn", data=dataclasses.replace(data, workers=1))
     with pytest.raises(ValueError, match=r"^none of the 16 images can be read; the last is .*jpg: "):
         train(in_workers, ALONE)
 
@@ -182,7 +184,7 @@ def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp
 @pytest.mark.slow
 def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were_killed(root, images):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "--", "detectors.train", *command_line(images, root, run="two")]
+    command += ["-m", "detectors.train", *command_line(images, root, run_name="two")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -196,7 +198,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
 
     for file in (root / "runs/two/step-0000006").iterdir():
         file.unlink()
-    train(tiny_recipe(images, root, run="two"), ALONE)
+    train(tiny_recipe(images, root, run_name="two"), ALONE)
     np.testing.assert_allclose(losses_of(root, "two"), losses_of(root, "whole"), rtol=1e-4)
 
 
@@ -382,7 +384,7 @@ def test_the_stage_refuses_overrides_of_what_it_sets_itself(tmp_path):
 
     for override, instead in (
         ("--root=elsewhere", "the flow's root"),
-        ("--run=other", "the setting run"),
+        ("--run_name=other", "the setting run"),
         ("--init_from=a.pth", "the setting init_from"),
         ("--data.train_list=a.txt", "the setting train_list"),
     ):
@@ -400,7 +402,7 @@ def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
     from flows.train_detector import train_detector
 
     recipe = a_recipe(drawn, tmp_path)
-    given = ("root", "run", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last")
+    given = ("root", "run_name", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last")
     values = {name: functools.reduce(getattr, name.split("."), recipe) for name in given}
     overrides = as_overrides(recipe, override_values(detector_vg_resnet101(), values))
     settings = TrainDetectorSettings(

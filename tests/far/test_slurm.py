@@ -48,7 +48,7 @@ def saved(root: Path, run: str) -> list[str]:
 
 def processes(root: Path, run: str) -> dict[int, str]:
     """The command lines of torchrun and its ranks, on all machines, by process id."""
-    ours = {f"--data.root={root}", f"--run={run}"}
+    ours = {f"--data.root={root}", f"--run_name={run}"}
     found = {pid: command.split("\0") for pid, command, _ in running()}
     # Without srun, and the flow's supervisor of it, which have the same words on their command lines.
     return {
@@ -176,7 +176,7 @@ def test_a_detection_on_both_nodes_makes_no_shard_twice(cluster: Cluster, tmp_pa
 @pytest.fixture
 def served(cluster: Cluster, root: Path, tmp_path: Path) -> Iterator[Operated]:
     """A server and a worker on node `one`, with a pre-training over both nodes."""
-    recipe, ours = tiny_recipe(root, run="flow"), {*SETTINGS, "data.text_batch"}
+    recipe, ours = tiny_recipe(root, run_name="flow"), {*SETTINGS, "data.text_batch"}
     fields = named_fields(recipe, as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo")))
     overrides = as_arguments({name: value for name, value in fields.items() if name not in ours})
     settings = {

@@ -359,8 +359,8 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them(vcr: Pipeline
 @pytest.mark.parametrize("stage", [pretrain.pretrain, finetune.finetune])
 def test_a_stage_alone_refuses_an_override_of_what_it_sets(tmp_path: Path, stage: Callable):
     settings = {pretrain.pretrain: PretrainSettings, finetune.finetune: FinetuneSettings}[stage]
-    with pytest.raises(ValueError, match="override --run=x.* the setting run"):
-        stage(str(tmp_path), str(tmp_path), settings(overrides=("--run=x",)))
+    with pytest.raises(ValueError, match="override --run_name=x.* the setting run"):
+        stage(str(tmp_path), str(tmp_path), settings(overrides=("--run_name=x",)))
 
 
 # --- deployments ------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_deployments_fit_their_flows(demo_data: DemoData, parameters: dict, tmp_
     for name in ("detect-regions/default", "detect-regions/scheduled"):
         assert (read[name]["detector"], read[name]["datasets"]) == (dataset.detector, (dataset.name,))
     assert read["pretrain/default"]["settings"] == pretraining
-    assert read["finetune/default"]["settings"].pretraining == pretraining.made.run_name
+    assert read["finetune/default"]["settings"].pretraining == pretraining.made.run
 
 
 def test_the_demo_starts_nothing_by_the_clock(demo_data: DemoData, parameters: dict, tmp_path: Path):
@@ -408,5 +408,5 @@ def test_the_pipeline_of_the_tasks_page_fits_its_flow():
     read = pretrain_vlbert.validate_parameters(pipeline | {"root": "r", "work": "w", "pretraining": {}})
     assert {one.task for one in read["finetunings"]} == {"refcoco", "vqa", "vcr"}
     assert {one.dataset_name for one in read["finetunings"]} == {dataset.name for dataset in read["datasets"]}
-    runs = [one.made.run_name for one in read["finetunings"]]
+    runs = [one.made.run for one in read["finetunings"]]
     assert len(runs) == len(set(runs))

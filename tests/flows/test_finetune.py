@@ -98,7 +98,7 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
     settings = {"pretraining": "x", "detector": "abc", "folder": "refs", "run": "r", "overrides": ("--steps=4",)}
     base = [
         f"--data.root={root}",
-        "--run=r",
+        "--run_name=r",
         *("--data.datasets", "refcoco+"),
         *("--data.held_out", "refcoco+"),
         "--data.detector=abc",
@@ -120,7 +120,7 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
         root, tmp_path / "work", FinetuneSettings(checkpoint="none", recipe="finetune_refcoco --size demo")
     )
     assert alone == [
-        *("finetune_refcoco", "--size", "demo", f"--data.root={root}", "--run=finetune_refcoco_demo"),
+        *("finetune_refcoco", "--size", "demo", f"--data.root={root}", "--run_name=finetune_refcoco_demo"),
         *("--data.datasets", "refcoco+", "--data.held_out", "refcoco+", "--random_init"),
     ]
 

@@ -49,7 +49,7 @@ Say = Callable[[str], None]
 
 def recipe(root: Path, workers: int) -> Recipe:
     """With all that a random generator could spoil: masks, mirrors, dropout."""
-    tiny = tiny_recipe(root, run=RUN, steps=STEPS, validate_every=5, save_every=SAVE_EVERY)
+    tiny = tiny_recipe(root, run_name=RUN, steps=STEPS, validate_every=5, save_every=SAVE_EVERY)
     data = {"batch": BATCH, "text_batch": BATCH, "flip": 0.5, "workers": workers, "new_shards_every": 4}
     return dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, **data))
 

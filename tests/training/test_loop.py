@@ -236,13 +236,13 @@ def assert_equal_runs(root: Path, one: str, other: str, last: int) -> None:
 
 def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, capsys, before):
     recipe = tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
-    train(dataclasses.replace(recipe, run="unstopped"), ALONE)
+    train(dataclasses.replace(recipe, run_name="unstopped"), ALONE)
 
     def stop(step: int, parts: Sequence[Batch]) -> None:
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    stopped = dataclasses.replace(recipe, run="stopped")
+    stopped = dataclasses.replace(recipe, run_name="stopped")
     folder = root / "runs" / "stopped" / "step-0000005"
     with pytest.raises(Stopped, match=f"after step 5 of 8; the next start goes on from {folder}") as error:
         train(stopped, ALONE, stop)
@@ -425,7 +425,7 @@ def poison(step, parts):
     if step == 2 and world.rank == world.size - 1:
         parts[-1].labels["region_classes"][-1] = float("nan")
 
-recipe = tiny_recipe(Path(sys.argv[1]), run=sys.argv[2], model=dataclasses.replace(TINY_MODEL, dropout=0.0))
+recipe = tiny_recipe(Path(sys.argv[1]), run_name=sys.argv[2], model=dataclasses.replace(TINY_MODEL, dropout=0.0))
 train(recipe, world, poison)
 distributed.stop(world)
 """

@@ -167,7 +167,7 @@ def observe(at, parts):
         os.kill(os.getpid(), 9)
 
 still = dataclasses.replace(TINY_MODEL, dropout=0.0)  # it would be drawn anew on every rank
-recipe = tiny_recipe(root, run=name, model=still, save_every=2)
+recipe = tiny_recipe(root, run_name=name, model=still, save_every=2)
 run_in_world("rank.py", lambda world: train(recipe, world, observe))
 """
 
@@ -181,7 +181,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(root: Path) -> list[tuple]:
     """The losses of one process."""
     still = dataclasses.replace(TINY_MODEL, dropout=0.0)
-    train(tiny_recipe(root, run="alone", model=still), World(0, 1, torch.device("cpu")))
+    train(tiny_recipe(root, run_name="alone", model=still), World(0, 1, torch.device("cpu")))
     return losses(root, "alone")
 
 
@@ -417,7 +417,7 @@ def test_the_nodes_of_a_slurm_step_meet_on_its_first_one(tmp_path):
 def trained_by_a_flow(root: Path, run: str, monitor: OnHeartbeat, processes: Processes, **changes) -> list[str]:
     """The lines that a flow would log."""
     logged, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
-    recipe = tiny_recipe(root, run=run, data=workers, **changes)
+    recipe = tiny_recipe(root, run_name=run, data=workers, **changes)
     overrides = as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo"))
     arguments = ["pretrain_vlbert", "--size=demo", *overrides]
     torchrun("vlbert.train", arguments, str(root), run, processes, logged.append, monitor)

@@ -395,8 +395,8 @@ def test_plans_that_do_not_fit_are_refused(make, named):
             "-pretraining-seed0: --data.seed=7: a comparison sets",
         ),
         (
-            ["compared:plan", "--data.root=ROOT", "--fields", "words:run=mine"],
-            "tiny-words-.*: --run=mine: a comparison sets",
+            ["compared:plan", "--data.root=ROOT", "--fields", "words:run_name=mine"],
+            "tiny-words-.*: --run_name=mine: a comparison sets",
         ),
         (
             ["compared:plan", "--data.root=ROOT", "--fields", "words:no.such=1"],

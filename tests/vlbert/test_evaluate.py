@@ -64,7 +64,7 @@ def refcoco(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refcoco_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
     return tiny_recipe(
         folder / "storage",
-        run=run,
+        run_name=run,
         task=RefCOCOSettings(str(folder / "refcoco+"), **task),
         data=DataConfig(
             root=str(folder / "storage"), datasets={"refcoco+": None}, held_out=("refcoco+",), batch=4, workers=0
@@ -336,7 +336,7 @@ def test_a_split_shares_examples_with_its_parts(refcoco, train_on, split, shared
 
 def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path):
     root = tiny_root(tmp_path)
-    recipe = tiny_recipe(root, run="pretrained", steps=1, save_every=1)
+    recipe = tiny_recipe(root, run_name="pretrained", steps=1, save_every=1)
     trained = train(recipe, ALONE)
     summary = evaluate(recipe, [f"{root}/runs/pretrained"], "held-out", {}, None, ALONE)
     assert summary["metrics"] == pytest.approx(trained), "as its validation on the same samples"
@@ -411,7 +411,7 @@ FRESH = {"vocabulary": None, "steps": 1, "save_every": 1, "random_init": True}
 def vcr_recipe(folder: Path, subtask: str) -> Recipe:
     settings = VCRSettings(str(folder / "vcr"), names="class", mask_size=2, max_tokens=40, subtask=subtask)
     data = DataConfig(root=str(folder / "storage"), datasets={"vcr": None}, held_out=None, batch=4, workers=0)
-    return tiny_recipe(folder / "storage", run=subtask, task=settings, data=data, vocabulary_size=90, **FRESH)
+    return tiny_recipe(folder / "storage", run_name=subtask, task=settings, data=data, vocabulary_size=90, **FRESH)
 
 
 def test_two_runs_are_joined_each_with_the_settings_of_its_training(vcr):
@@ -521,7 +521,7 @@ def vqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vqa_recipe(folder: Path, held_out: tuple[str, ...] | None = None, **changes: object) -> Recipe:
     settings = VQASettings(str(folder / "vqa"), answers=len(LISTED), question_length=40)
     data = DataConfig(root=str(folder / "storage"), datasets={"vqa": None}, held_out=held_out, batch=4, workers=0)
-    fresh = FRESH | {"run": "tuned", "task": settings, "data": data, "vocabulary_size": 60}
+    fresh = FRESH | {"run_name": "tuned", "task": settings, "data": data, "vocabulary_size": 60}
     return tiny_recipe(folder / "storage", **fresh | changes)
 
 
@@ -548,7 +548,7 @@ def test_a_training_goes_on_only_with_the_answer_list_of_its_head(vqa, tmp_path)
     train(vqa_recipe(folder), ALONE)
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join([*LISTED[:2], *LISTED[:1:-1]]))
     start = f"{folder}/storage/runs/tuned/step-0000001"
-    started = vqa_recipe(folder, run="more", init_from=start, random_init=False)
+    started = vqa_recipe(folder, run_name="more", init_from=start, random_init=False)
     other = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left'"
     changed = f"{folder}/vqa/answers_vqa.txt has changed: {start} was trained with another one"
     for recipe, named in ((vqa_recipe(folder, steps=2), changed), (started, other)):

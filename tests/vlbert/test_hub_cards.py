@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [Row(20 + i, f"{i:020x}", status) for i, status in enumerate(["http_404", "http_404", HOSTILE])]
     meta = {"source": {"list": "/home/someone/captions.tsv sha256:ab", "rows": [0, 23]}}
     assert commit_shard(Catalog(open_store(str(root)), "captions"), "images", "00000", samples, rows, meta)
-    train(published(tiny_recipe(root, run="pretrain")), ALONE)
+    train(published(tiny_recipe(root, run_name="pretrain")), ALONE)
     other = EVALUATED | {"inputs": EVALUATED["inputs"] | {"checkpoints": ["pretrain/step-0000003"]}}
     for name, summary in (("testA-step-0000006", EVALUATED), ("testA-step-0000003", other)):
         open_store(str(root)).put(f"runs/pretrain/evaluations/{name}/metrics.json", as_json(summary))

@@ -45,7 +45,7 @@ def started(recipe: Recipe, folder: Path) -> tuple[TaskModel, str]:
 
 
 def test_more_pretraining_takes_the_head_too(root: Path, pretrained: Path):
-    model, reported = started(tiny_recipe(root, run="more"), pretrained)
+    model, reported = started(tiny_recipe(root, run_name="more"), pretrained)
     saved = load_file(pretrained / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
     assert reported.endswith("of its head all")

@@ -52,7 +52,7 @@ def test_a_model_trains_on_features_that_the_detector_kept(root: Path, monkeypat
     )
     monkeypatch.setattr("vlbert.data.images._decode", lambda sample: pytest.fail("an image was decoded"))
     train(recipe, ALONE)
-    lines = read_metrics(open_store(str(root)), recipe.run_name, "training")
+    lines = read_metrics(open_store(str(root)), recipe.run, "training")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line[name]) for line in lines for name in ("loss_words", "loss_regions"))
 
@@ -70,7 +70,9 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path)
     )
     pretraining = tiny_recipe(root, model=model, steps=2, save_every=2, vocabulary=None, vocabulary_size=120)
     pretraining = dataclasses.replace(
-        pretraining, data=dataclasses.replace(pretraining.data, text_batch=0, held_out=None, batch=4), run="pretrain"
+        pretraining,
+        data=dataclasses.replace(pretraining.data, text_batch=0, held_out=None, batch=4),
+        run_name="pretrain",
     )
     train(pretraining, ALONE)
     (line, _) = read_metrics(open_store(str(root)), "pretrain", "training")
@@ -84,7 +86,7 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path)
     (tmp_path / "vqa" / "answers_vqa.txt").write_text("yes\nno\n")
     finetuning = dataclasses.replace(
         pretraining,
-        run="vqa",
+        run_name="vqa",
         task=VQASettings(str(tmp_path / "vqa"), answers=2, question_length=20),
         data=DataConfig(root=str(root), datasets={"vqa": None}, batch=4, workers=0, flip=0.0),
         init_from=f"{root}/runs/pretrain/step-0000002",
@@ -94,6 +96,6 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path)
     assert [line["step"] for line in lines] == [1, 2]
     assert all(math.isfinite(line["loss_answers"]) for line in lines)
 
-    nameless = dataclasses.replace(pretraining, run="nameless")
+    nameless = dataclasses.replace(pretraining, run_name="nameless")
     with pytest.raises(ValueError, match="carry no class_probs"):
         train(dataclasses.replace(nameless, data=dataclasses.replace(nameless.data, datasets={"vqa": None})), ALONE)

@@ -79,7 +79,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, l
         relationship=True,
         mismatched=0.5,
     )
-    recipe = tiny_recipe(root, run="run", task=task)
+    recipe = tiny_recipe(root, run_name="run", task=task)
     data = dataclasses.replace(recipe.data, flip=0.5, new_shards_every=1)
 
     def detect(step: int) -> None:
@@ -196,7 +196,7 @@ def test_what_cannot_be_replayed_is_one_line(trained, tmp_path, change: Callable
 
 def finetuning(root: Path, dataset: str, task: Any, **changes: Any) -> Recipe:
     data = DataConfig(str(root), datasets={dataset: None}, batch=4, workers=0, flip=0.5)
-    values = {"run": "tuned", "task": task, "data": data, "steps": 2, "vocabulary": None, "random_init": True}
+    values = {"run_name": "tuned", "task": task, "data": data, "steps": 2, "vocabulary": None, "random_init": True}
     return tiny_recipe(root, **values | {"vocabulary_size": 60} | changes)
 
 
@@ -282,7 +282,7 @@ def rows_with_labels(batch: Batch) -> list[tuple]:
 def test_a_run_of_two_processes_is_replayed_by_one(tmp_path, trained):
     root = trained[0]
     task = PretrainingSettings(relationship=True, mismatched=0.5, text_length=12)
-    recipe = tiny_recipe(root, run="two", task=task, steps=3, save_every=3)
+    recipe = tiny_recipe(root, run_name="two", task=task, steps=3, save_every=3)
     data = dataclasses.replace(recipe.data, flip=0.5, gradient_accumulation=2)
     recipe = dataclasses.replace(recipe, data=data, model=dataclasses.replace(TINY_MODEL, dropout=0.0))
     for step, batches in on_two(tmp_path, "pretrain_vlbert", recipe).items():

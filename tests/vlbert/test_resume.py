@@ -205,7 +205,7 @@ def test_a_newer_snapshot_holds_all_shards_and_more(tmp_path):
 
 def a_run(root: Path, name: str, steps: int = 6, workers: int = 0) -> Recipe:
     """20 samples, 8 a step: shards that are committed in the second step enter in the middle of the third."""
-    recipe = tiny_recipe(root, run=name, steps=steps, save_every=1, keep_checkpoints=20)
+    recipe = tiny_recipe(root, run_name=name, steps=steps, save_every=1, keep_checkpoints=20)
     data = dataclasses.replace(recipe.data, new_shards_every=1, workers=workers)
     return dataclasses.replace(recipe, data=data)
 

@@ -48,7 +48,7 @@ def pretraining(folder: Path, run: str, **task: object) -> Recipe:
     data = DataConfig(root=str(folder / "root"), datasets={"flickr30k": None}, batch=8, workers=0, unreadable=1.0)
     vocabulary = {"vocabulary": None, "vocabulary_size": 60}
     task = PretrainingSettings(**task)
-    return tiny_recipe(folder / "root", run=run, task=task, data=data, steps=2, save_every=2, **vocabulary)
+    return tiny_recipe(folder / "root", run_name=run, task=task, data=data, steps=2, save_every=2, **vocabulary)
 
 
 def evaluated(
@@ -277,7 +277,12 @@ def test_a_pretrained_model_ranks_by_its_relationship_head(folder, tmp_path):
 
 def test_a_fine_tuning_begins_where_the_pretrained_model_is(folder, tmp_path):
     recipe = retrieval_recipe(
-        folder, run="from", random_init=False, init_from=f"{folder / 'root'}/runs/pretrained", steps=1, save_every=1
+        folder,
+        run_name="from",
+        random_init=False,
+        init_from=f"{folder / 'root'}/runs/pretrained",
+        steps=1,
+        save_every=1,
     )
     optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e-12, warmup_steps=0)
     train(dataclasses.replace(recipe, optimizer=optimizer), ALONE)

@@ -205,7 +205,7 @@ class Seen:
 
 
 def a_run(root: Path, name: str, datasets: dict[str, float | None], steps: int = 8, **changes) -> Recipe:
-    recipe = tiny_recipe(root, run=name, steps=steps, save_every=1, keep_checkpoints=20)
+    recipe = tiny_recipe(root, run_name=name, steps=steps, save_every=1, keep_checkpoints=20)
     data = dataclasses.replace(recipe.data, datasets=datasets, new_shards_every=1, held_out=None)
     return dataclasses.replace(recipe, data=dataclasses.replace(data, **changes))
 
@@ -297,7 +297,7 @@ def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
     assert Counter(row["dataset"] for row in rows) == {"held-out": 4, "held-more": 6}
     assert {row["key"] for row in rows if row["dataset"] == "held-more"} == keys_of("held-more", 6)
     one = dataclasses.replace(recipe.data, held_out=("held-more",))
-    alone = train(dataclasses.replace(recipe, run="alone", data=one), ALONE)
+    alone = train(dataclasses.replace(recipe, run_name="alone", data=one), ALONE)
     assert alone == {
         "words_accuracy": 6.0,
         "words_accuracy_shuffled": 6.0,

@@ -42,7 +42,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def run(root: Path, name: str, **changes) -> Recipe:
-    recipe = tiny_recipe(root, run=name, **changes)
+    recipe = tiny_recipe(root, run_name=name, **changes)
     train(recipe, ALONE)
     return recipe
 
@@ -56,7 +56,7 @@ def test_after_ctrl_c_the_next_start_goes_on(root, tmp_path):
     """torchrun sends its ranks once more what the terminal has sent them."""
     workers = dataclasses.replace(tiny_recipe(root).data, workers=1)
     arguments = command_line(root, "interrupted", steps=10**6, data=workers)
-    program = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "vlbert.train", *arguments]
+    program = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "vlbert.train", *arguments]
     output = tmp_path / "output"
     with open(output, "w") as file:
         process = subprocess.Popen(
@@ -144,11 +144,11 @@ def test_damage_that_only_one_rank_reads_is_named(root, six_steps, tmp_path, fil
 
 def test_a_finished_run_changes_nothing(root, six_steps, capsys):
     before = {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")}
-    metrics = train(tiny_recipe(root, run="whole"), ALONE)
+    metrics = train(tiny_recipe(root, run_name="whole"), ALONE)
     printed = capsys.readouterr().out
     assert printed.startswith("whole is complete")
     assert "words_accuracy" in metrics
-    recipe = tiny_recipe(root, run="whole")
+    recipe = tiny_recipe(root, run_name="whole")
     assert find_complete(recipe, 2) == printed.strip()
     assert {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")} == before
 
@@ -162,18 +162,18 @@ def test_a_finished_run_changes_nothing(root, six_steps, capsys):
         (["--data.text_corpus=None"], 1),
         (["--model.regions.no_random_init"], 1),  # refused before any checkpoint is looked at
         ([], 3),  # cannot share the batch
-        (["--run=nobody"], 1),
+        (["--run_name=nobody"], 1),
     ],
 )
 def test_find_complete_leaves_every_other_run_to_the_program(root, six_steps, changes: list[str], processes: int):
-    recipe = tiny_recipe(root, run="whole")
+    recipe = tiny_recipe(root, run_name="whole")
     assert find_complete(override(recipe, changes), processes) is None
 
 
 def test_a_finished_run_is_settled_after_a_kill(root, six_steps):
     shutil.copytree(root / "runs" / "whole", root / "runs" / "unsettled")
     (root / "runs" / "unsettled" / "best.json").unlink()
-    recipe = tiny_recipe(root, run="unsettled")
+    recipe = tiny_recipe(root, run_name="unsettled")
     assert find_complete(dataclasses.replace(recipe, keep_checkpoints=1), 1)
     assert (root / "runs" / "unsettled" / "best.json").is_file()
     assert not (root / "runs" / "unsettled" / "step-0000003" / "state.json").exists()
@@ -258,7 +258,7 @@ def test_a_held_out_dataset_that_is_not_there_names_its_field(root):
 def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
     (tmp_path / "lines.txt").write_text("a red square\n" * 20)
     make_corpus(tmp_path / "text", [tmp_path / "lines.txt"], root / "text" / "vocab.txt", 0, [])
-    recipe = tiny_recipe(root, run="whole", steps=8)
+    recipe = tiny_recipe(root, run_name="whole", steps=8)
     faster = dataclasses.replace(recipe.optimizer, learning_rate=0.5)
     for changes, named in (
         ({"optimizer": faster}, "optimizer.learning_rate=0.002, but the recipe has 0.5"),
@@ -285,7 +285,7 @@ def test_infinite_weights_end_the_run_and_name_the_last_good_checkpoint(root):
     save_file(tensors, folder / "model.safetensors")
     reseal(folder)
     with pytest.raises(FloatingPointError, match=f"3 steps in a row .* the last good checkpoint is {folder}"):
-        train(tiny_recipe(root, run="broken", save_every=8, steps=8, most_skipped=3), ALONE)
+        train(tiny_recipe(root, run_name="broken", save_every=8, steps=8, most_skipped=3), ALONE)
     assert checkpoints(open_store(str(root)), "broken") == ["runs/broken/step-0000002"]
 
 
@@ -296,10 +296,10 @@ def test_what_a_run_started_from_is_not_needed_to_go_on(root, six_steps):
     run(root, "heir", steps=2, **changes)
     for file in source.iterdir():
         file.unlink()
-    train(tiny_recipe(root, run="heir", steps=3, **changes), ALONE)
+    train(tiny_recipe(root, run_name="heir", steps=3, **changes), ALONE)
     assert [line[0] for line in losses(root, "heir")] == [1, 2, 3]
     with pytest.raises(ValueError, match="was trained with init_from=.*, but the recipe has None"):
-        train(tiny_recipe(root, run="heir", steps=4), ALONE)
+        train(tiny_recipe(root, run_name="heir", steps=4), ALONE)
 
 
 def test_regions_of_a_random_init_detector_are_announced(tmp_path, capsys):
@@ -316,7 +316,9 @@ def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
             for path in sorted(p for p in file.rglob("*") if p.is_file()):
                 store.put(str(path.relative_to(root)), path)
         recipe = tiny_recipe(root)
-        recipe = tiny_recipe(root, data=dataclasses.replace(recipe.data, root="s3://models/demo"), steps=2, run="cloud")
+        recipe = tiny_recipe(
+            root, data=dataclasses.replace(recipe.data, root="s3://models/demo"), steps=2, run_name="cloud"
+        )
         train(recipe, ALONE)
         assert checkpoints(store, "cloud") == ["runs/cloud/step-0000002"]
         assert [line["step"] for line in read_metrics(store, "cloud", "training")] == [1, 2]

@@ -322,7 +322,7 @@ def test_too_many_unreadable_samples_end_the_run(tmp_path):
     root = a_root(tmp_path, {0: torn, 7: torn, 1001: torn}, held_out=3)
     train(a_recipe(root, held_out=("held-out",), unreadable=2 / 16), ALONE)  # what a validation cannot read is no third
     with pytest.raises(ValueError, match="^2 samples cannot be read, the last because sample .* data.unreadable$"):
-        train(dataclasses.replace(a_recipe(root, unreadable=1.9 / 16), run="again"), ALONE)
+        train(dataclasses.replace(a_recipe(root, unreadable=1.9 / 16), run_name="again"), ALONE)
 
 
 def test_a_run_logs_each_broken_sample_once_and_counts_every_slot(tmp_path, capsys):
@@ -365,7 +365,7 @@ def test_ranks_with_placeholders_compute_what_one_process_computes(tmp_path):
     """Every part of a rank is one sample: where it is broken, that rank has a placeholder alone."""
     root = a_root(tmp_path, {i: torn for i in range(16) if i % 3 == 0}, held_out=2)
     recipe = a_recipe(root, gradient_accumulation=2, held_out=("held-out",))
-    train(dataclasses.replace(recipe, run="one"), ALONE)
+    train(dataclasses.replace(recipe, run_name="one"), ALONE)
     changes = {name: getattr(recipe, name) for name in ("task", "model", "data", "vocabulary", "steps", "save_every")}
     result = torchrun(root, "two", 2, **changes)
     assert result.returncode == 0, result.stderr[-3000:]

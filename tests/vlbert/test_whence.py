@@ -59,7 +59,7 @@ class Watched:
 
 
 def run_of(root: Path, name: str, steps: int, **data: object) -> Recipe:
-    recipe = tiny_recipe(root, run=name, steps=steps, save_every=2, keep_checkpoints=50)
+    recipe = tiny_recipe(root, run_name=name, steps=steps, save_every=2, keep_checkpoints=50)
     config = dataclasses.replace(recipe.data, held_out=None, new_shards_every=1, text_batch=0)
     return dataclasses.replace(recipe, data=dataclasses.replace(config, **data))
 
@@ -223,7 +223,7 @@ def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path
     with pytest.raises(ValueError, match=changed + ".*put it back, or name the folder that has it: --folder=FOLDER"):
         replay(f"{root}/runs/two", 1)
     assert replay(f"{root}/runs/two", 1, ReplaySettings(folder=str(tmp_path / "second"))).examples
-    with pytest.raises(ValueError, match=changed + ".*put it back, or start another run: --run=NAME"):
+    with pytest.raises(ValueError, match=changed + ".*put it back, or start another run: --run_name=NAME"):
         train(dataclasses.replace(again, steps=3), ALONE, two)
     shutil.copytree(tmp_path / "second", root / "refcoco", dirs_exist_ok=True)
     train(dataclasses.replace(again, steps=3), ALONE, two)

@@ -37,7 +37,7 @@ from vlbert.train import train
 
 PRETRAINING = "pretraining"  # the scope, and in names of runs the task, of a pre-training
 # Fields of a training that a comparison sets itself.
-_OWN = ("--run", "--init_from", "--data.seed", "--data.root")
+_OWN = ("--run_name", "--init_from", "--data.seed", "--data.root")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _cell(
     changes += [one for scope in (None, task or PRETRAINING, variant) for of, one in given if of == scope]
     if own := [one for one in changes if one.partition("=")[0] in _OWN]:
         raise ValueError(f"{run}: {own[0]}: a comparison sets this field itself; leave it out")
-    changes += [f"--data.root={root}", f"--data.seed={seed}", f"--run={run}"]
+    changes += [f"--data.root={root}", f"--data.seed={seed}", f"--run_name={run}"]
     changes += [f"--init_from={open_store(root, write=False).where(needs.checkpoint)}"] if needs else []
     try:
         recipe = make_recipe(training.recipe, changes, RECIPES)

@@ -94,7 +94,7 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
     try:
         return _replayed(checkpoint, recipe, step, pixels)
     except EXPECTED as error:
-        raise ValueError(f"step {step} of {recipe.run_name} cannot be replayed: {error}") from error
+        raise ValueError(f"step {step} of {recipe.run} cannot be replayed: {error}") from error
 
 
 def _find(path: str) -> tuple[ObjectStore, str]:
@@ -157,7 +157,7 @@ def write_replay(path: str, step: int, settings: ReplaySettings = ReplaySettings
     if out and not out.parent.is_dir():
         raise ValueError(f"--out={out}: there is no folder {out.parent}")
     found = replay(path, step, settings, pixels=True)
-    out = out or Path(f"{found.recipe.run_name}-step-{step:07d}.html")
+    out = out or Path(f"{found.recipe.run}-step-{step:07d}.html")
     classes = ((found.checkpoint.config.get("detector") or {}).get("metadata") or {}).get("classes")
     names = {"words": found.task.vocabulary.tokens} | ({"region_classes": ["background", *classes]} if classes else {})
     rows = [_row(example, found.task.vocabulary.tokens, names) for example in found.examples]

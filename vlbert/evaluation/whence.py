@@ -86,7 +86,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
     if not state or not recipe or not isinstance(state.get("data"), list):  # a model that somebody converted or copied
         return found | {"model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     return found | {
-        "run": recipe["run"] or recipe["name"],
+        "run": recipe["run_name"] or recipe["name"],
         "root": checkpoint.folder.store.where(),
         "step": state["step"],
         "seed": state["seed"],

@@ -58,7 +58,7 @@ def model_card(path: str) -> str:
     recipe = recipe_of(checkpoint) if settings_named(task) is not None and "recipe" in config else None
     start = recipe and (recipe.init_from or recipe.bert)
     datasets, kind = state.get("data") or [], task.removesuffix("Settings")
-    title = recipe.run_name if recipe else PurePosixPath(checkpoint.where).name
+    title = recipe.run if recipe else PurePosixPath(checkpoint.where).name
     results = _results(checkpoint, store, run)
     speeds = [line["samples_per_second"] for line in (read_metrics(store, run, "training") if store else [])]
     facts = {
