@@ -59,7 +59,7 @@ def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
             collect(str(root), CollectSettings(name, **source), log)
     detection = arguments_of(detection_of_demo(weights, keep_features=True))
     for name in sources_of(data):
-        run_child([*program, "detectors.run", root, name, *detection], log)
+        run_child([*program, "vlbert", "detect", root, name, *detection], log)
 
 
 def gates(summary: Mapping[str, Any]) -> list[str]:

@@ -313,7 +313,3 @@ def detect(
 
 
 main = Command("vlbert detect", detect)
-
-
-if __name__ == "__main__":
-    main()

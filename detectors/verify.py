@@ -131,7 +131,3 @@ def draw_regions(
 
 
 main = Command("vlbert verify-detector", draw_regions)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,7 @@ def compare(root: str, settings: CompareSettings, log: Callable[[str], None] = p
     from vlbert.comparison.plans import find_plan  # here, because it brings torch: other stages need none
 
     plan = find_plan(settings.plan).name
-    command = [sys.executable, "-m", "vlbert.comparison.compare", settings.plan, f"--data.root={root}"]
+    command = [sys.executable, "-m", "vlbert", "compare", settings.plan, f"--data.root={root}"]
     command += ["--fields", *settings.fields] if settings.fields else []
     command += ["--seeds", *map(str, settings.seeds)] if settings.seeds else []
     command += ["--jobs", str(settings.jobs)] if settings.jobs else []

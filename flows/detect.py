@@ -100,7 +100,7 @@ def detect(
     catalog, peak_bytes = Catalog(open_store(root, write=False), dataset), 0
     size = finished(catalog, detector)
     if size is None:
-        command = [sys.executable, "-m", "detectors.run", root, dataset, "--json", *arguments_of(detector)]
+        command = [sys.executable, "-m", "vlbert", "detect", root, dataset, "--json", *arguments_of(detector)]
         try:
             peak_bytes = run_child(command, on_line, silence=silence).peak_bytes
         except ChildFailed as error:

@@ -296,7 +296,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{PROGRAM}: {error}")
     if not settings.json:
         print(page(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@
 A stage is `images` or `regions/<detector id>`. The tar is written first. The manifest is written last, and only if
 there is none, so that a reader never sees half a shard and two writers never mix: storage/catalog/commit.py. Readers
 never list tars: the manifest names its tar. A training reads a snapshot, storage/snapshots.py. The layout is a
-contract, docs/formats.md. `vlbert catalog status ROOT` prints a summary: storage/catalog/__main__.py.
+contract, docs/formats.md. `vlbert catalog status ROOT` prints a summary: storage/catalog/command.py.
 """
 
 import contextlib

@@ -481,7 +481,3 @@ def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> No
 
 
 main = Command("vlbert collect", collect_images, ObjectMissing)
-
-
-if __name__ == "__main__":
-    main()

@@ -400,7 +400,7 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path):
     file = annotations(tmp_path / "a.json", [0])
     endpoint = unreachable()
-    command = [sys.executable, "-m", "detectors.run", "s3://bucket/root", "captions", "--backend=annotated"]
+    command = [sys.executable, "-m", "vlbert", "detect", "s3://bucket/root", "captions", "--backend=annotated"]
     run = subprocess.run(
         [*command, f"--annotations={file}"],
         capture_output=True,
@@ -416,7 +416,7 @@ def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_pa
 
 def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):
     catalog = commit_images(tmp_path, [[a_sample(number) for number in range(300)]])
-    command = [sys.executable, "-m", "detectors.run", str(tmp_path), "captions", *DEMO_NETWORK]
+    command = [sys.executable, "-m", "vlbert", "detect", str(tmp_path), "captions", *DEMO_NETWORK]
     running = subprocess.Popen(command, cwd=PROJECT)
 
     def claims() -> list[str]:

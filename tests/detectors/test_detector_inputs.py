@@ -392,7 +392,7 @@ def test_memory_stays_flat_over_shards(tmp_path: Path):
     for number in range(0, 250, 50):
         samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
     commit_images(tmp_path / "root", [samples] * 12)
-    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
+    command = [sys.executable, "-m", "vlbert", "detect", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
     command += [
         "--json",
         "--preset=demo",

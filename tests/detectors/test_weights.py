@@ -18,7 +18,7 @@ from detectors.faster_rcnn import FasterRCNN
 from detectors.names import read_names
 from detectors.preprocess import decode_bgr, to_input
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4
-from detectors.weights.__main__ import main
+from detectors.weights.convert import main
 from detectors.weights.files import describe_weights, load_resnet, load_weights, read_config, write_weights
 from detectors.weights.releases import AIRSPLAY, MILVLG, Converted, convert, describe, network_of
 

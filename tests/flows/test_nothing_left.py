@@ -112,7 +112,7 @@ def interrupted_detection(served: Operated, root: str, event: str) -> dict:
     before, lines, left = committed(root), served.listen(), waiting(root)
     run = detecting(served, root)
     served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2, 90)
-    found = interrupt(served, run, event, "detectors.run")
+    found = interrupt(served, run, event, "vlbert detect")
     assert before.items() <= committed(root).items(), "a shard was committed twice"
     first = next(line for line in lines() if " shards: " in line and "captions: " in line)
     assert f"captions: 1 of {left} shards: " in first, "it began with what the runs before it had left"
@@ -334,7 +334,7 @@ def test_the_alarm_crashes_a_run_whose_worker_is_gone_too(served: Operated, coll
     serve = served.serve()
     os.kill(serve, signal.SIGSTOP)
     try:
-        found = interrupt(served, run, "kill -9 of both", "detectors.run")
+        found = interrupt(served, run, "kill -9 of both", "vlbert detect")
         message = served.ask("GET", f"/flow_runs/{run}")["state"]["message"]
     finally:
         os.kill(serve, signal.SIGCONT)

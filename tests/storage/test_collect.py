@@ -642,7 +642,7 @@ def test_of_two_collections_one_makes_each_shard(web: Web, tmp_path: Path, expir
 def test_the_program_collects_and_goes_on_where_it_was(web: Web, tmp_path: Path):
     web.put("/program.jpg", send(encode(draw(600, 300))))
     served(web, tmp_path / "list.tsv", "a\t/program.jpg", "b\t/gone.jpg", "c\t/program.jpg")
-    command = [sys.executable, "-m", "storage.collect.run", str(tmp_path / "root"), "captions"]
+    command = [sys.executable, "-m", "vlbert", "collect", str(tmp_path / "root"), "captions"]
     command += [f"--captions={tmp_path / 'list.tsv'}", "--rows_per_shard=2", f"--download.allowed_hosts={web.host}"]
     command += ["--download.max_side=300", "--download.deadline=5", "--download.contact=tests@example.org"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
@@ -665,7 +665,7 @@ def test_a_full_disk_is_named_with_the_way_out(ready: str, web: Web, tmp_path: P
         web.put(f"/large.jpg?{i}", send(large))
     # No file may be larger than this: enough for one image, and too little for a tar of it, or for four of them.
     limit = (len(large) + 512) // 1024 + (0 if rows == 1 else 1)
-    program = f"{sys.executable} -m storage.collect.run {tmp_path}/root captions --captions={settings.captions}"
+    program = f"{sys.executable} -m vlbert collect {tmp_path}/root captions --captions={settings.captions}"
     program += f" --rows_per_shard={rows} --download.allowed_hosts={web.host} --download.retries=0"
     command = ["bash", "-c", f"ulimit -f {limit + 1}; export TMPDIR={tmp_path}; exec {program}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
@@ -691,7 +691,7 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(
         handler.server.stopping.wait(20)
 
     settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
-    command = [sys.executable, "-m", "storage.collect.run", local.store.where(), "captions"]
+    command = [sys.executable, "-m", "vlbert", "collect", local.store.where(), "captions"]
     command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     # Under nohup, or in the background of a script, it would not heed SIGINT.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

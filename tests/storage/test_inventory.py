@@ -17,7 +17,7 @@ from seeded import DETECTOR, put_checkpoint, sealed_parquet, shard_of
 from stores import Recorded
 
 from storage.catalog import Catalog
-from storage.catalog.__main__ import main
+from storage.catalog.command import main
 from storage.catalog.commit import commit_shard
 from storage.claims import Claims
 from storage.garbage import collect_garbage, find_garbage

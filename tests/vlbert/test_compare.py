@@ -318,7 +318,8 @@ def started(root: Path, lines: Path) -> subprocess.Popen:
     command = [
         sys.executable,
         "-m",
-        "vlbert.comparison.compare",
+        "vlbert",
+        "compare",
         "compared:plan",
         f"--data.root={root}",
         "--fields",

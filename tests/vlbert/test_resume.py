@@ -16,7 +16,7 @@ from loaded import rows_in_order
 from tiny import DETECTOR, TINY_MODEL, commit_more, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.catalog import Catalog
-from storage.catalog.__main__ import main
+from storage.catalog.command import main
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.order import shuffled

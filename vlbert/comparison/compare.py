@@ -268,7 +268,3 @@ def _print(line: str) -> None:
 
 
 main = Command("vlbert compare", compare_plan, *EXPECTED)
-
-
-if __name__ == "__main__":
-    main()

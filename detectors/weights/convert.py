@@ -60,7 +60,3 @@ def convert_detector(
 
 
 main = Command("vlbert convert-detector", convert_detector)
-
-
-if __name__ == "__main__":
-    main()

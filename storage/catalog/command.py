@@ -60,7 +60,3 @@ def _print_faults(inventory: Inventory) -> int:
 
 COMMANDS = {"status": print_status, "verify": verify_files, "gc": delete_garbage}
 main = Command("vlbert catalog", COMMANDS, ObjectMissing, StorageUnreachable)
-
-
-if __name__ == "__main__":
-    main()
