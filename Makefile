@@ -32,7 +32,7 @@ serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of p
 	$(BIN)/python -m vlbert serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))
 
 test: $(VENV)/installed lint  ## 6 minutes on 2 cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-all: $(VENV)/installed lint  ## also the slow tests: an hour
 	$(BIN)/python -m pytest -m "not far"

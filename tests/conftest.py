@@ -38,6 +38,12 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give each process of pytest-xdist whole files, whose fixtures are made once, and one process the Prefect server."""
+    group = "served" if "served" in getattr(item, "fixturenames", ()) else item.path.name
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(trylast=True)  # behind a plugin that shuffles them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with a Prefect server go last: its client's threads stay, and with them no test may fork, as torch does.

@@ -390,7 +390,7 @@ def test_detection_fuses_float32_convolutions_only_where_they_may_be_rounded_to_
 def test_batches_come_without_waiting(root: Path):
     """From page-locked memory."""
     with VirtualDevice() as device:
-        run = prepare(tiny_recipe(root, **SHORT | {"run": "loaded"}), GPU, lambda line: None)
+        run = prepare(tiny_recipe(root, **SHORT | {"run_name": "loaded"}), GPU, lambda line: None)
         device.start()
         (part,) = next(iter(run.batches()))
     assert {tensor.device for tensor in (part.tokens, part.boxes, *part.pixels, *part.labels.values())} == {DEVICE}

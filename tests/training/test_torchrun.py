@@ -318,7 +318,7 @@ def test_a_node_without_the_first_weights_may_resume_a_run(root, with_and_withou
     tensors = {prefix + name: one for prefix, part in parts.items() for name, one in part.state_dict().items()}
     write_weights(Path("detector"), tensors, {})
     regions = dataclasses.replace(TINY_MODEL.regions, random_init=False, weights="detector")
-    changes = {"run": "left", "model": dataclasses.replace(TINY_MODEL, regions=regions), "save_every": 1}
+    changes = {"run_name": "left", "model": dataclasses.replace(TINY_MODEL, regions=regions), "save_every": 1}
     train(tiny_recipe(root, steps=1, **changes), World(0, 1, torch.device("cpu")))
     nodes = nodes_in(with_and_without, *command_line(root, "left", steps=2, model=changes["model"]))
     assert [node.returncode for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr
