@@ -336,7 +336,7 @@ def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_
 
     async def work() -> None:
         with Spool() as spool:
-            async with Downloader(settings_for(host, per_host=2)) as downloader:
+            async with Downloader(settings_for(host, concurrency=4)) as downloader:
                 one, two = (
                     asyncio.create_task(downloader.download(rows_of(*part), spool)) for part in (urls[:2], urls[2:])
                 )
@@ -382,7 +382,7 @@ def test_a_robots_txt_that_cannot_be_had_is_tried_again_for_the_second_pass(brok
     done = simulated.downloaded(
         shards,
         image,
-        DownloadSettings(per_host=4),
+        DownloadSettings(concurrency=3),
         lambda url, now: simulated.Answer(0, 404) if url.host == "other.example" else robots_txt(url, now),
     )
     failed = {"refused": "connect", "status": "robots_txt_failed", "seconds": "timeout"}[next(iter(broken))]
@@ -438,6 +438,7 @@ def test_it_is_kept_for_a_day_and_a_failure_for_a_minute_and_few_bytes_of_them(m
         await asyncio.sleep(1)
         await ask("fails", 0, 3, loop.time() - 0.5)
         monkeypatch.setattr("storage.collect.robots.KEPT_BYTES", 6000)
+        robots = RobotsTxt(request)
         for number in range(4):
             await ask(f"h{number}", 0, 1)
         await ask("h3", 0, 1)
