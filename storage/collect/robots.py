@@ -70,6 +70,7 @@ class Rules:
 
 _Known = tuple[Rules | Refused, float]  # what was found, and when, by the event loop's clock
 
+
 def _bounded(data: bytes) -> list[str]:
     """The lines of a file up to the limits. All agents but us and `*` are one: protego multiplies agents by rules."""
     text = data[:MAX_BYTES].decode("utf-8-sig", errors="replace")

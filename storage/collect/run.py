@@ -48,7 +48,7 @@ _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
-    Status.BAD_URL: "Name the column of the URLs under columns; if they are names of files, their folder under images",
+    Status.BAD_URL: "Name the column of the URLs first under columns; for names of files, give their folder as images",
     Status.NOINDEX: "If its owner allows this use, set --download.no_obey_noindex",
     Status.ROBOTS_TXT: "If its owner allows this use, set --download.no_obey_robots_txt",
     Status.BAD_ROW: "Name the columns under columns, or write the list anew",

@@ -60,11 +60,6 @@ class Status(StrEnum):
         "bad_caption",
         "the caption of an image of a tar is missing, too long or cannot be read (import only)",
     )
-    X_ROBOTS_TAG = (
-        "x_robots_tag",
-        "img2dataset refused it for its `X-Robots-Tag`, and does not say which directive (import only)",
-    )
-    NOT_STORED = "not_stored", "img2dataset did not store it, for a reason that has no status here (import only)"
     NOT_IMAGE = "not_image", "not an image in a format that is read: JPEG, PNG, GIF, WebP, BMP"
     TRUNCATED = "truncated", "the image file ends early or is damaged"
     TOO_MANY_PIXELS = "too_many_pixels", "more pixels than `max_pixels`, or made to be costly to decode"

@@ -365,10 +365,10 @@ def listed(*lines: str, columns: Sequence[str] = ()) -> Callable[[Path], list[st
             "download.allowed_hosts",
         ),
         (listed("a\tno", "b\taddress"), "list.tsv:1 has 'no' as its URL"),
-        (listed("a\t0001.jpg"), "if they are names of files, their folder under images"),
+        (listed("a\t0001.jpg"), "for names of files, give their folder as images"),
         (
             listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc", columns=("2", "1")),
-            "list.tsv:2: the URL is in the column of the caption",
+            "Name the column of the URLs first under columns",
         ),
         (listed(f"a\thttp://user:secret@{closed_port()}/?key=secret"), "bad_url"),
         (image_that_is_html, "not_image"),
@@ -801,7 +801,7 @@ FOLDER = {"name": "x", "images": "folder"}
             )
             for name in ("ok", "duplicate", "http_6xx", "http_", "slow")
         ),
-        *((DownloadSettings, {name: 0}, name) for name in ("deadline", "concurrency", "per_host", "decode_threads")),
+        *((DownloadSettings, {name: 0}, name) for name in ("deadline", "concurrency", "decode_threads")),
         (DownloadSettings, {"retries": -1}, "retries"),
         *((DownloadSettings, {"allowed_hosts": (host,)}, "host:port") for host in ("127.0.0.1", "*:80", "http://a:80")),
         (DownloadSettings, {"allowed_hosts": "127.0.0.1:80"}, "tuple"),

@@ -68,9 +68,9 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("Train_GCC-training.tsv", tsv(*SWAPPED), "URL in column 2, caption in column 1 (as Conceptual Captions)"),
+        ("Train_GCC-training.tsv", tsv(*SWAPPED), "URL in column 2, caption in column 1"),
         ("no-suffix", tsv(*SWAPPED), "TSV without a header, URL in column 2"),
-        ("cc12m.tsv", tsv(*ROWS), "URL in column 1, caption in column 2 (as CC12M)"),
+        ("cc12m.tsv", tsv(*ROWS), "URL in column 1, caption in column 2"),
         ("cc12m.tsv.gz", gzip.compress(tsv(*ROWS)), "TSV without a header, URL in column 1"),
         ("named.tsv", tsv(("caption", "url"), *SWAPPED), "TSV with a header, URL in column url"),
         ("mark.tsv", b"\xef\xbb\xbf" + tsv(("URL", "TEXT"), *ROWS), "URL in column URL, caption in column TEXT"),
@@ -83,11 +83,15 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
         (
             "part-0.parquet",
             parquet(**LAION),
-            "Parquet, URL in column URL, caption in column TEXT, LICENSE kept (as LAION)",
+            "Parquet, URL in column URL, caption in column TEXT, LICENSE kept",
         ),
-        ("part-0.parquet", parquet(**COYO), "URL in column url, caption in column text (as COYO-700M)"),
-        ("hub.parquet", parquet(image_url=URLS, user_id=CAPTIONS, caption=CAPTIONS), "(as SBU)"),
-        ("hub.parquet", parquet(image_url=URLS, caption=CAPTIONS), "(as Conceptual Captions or CC12M)"),
+        ("part-0.parquet", parquet(**COYO), "URL in column url, caption in column text"),
+        (
+            "hub.parquet",
+            parquet(image_url=URLS, user_id=CAPTIONS, caption=CAPTIONS),
+            "URL in column image_url, caption in column caption",
+        ),
+        ("hub.parquet", parquet(image_url=URLS, caption=CAPTIONS), "URL in column image_url"),
         (
             "a.parquet",
             parquet(url=pa.array(URLS, pa.string_view()), caption=pa.array(CAPTIONS, pa.large_string())),
@@ -99,7 +103,7 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
         (
             "sbu-captions-all.json",
             json.dumps(SBU).encode(),
-            "URL in column image_urls, caption in column captions (as SBU)",
+            "URL in column image_urls, caption in column captions",
         ),
         ("rows.json", json.dumps(OBJECTS).encode(), "JSON, URL in column url"),
     ],
