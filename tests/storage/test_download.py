@@ -267,35 +267,6 @@ def test_an_answer_behind_the_answer_is_not_taken_for_that_of_the_next_row(web: 
     assert all(headers["Connection"] == "close" for *_, headers in web.requests[-6:])
 
 
-def test_results_come_in_row_order_whatever_the_concurrency(web: Web):
-    def after(seconds: float) -> Answer:
-        def answer(handler: BaseHTTPRequestHandler) -> None:
-            time.sleep(seconds)
-            send(JPEG)(handler)
-
-        return answer
-
-    urls = [web.put(f"/order/{i}.jpg", after((7 * i % 10) / 50)) for i in range(10)]
-    urls[4], urls[9] = web.url("/nowhere.jpg"), urls[0]
-    rows = [CaptionRow(100 + 3 * i, f"c{i}", url) for i, url in enumerate(urls)]
-    for settings in (settings_for(web), settings_for(web, concurrency=1, decode_threads=1)):
-        results = downloaded(rows, settings)
-        assert [result.row for result in results] == rows
-        assert [result.status for result in results] == ["ok"] * 4 + ["http_404"] + ["ok"] * 5
-        assert [result.sample.caption for result in results if result.sample] == [f"c{i}" for i in range(10) if i != 4]
-    assert web.count_of("/order/0.jpg") == 2  # once each time, for both of its rows
-
-
-def test_a_dead_port_is_tried_for_every_row_and_is_no_fault_of_another_port(web: Web):
-    with Web() as gone:
-        urls = [gone.url(f"/{i}.jpg") for i in range(50)]
-    urls += [web.put(f"/live/{i}.jpg", send(JPEG)) for i in range(5)]
-    settings = settings_for(web, gone, retries=1, obey_robots_txt=False)
-    results = downloaded(rows_of(*urls), settings)
-    assert [item.status for item in results] == 50 * ["connect"] + 5 * ["ok"]
-    assert len([item for item in results if "attempts" in item.detail]) <= 6  # no more retries when it is known
-
-
 # --- what is used of this machine -------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA, PROJECT
 
-from storage.collect.lists import find_reading, license_of, read_captions, read_rows
+from storage.collect.lists import find_reading, read_captions, read_rows
 from storage.collect.plan import CollectSettings, find_columns, prepare_rows, sample_list
 from storage.collect.rows import PART_ROWS, CaptionRow, Place, Rows, write_rows
 from storage.object_store import open_store
@@ -366,18 +366,3 @@ def test_the_code_of_the_page_writes_a_list_of_a_folder(tmp_path: Path, monkeypa
     exec(compile(code, "docs/data.md", "exec"), {})
     rows = read_rows(tmp_path / "captions.jsonl", find_reading(tmp_path / "captions.jsonl", of_folder=True))
     assert [(row.url, row.caption) for row in rows] == [(images[0]["file_name"], f"caption {n}") for n in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("extra", "found"),
-    [
-        ({"LICENSE": "?"}, "?"),
-        ({"license_url": "http://a", "licence": "CC0"}, "CC0"),
-        ({"license": 4}, "4"),
-        ({"license": ""}, None),
-        ({"license": None, "n": 1}, None),
-        (None, None),
-    ],
-)
-def test_the_licence_of_a_row_is_in_a_column_of_that_name(extra: dict | None, found: str | None):
-    assert license_of(extra) == found

@@ -295,20 +295,6 @@ def test_each_port_has_its_own_and_a_redirect_asks_that_of_its_target(origins: O
     assert sorted(origins.requests(open_host)) == ["/a.jpg", "/robots.txt"]
 
 
-def test_waiting_for_it_takes_nothing_of_the_deadline_of_a_url(origins: Origins):
-    def after(seconds: float, body: bytes) -> Answer:
-        def answer(handler: BaseHTTPRequestHandler) -> None:
-            time.sleep(seconds)
-            send(body)(handler)
-
-        return answer
-
-    host = origins.add(after(1.3, b""))
-    origins.web.put("/slow.jpg", after(1.2, JPEG))
-    origins.web.put("/to", lambda handler: (time.sleep(1.2), send(b"", 302, Location="/slow.jpg")(handler)))
-    assert statuses([f"http://{host}/to"], settings_for(host, deadline=3)) == ["ok"]
-
-
 def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_txt(origins: Origins):
     host = origins.add(in_turn(silent(9), send(b"")))
     urls = [f"http://{host}/{number}.jpg" for number in range(4)]
