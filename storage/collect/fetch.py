@@ -56,9 +56,8 @@ class DownloadSettings(ImageSettings):
     """Further attempts at once after a lost connection, 429 or 5xx, as far as the deadline allows, and if it is not 0
     another one after these and timeouts, when the others are done."""
     concurrency: int = 64
-    """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes`."""
-    per_host: int = 64
-    """The most URLs of one host in flight at once: it begins with 8, and has more as long as it answers as fast."""
+    """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes`. A
+    host begins with 8, and has more as long as it answers as fast."""
     decode_threads: int = 2
     """Threads that check, decode and encode images, for all shards in progress; each holds one decoded image."""
     allowed_hosts: tuple[str, ...] = ()
@@ -72,7 +71,7 @@ class DownloadSettings(ImageSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("deadline", "concurrency", "per_host", "decode_threads"):
+        for name in ("deadline", "concurrency", "decode_threads"):
             check(self, getattr(self, name) > 0, name, "over 0")
         check(self, self.retries >= 0, "retries", "0 or more")
         if not self.contact.isprintable():
@@ -101,14 +100,14 @@ class Fetcher:
     def __init__(self, settings: DownloadSettings):
         self.settings = settings
         self.guard = AddressGuard(settings.allowed_hosts)
-        self.hosts = Hosts(settings.concurrency, settings.per_host)
-        self.robots_txt = RobotsTxt(self._fetch_robots_txt)
+        self.hosts = Hosts(settings.concurrency)
 
     async def __aenter__(self) -> "Fetcher":
         require("aiohttp", "downloading")
         import aiohttp
 
         settings = self.settings
+        self.robots_txt = RobotsTxt(self._fetch_robots_txt)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,  # Hosts limits the connections; a queue in here would use up deadlines
@@ -146,7 +145,7 @@ class Fetcher:
             deadline, retries = min(before.left, deadline / 2), 0
         flight = _Flight(deadline, retries, before)
         try:
-            return await self._with_retries(lambda: self._attempt(url, flight), url, flight)
+            return await self._with_retries(url, flight)
         except TimeoutError as error:
             if flight.shortened:
                 detail = f"not done after {self._short_deadline:g} s, and {flight.host} had not answered for long"
@@ -182,12 +181,12 @@ class Fetcher:
             async with flight.running():
                 await self._request(checked, flight)
 
-    async def _with_retries(self, attempt: Callable[[], Awaitable[_Answer]], url: str, flight: "_Flight") -> _Answer:
-        """What an attempt gives, after at most `retries` further ones; the last one's Transient if none succeeds."""
+    async def _with_retries(self, url: str, flight: "_Flight") -> bytes:
+        """The body, after at most `retries` further attempts; the last one's Transient if none succeeds."""
         for number in itertools.count(1):
             flight.attempts += 1
             try:
-                return await attempt()
+                return await self._attempt(url, flight)
             except Transient as error:
                 flight.failed = error
                 pause = max(_pause(url, number), error.retry_after)
@@ -281,32 +280,26 @@ class Fetcher:
         raise Refused(status, _status_line(response))
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
-        """The rules of a robots.txt; retried and within a deadline as an image is.
+        """The rules of a robots.txt, requested once, within the deadline of an image.
 
         It counts neither for nor against its host, which may answer this and nothing else.
         """
-        flight = _Flight(self.settings.deadline, self.settings.retries)
+        address, location = str(url), None
         try:
-            return await self._with_retries(lambda: self._attempt_robots_txt(url, flight), str(url), flight)
+            async with asyncio.timeout(self.settings.deadline):
+                for _ in range(_MAX_REDIRECTS + 1):
+                    location, body = await self._get(self.guard.check_url(address), self._robots_txt)
+                    if location is None:
+                        return Rules(body)
+                    address = _join(address, location)
         except TimeoutError as error:
             raise Transient(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
-
-    async def _attempt_robots_txt(self, url: "yarl.URL", flight: "_Flight") -> Rules:
-        """One attempt, redirects included."""
-        address, location = str(url), None
-        for _ in range(_MAX_REDIRECTS + 1):
-            try:
-                async with flight.running():
-                    location, body = await self._get(self.guard.check_url(address), self._robots_txt)
-                if location is None:
-                    return Rules(body)
-                address = _join(address, location)
-            except Refused as error:
-                # If the server cannot be reached, its images get that as their status, as without robots.txt.
-                if location is None or error.status == Status.ROBOTS_TXT_FAILED:
-                    raise
-                detail = f"{error.status}: {error.detail}, after a redirect to {shown_url(address)}"
-                raise Transient(Status.ROBOTS_TXT_FAILED, detail) from error
+        except Refused as error:
+            # If the server cannot be reached, its images get that as their status, as without robots.txt.
+            if location is None or error.status == Status.ROBOTS_TXT_FAILED:
+                raise
+            detail = f"{error.status}: {error.detail}, after a redirect to {shown_url(address)}"
+            raise Transient(Status.ROBOTS_TXT_FAILED, detail) from error
         return Rules(b"")  # as if there were none: RFC 9309, 2.3.1.2
 
     async def _robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:

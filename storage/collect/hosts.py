@@ -40,7 +40,7 @@ class Transient(Refused):
 
 
 class Hosts:
-    """At most `at_once` URLs in flight, `per_host` of one host. Hosts with waiting URLs take turns.
+    """At most `at_once` URLs in flight. Hosts with waiting URLs take turns.
 
     No URL of a host that answers ends as HOST_TIMEOUT. A host is silent after BREAKER failures in a row (timeouts, lost
     connections); its URLs then get a short deadline, and go into the retry queue. When the rest of the shard is done, a
@@ -53,9 +53,8 @@ class Hosts:
     lower it: while the host answers other URLs, the fault is that URL's.
     """
 
-    def __init__(self, at_once: int, per_host: int):
-        self._free = at_once
-        self._per_host = per_host
+    def __init__(self, at_once: int):
+        self._free = self._at_once = at_once
         self._hosts: dict[str, Host] = {}
         self._ready: deque[Host] = deque()  # hosts with a waiting URL and a free slot for it, in turn
 
@@ -78,7 +77,7 @@ class Hosts:
     def host(self, name: str) -> "Host":
         """What is known of a host."""
         if name not in self._hosts:
-            self._hosts[name] = Host(min(_INITIAL_LIMIT, self._per_host))
+            self._hosts[name] = Host(min(_INITIAL_LIMIT, self._at_once))
         return self._hosts[name]
 
     def answered(self, name: str, url: str, began: float, seconds: float) -> None:
@@ -95,7 +94,7 @@ class Hosts:
                 self._lower(host, host.limit // 2)
             elif host.waiting:
                 more = 1 if host.lowered > float("-inf") else max(1, host.limit // 8)
-                host.limit = min(self._per_host, host.limit + more)
+                host.limit = min(self._at_once, host.limit + more)
             host.latencies.clear()
             host.complaints = 0
         self._start(host)

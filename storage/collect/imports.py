@@ -1,6 +1,5 @@
 """Images that lie here already become stored ones: files of a folder, and members of tars (storage/collect/tars.py)."""
 
-import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,38 +28,29 @@ def place_of(folder: Path, name: str) -> Place:
 
 
 def read_folder(folder: Path, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes | Refused]]:
-    """The bytes of these files; ValueError names one that has another size than when the rows were read."""
-    for place in places:
-        try:
-            data = read_file(folder / place.file, limit)
-        except Refused as refused:
-            yield place, refused
-            continue
-        if len(data) != place.size:
-            raise ValueError(f"{folder / place.file} has {len(data)} bytes, and had {place.size}")
-        yield place, data
-
-
-def read_file(file: Path, limit: int) -> bytes:
-    """The bytes of a regular file, or of one that a symbolic link leads to.
+    """The bytes of these files; ValueError names one that has another size than when the rows were read.
 
     Refused: `too_big` over `limit` bytes, `missing_file` for all that cannot be read, also for a FIFO or a device.
     OSError if this machine has run out of files or memory.
     """
-    try:
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Refused(Status.MISSING_FILE, f"{file} is not a regular file")
-            # The file system reports the size and may be wrong, so the read is limited too.
-            data = b"" if status.st_size > limit else opened.read(limit + 1)
-            if max(status.st_size, len(data)) > limit:
-                raise too_big(max(status.st_size, len(data)), limit)
-            return data
-    except OSError as error:
-        if run_out(error):
-            raise
-        raise Refused(Status.MISSING_FILE, f"{file}: {error.strerror}") from error
+    for place in places:
+        file = folder / place.file
+        if place.size < 0:
+            yield place, Refused(Status.MISSING_FILE, f"{file} is not there, or is not a regular file")
+        elif place.size > limit:
+            yield place, too_big(place.size, limit)
+        else:
+            try:
+                with open(file, "rb") as opened:
+                    data = opened.read(limit + 1)  # the file may have grown
+            except OSError as error:
+                if run_out(error):
+                    raise
+                yield place, Refused(Status.MISSING_FILE, f"{file}: {error.strerror}")
+                continue
+            if len(data) != place.size:
+                raise ValueError(f"{file} has {len(data)} bytes, and had {place.size}")
+            yield place, data
 
 
 def too_big(size: int, limit: int) -> Refused:

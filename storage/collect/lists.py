@@ -14,7 +14,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,44 +37,12 @@ _SUFFIXES = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"
 _TEXT = ("tsv", "csv")  # forms whose columns may have no names
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The names of the columns of a published list, in small letters; `beside`: a further one that tells it."""
-
-    name: str
-    url: str
-    caption: str
-    beside: str = ""
-
-
-# The shapes of lists whose columns have names. Without names there are two: Conceptual Captions has the caption first
-# (Train_GCC-training.tsv), CC12M the URL (cc12m.tsv); the place of the URLs tells which.
-SHAPES = (
-    # SAMPLE_ID URL TEXT HEIGHT WIDTH LICENSE NSFW similarity: LAION-400M, https://laion.ai/blog/laion-400-open-dataset/;
-    # URL TEXT WIDTH HEIGHT similarity hash punsafe pwatermark: LAION-5B, https://laion.ai/blog/laion-5b/
-    Shape("LAION", "url", "text", "similarity"),
-    # id url text width height image_phash ...: https://huggingface.co/datasets/kakaobrain/coyo-700m
-    Shape("COYO-700M", "url", "text", "image_phash"),
-    # {"image_urls": [...], "captions": [...], "user_ids": [...]} of sbu-captions-all.json:
-    # https://www.cs.rice.edu/~vo9/sbucaptions/
-    Shape("SBU", "image_urls", "captions"),
-    # image_url user_id caption: https://huggingface.co/datasets/vicenteor/sbu_captions
-    Shape("SBU", "image_url", "caption", "user_id"),
-    # image_url caption: google-research-datasets/conceptual_captions and .../conceptual_12m of https://huggingface.co
-    Shape("Conceptual Captions or CC12M", "image_url", "caption"),
-    # What img2dataset's examples name them: https://github.com/rom1504/img2dataset/tree/main/dataset_examples
-    Shape("img2dataset", "url", "caption"),
-    Shape("img2dataset", "url", "text"),
-)
-# Of lists of a folder of images, in which `url` is the file's name.
-FOLDER_SHAPES = (
-    # metadata.csv, metadata.jsonl: https://huggingface.co/docs/datasets/image_dataset
-    Shape("Hugging Face imagefolder", "file_name", "text"),
-    Shape("Hugging Face imagefolder", "file_name", "caption"),
-    Shape("image and caption", "image", "caption"),
-    Shape("image and caption", "image", "text"),
-    Shape("image and caption", "filename", "caption"),
-)
+# The names, in small letters, of the columns of published lists: LAION and COYO-700M have url and text, img2dataset's
+# examples url and caption, SBU image_urls and captions, Conceptual Captions and CC12M on the hub image_url and caption.
+# Without names, Conceptual Captions has the caption first (Train_GCC-training.tsv), CC12M the URL (cc12m.tsv).
+URLS, CAPTIONS = ("url", "image_url", "image_urls"), ("caption", "text", "captions")
+# Of lists of a folder of images: https://huggingface.co/docs/datasets/image_dataset has file_name.
+_FILES = ("file_name", "image", "filename")
 
 _LICENSES = ("license", "licence", "license_name", "license_url")  # columns of the licence, the best first
 
@@ -90,7 +58,6 @@ class Reading:
     places   the same as places from 0 on
     width    how many columns the list has
     header   whether the first line has their names (TSV and CSV)
-    shape    the published list that looks so; "" if the columns were given
     """
 
     form: str
@@ -98,7 +65,6 @@ class Reading:
     places: tuple[int, ...] = ()
     width: int = 0
     header: bool = False
-    shape: str = ""
 
     @property
     def as_meta(self) -> dict[str, Any]:
@@ -110,8 +76,7 @@ class Reading:
         url = f"URL in column {url}" if url else "files' names as URLs"
         header = {True: " with a header", False: " without a header"}[self.header] if self.form in _TEXT else ""
         more = f", {', '.join(kept)} kept" if kept else ""
-        shape = f" (as {self.shape})" if self.shape else ""
-        return f"{_NAMES[self.form]}{header}, {url}, caption in column {caption}{more}{shape}"
+        return f"{_NAMES[self.form]}{header}, {url}, caption in column {caption}{more}"
 
 
 # --- which columns ----------------------------------------------------------------------------------------------------
@@ -122,10 +87,11 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
     of_folder: the list names files of a folder. ValueError names a column that is not there, or says what to give.
     """
-    form, shapes = _form(file), FOLDER_SHAPES if of_folder else SHAPES
+    form, urls, header = _form(file), _FILES if of_folder else URLS, False
     if form in _TEXT:
-        return _of_text(file, form, columns, shapes, _like_an_image if of_folder else LIKE_A_URL.match)
-    if form == "parquet":
+        names, header, columns = _text_columns(file, form, columns, of_folder)
+        kept = names
+    elif form == "parquet":
         with _opened_parquet(file) as table:
             names = table.schema_arrow.names
             kept = [field.name for field in table.schema_arrow if not pa.types.is_nested(field.type)]
@@ -133,36 +99,22 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
         names, kept = names_of(itertools.islice(_json_rows(file, form), _SAMPLED))
         if not names and form == "jsonl":
             return Reading(form, tuple(columns) or ("url", "caption"))
-    reading = _named(file, form, names, kept, columns, shapes)
-    return replace(reading, columns=tuple(names[place] for place in reading.places)) if "json" in form else reading
-
-
-def _named(
-    file: Path, form: str, names: Sequence[str], kept: Sequence[str], columns: Sequence[str], shapes: Sequence[Shape]
-) -> Reading:
-    """How a list with these names of its columns is read; `kept`: those that hold what a sample can keep."""
-    shape = ""
-    if not columns:
-        columns, shape = recognise(names, str(file), shapes)
-        columns += license_column(kept)
+    columns = columns or (*_recognise(file, names, urls), *license_column(kept))
     places = tuple(_place(file, column, names) for column in columns)
-    return Reading(form, tuple(columns), places, len(names), form in _TEXT, shape)
+    if "json" in form:
+        columns = [names[place] for place in places]
+    return Reading(form, tuple(columns), places, len(names), header)
 
 
-def recognise(names: Sequence[str], where: str, shapes: Sequence[Shape] = SHAPES) -> tuple[tuple[str, str], str]:
-    """The columns of URL and caption, by their names, and the shape that has them; ValueError if none has, or two."""
-    by_lower = {name.lower(): name for name in names}
-    fitting = [one for one in shapes if {one.url, one.caption, one.beside or one.url} <= by_lower.keys()]
-    pairs = list(dict.fromkeys((by_lower[one.url], by_lower[one.caption]) for one in fitting))
-    lower = [name.lower() for name in set(names)]
-    if len(pairs) != 1 or any(lower.count(name.lower()) > 1 for name in pairs[0]):
-        which = "several that may be" if pairs else "none that is known to be"
-        listed = f"the columns {_listed(names)}" if names else "no columns"
-        raise ValueError(
-            f"{where} has {listed}, {which} those of URL and caption; name them: "
-            f"--columns {' '.join(pairs[0]) if pairs else 'URL CAPTION'}"
-        )
-    return pairs[0], fitting[0].name
+def _recognise(file: Path, names: Sequence[str], urls: Sequence[str]) -> tuple[str, str]:
+    """The columns of URL and caption, by their names; ValueError if there is none, or several."""
+    found = [[name for name in names if name.lower() in known] for known in (urls, CAPTIONS)]
+    if [len(same) for same in found] == [1, 1]:
+        return found[0][0], found[1][0]
+    which = "several that may be" if all(found) else "none that is known to be"
+    listed = f"the columns {_listed(names)}" if names else "no columns"
+    example = " ".join(same[0] for same in found) if all(found) else "URL CAPTION"
+    raise ValueError(f"{file} has {listed}, {which} those of URL and caption; name them: --columns {example}")
 
 
 def license_column(names: Iterable[str]) -> tuple[str, ...]:
@@ -193,34 +145,34 @@ def _listed(names: Sequence[str]) -> str:
     return printable(", ".join(names[:20]))[:500] + (", ..." if len(names) > 20 else "")
 
 
-def _of_text(file: Path, form: str, columns: Sequence[str], shapes: Sequence[Shape], is_reference: Any) -> Reading:
-    """The reading of a TSV or CSV; `is_reference`: whether a cell is a URL, or the name of an image."""
+def _text_columns(
+    file: Path, form: str, columns: Sequence[str], of_folder: bool
+) -> tuple[list[str], bool, Sequence[str]]:
+    """The names of the columns of a TSV or CSV, whether a header has them (else they are places), and those to read."""
     rows = [cells for cells in itertools.islice(_cells(file, form), _SAMPLED) if not isinstance(cells, ValueError)]
-    if not rows:
-        return Reading(form, ("2", "1"), (1, 0), 2, shape="Conceptual Captions")
-    head = [cell.strip() for cell in rows[0]]
+    head = [cell.strip() for cell in rows[0]] if rows else []
+
+    def is_reference(cell: str) -> bool:
+        """Whether it is a URL, or the name of an image."""
+        return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None
+
     lower = {cell.lower() for cell in head}
-    known = any({one.url, one.caption} <= lower for one in shapes) and not any(map(is_reference, head))
-    if known or not all(column.isdecimal() for column in columns):
-        return _named(file, form, head, head, columns, shapes)
-    width = Counter(map(len, rows)).most_common(1)[0][0]
-    if columns:
-        places = tuple(_place(file, column, [str(n + 1) for n in range(width)]) for column in columns)
-        return Reading(form, tuple(columns), places, width)
-    if width > 2 or (width < 2 and form == "csv"):
+    known = not lower.isdisjoint(_FILES if of_folder else URLS) and not lower.isdisjoint(CAPTIONS)
+    if (known and not any(map(is_reference, head))) or not all(column.isdecimal() for column in columns):
+        return head, True, columns
+    width = Counter(map(len, rows)).most_common(1)[0][0] if rows else 2
+    if not columns and (width > 2 or (width < 2 and form == "csv")):
         raise ValueError(
             f"{file} has {width} columns and no header that is known; give the places of URL and caption, from 1 on: "
             "--columns 2 1"
         )
-    first = sum(len(row) > 1 and bool(is_reference(row[0])) and not is_reference(row[1]) for row in rows)
-    second = sum(len(row) > 1 and bool(is_reference(row[1])) and not is_reference(row[0]) for row in rows)
-    places, shape = ((0, 1), "CC12M") if first > second else ((1, 0), "Conceptual Captions")
-    shape = "" if shapes is FOLDER_SHAPES else shape
-    return Reading(form, tuple(str(place + 1) for place in places), places, 2, shape=shape)
-
-
-def _like_an_image(cell: str) -> bool:
-    return cell.strip().lower().endswith(IMAGE_SUFFIXES)
+    pairs = [[is_reference(cell) for cell in row[:2]] for row in rows]
+    order = ("1", "2") if pairs.count([True, False]) > pairs.count([False, True]) else ("2", "1")
+    return (
+        [str(place + 1) for place in range(max(width, len(order)) if not columns else width)],
+        False,
+        columns or order,
+    )
 
 
 def _form(file: Path) -> str:
@@ -238,7 +190,7 @@ def _form(file: Path) -> str:
     if form is None:
         line = next(_lines(file), b"").decode(errors="replace")
         cells = {cell.strip().lower() for cell in line.split(",")}
-        known = any({one.url, one.caption} <= cells for one in (*SHAPES, *FOLDER_SHAPES))
+        known = not cells.isdisjoint((*URLS, *_FILES)) and not cells.isdisjoint(CAPTIONS)
         form = "csv" if "\t" not in line and known else "tsv"
     return form
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.collect.download import image_config
 from storage.collect.fetch import DownloadSettings
 from storage.collect.imports import place_of
-from storage.collect.lists import IMAGE_SUFFIXES, LIKE_A_URL, Reading, find_reading, read_rows, where
-from storage.collect.normalise import ImageSettings
+from storage.collect.lists import IMAGE_SUFFIXES, Reading, find_reading, read_rows
 from storage.collect.rows import CaptionRow, Rows, write_rows
 from storage.collect.statuses import Status, parse_statuses
 from storage.collect.tars import TarSet
@@ -109,7 +109,7 @@ def find_columns(settings: CollectSettings) -> Reading | None:
 def prepare_rows(store: ObjectStore, settings: CollectSettings, reading: Reading | None) -> Rows:
     """The rows of the origin: those in the dataset's folder if it was read before as it is now, else it is read.
 
-    ValueError if it has no row, or no URL in the column that should have them.
+    ValueError if it has no row.
     """
     id = identify(settings, reading)
     try:
@@ -149,20 +149,12 @@ def _files_below(folder: str) -> list[str]:
 
 
 def _checked(settings: CollectSettings, reading: Reading | None) -> Iterator[CaptionRow]:
-    """The rows; ValueError behind the last one if there is none, or if URLs and captions have changed places."""
-    has_url, swapped, row = not settings.is_download, None, None
+    """The rows; ValueError behind the last one if there is none."""
+    row = None
     for row in _read(settings, reading):
-        has_url = has_url or LIKE_A_URL.match(row.url) is not None
-        if swapped is None and not has_url and LIKE_A_URL.match(row.caption):
-            swapped = row.row
         yield row
     if row is None:
         raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
-    if reading and swapped is not None and not has_url:
-        raise ValueError(
-            f"{where(settings.origin, reading, swapped)}: the URL is in the column of the caption, and no row has one "
-            f"in its own ({reading}); swap them under columns"
-        )
 
 
 def _read(settings: CollectSettings, reading: Reading | None) -> Iterator[CaptionRow]:
@@ -208,8 +200,7 @@ class Part:
 def plan(settings: CollectSettings, rows: Rows, reading: Reading | None, done: Mapping[str, Header]) -> list[Part]:
     """The shards that the rows make, in order, committed ones (`done`, by shard) with the rows that they have.
 
-    ValueError if they are more than MOST_SHARDS, or if a committed shard has other rows, another reading or other image
-    settings.
+    ValueError if they are more than MOST_SHARDS, or if a committed shard has other rows or other image settings.
     """
     parts, start = [], 0
     while start < rows.count:
@@ -236,42 +227,24 @@ def _check_committed(
     settings: CollectSettings, rows: Rows, reading: Reading | None, header: Header, part: Part | None
 ) -> None:
     before, shard = header.meta["source"], header.shard
-    if "id" not in before:
-        raise ValueError(
-            f"{settings.name}: an earlier version of this code collected shard {shard}: use another dataset"
-        )
-    if part and reading and before.get("reading") != reading.as_meta:
-        raise ValueError(
-            f"{settings.name}: {settings.origin} is read otherwise than when shard {shard} was collected: "
-            f"{_shown(reading.as_meta)}, then {_shown(before.get('reading'))}. Set columns as they were, or collect "
-            "another dataset"
-        )
     same = part is not None and [part.start, part.stop] == before["rows"]
     if same and before["id"] != rows.id:  # a list that grew, most likely
         same = source_of(settings, rows, reading, part)["list"].rpartition(":")[2] == before["list"].rpartition(":")[2]
     if not same:
-        now = f"rows {part.start} to {part.stop} of {settings.origin}" if part else f"only {rows.count} rows"
+        columns = f" read as {reading}" if reading else ""
+        now = f"rows {part.start} to {part.stop} of {settings.origin}{columns}" if part else f"only {rows.count} rows"
         raise ValueError(
             f"{settings.name}: the list changed under committed shards: shard {shard} holds rows "
             f"{before['rows'][0]} to {before['rows'][1]} of {before['list']}, now it would be {now}. "
-            "Collect the new list as another dataset, or set the old list and rows_per_shard again"
+            "Collect the new list as another dataset, or set the old list, columns and rows_per_shard again"
         )
-    wanted = {field.name: getattr(settings.download, field.name) for field in dataclasses.fields(ImageSettings)}
-    config = header.meta["config"]
-    if config != wanted:
-        differing = [
-            f"{name} {config.get(name)}, now {value}" for name, value in wanted.items() if config.get(name) != value
-        ]
+    config, wanted = header.meta["config"], image_config(settings.download)[0]
+    differing = [f"{name} {config[name]}, now {value}" for name, value in wanted.items() if config[name] != value]
+    if differing:
         raise ValueError(
             f"{settings.name}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
             "Set them back, or collect another dataset"
         )
-
-
-def _shown(reading: Mapping | None) -> str:
-    if reading is None:
-        return "without columns"
-    return f"{reading['form']} with --columns {' '.join(reading['columns'])}" + (" and a header" * reading["header"])
 
 
 # --- a sample of a list -----------------------------------------------------------------------------------------------

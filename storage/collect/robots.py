@@ -6,9 +6,8 @@ Both are written by strangers. protego reads a robots.txt, after what could be c
 import asyncio
 import re
 import weakref
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING
 
 from storage.collect.hosts import Transient
 from storage.collect.statuses import Refused, Status
@@ -69,6 +68,9 @@ class Rules:
         return self._rules is None or self._rules.can_fetch(url, AGENT)
 
 
+_Known = tuple[Rules | Refused, float]  # what was found, and when, by the event loop's clock
+
+
 def _bounded(data: bytes) -> list[str]:
     """The lines of a file up to the limits. All agents but us and `*` are one: protego multiplies agents by rules."""
     text = data[:MAX_BYTES].decode("utf-8-sig", errors="replace")
@@ -89,12 +91,6 @@ def _bounded(data: bytes) -> list[str]:
     return lines
 
 
-class _Known(NamedTuple):
-    found: Rules | Refused
-    at: float  # by the event loop's clock
-    bytes: int
-
-
 class RobotsTxt:
     """The robots.txt of each origin, requested once for all URLs in flight and kept for a day.
 
@@ -103,45 +99,35 @@ class RobotsTxt:
 
     def __init__(self, request: Callable[["yarl.URL"], Awaitable[Rules]]):
         """`request(url of robots.txt)`: its rules; Refused if they cannot be had."""
+        from cachetools import TLRUCache
+
+        def kept_until(_: str, known: _Known, now: float) -> float:
+            return now + (_FAILURE_KEPT_SECONDS if isinstance(known[0], Refused) else _KEPT_SECONDS)
+
         self._request = request
-        self._kept: OrderedDict[str, _Known] = OrderedDict()  # the one that was used last comes last
-        self._bytes = 0
+        self._kept: MutableMapping[str, _Known] = TLRUCache(KEPT_BYTES, kept_until, _now, _size_of)
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def ask(self, url: "yarl.URL", since: float) -> Rules | Refused:
         """The rules for a URL, or why they could not be had after `since`, by the event loop's clock."""
         origin = str(url.origin())
-        found = self._known(origin, since)
-        if found is not None:
-            return found
         async with self._locks.setdefault(origin, asyncio.Lock()):
-            found = self._known(origin, since)  # another URL may have asked meanwhile
-            if found is None:
+            found, at = self._kept.get(origin, (None, 0.0))
+            if found is None or (isinstance(found, Refused) and at <= since):
                 try:
                     found = await self._request(url.origin().with_path("/robots.txt"))
                 except Refused as error:
                     found = error.bare()
-                self._keep(origin, found)
+                self._kept[origin] = found, _now()
             return found
 
-    def _known(self, origin: str, since: float) -> Rules | Refused | None:
-        known = self._kept.get(origin)
-        if known is None:
-            return None
-        lost = isinstance(known.found, Refused)
-        age = asyncio.get_running_loop().time() - known.at
-        if age > (_FAILURE_KEPT_SECONDS if lost else _KEPT_SECONDS) or (lost and known.at <= since):
-            return None
-        self._kept.move_to_end(origin)
-        return known.found
 
-    def _keep(self, origin: str, found: Rules | Refused) -> None:
-        cost = 500 + (found.bytes if isinstance(found, Rules) else 500)
-        before = self._kept.pop(origin, None)
-        self._kept[origin] = _Known(found, asyncio.get_running_loop().time(), cost)
-        self._bytes += cost - (before.bytes if before else 0)
-        while self._bytes > KEPT_BYTES:
-            self._bytes -= self._kept.popitem(last=False)[1].bytes
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _size_of(known: _Known) -> int:
+    return 500 + (known[0].bytes if isinstance(known[0], Rules) else 500)
 
 
 def as_refused(url: "yarl.URL", found: Rules | Refused) -> Refused | None:

@@ -48,7 +48,7 @@ _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
-    Status.BAD_URL: "Name the column of the URLs under columns; if they are names of files, their folder under images",
+    Status.BAD_URL: "Name the column of the URLs first under columns; for names of files, give their folder as images",
     Status.NOINDEX: "If its owner allows this use, set --download.no_obey_noindex",
     Status.ROBOTS_TXT: "If its owner allows this use, set --download.no_obey_robots_txt",
     Status.BAD_ROW: "Name the columns under columns, or write the list anew",
@@ -122,7 +122,11 @@ def collect(
     listed = prepare_rows(catalog.store, settings, reading)
     parts = plan(settings, listed, reading, headers)
     missing = [part for part in parts if part.shard not in headers]
-    retries = _retries(settings, parts, headers)
+    retries = [  # committed shards with rows that are requested again
+        dataclasses.replace(part, replaces=headers[part.shard].sha256)
+        for part in parts
+        if part.shard in headers and settings.retried_statuses & headers[part.shard].statuses.keys()
+    ]
     _say_what_is_to_do(settings, listed, reading, len(missing), len(parts), say)
     retried_rows = sum(
         headers[part.shard].statuses.get(one, 0) for part in retries for one in settings.retried_statuses
@@ -165,15 +169,6 @@ def collect(
         retried_rows,
         newly_ok,
     )
-
-
-def _retries(settings: CollectSettings, parts: Sequence[Part], headers: Mapping[str, Header]) -> list[Part]:
-    """The committed shards with rows that are requested again."""
-    done = [(part, headers[part.shard]) for part in parts if part.shard in headers]
-    wanted = settings.retried_statuses
-    return [
-        dataclasses.replace(part, replaces=header.sha256) for part, header in done if wanted & header.statuses.keys()
-    ]
 
 
 def _say_what_is_to_do(

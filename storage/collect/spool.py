@@ -137,10 +137,7 @@ class PartialShard:
                 continue  # another collector has committed the shard
             if not info.path.endswith(f"-{hashlib.sha256(data).hexdigest()[:16]}.parquet"):
                 continue
-            table = pq.read_table(io.BytesIO(data))
-            if table.schema != _SCHEMA:
-                continue
-            for row in table.to_pylist():
+            for row in pq.read_table(io.BytesIO(data)).to_pylist():
                 url, flags = row.pop("url"), tuple(row.pop("flags"))
                 found[url] = spool.write(NormalisedImage(**row, flags=flags))
         return found

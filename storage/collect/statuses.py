@@ -1,6 +1,5 @@
 """What can become of a row: each status with the sentence that people read, and the error that carries one."""
 
-from collections.abc import Mapping
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Self
@@ -60,11 +59,6 @@ class Status(StrEnum):
         "bad_caption",
         "the caption of an image of a tar is missing, too long or cannot be read (import only)",
     )
-    X_ROBOTS_TAG = (
-        "x_robots_tag",
-        "img2dataset refused it for its `X-Robots-Tag`, and does not say which directive (import only)",
-    )
-    NOT_STORED = "not_stored", "img2dataset did not store it, for a reason that has no status here (import only)"
     NOT_IMAGE = "not_image", "not an image in a format that is read: JPEG, PNG, GIF, WebP, BMP"
     TRUNCATED = "truncated", "the image file ends early or is damaged"
     TOO_MANY_PIXELS = "too_many_pixels", "more pixels than `max_pixels`, or made to be costly to decode"
@@ -86,22 +80,20 @@ class Status(StrEnum):
 
 UNREACHABLE = {Status.DNS, Status.CONNECT, Status.TIMEOUT, Status.HOST_TIMEOUT}  # also while this machine is offline
 NOT_REQUESTED = {Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW, Status.BAD_URL, Status.BLOCKED_ADDRESS}
-# A status, or one of these classes, names rows that are requested again.
-CLASSES: Mapping[str, frozenset[Status]] = {
-    f"http_{first}xx": frozenset(Status(f"http_{first}{rest:02}") for rest in range(100)) for first in (4, 5)
-}
+_NEVER_AGAIN = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW}  # what no request would change
 
 
 def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
-    """The statuses of failed rows that these names and classes (`http_5xx`) stand for; ValueError for another name."""
-    failed = {status.value: frozenset([status]) for status in Status} | dict(CLASSES)
-    for status in (Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW):
-        del failed[status]
+    """The statuses of failed rows that these names, or `http_4xx` and `http_5xx`, mean; ValueError for another name."""
+    failed, found = set(Status) - _NEVER_AGAIN, set()
     for name in names:
-        if name not in failed:
-            known = [one for one in failed if not one.removeprefix("http_").isdecimal()]
-            raise ValueError(f"{name!r}, must be of {', '.join(known)}, http_404, ...")
-    return frozenset().union(*(failed[name] for name in names))
+        classes = name[:6] if name in ("http_4xx", "http_5xx") else None
+        matching = {one for one in failed if one == name or (classes and one.startswith(classes))}
+        if not matching:
+            known = sorted(one for one in failed if not one.removeprefix("http_").isdecimal())
+            raise ValueError(f"{name!r}, must be of {', '.join(known)}, http_4xx, http_5xx, http_404, ...")
+        found |= matching
+    return frozenset(found)
 
 
 class Refused(Exception):

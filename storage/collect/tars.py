@@ -1,22 +1,21 @@
 """WebDataset tars of others, img2dataset's among them: KEY.jpg (or another image) beside KEY.txt, KEY.json or both.
 
 The webdataset library groups the members into samples, their contents not read: of a text MAX_MEMBER bytes are read, of
-an image only where it lies. A tar of img2dataset has a table beside it with the rows that it did not store.
+an image only where it lies.
 """
 
 import contextlib
 import io
 import itertools
+import math
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pyarrow.parquet as pq
-
 from storage.collect.imports import too_big
-from storage.collect.lists import IMAGE_SUFFIXES, SHAPES, Reading, license_column, named_errors, names_of, scalar
+from storage.collect.lists import CAPTIONS, IMAGE_SUFFIXES, URLS, Reading, license_column, names_of, scalar
 from storage.collect.rows import CaptionRow, Place
 from storage.collect.statuses import Refused, Status
 from storage.object_store import Ranges, open_store
@@ -24,27 +23,12 @@ from storage.programs import require
 from storage.safe_json import parse_json, printable, shown
 
 MAX_MEMBER = 2**20  # bytes of a .txt or .json in a tar
-_BLOCK = 512
+_END = 1024  # bytes of zeros at the end of a tar, at least
 _SAMPLED = 100  # samples from which the members of a tar are recognised
 _MOST_MEMBERS = 10_000  # of a sample; where a name has dots, all members of a tar may have one key
 _READ_AHEAD = 4 * 2**20  # bytes of a tar that are requested of a bucket at a time
-_BATCH = 1000  # rows of a table that are decoded at a time
 _META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
 _LIKE_AN_IMAGE = re.compile(r"(^|\.)(jpe?g|png|gif|webp|bmp|tiff?|avif|hei[cf]|jxl|svg)$")
-_TABLE = ("url", "key", "status", "error_message")  # columns of img2dataset's table
-# Its error messages come from urllib, from sockets and from itself. The first pattern that matches decides.
-_MEANINGS = (
-    (r"infinite loop|redirect error", Status.TOO_MANY_REDIRECTS),
-    (r"X-Robots-Tag", Status.X_ROBOTS_TAG),
-    (r"timed out|timeout", Status.TIMEOUT),
-    (r"name or service not known|nodename nor servname|getaddrinfo|no address assoc|name resolution", Status.DNS),
-    (r"\bssl\b|certificate|tlsv1", Status.TLS),
-    (r"incompleteread", Status.SHORT_BODY),
-    (r"refused|reset by peer|aborted|no route|unreachable|remote end closed|broken pipe", Status.CONNECT),
-    (r"unknown url type|no host given|control characters|invalid url|nonnumeric port", Status.BAD_URL),
-    (r"too small|aspect ratio", Status.BAD_GEOMETRY),
-    (r"decod|cannot identify|not an image", Status.NOT_IMAGE),
-)
 _Members = dict[str, tarfile.TarInfo]  # of a sample, by extension in small letters
 
 
@@ -56,13 +40,10 @@ class TarSet:
         if "://" not in root and not Path(root).is_dir():
             raise ValueError(f"{root} is not a folder; name one that holds tars, or s3://bucket/prefix")
         self._root, self._store = root, open_store(root, write=False)
-        self._files = {info.path: info for info in self._store.list() if info.path.endswith((".tar", ".parquet"))}
-        self._tars = [path for path in self._files if path.endswith(".tar")]
+        self._files = {info.path: info for info in self._store.list() if info.path.endswith(".tar")}
+        self._tars = [*self._files]
         if not self._tars:
-            packed = next(
-                (f"; {one.path} is packed: unpack it" for one in self._store.list() if ".tar." in one.path), ""
-            )
-            raise ValueError(f"{root} holds no .tar{packed}")
+            raise ValueError(f"{root} holds no .tar")
 
     @property
     def identity(self) -> list:
@@ -74,50 +55,32 @@ class TarSet:
 
         `columns`: of URL, caption and so on, as names of fields, `txt` for the .txt. ValueError if none is a caption.
         """
-        tar, fields, has_text = self._tars[0], [], False
-        self._check_ends()
-        with self._opened(tar) as stream:
-            for _, members in itertools.islice(samples_of(stream, self._store.where(tar)), _SAMPLED):
-                has_text |= "txt" in members
-                fields.append(_texts_of(members, stream, self._store.where(tar))[0])
+        where, fields = self._store.where(self._tars[0]), []
+        with self._opened(self._tars[0]) as stream:
+            for _, members in itertools.islice(samples_of(stream, where), _SAMPLED):
+                fields.append(_texts_of(members, stream, where)[0])
         names, kept = names_of(fields)
-        names = [name for name in names if name != "txt"]
-        if columns:
-            missing = next((one for one in columns if one not in names and not (one == "txt" and has_text)), None)
-            if missing is not None:
-                listed = printable(", ".join([*names, *["txt"] * has_text]))[:500]
-                raise ValueError(f"{self._store.where(tar)}: no .json has a field {shown(missing)}; there are {listed}")
-            return Reading("webdataset", tuple(columns))
-        captions = ["txt"] if has_text else _known(names, {shape.caption for shape in SHAPES})
-        urls = _known(names, {shape.url for shape in SHAPES})
-        if len(captions) != 1 or len(urls) > 1:
-            listed = printable(", ".join(names))[:500] or "no .json"
+        listed = printable(", ".join(names))[:500] or "no .txt and no .json"
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise ValueError(f"{where}: no sample has a field {shown(missing[0])}; there are {listed}")
+        captions = ["txt"] if "txt" in names else [name for name in names if name.lower() in CAPTIONS]
+        urls = [name for name in names if name.lower() in URLS]
+        if not columns and (len(captions) != 1 or len(urls) > 1):
             raise ValueError(
-                f"{self._store.where(tar)}: its first samples have no .txt, and {listed}; name the fields of URL and "
-                "caption: --columns URL CAPTION"
+                f"{where}: its first samples have {listed}; name the fields of URL and caption: --columns URL CAPTION"
             )
-        return Reading("webdataset", (*(urls or [""]), *captions, *license_column(kept)))
+        return Reading("webdataset", tuple(columns) or (*(urls or [""]), *captions, *license_column(kept)))
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
-        """A row for each image, for each sample without one, and for what img2dataset did not store.
-
-        ValueError names a tar that is torn or damaged.
-        """
-        self._check_ends()
-        for number, fields in enumerate(self._fields(reading)):
-            yield CaptionRow(number, *fields)
-
-    def _fields(self, reading: Reading) -> Iterator[tuple]:
+        """A row for each image, and for each sample without one; ValueError names a tar that is torn or damaged."""
+        numbers = itertools.count()
         for tar in self._tars:
-            keys, where = set(), self._store.where(tar)
+            where = self._store.where(tar)
             with self._opened(tar) as stream:
                 for key, members in samples_of(stream, where):
-                    keys.add(key)
-                    yield from _fields_of(tar, key, members, reading, *_texts_of(members, stream, where))
-            table = f"{tar.removesuffix('.tar')}.parquet"
-            if table in self._files:
-                with self._opened(table) as stream:
-                    yield from _not_stored(stream, self._store.where(table), tar, keys, reading)
+                    for fields in _fields_of(tar, key, members, reading, *_texts_of(members, stream, where)):
+                        yield CaptionRow(next(numbers), *fields)
 
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes | Refused]]:
         """The bytes of these images, in their order."""
@@ -139,21 +102,6 @@ class TarSet:
         local = self._store.local_path(path)
         with local.open("rb") if local else io.BufferedReader(Ranges(self._store, path), _READ_AHEAD) as stream:
             yield stream
-
-    def _check_ends(self) -> None:
-        """ValueError lists the tars that are not whole, by their last two blocks, which are zeros."""
-        faults = []
-        for tar in self._tars:
-            size = self._files[tar].size
-            if size < 2 * _BLOCK or size % _BLOCK or any(self._store.get_range(tar, size - 2 * _BLOCK, 2 * _BLOCK)):
-                packed = size > 1 and self._store.get_range(tar, 0, 2) == b"\x1f\x8b"
-                faults.append(f"{tar} is packed: unpack it" if packed else f"{tar} ends early")
-        if faults:
-            more = f"; and {len(faults) - 10} more" if len(faults) > 10 else ""
-            raise ValueError(
-                f"{self._root}: {len(faults)} of {len(self._tars)} tars cannot be imported ({'; '.join(faults[:10])}"
-                f"{more}). Write or copy them again, or move them away"
-            )
 
 
 def samples_of(stream: BinaryIO, where: str) -> Iterator[tuple[str, _Members]]:
@@ -183,7 +131,10 @@ def samples_of(stream: BinaryIO, where: str) -> Iterator[tuple[str, _Members]]:
 
 
 def _members(stream: BinaryIO, where: str) -> Iterator[tarfile.TarInfo]:
-    """The files of a tar; ValueError names a tar that is torn or damaged."""
+    """The files of a tar; ValueError names one that is packed, torn or damaged."""
+    if stream.read(2) == b"\x1f\x8b":
+        raise ValueError(f"{where} is packed: unpack it")
+    stream.seek(0)
     try:
         with tarfile.open(fileobj=stream, mode="r:") as members:
             while (member := members.next()) is not None:
@@ -194,9 +145,10 @@ def _members(stream: BinaryIO, where: str) -> Iterator[tarfile.TarInfo]:
     except tarfile.TarError as error:
         raise ValueError(f"{where} is torn: {error}; copy or write it again") from error
     stream.seek(end)
-    if any(any(block) for block in iter(lambda: stream.read(1 << 20), b"")):
-        # tarfile takes a damaged header for the end
-        raise ValueError(f"{where} is damaged at byte {end}; copy or write it again")
+    blocks = iter(lambda: stream.read(1 << 20), b"")
+    zeros = sum(len(block) if not any(block) else -math.inf for block in blocks)
+    if zeros < _END:  # tarfile takes a damaged header, and the end of the file, for the end of the tar
+        raise ValueError(f"{where} is damaged at byte {end} or ends early; copy or write it again")
 
 
 def _texts_of(members: _Members, stream: BinaryIO, where: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -257,39 +209,6 @@ def _fields_of(
             yield fields(one.name, Status.MISSING_FILE, f"{missing}; {name} is none that is read")
     elif values or faults:
         yield fields(key, Status.MISSING_FILE, missing)
-
-
-def _not_stored(stream: BinaryIO, where: str, tar: str, keys: set[str], reading: Reading) -> Iterator[tuple]:
-    """The fields of the rows of img2dataset's table that its tar has no sample of; none of another table."""
-    with named_errors(where), pq.ParquetFile(stream) as table:
-        names = [name for name in (*_TABLE, "caption", *reading.columns[2:]) if name in table.schema_arrow.names]
-        if not set(_TABLE) <= {*names}:
-            return
-        for batch in table.iter_batches(_BATCH, columns=list(dict.fromkeys(names)), use_threads=False):
-            for line in batch.to_pylist():
-                status, error = str(line["status"]), str(line["error_message"] or "")
-                if line["key"] in keys:
-                    continue
-                ours = Status.MISSING_FILE if status == "success" else status_of(status, error)
-                extra = {name: scalar(line.get(name), name) for name in reading.columns[2:]} or None
-                detail = (
-                    f"img2dataset: {status}: {error}" if error else f"img2dataset: {status}, but {tar} has no such key"
-                )
-                yield line.get("caption") or "", line["url"] or "", extra, "", ours, detail, None
-
-
-def status_of(status: str, error: str) -> Status:
-    """Our status of a row that img2dataset did not store."""
-    for pattern, meaning in _MEANINGS:
-        if re.search(pattern, error, re.IGNORECASE):
-            return meaning
-    if code := re.search(r"HTTP Error (\d{3})", error):
-        return Status.of_http(int(code[1]))
-    return Status.NOT_IMAGE if status == "failed_to_resize" else Status.NOT_STORED
-
-
-def _known(names: Iterable[str], known: set[str]) -> list[str]:
-    return [name for name in names if name.lower() in known]
 
 
 def _utf8(name: str) -> str:

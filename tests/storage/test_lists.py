@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA, PROJECT
 
-from storage.collect.lists import find_reading, license_of, read_captions, read_rows
+from storage.collect.lists import find_reading, read_captions, read_rows
 from storage.collect.plan import CollectSettings, find_columns, prepare_rows, sample_list
 from storage.collect.rows import PART_ROWS, CaptionRow, Place, Rows, write_rows
 from storage.object_store import open_store
@@ -68,9 +68,9 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("Train_GCC-training.tsv", tsv(*SWAPPED), "URL in column 2, caption in column 1 (as Conceptual Captions)"),
+        ("Train_GCC-training.tsv", tsv(*SWAPPED), "URL in column 2, caption in column 1"),
         ("no-suffix", tsv(*SWAPPED), "TSV without a header, URL in column 2"),
-        ("cc12m.tsv", tsv(*ROWS), "URL in column 1, caption in column 2 (as CC12M)"),
+        ("cc12m.tsv", tsv(*ROWS), "URL in column 1, caption in column 2"),
         ("cc12m.tsv.gz", gzip.compress(tsv(*ROWS)), "TSV without a header, URL in column 1"),
         ("named.tsv", tsv(("caption", "url"), *SWAPPED), "TSV with a header, URL in column url"),
         ("mark.tsv", b"\xef\xbb\xbf" + tsv(("URL", "TEXT"), *ROWS), "URL in column URL, caption in column TEXT"),
@@ -83,11 +83,15 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
         (
             "part-0.parquet",
             parquet(**LAION),
-            "Parquet, URL in column URL, caption in column TEXT, LICENSE kept (as LAION)",
+            "Parquet, URL in column URL, caption in column TEXT, LICENSE kept",
         ),
-        ("part-0.parquet", parquet(**COYO), "URL in column url, caption in column text (as COYO-700M)"),
-        ("hub.parquet", parquet(image_url=URLS, user_id=CAPTIONS, caption=CAPTIONS), "(as SBU)"),
-        ("hub.parquet", parquet(image_url=URLS, caption=CAPTIONS), "(as Conceptual Captions or CC12M)"),
+        ("part-0.parquet", parquet(**COYO), "URL in column url, caption in column text"),
+        (
+            "hub.parquet",
+            parquet(image_url=URLS, user_id=CAPTIONS, caption=CAPTIONS),
+            "URL in column image_url, caption in column caption",
+        ),
+        ("hub.parquet", parquet(image_url=URLS, caption=CAPTIONS), "URL in column image_url"),
         (
             "a.parquet",
             parquet(url=pa.array(URLS, pa.string_view()), caption=pa.array(CAPTIONS, pa.large_string())),
@@ -99,7 +103,7 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
         (
             "sbu-captions-all.json",
             json.dumps(SBU).encode(),
-            "URL in column image_urls, caption in column captions (as SBU)",
+            "URL in column image_urls, caption in column captions",
         ),
         ("rows.json", json.dumps(OBJECTS).encode(), "JSON, URL in column url"),
     ],
@@ -362,18 +366,3 @@ def test_the_code_of_the_page_writes_a_list_of_a_folder(tmp_path: Path, monkeypa
     exec(compile(code, "docs/data.md", "exec"), {})
     rows = read_rows(tmp_path / "captions.jsonl", find_reading(tmp_path / "captions.jsonl", of_folder=True))
     assert [(row.url, row.caption) for row in rows] == [(images[0]["file_name"], f"caption {n}") for n in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("extra", "found"),
-    [
-        ({"LICENSE": "?"}, "?"),
-        ({"license_url": "http://a", "licence": "CC0"}, "CC0"),
-        ({"license": 4}, "4"),
-        ({"license": ""}, None),
-        ({"license": None, "n": 1}, None),
-        (None, None),
-    ],
-)
-def test_the_licence_of_a_row_is_in_a_column_of_that_name(extra: dict | None, found: str | None):
-    assert license_of(extra) == found
