@@ -4,13 +4,10 @@
 
 WEIGHTS is a safetensors file (`vlbert convert-detector` makes one of a published file). Each image is normalised as
 in a collection and detected as in detectors.run. Correct weights name what is there, with scores near 1. Classes in a
-wrong order give confident nonsense; wrong tensors give low scores. If the image with red and blue swapped scores
-higher, the channels are swapped somewhere.
+wrong order give confident nonsense; wrong tensors give low scores.
 Exit status: 0 when every image was drawn, else 1.
 """
 
-import dataclasses
-import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +22,7 @@ from detectors.drawing import colour_of, draw_boxes, write_below
 from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import LoadedWeights, load_weights, read_config
-from storage.collect.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
+from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.programs import Command, Positional
 from storage.sample import Regions, Sample
 
@@ -66,15 +63,6 @@ def read_sample(file: Path) -> Sample:
     return Sample(file.stem, image.jpeg, "", "", image.width, image.height, image.sha256, image.flags)
 
 
-def swap_red_and_blue(sample: Sample) -> Sample:
-    """Return the same image with its red and blue channels swapped, stored without loss."""
-    with Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS) as image:
-        swapped = Image.fromarray(np.array(image.convert("RGB"))[:, :, ::-1].copy())
-    stream = io.BytesIO()
-    swapped.save(stream, "png")
-    return dataclasses.replace(sample, image=stream.getvalue())
-
-
 def open_detector(weights: Path, boxes: str) -> tuple[FasterRCNNDetector, LoadedWeights]:
     """Return the detector of a weight file, which names its network."""
     network = FasterRCNN.random_init(read_config(weights), seed=0)
@@ -86,7 +74,7 @@ def open_detector(weights: Path, boxes: str) -> tuple[FasterRCNNDetector, Loaded
 def verify(file: Path, detector: FasterRCNNDetector, loaded: LoadedWeights, folder: Path) -> None:
     """Print what is found in an image, and draw it into the folder; ValueError where nothing is."""
     sample = read_sample(file)
-    regions, swapped = detector.detect([sample, swap_red_and_blue(sample)])
+    (regions,) = detector.detect([sample])
     if isinstance(regions, str):
         raise ValueError(f"{file}: {regions}")
     names = name_regions(regions, loaded)[:_REGIONS]
@@ -94,11 +82,9 @@ def verify(file: Path, detector: FasterRCNNDetector, loaded: LoadedWeights, fold
     for i, name in enumerate(names):
         x1, y1, x2, y2 = regions.boxes[i].round().astype(int)
         print(f"  {i + 1:2} {regions.scores[i]:.2f} {name}, x {x1}-{x2}, y {y1}-{y2}")
-    found = (regions, "mean score of the best ten"), (swapped, "with red and blue swapped")
-    means = [f"{what} {np.sort(one.scores)[-10:].mean():.2f}" for one, what in found if isinstance(one, Regions)]
     target = folder / f"{file.name}.png"
     draw(sample, regions, names).save(target)
-    print(f"  {'; '.join(means)}\n  drawn in {target}")
+    print(f"  drawn in {target}")
 
 
 def draw_regions(

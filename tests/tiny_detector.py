@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from tiny import CLASSES, as_overrides, tiny_sample
 
-from detectors.average_precision import AnnotatedBoxes
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, detector_vg_resnet101
 from detectors.resnet import ResNetConfig
@@ -51,10 +50,6 @@ def boxes(*rows: tuple[float, ...]) -> torch.Tensor:
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def annotated_boxes(*rows: tuple[float, ...], labels: list[int], crowd: list[int] | None = None) -> AnnotatedBoxes:
-    return AnnotatedBoxes(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
 
 
 def image_file(pixels: np.ndarray | Image.Image, kind: str = "jpeg") -> bytes:
