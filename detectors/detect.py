@@ -141,12 +141,8 @@ class FasterRCNNDetector:
         given: Detector | None = None,
         backend: str = "faster_rcnn",
     ):
-        if "random_init" not in weights:
-            raise ValueError(f"the metadata of the weights have no `random_init`: {weights}")
         if settings.device_type == "cuda" and not torch.cuda.is_available():
             raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
-        if (given is not None) != (settings.boxes == "given"):
-            raise ValueError("boxes are given by an annotation file, and with DetectorSettings.boxes 'given' alone")
         rois = ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
         self.settings, self.given = settings, given

@@ -3,6 +3,7 @@
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,11 +52,11 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
     return detector
 
 
-def detector_of_file(file: str | Path, keep_features: bool) -> FasterRCNNDetector:
-    """The network that a weight file describes, with the default selection, on this machine's CPU."""
+def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
+    """Return the network that a weight file describes, on this machine's CPU, with these DetectorSettings."""
     network = FasterRCNN.random_init(read_config(Path(file)), seed=0)
-    settings = DetectorSettings(keep_features=keep_features)
-    detector = FasterRCNNDetector(network, load_weights(network, Path(file)).metadata, settings)
+    metadata = load_weights(network, Path(file)).metadata
+    detector = FasterRCNNDetector(network, metadata, DetectorSettings(**settings))
     detector.threads = torch.get_num_threads()
     return detector
 

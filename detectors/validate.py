@@ -53,7 +53,6 @@ def validate(
     """Metrics and one row a class, over the images of all ranks: mAP, and `proposal_recall`, the share of objects whose
     IoU with a proposal reaches the threshold."""
     config = recipe.validation
-    images = images[: config.images]
     training = network.training
     network.eval()
     rows, covered, bad = [], 0, 0

@@ -17,11 +17,10 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.detect import FasterRCNNDetector
 from detectors.drawing import colour_of, draw_boxes, write_below
-from detectors.faster_rcnn import FasterRCNN
+from detectors.rebuild import detector_of_file
 from detectors.select import SelectionSettings
-from detectors.weights.files import LoadedWeights, load_weights, read_config
 from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.programs import Command, Positional
 from storage.sample import Regions, Sample
@@ -30,9 +29,9 @@ _LONGER_SIDE = 900  # pixels of a drawing
 _REGIONS = 15  # that are drawn of an image, the most probable
 
 
-def name_regions(regions: Regions, loaded: LoadedWeights) -> list[str]:
+def name_regions(regions: Regions, metadata: dict) -> list[str]:
     """Return each region's attribute and class, with the attribute's score; without names they are numbers."""
-    classes, attributes, named = loaded.classes, loaded.attribute_names, []
+    classes, attributes, named = metadata["classes"], metadata.get("attribute_names"), []
     for index, label in enumerate(regions.labels):
         name = classes[label] if classes else f"class {label}"
         if regions.attributes is not None:
@@ -63,21 +62,13 @@ def read_sample(file: Path) -> Sample:
     return Sample(file.stem, image.jpeg, "", "", image.width, image.height, image.sha256, image.flags)
 
 
-def open_detector(weights: Path, boxes: str) -> tuple[FasterRCNNDetector, LoadedWeights]:
-    """Return the detector of a weight file, which names its network."""
-    network = FasterRCNN.random_init(read_config(weights), seed=0)
-    loaded = load_weights(network, weights)
-    selection = SelectionSettings(threshold=0.2)  # bottom-up-attention's: shows less certain regions, too
-    return FasterRCNNDetector(network, loaded.metadata, DetectorSettings(selection, boxes=boxes)), loaded
-
-
-def verify(file: Path, detector: FasterRCNNDetector, loaded: LoadedWeights, folder: Path) -> None:
+def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
     """Print what is found in an image, and draw it into the folder; ValueError where nothing is."""
     sample = read_sample(file)
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):
         raise ValueError(f"{file}: {regions}")
-    names = name_regions(regions, loaded)[:_REGIONS]
+    names = name_regions(regions, detector.metadata)[:_REGIONS]
     print(f"{file.name}: {sample.width}x{sample.height}, {len(regions)} regions, the first {len(names)}:")
     for i, name in enumerate(names):
         x1, y1, x2, y2 = regions.boxes[i].round().astype(int)
@@ -101,14 +92,13 @@ def draw_regions(
         out: folder of the drawings
         boxes: which to draw
     """
-    detector, loaded = open_detector(weights, boxes)
+    # bottom-up-attention's threshold: shows less certain regions, too
+    detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2), boxes=boxes)
     out.mkdir(parents=True, exist_ok=True)
-    print(f"{loaded.file}: release {loaded.release or 'none'}, anchors {loaded.anchors}", end=", ")
-    print("attributes present" if loaded.attributes else "attributes absent")
     failed = False
     for file in images:
         try:
-            verify(file, detector, loaded, out)
+            verify(file, detector, out)
         except ValueError as error:
             print(f"vlbert verify-detector: {error}", file=sys.stderr)
             failed = True

@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 from seeded import another_writer
-from tiny_detector import coco_annotations, commit_images, image_file, image_sample, rectangles
+from tiny_detector import coco_annotations, commit_images, image_file, image_sample, lively_norms, rectangles
 from torch import Tensor
 
 from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
-from detectors.resnet import FrozenNorm, ResNetConfig
+from detectors.resnet import ResNetConfig
 from detectors.run import detect_shard, stage_of
 from storage.sample import Regions
 
@@ -70,14 +70,7 @@ def colour_network(**changes: object) -> FasterRCNN:
 
 def noisy_network(**changes: object) -> FasterRCNN:
     """Random weights, norms that do something, and outputs that differ by more than rounding does."""
-    network = FasterRCNN.random_init(dataclasses.replace(SMALL, **changes), 3)
-    generator = torch.Generator().manual_seed(0)
-    for norm in network.modules():
-        if isinstance(norm, FrozenNorm):
-            norm.weight.uniform_(0.5, 1.5, generator=generator)
-            norm.bias.normal_(0, 0.5, generator=generator)
-            norm.running_mean.normal_(0, 0.5, generator=generator)
-            norm.running_var.uniform_(0.5, 1.5, generator=generator)
+    network = lively_norms(FasterRCNN.random_init(dataclasses.replace(SMALL, **changes), 3))
     rpn, heads = network.proposal_generator.rpn_head, network.roi_heads.box_predictor
     with torch.no_grad():
         for layer, gain in ((rpn.conv, 5), (rpn.objectness_logits, 5), (heads.cls_score, 5), (heads.attr_score, 5)):

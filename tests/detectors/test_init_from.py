@@ -10,8 +10,7 @@ import torchvision
 from released_detectors import milvlg, save_torch, vl_bert
 from safetensors.torch import load_file, save_file
 from tiny import CLASSES
-from tiny_detector import TINY
-from torch import nn
+from tiny_detector import TINY, lively_norms
 
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.resnet import ResNetConfig
@@ -84,12 +83,7 @@ def test_published_weights_are_to_be_converted_first(tmp_path, release):
 
 def test_torchvisions_resnet_gives_the_same_activations_from_our_pixels(tmp_path):
     torch.manual_seed(0)
-    theirs = torchvision.models.resnet.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1]).eval()
-    for norm in theirs.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            norm.running_mean.uniform_(-0.5, 0.5)
-            norm.running_var.uniform_(0.5, 2)
-            norm.weight.data.uniform_(0.5, 1.5)
+    theirs = lively_norms(torchvision.models.resnet.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1]).eval())
     save_file(theirs.state_dict(), tmp_path / "resnet.safetensors")
     torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), stride_in_1x1=False, stem_pool="torch")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_detector import lively_norms
 from torch import Tensor, nn
 
 from detectors import resnet
@@ -24,20 +25,6 @@ from detectors.resnet import (
 CONFIG = ResNetConfig(blocks=(1, 1, 2, 2), width=8)
 SMALL = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
 PRECISIONS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
-
-
-def with_norms_that_do_something(module: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    for norm in module.modules():
-        if isinstance(norm, FrozenNorm | nn.BatchNorm2d):
-            for tensor, low, high in (
-                (norm.weight, 0.5, 1.5),
-                (norm.bias, -0.5, 0.5),
-                (norm.running_mean, -0.5, 0.5),
-                (norm.running_var, 0.5, 2.0),
-            ):
-                tensor.data.uniform_(low, high, generator=generator)
-    return module
 
 
 def plain_conv(conv: NormedConv, x: Tensor) -> Tensor:
@@ -102,7 +89,7 @@ def check(network: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor, kind
 def test_res5_computes_what_its_parts_do_one_after_the_other(kind, layout, dilated):
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, res5_dilated=dilated, stride_in_1x1=not dilated)
-    network = with_norms_that_do_something(Res5(config)).to(memory_format=layout)
+    network = lively_norms(Res5(config)).to(memory_format=layout)
     x = torch.randn(6, config.c4_channels, 7, 7).contiguous(memory_format=layout)
     check(network, lambda x: plain_blocks(network, x), x, kind)
 
@@ -110,14 +97,14 @@ def test_res5_computes_what_its_parts_do_one_after_the_other(kind, layout, dilat
 @PRECISIONS
 def test_the_network_below_computes_what_its_parts_do_one_after_the_other(kind):
     torch.manual_seed(0)
-    network = with_norms_that_do_something(ResNetC4(CONFIG))
+    network = lively_norms(ResNetC4(CONFIG))
     check(network, lambda x: plain_c4(network, x), torch.randn(2, 3, 65, 96), kind)
 
 
 def test_in_bfloat16_other_devices_fold_too(monkeypatch):
     monkeypatch.setattr(resnet, "_FUSED_DTYPES", ())  # they have no such kernels
     torch.manual_seed(0)
-    network = with_norms_that_do_something(Res5(CONFIG))
+    network = lively_norms(Res5(CONFIG))
     x = torch.randn(6, CONFIG.c4_channels, 7, 7)
     check(network, lambda x: plain_blocks(network, x), x, torch.bfloat16)
     norms = []
@@ -141,7 +128,7 @@ def test_a_convolution_with_its_relu_is_that_of_its_parts_in_bfloat16(device, sh
     """Whichever channels a device fuses: 2e-2 is five roundings, 0.2 a share of 4 % beside the border of the ReLU."""
     torch.manual_seed(0)
     inputs, outputs, kernel = channels
-    conv = with_norms_that_do_something(NormedConv(inputs, outputs, kernel, stride=1, dilation=1, norm="frozen"))
+    conv = lively_norms(NormedConv(inputs, outputs, kernel, stride=1, dilation=1, norm="frozen"))
     x, beside = torch.randn(4, inputs, 15, 20), torch.randn(4, outputs, 15, 20)
     conv.to(device, memory_format=torch.channels_last)
 
@@ -168,7 +155,7 @@ def saved_by(compute: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[int, 
 
 
 def test_frozen_stages_keep_nothing_get_no_gradient_and_change_no_norm():
-    network = with_norms_that_do_something(ResNetC4(dataclasses.replace(CONFIG, norm="batch")).freeze(2)).train()
+    network = lively_norms(ResNetC4(dataclasses.replace(CONFIG, norm="batch")).freeze(2)).train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     images = torch.randn(2, 3, 64, 64)
     gradients = {}
@@ -194,7 +181,7 @@ def test_frozen_stages_keep_nothing_get_no_gradient_and_change_no_norm():
 def test_a_folded_network_computes_the_same():
     torch.manual_seed(0)
     for norm in ("frozen", "batch"):
-        network = with_norms_that_do_something(Res5(dataclasses.replace(CONFIG, norm=norm))).eval()
+        network = lively_norms(Res5(dataclasses.replace(CONFIG, norm=norm))).eval()
         x = torch.randn(2, CONFIG.c4_channels, 7, 7)
         with torch.no_grad():
             before = network(x)
@@ -231,7 +218,7 @@ def test_the_config_decides_where_sizes_are_halved():
 
 
 def test_a_frozen_norm_is_a_batch_norm_in_eval_mode_also_while_training():
-    live = with_norms_that_do_something(nn.BatchNorm2d(6))
+    live = lively_norms(nn.BatchNorm2d(6))
     conv = NormedConv(4, 6, kernel=3, stride=1, dilation=1, norm="frozen").train()
     conv.norm = FrozenNorm.of(live)
     x = torch.randn(2, 4, 3, 3)
@@ -243,7 +230,7 @@ def test_a_frozen_norm_is_a_batch_norm_in_eval_mode_also_while_training():
 
 def test_in_float32_every_number_is_that_of_its_parts_to_the_bit():
     torch.manual_seed(0)
-    network = with_norms_that_do_something(Res5(CONFIG))
+    network = lively_norms(Res5(CONFIG))
     x = torch.randn(6, CONFIG.c4_channels, 7, 7).contiguous(memory_format=torch.channels_last)
     ours, theirs = (results(network, way, x, torch.float32) for way in (network, lambda x: plain_blocks(network, x)))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from detectors import verify
 from detectors.faster_rcnn import FasterRCNN
 from detectors.preprocess import to_input
+from detectors.rebuild import detector_of_file
 from detectors.resnet import RESNET101, Res5, ResNetC4
+from detectors.select import SelectionSettings
 from detectors.weights.__main__ import main
 from detectors.weights.files import describe_weights, load_resnet, load_weights, read_config, write_weights
 from detectors.weights.releases import AIRSPLAY, MILVLG, Converted, convert
@@ -352,7 +354,7 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
     assert stopped.value.code == 1
     printed = capsys.readouterr()
     assert "broken.jpg is no image for the detector: not_image" in printed.err
-    detector, _ = verify.open_detector(weights, "proposals")
+    detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2))
     (regions,) = detector.detect([verify.read_sample(image)])
     for number, (label, attribute, score) in enumerate(
         zip(regions.labels, regions.attributes, regions.scores, strict=True), start=1
