@@ -1,6 +1,6 @@
 """How fast regions are found: images/s, CPU-seconds and FLOP/s of each stage, beside detectron2 where it is installed.
 
-    python -m benchmarks.detect [--device cuda --batch 8 --workers 8] [--preset vg_resnet101]
+    python -m benchmarks.detect [--device cuda --batch 8] [--preset vg_resnet101]
 
 Every contender detects the same drawn images, in turns, in one process: `detectron2` (fp32), `faster_rcnn fp32` and
 `faster_rcnn bf16-res5`, with the same random weights. Then it says how far bf16-res5 is from fp32: IoU of the boxes
@@ -133,7 +133,7 @@ def compare(options: argparse.Namespace) -> None:
     """Measure and print all."""
     config = PRESETS[options.preset]
     samples = [drawn_sample(number, None, (800, 600)) for number in range(options.count)]
-    settings = DetectorSettings(device=options.device, tf32=options.tf32, batch=options.batch, workers=options.workers)
+    settings = DetectorSettings(device=options.device, batch=options.batch)
     detectors = contenders(config, settings)
     for name, detector in detectors.items():
         detected(detector, samples[: settings.batch])  # whatever is done once
@@ -144,7 +144,7 @@ def compare(options: argparse.Namespace) -> None:
         for name, found in in_turns(turns, options.rounds, options.device).items()
     }
     exact = detectors[OURS]
-    with running(settings):
+    with running():
         stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
         apart = differences(exact, detectors[HALF], samples)
     flops = counted_flops(config, resized_size(samples[0].height, samples[0].width, config), stages[OURS][1])
@@ -185,9 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--count", type=int, default=2, help="images (%(default)s)")
     command.add_argument("--rounds", type=int, default=3, help="turns of each contender (%(default)s)")
     command.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    command.add_argument("--tf32", action="store_true", help="convolutions of a GPU in TF32")
     command.add_argument("--batch", type=int, default=1, help="images at a time (%(default)s)")
-    command.add_argument("--workers", type=int, default=1, help="threads that decode (%(default)s)")
     try:
         compare(command.parse_args(arguments))
     except (ValueError, OSError) as error:

@@ -55,7 +55,7 @@ step() {
 
 SMALL=()
 PAIRS=128 HALF=64 FEW=4 STEPS=50 WORKERS=$(($(nproc) > 2 ? $(nproc) - 2 : 2))
-DETECT=(--device "$DEVICE" --batch 8 --workers "$WORKERS" --count 8 --rounds 2)
+DETECT=(--device "$DEVICE" --batch 8 --count 8 --rounds 2)
 if [[ -n $TINY ]]; then
     SMALL=(--rounds 1 --steps 1 --model.layers JJ --model.hidden_size 32 --model.num_heads 2
         --model.intermediate_size 64 --model.geometry_channels 32 --model.regions.resnet.blocks 1 1 1 1

@@ -4,7 +4,6 @@ An image of the file belongs to the samples whose key is its `sample_key`; witho
 path component is its `file_name`.
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,17 +18,6 @@ from storage.sample import Regions, Sample
 _RULES_VERSION = 1
 
 
-def annotated_id(file: Path) -> str:
-    """Return the id of the AnnotatedDetector of this file, which is only hashed."""
-    with open(file, "rb") as stream:
-        return _id(hashlib.file_digest(stream, "sha256").hexdigest())
-
-
-def _id(sha256: str) -> str:
-    # The hash covers everything that the file's name and contents could say.
-    return detector_id({"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": sha256})
-
-
 class AnnotatedDetector:
     """Looks regions up in an annotation file; ValueError names the file and the entry where one is unusable.
 
@@ -42,15 +30,14 @@ class AnnotatedDetector:
         self._column = {category["id"]: 1 + i for i, category in enumerate(data["categories"])}
         self._images = _index_images(data["images"], file)
         self._boxes = _boxes_by_image(data, self._column, file)
-        self.metadata = {
-            "backend": "annotated",
+        # The hash covers everything that the file's name and contents could say.
+        hashed = {"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": sha256}
+        self.id = detector_id(hashed)
+        self.metadata = hashed | {
             "random_init": False,
-            "rules_version": _RULES_VERSION,
-            "annotations_sha256": sha256,
             "annotations_file": Path(file).name,
             "classes": [category["name"] for category in data["categories"]],
         }
-        self.id = _id(sha256)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         return [self._detect_one(sample) for sample in samples]

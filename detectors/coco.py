@@ -15,25 +15,22 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e9  # which NaN is not
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str and value != ""
+def _is_box(value: Any) -> bool:
+    return type(value) is list and len(value) == 4 and all(map(_is_number, value))
 
 
 _POSITIVE = (lambda value: _is_number(value) and value > 0, "a positive number, in pixels")
-_ID, _TEXT = (_is_id, "a whole number"), (_is_text, "a text")
-_BOX = (
-    lambda value: type(value) is list and len(value) == 4 and all(map(_is_number, value)),
-    "four finite numbers [x, y, width, height]",
-)
+_ID = (lambda value: type(value) is int, "a whole number")
+_TEXT = (lambda value: type(value) is str and value != "", "a text")
 # Of each entry of a list: the fields that it must have, and what they must be.
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "images": {"id": _ID, "width": _POSITIVE, "height": _POSITIVE},
     "categories": {"id": _ID, "name": _TEXT},
-    "annotations": {"image_id": _ID, "category_id": _ID, "bbox": _BOX},
+    "annotations": {
+        "image_id": _ID,
+        "category_id": _ID,
+        "bbox": (_is_box, "four finite numbers [x, y, width, height]"),
+    },
 }
 
 
@@ -82,4 +79,4 @@ def read_coco(file: Path) -> tuple[dict, str]:
 def name_entry(file: Path, kind: str, index: int, entry: Any) -> str:
     """Return the name of an entry for messages: by its id or, without one, by its index."""
     number = entry.get("id") if isinstance(entry, dict) else None
-    return f"{file}: {_SINGULAR[kind]} {number}" if _is_id(number) else f"{file}: {kind}[{index}]"
+    return f"{file}: {_SINGULAR[kind]} {number}" if type(number) is int else f"{file}: {kind}[{index}]"

@@ -47,14 +47,9 @@ class ImportedFeatures:
     background: Literal["first", "last", "none"] = "first"
     """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's; `none`,
     it is what the others leave to 1."""
-    num_classes: int | None = None
-    """For files that give the class of a region (objects_id) and no probabilities: the number of classes, without the
-    background. Each region then has the probability 1 in its class, as annotated boxes have; none: no class_probs, as
-    masked regions of pre-training need them."""
 
     def __post_init__(self):
         check_choices(self)
-        check(self, self.num_classes is None or self.num_classes >= 1, "num_classes", "at least 1")
 
 
 @dataclass(frozen=True)
@@ -96,23 +91,14 @@ class DetectorSettings:
     """`cpu`, `cuda`, or one of several as `cuda:1`."""
     precision: Literal["fp32", "bf16-res5"] = "fp32"
     """`fp32`: float32 throughout; `bf16-res5`: res5 in bfloat16, for speed. Backbone and RPN stay in float32."""
-    tf32: bool = False
-    """Convolutions of a GPU in TF32: the range of float32 with 10 bits of fraction instead of 23, for speed."""
-    threads: int = 1
-    """Threads of torch while detecting on a CPU. Another number adds in another order, and so gives other last bits:
-    one is what every machine can do alike. More processes, each with its own shards, use more cores."""
     batch: int = 1
     """Images that go through the backbone together, all of one resized size: nothing is padded, which would change
     features near the border. On a GPU, 8 keep it busy."""
-    workers: int = 1
-    """Threads that decode and resize the next images and choose the regions of the last ones meanwhile."""
 
     def __post_init__(self):
         check_choices(self)
-        for name in ("threads", "batch", "workers"):
-            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check(self, self.batch >= 1, "batch", "at least 1")
         check(self, self.device_type in ("cpu", "cuda"), "device", "cpu, cuda or such as cuda:1")
-        check(self, not self.tf32 or self.device_type == "cuda", "tf32", f"false with device {self.device}")
 
     @property
     def device_type(self) -> str:

@@ -7,6 +7,7 @@ Shape letters: P proposals of an image, N regions, C classes without background,
 
 import dataclasses
 import importlib.metadata
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,18 +33,18 @@ _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
 # Metadata that the id ignores: these fields do not change the regions, or the hash of the weights covers them.
 _IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "code_version"}
-# Threads and batch change only the last bits of float32 sums. So does the device as long as nothing is rounded more
-# coarsely, and one stage may be made on CPUs and GPUs together.
-_IGNORED_FIELDS |= {"threads", "batch"}
+# The batch changes only the last bits of float32 sums. So does the device as long as nothing is rounded more coarsely,
+# and one stage may be made on CPUs and GPUs together.
+_IGNORED_FIELDS |= {"batch"}
 
 
 @contextmanager
-def running(settings: DetectorSettings) -> Iterator[None]:
-    """Sets torch's threads and its precision of float32 on GPUs, and restores them afterwards."""
+def running(threads: int = 1) -> Iterator[None]:
+    """Set torch's threads, and exact float32 on GPUs; both are restored afterwards."""
     before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(threads)
     try:
-        with float32_products(convolutions="tf32" if settings.tf32 else "ieee", matrices="ieee"):
+        with float32_products(convolutions="ieee", matrices="ieee"):
             yield
     finally:
         torch.set_num_threads(before)
@@ -103,14 +104,13 @@ def describe_detector(
         "keep_features": settings.keep_features,
         "precision": settings.precision,
         "device": settings.device_type,
-        "convolutions": "tf32" if settings.tf32 else "float32",
-        "threads": settings.threads,
         "batch": settings.batch,
         **weights,
     }
-    ignored = _IGNORED_FIELDS | ({"device"} if settings.precision == "fp32" and not settings.tf32 else set())
+    ignored = _IGNORED_FIELDS | ({"device"} if settings.precision == "fp32" else set())
     hashed = {name: value for name, value in metadata.items() if name not in ignored}
-    hashed["untrained"] = hashed.pop("random_init")  # the name under which it was first hashed: ids stay what they are
+    # Names and values that were hashed at first: ids stay what they are.
+    hashed |= {"untrained": hashed.pop("random_init"), "convolutions": "float32"}
     return detector_id(hashed), metadata
 
 
@@ -129,6 +129,10 @@ class FasterRCNNDetector:
     given: whose boxes are the regions, with DetectorSettings.boxes `given`.
     """
 
+    # Of torch, on a CPU. Another number adds in another order, and so gives other last bits: one is what every machine
+    # can do alike, and more processes, each with its own shards, use more cores.
+    threads = 1
+
     def __init__(
         self,
         network: FasterRCNN,
@@ -137,32 +141,34 @@ class FasterRCNNDetector:
         given: Detector | None = None,
         backend: str = "faster_rcnn",
     ):
-        if "random_init" not in weights:
-            raise ValueError(f"the metadata of the weights have no `random_init`: {weights}")
         if settings.device_type == "cuda" and not torch.cuda.is_available():
             raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
-        if (given is not None) != (settings.boxes == "given"):
-            raise ValueError("boxes are given by an annotation file, and with DetectorSettings.boxes 'given' alone")
         rois = ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
         self.settings, self.given = settings, given
+        # Threads that decode and resize the next images, and choose the regions of the last ones: a GPU waits for one.
+        self.workers = 1 if settings.device_type == "cpu" else min(8, os.cpu_count() or 1)
         self.id, self.metadata = describe_detector(
             network.config, weights, settings, given.id if given else None, backend
         )
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        with running(self.settings), ThreadPoolExecutor(self.settings.workers) as pool, torch.inference_mode():
-            return [future.result() for future in self._submit(samples, pool)]
+        with running(self.threads), ThreadPoolExecutor(self.workers) as pool, torch.inference_mode():
+            found = self._submit(samples, pool)
+            return [one.result() if isinstance(one, Future) else one for one in found]
 
-    def _submit(self, samples: Sequence[Sample], pool: ThreadPoolExecutor) -> list[Future[Regions | str]]:
-        """One future a sample: batches of equal size go through the network while the pool works before and after."""
+    def _submit(self, samples: Sequence[Sample], pool: ThreadPoolExecutor) -> list:
+        """A future or a status of each sample.
+
+        Batches of equal size go through the network while the pool works before and after it.
+        """
         futures = [pool.submit(self._prepare, sample) for sample in samples]
         batches: dict[tuple[int, int], list[int]] = {}
 
         def run(batch: list[int]) -> None:
             outputs = self._run_network([futures[index].result() for index in batch])
             for index, output in zip(batch, outputs, strict=True):
-                futures[index] = pool.submit(self._select, output) if isinstance(output, _Outputs) else _done(output)
+                futures[index] = pool.submit(self._select, output) if isinstance(output, _Outputs) else output
 
         for index, future in enumerate(list(futures)):
             prepared = future.result()
@@ -302,12 +308,6 @@ class FasterRCNNDetector:
             attribute_scores=attribute_scores,
             features=features,
         )
-
-
-def _done(value: str) -> Future:
-    future = Future()
-    future.set_result(value)
-    return future
 
 
 def _no_proposals(logits: Tensor, deltas: Tensor) -> str:

@@ -75,11 +75,11 @@ def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
 
 
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
-    """The image and its objects, without crowds, as input of the network."""
+    """The image and its objects as input of the network."""
     pixels = read_resized(image, config)
     height, width = pixels.shape[:2]
     scale = np.array([width / image.width, height / image.height] * 2, np.float32)
-    boxes = image.boxes[~image.crowd] * scale
+    boxes = image.boxes * scale
     if mirrored:
         pixels = pixels[:, ::-1]
         boxes = np.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], axis=1)
@@ -90,8 +90,8 @@ def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool,
         image=image.id,
         pixels=np.ascontiguousarray(pixels),
         boxes=boxes,
-        labels=image.labels[~image.crowd],
-        attributes=attributes[~image.crowd],
+        labels=image.labels,
+        attributes=attributes,
         seed=seed,
     )
 

@@ -23,9 +23,6 @@ from detectors.roi_pool import roi_pool_chunks
 from storage.settings import check, check_choices
 
 STRIDE = 16
-# `fp32`: all in float32; `bf16-res5`: res5, nine tenths of the work, in bfloat16. Backbone and RPN stay in float32,
-# because bfloat16 there would choose other proposals.
-PRECISIONS = ("fp32", "bf16-res5")
 # A box grows at most by this factor, so that exp() of any delta stays finite.
 _LARGEST_LOG_SCALE = math.log(1000 / 16)
 
@@ -365,10 +362,9 @@ class FasterRCNN(nn.Module):
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
         """A faster copy, equal up to rounding: norms folded into the convolutions, channels last.
 
-        precision: one of PRECISIONS; rois_at_a_time bounds the memory of res5.
+        precision: `bf16-res5` has res5, nine tenths of the work, in bfloat16. Backbone and RPN stay in float32, because
+        bfloat16 there would choose other proposals. rois_at_a_time bounds the memory of res5.
         """
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision is {precision!r}, must be one of {', '.join(PRECISIONS)}")
         network = copy.deepcopy(self).eval().requires_grad_(False)
         fold_norms(network)
         network.to(memory_format=torch.channels_last)

@@ -34,8 +34,6 @@ class LabelledImage:
     """float32 [G, 4] xyxy, inside the image."""
     labels: np.ndarray
     """int64 [G], classes 0..C-1."""
-    crowd: np.ndarray
-    """bool [G]: boxes around many objects, which are not learned."""
     attributes: tuple[tuple[int, ...], ...]
     """The attribute numbers of each of the G objects."""
 
@@ -59,7 +57,7 @@ class GroundTruth:
             digest.update(f"{len(split)} images".encode())
             for image in split:
                 digest.update(f"{image.id} {image.height} {image.width} {image.attributes}".encode())
-                for array in (image.boxes, image.labels, image.crowd):
+                for array in (image.boxes, image.labels):
                     digest.update(array.tobytes())
         return digest.hexdigest()[:16]
 
@@ -90,7 +88,7 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
             f"{', '.join(absent[:3])}{' ...' if len(absent) > 3 else ''}. Give their folders as data.images, or allow "
             "a larger share: data.unreadable"
         )
-    train = [image for image in images if image.id in train_ids and not image.crowd.all()]
+    train = [image for image in images if image.id in train_ids and len(image.labels)]
     counts["images absent or unreadable"] = len(absent)
     counts["images to train on without any object"] = sum(image.id in train_ids for image in images) - len(train)
     if not train:
@@ -112,9 +110,12 @@ def _read_coco(
     labels = {category: classes.find([name]) for category, name in names.items()}
     objects: dict[int, list[AnnotatedObject]] = {image["id"]: [] for image in data["images"]}
     for annotation in data["annotations"]:
-        label, crowd = labels[annotation["category_id"]], bool(annotation.get("iscrowd", 0))
+        if annotation.get("iscrowd", 0):
+            counts["boxes around many objects (iscrowd)"] += 1
+            continue
         numbers = attribute_numbers(annotation.get("attributes", []), attributes, counts)
-        objects[annotation["image_id"]].append(AnnotatedObject(annotation["bbox"], label, crowd, numbers))
+        label = labels[annotation["category_id"]]
+        objects[annotation["image_id"]].append(AnnotatedObject(annotation["bbox"], label, numbers))
     images = []
     for image in sorted(data["images"], key=lambda image: image["id"]):
         name, size = image.get("file_name"), (int(image["height"]), int(image["width"]))
@@ -125,21 +126,19 @@ def _read_coco(
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
-    """File name -> its path, in the first folder that has it."""
-    found: dict[str, Path] = {}
-    for folder in map(Path, folders):
-        if not folder.is_dir():
+    """File name -> its path, in the first folder that has it, by its whole name or the last part of that."""
+    for folder in folders:
+        if not Path(folder).is_dir():
             raise ValueError(f"data.images names {folder}, which is no folder")
-        names = {entry.name for entry in folder.iterdir()}
-        for entry in annotated:
-            # A name with folders in it is looked up as it is, and by its last part.
-            for name in (entry.file_name, Path(entry.file_name).name):
-                if entry.file_name not in found and (name in names or ("/" in name and (folder / name).is_file())):
-                    found[entry.file_name] = folder / name
+    found: dict[str, Path] = {}
     owners: dict[Path, str] = {}
     for entry in annotated:
-        file = found.get(entry.file_name)
-        if file and owners.setdefault(file, entry.id) != entry.id:
+        names = (entry.file_name, Path(entry.file_name).name)
+        file = next((f for folder in folders for name in names if (f := Path(folder) / name).is_file()), None)
+        if file is None:
+            continue
+        found[entry.file_name] = file
+        if owners.setdefault(file, entry.id) != entry.id:
             raise ValueError(
                 f"images {owners[file]} and {entry.id} would both be {file}; keep the folders that their names have, "
                 "or remove one"
@@ -172,7 +171,6 @@ def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> Labell
         width=width,
         boxes=boxes[usable],
         labels=np.array([one.label for one in objects], np.int64),
-        crowd=np.array([one.crowd for one in objects], bool),
         attributes=tuple(one.attributes for one in objects),
     )
 
@@ -200,33 +198,22 @@ def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Coun
 
 def _listed(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
     """The ids of the images that a list names. The first word of each line is an id or, where no image has it, the path
-    of an image's file; the shorter of two paths must be the end of the longer one."""
-    lines = read_lines(file, "images")
+    of an image's file, of which the last part counts."""
     ids = {entry.id for entry in annotated}
-    by_name: dict[str, list[AnnotatedImage]] = {}
+    by_name: dict[str, list[str]] = {}
     for entry in annotated:
-        by_name.setdefault(Path(entry.file_name).name, []).append(entry)
+        by_name.setdefault(Path(entry.file_name).name, []).append(entry.id)
     found, unknown = set(), 0
-    for number, line in enumerate(lines, start=1):
-        word = next(iter(line.split()), None)
-        if word is None or word in ids:
-            found |= {word} - {None}
-            continue
-        path = Path(word)
-        named = [entry.id for entry in by_name.get(path.name, []) if _ends_alike(path, Path(entry.file_name))]
-        if len(named) > 1:
-            raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images; give their paths or ids")
-        found.update(named)
-        unknown += not named
+    for number, line in enumerate(read_lines(file, "images"), start=1):
+        for word in line.split()[:1]:
+            named = [word] if word in ids else by_name.get(Path(word).name, [])
+            if len(named) > 1:
+                raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images; give their ids")
+            found.update(named)
+            unknown += not named
     if not found:
         raise ValueError(
             f"{file} names none of the {len(annotated)} images; its lines are ids, or paths of image files"
         )
     counts[f"lines of {file.name} that name no image"] += unknown
     return found
-
-
-def _ends_alike(one: Path, other: Path) -> bool:
-    """Whether two relative paths are the same as far as the shorter one goes."""
-    parts = min(len(one.parts), len(other.parts))
-    return one.parts[-parts:] == other.parts[-parts:]

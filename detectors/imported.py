@@ -6,7 +6,6 @@ every region is of the one class 1 with score 1.
 """
 
 import base64
-import binascii
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,24 +30,6 @@ _SUM = 0.02  # by which class probabilities may miss 1: they may have been store
 Fields = dict[str, Any]
 
 
-def imported_id(settings: ImportedFeatures, keep_features: bool) -> str:
-    """Return the id of the ImportedDetector of these arguments; the files are read once."""
-    hashes = [open_feature_file(Path(file)).sha256 for file in settings.files]
-    return detector_id(_hashed(settings, keep_features, hashes))
-
-
-def _hashed(settings: ImportedFeatures, keep_features: bool, hashes: Sequence[str]) -> dict:
-    return {
-        "backend": "imported",
-        "rules_version": _RULES_VERSION,
-        "files_sha256": list(hashes),
-        "match": settings.match,
-        "background": settings.background,
-        "num_classes": settings.num_classes,
-        "keep_features": keep_features,
-    }
-
-
 @dataclass(frozen=True, eq=False)
 class _Row:
     """A row of a file, checked."""
@@ -64,7 +45,7 @@ class _Row:
     scores: np.ndarray
     """float32 [N]."""
     features: np.ndarray | None
-    """float32 [N, D]."""
+    """float16 [N, D]."""
 
     @property
     def widths(self) -> dict[str, int | None]:
@@ -88,8 +69,15 @@ class ImportedDetector:
         for file in self._files[1:]:
             if (widths := self._first_widths(file)) != self._widths:
                 raise ValueError(f"{file.path}: its first row {_other_width(widths, self._widths)}")
-        hashed = _hashed(settings, keep_features, [file.sha256 for file in self._files])
-        self.id = detector_id(hashed)
+        hashed = {
+            "backend": "imported",
+            "rules_version": _RULES_VERSION,
+            "files_sha256": [file.sha256 for file in self._files],
+            "match": settings.match,
+            "background": settings.background,
+            "keep_features": keep_features,
+        }
+        self.id = detector_id(hashed | {"num_classes": None})  # hashed at first: ids stay what they are
         self.metadata = hashed | {
             "random_init": False,
             "files": [{"name": file.path.name, "format": file.kind} for file in self._files],
@@ -144,15 +132,6 @@ class ImportedDetector:
         kept = kept[(boxes[kept, 2:] > boxes[kept, :2]).all(axis=1)]
         if not len(kept):
             return f"no_regions: {where} has no box with an area"
-        features = None
-        if row.features is not None:
-            features = row.features[kept]
-            if not (np.abs(features) <= _LARGEST_FLOAT16).all():
-                return (
-                    f"not_finite: {where} has a feature of {np.abs(features).max():g}, and float16 holds "
-                    f"{_LARGEST_FLOAT16:.0f} at most"
-                )
-            features = features.astype(np.float16)
         probs = row.class_probs
         last = self._settings.background == "last" and probs is not None
         return Regions(
@@ -162,26 +141,27 @@ class ImportedDetector:
             detector=self.id,
             background=probs.shape[1] - 1 if last else 0,
             class_probs=None if probs is None else probs[kept].astype(np.float16),
-            features=features,
+            features=None if row.features is None else row.features[kept],
         )
 
     def _read(self, file: FeatureFile, number: int) -> _Row:
         """A row, checked: ValueError says what is wrong with it."""
         fields = file.read(number)
         size = _whole(fields, "image_w"), _whole(fields, "image_h")
-        count = _whole(fields, "num_boxes", least=0) if "num_boxes" in fields else None
-        boxes = _numbers(fields, "boxes", np.float32)
-        count = boxes.size // 4 if count is None else count
+        boxes = _array(fields, "boxes", np.float32)
+        count = _whole(fields, "num_boxes", least=0) if "num_boxes" in fields else boxes.size // 4
         if count > _MOST_BOXES:
             raise ValueError(f"has {count} boxes, more than {_MOST_BOXES}")
-        boxes = _shaped("boxes", boxes, count, 4).astype(np.float64)
+        boxes = _per_box("boxes", boxes, count, 4).astype(np.float64)
         _check_boxes(boxes, *size)
         probs, labels, scores = _classes(fields, count, self._settings)
         features = None
         if self._keep_features:
-            features = _shaped("features", _numbers(fields, "features", np.float32), count)
-            if not np.isfinite(features).all():
-                raise ValueError("has features that are not finite numbers")
+            features = _per_box("features", _array(fields, "features", np.float32), count)
+            if not (np.abs(features) <= _LARGEST_FLOAT16).all():
+                largest = np.abs(features).max()
+                raise ValueError(f"has a feature of {largest:g}; float16 holds {_LARGEST_FLOAT16:.0f} at most")
+            features = features.astype(np.float16)
         return _Row(size, boxes, probs, labels, scores, features)
 
 
@@ -218,9 +198,14 @@ def _classes(
     fields: Fields, count: int, settings: ImportedFeatures
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
     """Class probabilities, labels and scores of `count` boxes."""
-    objects, shift = _ids(fields, "objects_id", count), int(settings.background != "last")
+    objects, shift = None, int(settings.background != "last")
+    if "objects_id" in fields:
+        objects = _per_box("objects_id", _array(fields, "objects_id", np.int64), count, 1)[:, 0]
+        if not ((objects >= 0) & (objects < 2**31 - 1)).all():
+            raise ValueError("has an objects_id that is no id from 0 on")
+        objects = objects.astype(np.int32)
     if "class_probs" in fields:
-        probs = _fractions("class probabilities", _numbers(fields, "class_probs", np.float32), count)
+        probs = _fractions(fields, "class_probs", count)
         best, scores = _best(probs, settings.background)
         sums = probs.sum(axis=1)
         if settings.background == "none":
@@ -228,7 +213,7 @@ def _classes(
             sums = sums.clip(min=1)
         if count and not np.allclose(sums, 1, atol=_SUM):
             raise ValueError(
-                f"has class probabilities whose sum is {sums[0]:.3g}, not 1: where they lack the background's, set "
+                f"has class_probs whose sum is {sums[0]:.3g}, not 1: where they lack the background's, set "
                 "--imported.background=none"
             )
         if objects is not None and count and (best != objects).mean() > 0.5:
@@ -237,17 +222,12 @@ def _classes(
                 f"{'last' if shift else 'first'}?"
             )
         return probs, best + shift, scores
+    scores = np.ones(count, np.float32)
     if objects is None:
-        return None, np.ones(count, np.int32), np.ones(count, np.float32)
-    scores, classes = np.ones(count, np.float32), settings.num_classes
+        return None, np.ones(count, np.int32), scores
     if "objects_conf" in fields:
-        scores = _fractions("objects_conf", _numbers(fields, "objects_conf", np.float32), count, 1)[:, 0]
-    if not classes:
-        return None, objects + 1, scores
-    if count and objects.max() >= classes:
-        raise ValueError(f"has the objects_id {objects.max()}, and imported.num_classes is {classes}")
-    labels = objects + shift
-    return np.eye(1 + classes, dtype=np.float32)[labels], labels, scores
+        scores = _fractions(fields, "objects_conf", count, 1)[:, 0]
+    return None, objects + 1, scores
 
 
 def _best(probs: np.ndarray, background: str) -> tuple[np.ndarray, np.ndarray]:
@@ -261,24 +241,20 @@ def _best(probs: np.ndarray, background: str) -> tuple[np.ndarray, np.ndarray]:
 def _whole(fields: Fields, name: str, least: int = 1) -> int:
     """A whole number; a file may have it as text, or as an array of one."""
     value = fields.get(name, "")
-    text = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
-    text = text.decode("latin1") if isinstance(text, bytes) else text
-    if isinstance(text, str) and not text:
-        raise ValueError(f"has no {name}")
+    plain = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     try:
-        number = float(text) if isinstance(text, str | int | float) and not isinstance(text, bool) else -1.0
-    except (ValueError, OverflowError):
+        number = float(plain.decode("latin1") if isinstance(plain, bytes) else plain)
+    except (TypeError, ValueError, OverflowError):
         number = -1.0
     if not number.is_integer() or not least <= number < 2**31:
         raise ValueError(f"has the {name} {shown(value)}, not a whole number from {least} on")
     return int(number)
 
 
-def _numbers(fields: Fields, name: str, kind: type) -> np.ndarray:
-    """An array, as the file has it or of the bytes that it has as base64."""
+def _array(fields: Fields, name: str, kind: type) -> np.ndarray:
+    """An array, as the file has it or of the bytes that it has as base64, little-endian."""
     value = fields.get(name)
-    if value is None:
-        raise ValueError(f"has no {name}")
+    dtype = np.dtype(kind).newbyteorder("<")
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in ("iu" if kind is np.int64 else "fiu"):
             raise ValueError(f"has {name} of {value.dtype}, which are no {np.dtype(kind).name}")
@@ -286,39 +262,22 @@ def _numbers(fields: Fields, name: str, kind: type) -> np.ndarray:
     if not isinstance(value, str | bytes):
         raise ValueError(f"has {name} that are {shown(value)}, neither an array nor base64")
     try:
-        raw = base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"has {name} that are not base64 ({error}): it is cut off, or of another format") from error
-    dtype = np.dtype(kind).newbyteorder("<")
-    if len(raw) % dtype.itemsize:
-        raise ValueError(f"has {name} of {len(raw)} bytes, no whole number of {np.dtype(kind).name}")
-    return np.frombuffer(raw, dtype)
+        return np.frombuffer(base64.b64decode(value, validate=True), dtype)
+    except ValueError as error:
+        raise ValueError(f"has {name} that are no base64 of {np.dtype(kind).name} ({error}): is it cut off?") from error
 
 
-def _shaped(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
+def _per_box(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
     """[count, columns] of an array of any shape; ValueError where the numbers do not fit the boxes."""
     width = columns or (array.size // count if count else 0)
-    if array.size != count * width or (count and not width):
-        wanted = f"{count * columns}" if columns else f"the same count for each of {count} boxes"
-        raise ValueError(f"has {array.size} numbers in {name}, not {wanted}: num_boxes is {count}")
-    if array.ndim > 1 and array.shape[0] != count:
-        raise ValueError(f"has {name} of shape {array.shape}, not a row for each of {count} boxes")
+    if array.size != count * width or (count and not width) or (array.ndim > 1 and len(array) != count):
+        raise ValueError(f"has {name} of shape {array.shape}, which do not fit {count} boxes")
     return array.reshape(count, width)
 
 
-def _fractions(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
+def _fractions(fields: Fields, name: str, count: int, columns: int | None = None) -> np.ndarray:
     """float32 [count, columns], from 0 to 1; what rounding has put above 1 is 1."""
-    array = _shaped(name, array, count, columns)
+    array = _per_box(name, _array(fields, name, np.float32), count, columns)
     if not ((array >= 0) & (array <= 1.001)).all():
         raise ValueError(f"has {name} that are not all from 0 to 1")
     return np.minimum(np.abs(array), np.float32(1))
-
-
-def _ids(fields: Fields, name: str, count: int) -> np.ndarray | None:
-    """int32 [count] of ids from 0; None where the row has none. As base64 they are int64."""
-    if fields.get(name) is None:
-        return None
-    ids = _shaped(name, _numbers(fields, name, np.int64), count, 1)[:, 0]
-    if not ((ids >= 0) & (ids < 2**31 - 1)).all():
-        raise ValueError(f"has {name} that are no ids from 0 on")
-    return ids.astype(np.int32)

@@ -15,7 +15,7 @@ def read_lines(file: Path, what: str) -> list[str]:
 
 
 def read_names(file: Path) -> list[list[str]]:
-    """The names of each line, synonyms after the first."""
+    """Return the names of each line, synonyms after the first."""
     found = [[name.strip() for name in line.split(",")] for line in read_lines(file, "names")]
     check_names(found, str(file))
     return found

@@ -3,6 +3,7 @@
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,6 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
         SelectionSettings(**metadata["selection"]),
         boxes=metadata["boxes"],
         keep_features=metadata["keep_features"],
-        threads=torch.get_num_threads(),  # changes only the last bits
     )
     config = config_from(metadata["network"], where)
     network = network_class(metadata["backend"]).random_init(config, metadata.get("seed", 0))
@@ -36,12 +36,13 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
     else:
         weights = load_weights(network, file).metadata
     detector = FasterRCNNDetector(network, weights, settings, backend=metadata["backend"])
+    detector.threads = torch.get_num_threads()  # changes only the last bits
     if detector.id != recorded["id"]:
         here = json.loads(json.dumps(detector.metadata))
         differences = [
             f"{name} is {here.get(name)} here and {metadata.get(name)} there"
             for name in sorted(here.keys() | metadata.keys())
-            if here.get(name) != metadata.get(name) and name not in ("threads", "batch", "code_version")
+            if here.get(name) != metadata.get(name) and name not in ("batch", "code_version")
         ]
         warnings.warn(
             f"the regions may differ from those of detector {recorded['id']}, which {where} learned from: "
@@ -51,11 +52,13 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
     return detector
 
 
-def detector_of_file(file: str | Path, keep_features: bool) -> FasterRCNNDetector:
-    """The network that a weight file describes, with the default selection, on this machine's CPU."""
+def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
+    """Return the network that a weight file describes, on this machine's CPU, with these DetectorSettings."""
     network = FasterRCNN.random_init(read_config(Path(file)), seed=0)
-    settings = DetectorSettings(keep_features=keep_features, threads=torch.get_num_threads())
-    return FasterRCNNDetector(network, load_weights(network, Path(file)).metadata, settings)
+    metadata = load_weights(network, Path(file)).metadata
+    detector = FasterRCNNDetector(network, metadata, DetectorSettings(**settings))
+    detector.threads = torch.get_num_threads()
+    return detector
 
 
 def _check_weights(file: str | Path | None, metadata: dict, where: str) -> None:

@@ -83,14 +83,12 @@ class ValidationConfig:
     nms_threshold: float = 0.5  # within a class, a detection is suppressed by a better one of a higher IoU
     iou_threshold: float = 0.5  # with an object's box, from which a detection is right
     detections: int = 100  # an image at most: the most probable
-    images: int | None = None  # at most so many held-out images; None: all
 
     def __post_init__(self):
         check_choices(self)
         for name in ("score_threshold", "nms_threshold", "iou_threshold"):
             check(self, 0 <= getattr(self, name) <= 1, name, "from 0 to 1")
         check(self, self.detections > 0, "detections", "at least 1")
-        check(self, self.images is None or self.images > 0, "images", "at least 1")
 
 
 @dataclass(frozen=True)

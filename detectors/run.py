@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -125,9 +124,9 @@ def detect_pending(
     """Detect all shards that are pending, and return how many this process committed. It ends when none is pending.
 
     Args:
-        on_shard: Gets, after each shard that was detected here: shard, images (looked at), regions (found),
-            images_per_s, done (shards that are committed, by anyone) and of (shards that were pending), and by: `this`
-            process, or `another` that was first to commit it. What another has done counts as done, without a report.
+        on_shard: Gets, after each shard that was detected here: shard, images (looked at), regions (found), done
+            (shards that are committed, by anyone) and of (shards that were pending), and by: `this` process, or
+            `another` that was first to commit it. What another has done counts as done, without a report.
         say: Gets lines about the shards of others that this process waits for.
     """
     if not catalog.shards(IMAGES):
@@ -138,17 +137,13 @@ def detect_pending(
     pending = still()
     with Claims(catalog.store, catalog.path(stage, "")) as claims, closing(claims.each(pending, still, say)) as ours:
         for shard, left in ours:
-            started = time.monotonic()
             first = detect_shard(catalog, shard, detector)
             committed += first
-            seconds = time.monotonic() - started
-            images = catalog.manifest(IMAGES, shard).ok_rows
             on_shard(
                 {
                     "shard": shard,
-                    "images": images,
+                    "images": catalog.manifest(IMAGES, shard).ok_rows,
                     "regions": pc.sum(catalog.manifest(stage, shard).table["num_regions"]).as_py() or 0,
-                    "images_per_s": round(images / seconds, 2),
                     "done": len(pending) - left,
                     "of": len(pending),
                     "by": "this" if first else "another",
@@ -174,36 +169,16 @@ class Progress:
         return progress_line(self.dataset, report["done"], report["of"], "shards", counts, seconds)
 
 
-def size_line(size: Mapping[str, Any]) -> str:
-    """Return what `stage_size` gives, for people."""
-    per_1000 = f", {size['bytes_per_1000_images'] / 1e6:,.1f} per 1,000 images" if size["images"] else ""
-    kept = "with" if size["keep_features"] else "without"
-    rows = ", ".join(f"{count:,} {status}" for status, count in size["statuses"].items())
-    return f"{size['bytes'] / 1e6:,.1f} MB in {size['stage']}{per_1000}, {kept} features; all rows: {rows}"
+def stage_counts(catalog: Catalog, stage: str) -> dict:
+    """Return what became of a stage's rows: `images` with regions, and the count of each status."""
+    statuses = catalog.counts(stage)
+    return {"stage": stage, "images": statuses.get(OK, 0), "statuses": statuses}
 
 
-def stage_size(catalog: Catalog, stage: str) -> dict:
-    """Return what became of a stage's rows, what its regions take where they are stored, images included, and whether
-    features are among them.
-
-    Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
-    """
-    listed = catalog.store.list(f"{catalog.dataset}/{stage}/")
-    size = sum(
-        info.size for info in listed if info.path.endswith((".tar", ".parquet")) and "/snapshots/" not in info.path
-    )
-    headers = catalog.headers(stage).values()
-    statuses = sum((Counter(header.statuses) for header in headers), Counter())
-    images = statuses[OK]
-    return {
-        "stage": stage,
-        "shards": len(headers),
-        "images": images,
-        "statuses": dict(sorted(statuses.items())),
-        "keep_features": any(header.meta["config"].get("keep_features", False) for header in headers),
-        "bytes": size,
-        "bytes_per_1000_images": round(1000 * size / images) if images else None,
-    }
+def counts_line(counts: Mapping[str, Any]) -> str:
+    """Return what `stage_counts` gives, for people."""
+    rows = ", ".join(f"{count:,} {status}" for status, count in counts["statuses"].items())
+    return f"{counts['stage']}, all rows: {rows}"
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -232,24 +207,17 @@ def make_detector(config: DetectionConfig) -> Detector:
 
 
 def identify(config: DetectionConfig) -> str:
-    """Return the id of that detector. Nothing is loaded for it: files are hashed, and of weights the header is read."""
-    if config.backend == "imported":
-        from detectors.imported import imported_id
-
-        return imported_id(config.imported, config.keep_features)
-    annotated = None
-    if config.annotations is not None:
-        from detectors.annotated import annotated_id
-
-        annotated = annotated_id(Path(config.annotations))
-    if config.backend == "annotated":
-        return annotated
+    """Return the id of that detector. No network is made for it: of weights, the file is hashed and its header read."""
+    if config.backend in ("annotated", "imported"):
+        return make_detector(config).id
+    from detectors.annotated import AnnotatedDetector
     from detectors.detect import describe_detector  # here, as above
     from detectors.weights.files import describe_weights
 
+    given = AnnotatedDetector(Path(config.annotations)).id if config.annotations is not None else None
     network = _network(config)
     weights = _RANDOM if config.random_init else describe_weights(Path(config.weights), network).metadata
-    return describe_detector(network, weights, config, annotated, config.backend)[0]
+    return describe_detector(network, weights, config, given, config.backend)[0]
 
 
 def _network(config: DetectionConfig) -> "FasterRCNNConfig":
@@ -262,10 +230,10 @@ def _network(config: DetectionConfig) -> "FasterRCNNConfig":
 
 
 def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
-    """Return what the program says of the whole stage where this config leaves it nothing to detect.
+    """Return `stage_counts` if this config leaves nothing to detect, else None.
 
-    None where a shard is left, and where anything is wrong: the program then says what. torch is imported only where
-    some detector has been over every shard.
+    None also where anything is wrong: the program then says what. torch is imported only where some detector has been
+    over every shard.
     """
     images = set(catalog.shards(IMAGES))
     stages = {"/".join(info.path.split("/")[1:3]) for info in catalog.store.list(f"{catalog.dataset}/regions/")}
@@ -277,7 +245,7 @@ def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
             return None
     except (ValueError, OSError):
         return None
-    return stage_size(catalog, stage)
+    return stage_counts(catalog, stage)
 
 
 def detect(
@@ -287,6 +255,8 @@ def detect(
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """Detect regions in every image shard that has none yet from this detector.
+
+    It is a network, a file of annotations, or files of features that others have computed:
 
         vlbert detect ROOT DATASET --weights FILE
         vlbert detect ROOT DATASET --backend annotated --annotations FILE
@@ -305,11 +275,11 @@ def detect(
         if detector.metadata["random_init"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
         detect_pending(catalog, detector, lambda report: say(line_of(report)), say)
-        size = stage_size(catalog, stage_of(detector))
+        counts = stage_counts(catalog, stage_of(detector))
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(STORAGE_UNREACHABLE)
-    print(json.dumps(size) if as_json else f"{dataset}: {size_line(size)}", flush=True)
+    print(json.dumps(counts) if as_json else f"{dataset}: {counts_line(counts)}", flush=True)
 
 
 main = Command("vlbert detect", detect)

@@ -168,20 +168,16 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if run.step >= recipe.steps:
         say(f"{recipe.run} is complete: {store.where(saved[-1])} has step {run.step} of {recipe.steps}")
         # A run may be stopped between its last checkpoint and here, or be ended early with steps=STEP.
-        if world.first and not store.exists(_result(recipe)):
+        if world.first:
             say(write_result(run, run.step, state["validation"]))
     elif saved:
         say(f"{recipe.run} goes on from {store.where(saved[-1])}, step {run.step} of {recipe.steps}")
-        if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:
-            say(f"it had {state['steps']} steps, now it has {recipe.steps}: the learning rate goes on as in such a run")
-        if world.first and store.exists(_result(recipe)):
-            store.delete(_result(recipe))  # of an earlier end
     return run
 
 
 def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
     trained = sum(parameter.numel() for parameter in run.network.parameters() if parameter.requires_grad)
-    objects = sum(int((~image.crowd).sum()) for image in run.truth.train)
+    objects = sum(len(image.labels) for image in run.truth.train)
     say(
         f"{run.recipe.run}: {len(run.truth.train)} images with {objects} objects of {len(run.truth.classes)} "
         f"classes, {len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters "

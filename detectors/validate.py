@@ -53,7 +53,6 @@ def validate(
     """Metrics and one row a class, over the images of all ranks: mAP, and `proposal_recall`, the share of objects whose
     IoU with a proposal reaches the threshold."""
     config = recipe.validation
-    images = images[: config.images]
     training = network.training
     network.eval()
     rows, covered, bad = [], 0, 0
@@ -65,16 +64,16 @@ def validate(
             continue
         detections, proposals = detect(network, to_input(pixels, world.device), config)
         objects = _annotated_boxes(images[index], pixels.shape[:2])
-        matches = match_detections(detections, objects, config.iou_threshold)
-        rows.append((index, detections.labels, detections.scores, matches, objects.labels[~objects.crowd]))
+        right = match_detections(detections, objects, config.iou_threshold)
+        rows.append((index, detections.labels, detections.scores, right, objects.labels))
         covered += _covered(proposals, objects, config.iou_threshold)
     network.train(training)
     # In the order of the images: any number of ranks then orders equal scores alike.
     rows = sorted(distributed.gather_rows(rows, world), key=lambda row: row[0])
     covered, bad = distributed.sum_over_ranks([float(covered), float(bad)], world)
-    labels, scores, matches, truth = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
+    labels, scores, right, truth = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
     counts = np.bincount(truth.astype(np.int64), minlength=recipe.network.num_classes)
-    results = class_results(labels, scores, matches, counts)
+    results = class_results(labels, scores, right.astype(bool), counts)
     metrics = mean_average_precision(results) | {"proposal_recall": covered / max(1, len(truth))}
     if bad:
         metrics["unreadable_images"] = bad
@@ -93,12 +92,12 @@ def validate(
 def _annotated_boxes(image: LabelledImage, size: tuple[int, int]) -> AnnotatedBoxes:
     """The image's objects, in pixels of the resized image of this height and width."""
     scale = np.array([size[1] / image.width, size[0] / image.height] * 2, np.float32)
-    return AnnotatedBoxes(image.boxes * scale, image.labels, image.crowd)
+    return AnnotatedBoxes(image.boxes * scale, image.labels)
 
 
 def _covered(proposals: np.ndarray, objects: AnnotatedBoxes, threshold: float) -> int:
     """How many objects have a proposal of at least this IoU."""
-    boxes = torch.from_numpy(objects.boxes[~objects.crowd])
+    boxes = torch.from_numpy(objects.boxes)
     if not len(proposals) or not len(boxes):
         return 0
     return int((torchvision.ops.box_iou(boxes, torch.from_numpy(proposals)).amax(dim=1) >= threshold).sum())

@@ -4,13 +4,10 @@
 
 WEIGHTS is a safetensors file (`vlbert convert-detector` makes one of a published file). Each image is normalised as
 in a collection and detected as in detectors.run. Correct weights name what is there, with scores near 1. Classes in a
-wrong order give confident nonsense; wrong tensors give low scores. If the image with red and blue swapped scores
-higher, the channels are swapped somewhere.
+wrong order give confident nonsense; wrong tensors give low scores.
 Exit status: 0 when every image was drawn, else 1.
 """
 
-import dataclasses
-import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +17,11 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.detect import FasterRCNNDetector
 from detectors.drawing import colour_of, draw_boxes, write_below
-from detectors.faster_rcnn import FasterRCNN
+from detectors.rebuild import detector_of_file
 from detectors.select import SelectionSettings
-from detectors.weights.files import LoadedWeights, load_weights, read_config
-from storage.collect.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
+from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.programs import Command, Positional
 from storage.sample import Regions, Sample
 
@@ -33,9 +29,9 @@ _LONGER_SIDE = 900  # pixels of a drawing
 _REGIONS = 15  # that are drawn of an image, the most probable
 
 
-def name_regions(regions: Regions, loaded: LoadedWeights) -> list[str]:
+def name_regions(regions: Regions, metadata: dict) -> list[str]:
     """Return each region's attribute and class, with the attribute's score; without names they are numbers."""
-    classes, attributes, named = loaded.classes, loaded.attribute_names, []
+    classes, attributes, named = metadata["classes"], metadata.get("attribute_names"), []
     for index, label in enumerate(regions.labels):
         name = classes[label] if classes else f"class {label}"
         if regions.attributes is not None:
@@ -66,39 +62,20 @@ def read_sample(file: Path) -> Sample:
     return Sample(file.stem, image.jpeg, "", "", image.width, image.height, image.sha256, image.flags)
 
 
-def swap_red_and_blue(sample: Sample) -> Sample:
-    """Return the same image with its red and blue channels swapped, stored without loss."""
-    with Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS) as image:
-        swapped = Image.fromarray(np.array(image.convert("RGB"))[:, :, ::-1].copy())
-    stream = io.BytesIO()
-    swapped.save(stream, "png")
-    return dataclasses.replace(sample, image=stream.getvalue())
-
-
-def open_detector(weights: Path, boxes: str) -> tuple[FasterRCNNDetector, LoadedWeights]:
-    """Return the detector of a weight file, which names its network."""
-    network = FasterRCNN.random_init(read_config(weights), seed=0)
-    loaded = load_weights(network, weights)
-    selection = SelectionSettings(threshold=0.2)  # bottom-up-attention's: shows less certain regions, too
-    return FasterRCNNDetector(network, loaded.metadata, DetectorSettings(selection, boxes=boxes)), loaded
-
-
-def verify(file: Path, detector: FasterRCNNDetector, loaded: LoadedWeights, folder: Path) -> None:
+def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
     """Print what is found in an image, and draw it into the folder; ValueError where nothing is."""
     sample = read_sample(file)
-    regions, swapped = detector.detect([sample, swap_red_and_blue(sample)])
+    (regions,) = detector.detect([sample])
     if isinstance(regions, str):
         raise ValueError(f"{file}: {regions}")
-    names = name_regions(regions, loaded)[:_REGIONS]
+    names = name_regions(regions, detector.metadata)[:_REGIONS]
     print(f"{file.name}: {sample.width}x{sample.height}, {len(regions)} regions, the first {len(names)}:")
     for i, name in enumerate(names):
         x1, y1, x2, y2 = regions.boxes[i].round().astype(int)
         print(f"  {i + 1:2} {regions.scores[i]:.2f} {name}, x {x1}-{x2}, y {y1}-{y2}")
-    found = (regions, "mean score of the best ten"), (swapped, "with red and blue swapped")
-    means = [f"{what} {np.sort(one.scores)[-10:].mean():.2f}" for one, what in found if isinstance(one, Regions)]
     target = folder / f"{file.name}.png"
     draw(sample, regions, names).save(target)
-    print(f"  {'; '.join(means)}\n  drawn in {target}")
+    print(f"  drawn in {target}")
 
 
 def draw_regions(
@@ -115,14 +92,13 @@ def draw_regions(
         out: folder of the drawings
         boxes: which to draw
     """
-    detector, loaded = open_detector(weights, boxes)
+    # bottom-up-attention's threshold: shows less certain regions, too
+    detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2), boxes=boxes)
     out.mkdir(parents=True, exist_ok=True)
-    print(f"{loaded.file}: release {loaded.release or 'none'}, anchors {loaded.anchors}", end=", ")
-    print("attributes present" if loaded.attributes else "attributes absent")
     failed = False
     for file in images:
         try:
-            verify(file, detector, loaded, out)
+            verify(file, detector, out)
         except ValueError as error:
             print(f"vlbert verify-detector: {error}", file=sys.stderr)
             failed = True

@@ -24,7 +24,6 @@ class AnnotatedObject(NamedTuple):
     """x, y, width, height, in pixels of the image."""
     label: int | None
     """Its class, from 0; None: a class that the network does not learn."""
-    crowd: bool
     attributes: tuple[int, ...]
 
 
@@ -85,4 +84,4 @@ def _read_object(entry: Any, where: str, classes: Names, attributes: Names, coun
     words = entry.get("attributes") or []
     if not isinstance(words, list):
         raise ValueError(f"{where} has the attributes {shown(words)}, no list; {_CORRECT}")
-    return AnnotatedObject(box, classes.find(names), False, attribute_numbers(words, attributes, counts))
+    return AnnotatedObject(box, classes.find(names), attribute_numbers(words, attributes, counts))

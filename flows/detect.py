@@ -25,7 +25,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from detectors.config import DetectionConfig
-from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, finished, size_line
+from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, counts_line, finished
 from flows.artifacts import (
     Live,
     name_run,
@@ -112,7 +112,7 @@ def detect(
         size = sizes[-1]
     detected = whole_stage(catalog, size["stage"], progress.shards, time.monotonic() - started, peak_bytes)
     if size["images"]:
-        log(f"{dataset}: {size_line(size)}")
+        log(f"{dataset}: {counts_line(size)}")
     if not progress.shards:
         log(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
     if detected.random_init:

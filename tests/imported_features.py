@@ -100,14 +100,13 @@ def write_json(
     target: Path,
     images: Sequence[ImageFeatures],
     changes: dict[str, Any] | None = None,
-    packed: int = zipfile.ZIP_STORED,
 ) -> Path:
     """A zip or, without the extension, a folder; beside its files are those that macOS copies."""
     texts = {"._hidden.json": b"\x00\x05\x16\x07"}
     for name, fields in _fields(images, [*BOTTOM_UP, "classes"], changes).items():
         texts[f"{name}.json"] = json.dumps(encoded(fields)).encode()
     if target.suffix == ".zip":
-        with zipfile.ZipFile(target, "w", packed) as archive:
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, text in texts.items():
                 archive.writestr(f"frcnn/{name}", text)
         return target
@@ -129,7 +128,6 @@ def write_lmdb(
     images: Sequence[ImageFeatures],
     changes: dict[str, Any] | None = None,
     arrays: bool = True,
-    protocol: int = 4,
     raw: bytes | None = None,
 ) -> Path:
     """arrays: pickled as such, else as base64. raw: the last image's value."""
@@ -139,7 +137,7 @@ def write_lmdb(
                 fields |= {"image_w": np.int64(fields["image_w"])}
             else:
                 fields = {n: f.encode() if isinstance(f, str) else f for n, f in encoded(fields).items()}
-            writing.put(name.encode(), raw if raw and name == images[-1].name else pickle.dumps(fields, protocol))
+            writing.put(name.encode(), raw if raw and name == images[-1].name else pickle.dumps(fields))
         writing.put(b"keys", pickle.dumps([image.name.encode() for image in images]))
     return folder
 

@@ -121,15 +121,6 @@ def milvlg() -> Tensors:
     return tensors | {ANCHORS: CAFFE_ANCHORS.copy()}
 
 
-def milvlg_r152() -> Tensors:
-    """The tensors by which its norms before convolutions are seen, in an otherwise plain file."""
-    tensors = {name: value for name, value in milvlg().items() if not re.search(r"conv1\.norm|shortcut\.norm", name)}
-    names = ["backbone.stem.norm", "backbone.res2.0.norm", "roi_heads.res5.0.norm", "roi_heads.res5_bn"]
-    for name in names:
-        tensors |= _norm(name, WIDTH, counts=True)
-    return tensors
-
-
 def vl_bert() -> Tensors:
     """The ResNet alone, by torchvision's names."""
     tensors = {}

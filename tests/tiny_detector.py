@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 from tiny import CLASSES, as_overrides, tiny_sample
 
-from detectors.average_precision import AnnotatedBoxes
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, detector_vg_resnet101
-from detectors.resnet import ResNetConfig
+from detectors.resnet import FrozenNorm, ResNetConfig
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import Row
@@ -53,8 +52,19 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def annotated_boxes(*rows: tuple[float, ...], labels: list[int], crowd: list[int] | None = None) -> AnnotatedBoxes:
-    return AnnotatedBoxes(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
+def lively_norms(module: torch.nn.Module) -> torch.nn.Module:
+    """The module, its norms with numbers that shift and scale."""
+    generator = seeded(0)
+    for norm in module.modules():
+        if isinstance(norm, FrozenNorm | torch.nn.BatchNorm2d):
+            for tensor, low, high in (
+                (norm.weight, 0.5, 1.5),
+                (norm.bias, -0.5, 0.5),
+                (norm.running_mean, -0.5, 0.5),
+                (norm.running_var, 0.5, 2.0),
+            ):
+                tensor.data.uniform_(low, high, generator=generator)
+    return module
 
 
 def image_file(pixels: np.ndarray | Image.Image, kind: str = "jpeg") -> bytes:

@@ -2,7 +2,7 @@
 
     vlbert convert-detector IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
-Prints what the file is, and what of it was changed. See docs/detector.md.
+docs/detector.md says what is changed.
 """
 
 from pathlib import Path
@@ -53,9 +53,6 @@ def convert_detector(
     out.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_weights(out, converted.tensors, metadata)
     print(describe(converted))
-    for kind in counts:
-        if kind not in metadata and not converted.release.resnet_alone:
-            print(f"names of {kind}: none; --{kind} FILE puts them in")
     print(f"{out}: {len(converted.tensors)} tensors, sha256 {sha256}")
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
 from detectors.weights.tensor_files import what_instead
-from storage.safe_json import parse_json, printable, shown
-from storage.settings import from_json
+from storage.safe_json import parse_json, shown
+from storage.settings import as_arguments, from_json
 
 RESNET = ("backbone.", "roi_heads.res5.")
 ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
@@ -94,38 +94,62 @@ def describe_weights(file: Path, config: FasterRCNNConfig) -> LoadedWeights:
     return _describe(file, *read_safetensors(file, tensors=False), config)
 
 
-def _describe(
-    file: Path, names: Collection[str], metadata: Mapping[str, str], config: FasterRCNNConfig
-) -> LoadedWeights:
-    attributes = any(name.startswith(ATTRIBUTE_HEAD) for name in names)
+def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], config: FasterRCNNConfig) -> LoadedWeights:
+    metadata, attributes = _parse_metadata(texts, file), any(name.startswith(ATTRIBUTE_HEAD) for name in names)
+    counts = (
+        ("classes", metadata.classes, config.num_classes),
+        ("attributes", metadata.attributes, config.num_attributes),
+    )
+    for kind, known, count in counts:
+        if known is not None and len(known) != count and (attributes or kind == "classes"):
+            raise ValueError(f"{file} names {len(known)} {kind}, the network has {count}")
     return LoadedWeights(
         file=Path(file).name,
         sha256=weights_hash(file),
         attributes=attributes,
-        anchors=_field(metadata, "anchors", file, str) or ("file" if ANCHORS in names else "generated"),
-        classes=_names_field(metadata, "classes", config.num_classes, file),
-        attribute_names=_names_field(metadata, "attributes", config.num_attributes, file) if attributes else None,
-        release=_field(metadata, "release", file, str),
+        anchors=metadata.anchors or ("file" if ANCHORS in names else "generated"),
+        classes=metadata.classes,
+        attribute_names=metadata.attributes if attributes else None,
+        release=metadata.release,
     )
 
 
-def read_metadata(file: Path) -> dict[str, Any]:
-    """`network`, `classes` and `attributes` of a file's metadata, those that it has."""
-    _, metadata = read_safetensors(file, tensors=False)
-    kinds = {"network": dict, "classes": list, "attributes": list}
-    found = {name: _field(metadata, name, file, kind) for name, kind in kinds.items() if name in metadata}
-    resnet = (found.get("network") or {}).get("resnet", {})
-    if not isinstance(resnet, dict):
-        raise ValueError(f"{file}: its metadata 'network' has the resnet {shown(resnet)}, no object; convert it again")
-    return found
+@dataclass(frozen=True)
+class WeightMetadata:
+    """What a weight file says of itself; None where it does not."""
+
+    network: FasterRCNNConfig | None
+    classes: tuple[str, ...] | None
+    attributes: tuple[str, ...] | None
+    anchors: str | None
+    release: str | None
+
+
+def read_metadata(file: Path) -> WeightMetadata:
+    """Return what a file says of itself; ValueError names the file and the key that is of another kind."""
+    return _parse_metadata(read_safetensors(file, tensors=False)[1], file)
+
+
+def _parse_metadata(texts: Mapping[str, str], file: Path) -> WeightMetadata:
+    found: dict[str, Any] = {}
+    kinds = {"network": dict, "classes": list, "attributes": list, "anchors": str, "release": str}
+    for key, wanted in kinds.items():
+        where = f"{file}: its metadata {key!r}"
+        value = parse_json(texts.get(key, "null"), where, (wanted, type(None)), fix="convert it again")
+        if wanted is list and not all(isinstance(one, str) for one in value or ()):
+            raise ValueError(f"{where} holds {shown(value)}, no list of texts; convert it again")
+        found[key] = tuple(value) if isinstance(value, list) else value
+    if found["network"] is not None:
+        found["network"] = config_from(found["network"], str(file))
+    return WeightMetadata(**found)
 
 
 def read_config(file: Path) -> FasterRCNNConfig:
-    """The network of a file's weights, from its metadata `network`; ValueError where it has none."""
-    fields = read_metadata(file).get("network")
-    if fields is None:
+    """Return the network of a file's weights; ValueError where it does not say which."""
+    network = read_metadata(file).network
+    if network is None:
         raise ValueError(f"{file} does not say which network its weights are of; name its preset")
-    return config_from(fields, str(file))
+    return network
 
 
 def config_from(fields: Mapping[str, Any], where: str) -> FasterRCNNConfig:
@@ -186,16 +210,14 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
 def check_wiring(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
     """ValueError where a ResNet of `config` would compute something else with the file's tensors.
 
-    names: the fields to compare, as far as the file has them; setting: the config's name on the command line.
+    names: the fields to compare; setting: the config's name on the command line.
     """
-    theirs = (read_metadata(file).get("network") or {}).get("resnet", {})
-    for name in names:
-        ours = getattr(config, name)
-        if theirs.get(name, ours) != ours:
-            value = printable(theirs[name])
-            raise ValueError(
-                f"{file} was trained with resnet.{name} = {value}, not {ours}; set {setting}.{name}={value.lower()}"
-            )
+    network = read_metadata(file).network
+    for name in names if network else ():
+        ours, theirs = getattr(config, name), getattr(network.resnet, name)
+        if theirs != ours:
+            (argument,) = as_arguments({f"{setting}.{name}": theirs})
+            raise ValueError(f"{file} was trained with resnet.{name} = {theirs}, not {ours}; set {argument}")
 
 
 def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -236,22 +258,3 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     faults = tensor_faults(tensors, expected)
     if faults:
         raise ValueError(f"{file} does not fit the network; is it for another preset? {'; '.join(faults)}")
-
-
-def _field(metadata: Mapping[str, str], key: str, file: Path, wanted: type) -> Any:
-    """A value of the file's metadata, of type `wanted`, a list one of texts; None where it has none.
-
-    ValueError names the file and the key.
-    """
-    where = f"{file}: its metadata {key!r}"
-    value = parse_json(metadata.get(key, "null"), where, (wanted, type(None)), fix="convert it again")
-    if wanted is list and not all(isinstance(one, str) for one in value or ()):
-        raise ValueError(f"{where} holds {shown(value)}, no list of texts; convert it again")
-    return value
-
-
-def _names_field(metadata: Mapping[str, str], key: str, count: int, file: Path) -> tuple[str, ...] | None:
-    names = _field(metadata, key, file, list)
-    if names is not None and len(names) != count:
-        raise ValueError(f"{file} names {len(names)} {key}, the network has {count}")
-    return None if names is None else tuple(names)

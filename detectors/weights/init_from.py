@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from detectors.faster_rcnn import FasterRCNN
+from detectors.faster_rcnn import FasterRCNN, cell_anchors
 from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.weights.files import (
     ANCHORS,
@@ -14,12 +14,12 @@ from detectors.weights.files import (
     RESNET,
     check_wiring,
     read_metadata,
-    tensor_fault,
     tensor_faults,
 )
 from detectors.weights.releases import VLBERT, our_name
 from detectors.weights.tensor_files import read_tensors
 
+RPN, HEADS = "proposal_generator.", "roi_heads.box_predictor."
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -27,76 +27,55 @@ _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()) -> str:
     """Copy the file's weights into the network; returns a line that says which. ValueError names what does not fit.
 
-    The ResNet must fit completely. Other layers are copied where all their tensors have our shapes and mean the same;
-    new ones stay for: a head of other classes or attributes than these, an RPN of other anchors, a box head whose
-    deltas are divided by other weights.
+    The ResNet must fit completely. Of a detector, the RPN is copied if it has our shapes and anchors, the heads if they
+    have our shapes, classes, attributes and weights of boxes.
     """
     if not file.is_file():
         raise ValueError(f"--init_from={file} is no file; give a ResNet's or a detector's weights")
-    found, other_meaning = read_tensors(file), []
+    found, new = read_tensors(file), set()
     tensors = found.plain()
     if found.container == "safetensors file" and "layer1.0.conv1.weight" not in tensors:
-        other_meaning = _layers_of_other_meaning(network, tensors, file, classes, attribute_names)
+        new = _parts_of_other_meaning(network, tensors, file, classes, attribute_names)
     else:
         tensors = _from_torchvision(tensors, network, file)
     tensors = {name: tensor.float() for name, tensor in tensors.items() if not COUNTER.search(name)}
     ours = {name: tensor for name, tensor in network.state_dict().items() if not COUNTER.search(name)}
-    faults = tensor_faults(_resnet(tensors), _resnet(ours))
+    faults = tensor_faults(_starting(tensors, RESNET), _starting(ours, RESNET))
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise ValueError(f"{file} does not fit the ResNet of network.resnet: {'; '.join(faults[:5])}{more}")
-    tensors_of: dict[str, list[str]] = {}
-    for name in ours.keys() - _resnet(ours).keys():
-        tensors_of.setdefault(name.rpartition(".")[0], []).append(name)
-    fitting = {
-        layer
-        for layer, names in tensors_of.items()
-        if not layer.startswith(tuple(other_meaning))
-        and all(name in tensors and tensor_fault(tensors[name], ours[name].shape) is None for name in names)
-    }
-    taken = _resnet(tensors) | {name: tensors[name] for layer in fitting for name in tensors_of[layer]}
-    network.load_state_dict(taken, strict=False)
-    new = sorted(tensors_of.keys() - fitting)
-    return (
-        f"started from {file}: its ResNet{', ' if fitting else ''}{', '.join(sorted(fitting))}; new: {', '.join(new)}"
-    )
+    new |= {part for part in (RPN, HEADS) if tensor_faults(_starting(tensors, part), _starting(ours, part))}
+    taken = RESNET + tuple(part for part in (RPN, HEADS) if part not in new)
+    network.load_state_dict(_starting(tensors, taken), strict=False)
+    return f"started from {file}: {', '.join(taken)}; new: {', '.join(sorted(new)) or 'nothing'}"
 
 
-def _resnet(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(RESNET)}
+def _starting(tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _layers_of_other_meaning(
+def _parts_of_other_meaning(
     network: FasterRCNN, tensors: dict[str, Tensor], file: Path, classes: Sequence[str], attribute_names: Sequence[str]
-) -> list[str]:
-    """Prefixes of the layers of a file of ours whose outputs mean something else here; removes the anchors.
+) -> set[str]:
+    """Return the parts of a file of ours whose outputs mean something else here; removes the anchors.
 
     ValueError where the file's ResNet is wired otherwise.
     """
     config = network.config
     check_wiring(config.resnet, file, ("stride_in_1x1", "res5_dilated", "stem_pool"), "network.resnet")
-    metadata = read_metadata(file)
-    theirs = metadata.get("network") or {}
-
-    def differ(name: str) -> bool:
-        return name in theirs and theirs[name] != list(getattr(config, name))
-
-    anchors, own = tensors.pop(ANCHORS, None), network.proposal_generator.cell_anchors
+    metadata, own = read_metadata(file), network.proposal_generator.cell_anchors
+    theirs = metadata.network or config
+    anchors = tensors.pop(ANCHORS, None)
     if anchors is None:
-        other_anchors = differ("anchor_sizes") or differ("anchor_ratios")
-    else:
-        other_anchors = anchors.shape != own.shape or not torch.allclose(anchors.float(), own, atol=1e-3)
-    layers = ["proposal_generator."] if other_anchors else []
-    if differ("box_weights"):
-        layers.append("roi_heads.box_predictor.bbox_pred")
-    heads = {
-        "classes": (classes, ("cls_score", "bbox_pred", "cls_embedding")),
-        "attributes": (attribute_names, ["attr_score"]),
-    }
-    for kind, (names, own_layers) in heads.items():
-        if metadata.get(kind) is not None and names and list(metadata[kind]) != list(names):
-            layers += [f"roi_heads.box_predictor.{layer}" for layer in own_layers]
-    return layers
+        anchors = cell_anchors(theirs)
+    new = set()
+    if anchors.shape != own.shape or not torch.allclose(anchors.float(), own, atol=1e-3):
+        new.add(RPN)
+    names = ((metadata.classes, classes), (metadata.attributes, attribute_names))
+    renamed = any(known is not None and wanted and known != tuple(wanted) for known, wanted in names)
+    if renamed or theirs.box_weights != config.box_weights:
+        new.add(HEADS)
+    return new
 
 
 def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ Shape letters: A anchors a cell, C classes without background, D channels of res
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +43,6 @@ Shape = tuple[int, ...]
 class Change:
     """A change from their tensor to ours."""
 
-    says: str
     their_shape: Callable[[Shape], Shape]
     """Of ours."""
     apply: Callable[[Tensor], Tensor]
@@ -63,20 +61,12 @@ def _foreground_over_background(channels: Tensor) -> Tensor:
     return foreground - background
 
 
-_BACKGROUND_TO_END = Change(
-    "the first row, the background, goes to the end", lambda shape: shape, lambda rows: rows.roll(-1, dims=0)
-)
-_NONE_TO_END = dataclasses.replace(_BACKGROUND_TO_END, says='the first row, "no attribute", goes to the end')
-_BOXES = Change(
-    "the background's 4 rows are dropped, the others multiplied by (10, 10, 5, 5), by which this network divides",
-    lambda shape: (shape[0] + 4, *shape[1:]),
-    _scaled_without_background,
-)
-_OBJECTNESS = Change(
-    "object minus background: one logit an anchor, of the same probability",
-    lambda shape: (2 * shape[0], *shape[1:]),
-    _foreground_over_background,
-)
+# The first row, the background or "no attribute", goes to the end.
+_FIRST_TO_END = Change(lambda shape: shape, lambda rows: rows.roll(-1, dims=0))
+# This network divides its deltas by the weights of boxes, and has none for the background.
+_BOXES = Change(lambda shape: (shape[0] + 4, *shape[1:]), _scaled_without_background)
+# One logit an anchor, of the same probability.
+_OBJECTNESS = Change(lambda shape: (2 * shape[0], *shape[1:]), _foreground_over_background)
 
 # --- the releases -----------------------------------------------------------------------------------------------------
 
@@ -97,10 +87,6 @@ class Release:
     """Backbone and res5, and nothing of a detector."""
     detection: Mapping[str, Any] = field(default_factory=dict)
     """The detection settings that belong to the weights, by fields of FasterRCNNConfig."""
-    selection: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of SelectionSettings that its own extraction used."""
-    note: str = ""
-    """What else a user has to know."""
 
 
 _HEAD = "roi_heads.box_predictor."
@@ -109,9 +95,6 @@ AIRSPLAY = Release(
     description="airsplay/py-bottom-up-attention (.pkl), also unc-nlp/frcnn-vg-finetuned (pytorch_model.bin)",
     marks=(r"^(backbone|proposal_generator|roi_heads)\.",),
     detection={"minimum_side": 0.0, "box_arithmetic": "continuous"},
-    note="its script resizes to 600/1000, its notebooks and Hugging Face's configuration to 800/1333: choose with "
-    "network.short_side and network.long_side. Both select 36 regressed boxes of any class; the 10-100 rule selects "
-    "proposals",
 )
 MILVLG = Release(
     name="milvlg",
@@ -123,9 +106,9 @@ MILVLG = Release(
         (f"{_HEAD}attr_linear2.", f"{_HEAD}attr_score."),
     ),
     changes={
-        f"{_HEAD}cls_score.": _BACKGROUND_TO_END,
-        f"{_HEAD}cls_embedding.": _BACKGROUND_TO_END,
-        f"{_HEAD}attr_score.": _NONE_TO_END,
+        f"{_HEAD}cls_score.": _FIRST_TO_END,
+        f"{_HEAD}cls_embedding.": _FIRST_TO_END,
+        f"{_HEAD}attr_score.": _FIRST_TO_END,
         f"{_HEAD}bbox_pred.": _BOXES,
         "proposal_generator.rpn_head.objectness_logits.": _OBJECTNESS,
     },
@@ -136,7 +119,6 @@ MILVLG = Release(
         "minimum_side": 16.0,
         "box_arithmetic": "plus_one",
     },
-    selection={"threshold": 0.2, "strict": False, "plus_one": True},
 )
 VLBERT = Release(
     name="vl-bert",
@@ -162,22 +144,12 @@ VLBERT = Release(
         ),
     ),
     resnet_alone=True,
-    note="meant for VL-BERT's own wiring, padding in the stem's pool and RoIAlign, which model.regions has by default; "
-    "the detector's wiring gives other features",
 )
 RELEASES = {release.name: release for release in (AIRSPLAY, MILVLG, VLBERT)}
-# Caffe's R-152 normalises before it convolves, which is another network.
-_PRE_ACTIVATION = re.compile(r"^backbone\.stem\.norm\.|\bres[2-5]\.\d+\.norm\.|^roi_heads\.res5_bn\.")
 
 
 def release_of(shapes: Mapping[str, Shape], file: Path) -> Release:
-    """The release of a file with these tensors; ValueError for an unknown one, and for one that is another network."""
-    before = sorted(name for name in shapes if _PRE_ACTIVATION.search(name))
-    if before:
-        raise ValueError(
-            f"{file} is a pre-activation ResNet, as MILVLG's bua-caffe-frcn-r152 is: it has {before[0]} and "
-            f"{len(before) - 1} more of that kind. This network normalises after its convolutions; take an r101 file"
-        )
+    """Return the release of a file with these tensors; ValueError for an unknown one."""
     objectness = shapes.get("proposal_generator.rpn_head.objectness_logits.bias", (0,))
     deltas = shapes.get("proposal_generator.rpn_head.anchor_deltas.bias", (0,))
     if objectness and deltas and objectness[0] and 2 * objectness[0] == deltas[0]:
@@ -331,21 +303,11 @@ def _is_no_weight(name: str, tensors: Mapping[str, Tensor], release: Release, fi
 
 
 def describe(converted: Converted) -> str:
-    """Return lines for people: what the file is, what was changed, and how it was meant to be used."""
+    """Return lines for people: what the file is, and which network."""
     network, release = converted.network, converted.release
-    lines = [f"release: {release.name}, {release.description}; a {converted.source['container']}"]
-    lines += [f"changed: {start}*: {change.says}" for start, change in release.changes.items()]
-    lines.append(f"ResNet: {' + '.join(map(str, network.resnet.blocks))} blocks, {network.resnet.width} channels")
-    if release.resnet_alone:
-        lines.append("a ResNet alone: for model.regions.weights of VL-BERT, not for detection")
-    else:
-        attributes = f"{network.num_attributes} attributes" if converted.attributes else "attributes absent"
-        lines.append(f"heads: {network.num_classes} classes, {attributes}")
-        where = "from the file" if converted.anchors == "file" else "the file has none: generated by the release's rule"
-        lines.append(f"anchors: {where}")
-        lines.append(f"its own detection: {json.dumps(dict(release.detection))}")
-        if release.selection:
-            lines.append(f"its own selection: {json.dumps(dict(release.selection))}")
-    if release.note:
-        lines.append(f"note: {release.note}")
-    return "\n".join(lines)
+    resnet = f"ResNet of {' + '.join(map(str, network.resnet.blocks))} blocks"
+    parts = f"a {resnet} alone: for model.regions.weights of VL-BERT, not for detection"
+    if not release.resnet_alone:
+        heads = f"{network.num_classes} classes, {network.num_attributes} attributes"
+        parts = f"a {resnet}, {heads}, anchors {converted.anchors}"
+    return f"release: {release.name}, {release.description}; a {converted.source['container']}\n{parts}"

@@ -1,15 +1,13 @@
 """Detector ids: those of committed stages stay, and an id follows everything that changes the regions."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from demo.deployments import SHIPPED_DETECTOR
-from detectors.annotated import AnnotatedDetector, annotated_id
 from detectors.config import DetectionConfig, DetectorSettings
-from detectors.detect import FasterRCNNDetector, describe_detector
-from detectors.faster_rcnn import DEMO, VG_RESNET50, VG_RESNET101, FasterRCNN
+from detectors.detect import describe_detector
+from detectors.faster_rcnn import DEMO, VG_RESNET50, VG_RESNET101
 from detectors.run import identify
 from detectors.select import SelectionSettings
 from detectors.weights.files import describe_weights, read_config
@@ -20,7 +18,7 @@ RANDOM = {"random_init": True, "seed": 3}
 SHIPPED = read_config(SHIPPED_DETECTOR)
 WEIGHTS = describe_weights(SHIPPED_DETECTOR, SHIPPED).metadata
 OTHER_SELECTION = SelectionSettings(5, 50, 0.2, strict=False, nms_threshold=0.4, plus_one=True)
-HALF = DetectorSettings(precision="bf16-res5", device="cuda:1", tf32=True)
+HALF = DetectorSettings(precision="bf16-res5", device="cuda:1")
 CAFFE = dataclasses.replace(DEMO, resize="caffe", box_arithmetic="plus_one", minimum_side=16.0, roi_op="align1")
 
 
@@ -36,11 +34,11 @@ def detector_id(network, weights=RANDOM, settings=DEFAULT, given=None, backend="
         ("fb693b9a235a", (SHIPPED, WEIGHTS)),
         (
             "18c5fb9f9c20",
-            (SHIPPED, WEIGHTS, DetectorSettings(OTHER_SELECTION, "regressed", True, threads=4, batch=8, workers=3)),
+            (SHIPPED, WEIGHTS, DetectorSettings(OTHER_SELECTION, "regressed", True, batch=8)),
         ),
         ("272c8b38ea9a", (SHIPPED, WEIGHTS, DetectorSettings(boxes="given"), "0123456789ab")),
         (
-            "91de76530e52",
+            "6ae21006d830",
             (
                 CAFFE,
                 {
@@ -71,7 +69,7 @@ def test_ids_are_those_of_the_committed_stages(expected: str, arguments: tuple):
         ("fb693b9a235a", "--weights=SHIPPED --device=cuda"),
         (
             "71056b704e23",
-            "--weights=SHIPPED --selection.minimum=3 --network.post_nms=30 --batch=8 --threads=2 --workers=3",
+            "--weights=SHIPPED --selection.minimum=3 --network.post_nms=30 --batch=8",
         ),
         ("26a016ac89e2", "--weights=SHIPPED --boxes=regressed --keep_features --precision=bf16-res5"),
         ("23e9ef518e4e", "--backend=detectron2 --weights=SHIPPED --selection.maximum=50"),
@@ -82,21 +80,11 @@ def test_a_config_names_the_detector_of_committed_stages(expected: str, fields: 
     assert identify(parse(DetectionConfig, fields.split())) == expected
 
 
-def test_the_id_of_annotations_follows_their_content_and_not_their_name(tmp_path: Path):
-    file = tmp_path / "annotations.json"
-    file.write_text('{"images": [], "annotations": [], "categories": []}')
-    found = AnnotatedDetector(file).id
-    assert annotated_id(file.rename(tmp_path / "renamed.json")) == found
-    (tmp_path / "renamed.json").write_text("{}")
-    assert annotated_id(tmp_path / "renamed.json") != found
-
-
 def test_everything_that_changes_the_regions_changes_the_id():
     settings = [
         DetectorSettings(selection=SelectionSettings(threshold=0.2)),
         DetectorSettings(boxes="regressed"),
         DetectorSettings(keep_features=True),
-        DetectorSettings(device="cuda", tf32=True),
         DetectorSettings(precision="bf16-res5"),
         DetectorSettings(precision="bf16-res5", device="cuda"),  # its roundings are a device's own
     ]
@@ -111,20 +99,5 @@ def test_everything_that_changes_the_regions_changes_the_id():
 
 def test_what_does_not_change_the_regions_does_not_change_the_id():
     weights = WEIGHTS | {"weights_file": "renamed", "classes": ["x"], "attribute_names": ["y"], "release": "z"}
-    running = DetectorSettings(device="cuda:1", threads=4, batch=8, workers=3)
+    running = DetectorSettings(device="cuda:1", batch=8)
     assert detector_id(DEMO, WEIGHTS) == detector_id(DEMO, weights, running)
-
-
-def test_metadata_say_how_the_detector_runs_and_whether_its_weights_are_random():
-    network = FasterRCNN.random_init(DEMO, 0)
-    detector = FasterRCNNDetector(network, RANDOM, DetectorSettings(boxes="regressed", keep_features=True))
-    expected = {"device": "cpu", "convolutions": "float32", "precision": "fp32", "random_init": True}
-    expected |= {"boxes": "regressed", "keep_features": True}
-    assert expected.items() <= detector.metadata.items()
-    _, in_tf32 = describe_detector(DEMO, RANDOM, DetectorSettings(device="cuda:1", tf32=True), None, "faster_rcnn")
-    assert (in_tf32["device"], in_tf32["convolutions"]) == ("cuda", "tf32")
-    with pytest.raises(ValueError, match="random_init"):
-        FasterRCNNDetector(network, {}, DetectorSettings())
-    for given, boxes in ((detector, "proposals"), (None, "given")):
-        with pytest.raises(ValueError, match="boxes are given by an annotation file"):
-            FasterRCNNDetector(network, RANDOM, DetectorSettings(boxes=boxes), given)

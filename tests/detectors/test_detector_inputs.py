@@ -1,11 +1,8 @@
 """Bad images, given boxes and batches: what a detector makes of them."""
 
 import dataclasses
-import json
 import re
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from places import PROJECT
 from seeded import another_writer
-from tiny_detector import coco_annotations, commit_images, image_file, image_sample, rectangles
+from tiny_detector import coco_annotations, commit_images, image_file, image_sample, lively_norms, rectangles
 from torch import Tensor
 
 from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
-from detectors.resnet import FrozenNorm, ResNetConfig
+from detectors.resnet import ResNetConfig
 from detectors.run import detect_shard, stage_of
 from storage.sample import Regions
 
@@ -74,14 +70,7 @@ def colour_network(**changes: object) -> FasterRCNN:
 
 def noisy_network(**changes: object) -> FasterRCNN:
     """Random weights, norms that do something, and outputs that differ by more than rounding does."""
-    network = FasterRCNN.random_init(dataclasses.replace(SMALL, **changes), 3)
-    generator = torch.Generator().manual_seed(0)
-    for norm in network.modules():
-        if isinstance(norm, FrozenNorm):
-            norm.weight.uniform_(0.5, 1.5, generator=generator)
-            norm.bias.normal_(0, 0.5, generator=generator)
-            norm.running_mean.normal_(0, 0.5, generator=generator)
-            norm.running_var.uniform_(0.5, 1.5, generator=generator)
+    network = lively_norms(FasterRCNN.random_init(dataclasses.replace(SMALL, **changes), 3))
     rpn, heads = network.proposal_generator.rpn_head, network.roi_heads.box_predictor
     with torch.no_grad():
         for layer, gain in ((rpn.conv, 5), (rpn.objectness_logits, 5), (heads.cls_score, 5), (heads.attr_score, 5)):
@@ -130,14 +119,6 @@ def png_that_says(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def jpeg_that_says(width: int, height: int) -> bytes:
-    """A JPEG of 16x16 whose header has this size."""
-    file = bytearray(image_file(np.zeros((16, 16, 3), np.uint8)))
-    place = file.index(b"\xff\xc0") + 5
-    file[place : place + 4] = struct.pack(">HH", height, width)
-    return bytes(file)
-
-
 GOOD = {
     0: halves(84, 112, BLUE, RED),
     4: halves(84, 112, RED, BLUE),
@@ -154,7 +135,6 @@ BAD = {
     2: (b"", (84, 112), "bad_image: UnidentifiedImageError: "),
     3: (JPEG[: len(JPEG) // 2], (84, 112), "bad_image: OSError: "),
     5: (png_that_says(30_000, 30_000), (30_000, 30_000), "bad_image: DecompressionBombError: "),
-    6: (jpeg_that_says(30_000, 30_000), (30_000, 30_000), "bad_image: DecompressionBombError: "),
     8: (
         image_file(Image.new("CMYK", (112, 84), (255, 0, 0, 0))),
         (84, 112),
@@ -167,12 +147,11 @@ BAD = {
     15: (image_file(halves(84, 112, BLUE, GREEN)), (84, 112), "not_finite: the network's "),
     17: (image_file(np.zeros((2, 2000, 3), np.uint8)), (2, 2000), "bad_image: 2000x2 is too narrow: "),
     # A format that no shard has, but Pillow knows: the errors of its readers are of every kind, so none is opened.
-    23: (b"DDS " + struct.pack("<I", 124) + bytes(120), (84, 112), "bad_image: UnidentifiedImageError: "),
-    22: (image_file(np.full((3, 4, 3), 50, np.uint8)), (3, 4), "no_regions: the network proposes no box"),
-    18: (image_file(np.zeros((2000, 2, 3), np.uint8)), (2000, 2), "bad_image: 2x2000 is too narrow: "),
+    6: (b"DDS " + struct.pack("<I", 124) + bytes(120), (84, 112), "bad_image: UnidentifiedImageError: "),
+    18: (image_file(np.full((3, 4, 3), 50, np.uint8)), (3, 4), "no_regions: the network proposes no box"),
 }
 # Those that no reader of a shard lets through: no JPEG, a bomb, another size than recorded.
-BAD_SAMPLES = {1, 2, 5, 6, 10, 11, 23}
+BAD_SAMPLES = {1, 2, 5, 6, 10, 11}
 # They have regions, however few.
 NARROW = {20: halves(20, 800, BLUE, RED), 21: halves(800, 20, BLUE, RED)}
 
@@ -185,7 +164,8 @@ def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp
     with another_writer():
         catalog = commit_images(tmp_path, [samples])
     # Boxes of 4 stored pixels at least: there are none in 1x1, nor in 4x3, which the network gets as large as others.
-    detector = detector_of(colour_network(minimum_side=4), batch=batch, workers=workers, keep_features=True)
+    detector = detector_of(colour_network(minimum_side=4), batch=batch, keep_features=True)
+    detector.workers = workers
     assert detect_shard(catalog, "00000", detector)
 
     manifest = catalog.manifest(stage_of(detector), "00000")
@@ -320,7 +300,7 @@ def test_the_network_for_inference_computes_what_it_was_made_of_and_leaves_that_
 
 
 @pytest.mark.parametrize("roi_op", ["pool", "align1"])
-@pytest.mark.parametrize("counts", [(0, 0), (0, 15), (16, 1), (70, 80)])
+@pytest.mark.parametrize("counts", [(0, 0), (0, 15), (70, 80)])
 def test_where_the_rois_are_cut_changes_no_feature(counts: tuple[int, int], roi_op: str):
     network, sizes = noisy_network(roi_op=roi_op), []
     boxes = [random_boxes(count, count) for count in counts]
@@ -373,41 +353,3 @@ def test_regions_in_given_boxes_are_the_files_and_say_what_the_network_says_of_e
     assert np.allclose(regions.attribute_scores, attribute_probs.max(axis=1), atol=1e-5)
     assert regions.background == 5
     assert list(regions.scores) != sorted(regions.scores, reverse=True)
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def resident_megabytes(process: subprocess.Popen) -> float:
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads its memory where Linux has it")
-def test_memory_stays_flat_over_shards(tmp_path: Path):
-    """3,000 images; where each left its pixels behind, 100 MB would stand there in the end."""
-    images = [rectangles(84 + number % 40, 112 + number % 30, number) for number in range(60)]
-    samples = [image_sample(number, images[number % 60]) for number in range(250)]
-    for number in range(0, 250, 50):
-        samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
-    commit_images(tmp_path / "root", [samples] * 12)
-    command = [sys.executable, "-m", "vlbert", "detect", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
-    command += [
-        "--json",
-        "--preset=demo",
-        "--random_init",
-        "--network.short_side=84",
-        "--network.long_side=112",
-        "--network.post_nms=30",
-    ]
-    memory = []
-    with subprocess.Popen(
-        [*command, "--batch=8", "--workers=2"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
-    ) as process:
-        for line in process.stdout:
-            if json.loads(line).get("done", 12) < 12:  # later it may have ended
-                memory.append(resident_megabytes(process))
-    assert process.returncode == 0
-    assert len(memory) == 11
-    assert abs(memory[-1] - memory[1]) < 30, memory

@@ -2,35 +2,30 @@
 
 import copy
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from tiny_detector import ALONE, TINY, annotated_boxes, annotated_images, boxes, coco_data, seeded
+from tiny_detector import ALONE, TINY, boxes, seeded
 from torch import Tensor
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.ops import box_iou
 
 from detectors.average_precision import (
-    FALSE_POSITIVE,
-    NOT_COUNTED,
-    TRUE_POSITIVE,
+    AnnotatedBoxes,
     Detections,
     average_precision,
     class_results,
     match_detections,
     mean_average_precision,
 )
-from detectors.examples import TrainingImages, make_example
+from detectors.examples import make_example
 from detectors.faster_rcnn import FasterRCNN, HeadOutputs, grid_anchors
-from detectors.ground_truth import LabelledImage, read_ground_truth
-from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, match_anchors
-from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, ValidationConfig
-from detectors.train import train
+from detectors.ground_truth import LabelledImage
+from detectors.losses import Losses, Target
+from detectors.recipes import DataConfig, DetectorRecipe, SamplingConfig, ValidationConfig
 from detectors.validate import detect, validate
 
 # Two anchors a cell. The thresholds, betas and numbers of proposals differ from each other and from the defaults, so
@@ -166,75 +161,6 @@ def test_no_more_anchors_and_regions_are_sampled_than_the_recipe_says_and_their_
     assert float(found["classes"][0].detach()) == pytest.approx(3 * 1 * 50, rel=1e-4), "and one region shows an object"
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> DetectorRecipe:
-    """Two steps on two images, from known weights, with no clipping, no decay and all losses alike."""
-    folder = annotated_images(tmp_path_factory.mktemp("steps") / "images", 2)
-    save_file(FasterRCNN.random_init(TINY, 0).state_dict(), folder / "start.safetensors")
-    return DetectorRecipe(
-        name="steps",
-        network=TINY,
-        data=coco_data(folder, batch=2, held_out_last=0),
-        sampling=SamplingConfig(anchors=32, anchors_inside=False, rois=16, attribute_weight=1.0),
-        optimizer=dataclasses.replace(SGD, learning_rate=0.01, momentum=0.0, weight_decay=0.0),
-        root=str(folder),
-        steps=2,
-        init_from=str(folder / "start.safetensors"),
-        frozen_stages=1,
-    )
-
-
-def steps_of_torch(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float]]:
-    """The parameters after the recipe's steps by torch's optimizer, and the norm of each step's gradient."""
-    config, network = recipe.optimizer, FasterRCNN(recipe.network)
-    network.load_state_dict(load_file(recipe.init_from))
-    network.backbone.freeze(recipe.frozen_stages)
-    network.to(memory_format=torch.channels_last)
-    data = TrainingImages(read_ground_truth(recipe.data).train, recipe.network, recipe.data, ALONE)
-    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    common = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    optimizer = torch.optim.SGD(learning, momentum=config.momentum, **common)
-    if config.kind == "adamw":
-        optimizer = torch.optim.AdamW(learning, betas=config.betas, eps=config.epsilon, **common)
-    norms = []
-    for step in range(recipe.steps):
-        losses = Losses(network, recipe.sampling)([example.target(ALONE.device) for example in data[step].examples])
-        weights = {"attributes": recipe.sampling.attribute_weight}
-        optimizer.zero_grad()
-        sum(weights.get(name, 1.0) * loss / count for name, (loss, count) in losses.items()).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(learning, config.max_grad_norm or 1e9)))
-        optimizer.step()
-    return dict(network.state_dict()), norms
-
-
-@pytest.mark.parametrize(
-    ("setting", "changes"),
-    [
-        ("sampling", {"attribute_weight": 3.0}),
-        ("optimizer", {"max_grad_norm": 0.5}),
-        ("optimizer", {"momentum": 0.7, "weight_decay": 0.2}),
-        (
-            "optimizer",
-            {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 2.0, "epsilon": 1e-8, "betas": (0.5, 0.7)},
-        ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
-)
-def test_a_run_takes_the_steps_of_torchs_optimizer(start, setting: str, changes: dict):
-    recipe = dataclasses.replace(start, run_name="-".join(changes))
-    recipe = dataclasses.replace(recipe, **{setting: dataclasses.replace(getattr(start, setting), **changes)})
-    expected, norms = steps_of_torch(recipe)
-    assert recipe.optimizer.max_grad_norm is None or max(norms) > 2 * recipe.optimizer.max_grad_norm, norms
-    train(recipe, ALONE)
-    found = load_file(Path(recipe.root) / "runs" / recipe.run / "step-0000002/model.safetensors")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
 # --- validation -------------------------------------------------------------------------------------------------------
 
 # One anchor a cell, a square of 32 pixels around its corner; four classes.
@@ -319,7 +245,6 @@ def strip(tmp_path) -> LabelledImage:
         width=200,
         boxes=boxes((100, 0, 200, 7), (0, 0, 50, 7)).numpy(),
         labels=np.array([3, 1]),
-        crowd=np.zeros(2, bool),
         attributes=((), ()),
     )
 
@@ -358,68 +283,19 @@ def test_validation_leaves_the_network_in_the_mode_that_it_had_and_its_norms_as_
     assert not changed
 
 
-def test_anchors_match_by_overlap_and_the_best_of_each_object_always():
-    anchors = boxes((0, 0, 10, 10), (0, 0, 10, 8), (0, 0, 10, 5), (0, 0, 10, 2), (50, 50, 60, 60), (-5, 0, 5, 10))
-    objects = boxes((0, 0, 10, 10), (55, 50, 75, 60))  # the second overlaps one anchor, by a fifth
-    sampling = SamplingConfig(anchor_positive=0.7, anchor_negative=0.3, anchors_inside=False)
-    labels, matched = match_anchors(anchors, objects, 100, 100, sampling)
-    #          IoU 1       0.8         0.5      0.2         0.2, best   1/3
-    assert labels.tolist() == [FOREGROUND, FOREGROUND, IGNORED, BACKGROUND, FOREGROUND, IGNORED]
-    assert matched[[0, 1, 4]].tolist() == [0, 0, 1]
-    inside, _ = match_anchors(anchors, objects, 100, 100, dataclasses.replace(sampling, anchors_inside=True))
-    assert inside.tolist() == [*labels.tolist()[:5], IGNORED]
-    cut, _ = match_anchors(anchors, objects, 100, 55, dataclasses.replace(sampling, anchors_inside=True))
-    assert cut[4] == IGNORED, "an anchor beyond the border stands for nothing, even where it is the best"
-
-
-def target(seed: int = 0, classes: tuple[int, ...] = (3, 5)) -> Target:
-    attributes = torch.zeros(2, 4)
-    attributes[0, 1] = attributes[0, 2] = attributes[1, 3] = 1
-    return Target(
-        pixels=torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(seed)) * 50,
-        boxes=boxes((5, 5, 30, 30), (50, 20, 90, 60)),
-        labels=torch.tensor(classes),
-        attributes=attributes,
-        generator=torch.Generator().manual_seed(seed),
-    )
-
-
-def test_images_of_one_size_and_of_several_give_the_same_losses_as_alone():
-    losses = Losses(FasterRCNN.random_init(TINY, 0).eval(), SamplingConfig(rois=16))
-    other = dataclasses.replace(target(1), pixels=target(1).pixels[:, :, :, :80].contiguous())
-
-    def alone(make) -> dict[str, tuple[float, int]]:
-        return {name: (float(loss.detach()), count) for name, (loss, count) in losses([make()]).items()}
-
-    parts = [alone(target), alone(lambda: target(2)), alone(lambda: dataclasses.replace(other, generator=seeded(1)))]
-    together = losses([target(), dataclasses.replace(other, generator=seeded(1)), target(2)])
-    for name, (loss, count) in together.items():
-        assert count == sum(part[name][1] for part in parts)
-        assert float(loss.detach()) == pytest.approx(sum(part[name][0] for part in parts), rel=1e-4)
-
-
 # Boxes of class 1, the most probable first, and what they count as.
 MATCHED = {
-    "the more probable of two": [((0, 0, 10, 9), TRUE_POSITIVE), ((0, 0, 10, 10), FALSE_POSITIVE)],
-    "an object of another class": [((20, 0, 30, 10), FALSE_POSITIVE)],
-    "half of an object": [((0, 0, 10, 5), TRUE_POSITIVE)],
-    "less than half": [((0, 0, 10, 4.9), FALSE_POSITIVE)],
-    "in a crowd": [((110, 10, 120, 20), NOT_COUNTED), ((195, 0, 205, 10), NOT_COUNTED)],
-    "hardly in a crowd": [((196, 0, 206, 10), FALSE_POSITIVE)],
-    "in a crowd of another class": [((310, 10, 320, 20), FALSE_POSITIVE)],
-    "an object in a crowd": [
-        ((110, 50, 140, 79), TRUE_POSITIVE),
-        ((110, 50, 140, 80), FALSE_POSITIVE),
-        ((160, 60, 190, 90), NOT_COUNTED),
-    ],
+    "the more probable of two": [((0, 0, 10, 9), True), ((0, 0, 10, 10), False)],
+    "an object of another class": [((20, 0, 30, 10), False)],
+    "half of an object": [((0, 0, 10, 5), True)],
+    "less than half": [((0, 0, 10, 4.9), False)],
 }
 
 
 @pytest.mark.parametrize("same_score", [False, True])
 @pytest.mark.parametrize("name", MATCHED)
-def test_each_detection_is_right_wrong_or_not_counted(name: str, same_score: bool):
-    objects = [(0, 0, 10, 10), (20, 0, 30, 10), (100, 0, 200, 100), (110, 50, 140, 80), (300, 0, 400, 100)]
-    there = annotated_boxes(*objects, labels=[1, 2, 1, 1, 2], crowd=[0, 0, 1, 0, 1])
+def test_each_detection_is_right_or_wrong(name: str, same_score: bool):
+    there = AnnotatedBoxes(boxes((0, 0, 10, 10), (20, 0, 30, 10)).numpy(), np.array([1, 2]))
     found, expected = zip(*MATCHED[name], strict=True)
     scores = np.linspace(0.9, 0.9 if same_score else 0.5, len(found), dtype=np.float32)
     detections = Detections(boxes(*found).numpy(), scores, np.ones(len(found), int))
@@ -441,10 +317,10 @@ def test_average_precision_is_the_area_under_the_interpolated_curve():
 
 
 def test_the_mean_is_over_the_classes_that_are_there():
-    labels, scores = np.array([0, 0, 2, 3, 0]), np.array([0.9, 0.8, 0.7, 0.9, 0.99])
-    verdicts = np.array([TRUE_POSITIVE, FALSE_POSITIVE, FALSE_POSITIVE, TRUE_POSITIVE, NOT_COUNTED])
+    labels, scores = np.array([0, 0, 2, 3]), np.array([0.9, 0.8, 0.7, 0.9])
+    right = np.array([True, False, False, True])
     # Class 0: one of 4 found, first. Class 1: never detected. Class 2: not there. Class 3: all found.
-    results = class_results(labels, scores, verdicts, np.array([4, 2, 0, 1]))
+    results = class_results(labels, scores, right, np.array([4, 2, 0, 1]))
     assert [(r.label, r.objects, r.detections) for r in results] == [(0, 4, 2), (1, 2, 0), (3, 1, 1)]
     assert [r.average_precision for r in results] == [0.25, 0, 1]
     metrics = mean_average_precision(results)

@@ -135,8 +135,3 @@ def test_fewer_boxes_than_the_minimum_are_all_kept_and_none_is_invented():
         select_regions(np.zeros((0, 4), np.float32), np.zeros((0, 5), np.float32), SelectionSettings()).indices.size
         == 0
     )
-
-
-def test_boxes_without_their_probabilities_are_refused():
-    with pytest.raises(ValueError, match="shape"):
-        select_regions(np.zeros((3, 4), np.float32), np.zeros((2, 5), np.float32), SelectionSettings())

@@ -22,7 +22,6 @@ from detectors.select import SelectionSettings
         (RESNET101, "blocks", (3, 4, 6)),
         (RESNET101, "width", 0),
         (DetectorSettings(), "device", "gpu"),
-        (DetectorSettings(), "tf32", True),
         (DetectorSettings(), "batch", 0),
         (SelectionSettings(), "minimum", 101),
         (SelectionSettings(), "threshold", 1.5),

@@ -21,7 +21,7 @@ from places import PROJECT
 from web import draw, encode, send
 
 from demo.serve import free_port
-from detectors.annotated import annotated_id
+from detectors.annotated import AnnotatedDetector
 from detectors.config import DetectionConfig
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
@@ -199,7 +199,7 @@ def test_compose_up_and_a_run_of_a_deployment_are_all_that_a_user_types(composed
     catalog = Catalog(open_store(str(data / "vl-root")), "captions")
     assert len(catalog.shards("images")) == 3
     assert len(keys(catalog, "images")) == 12
-    assert keys(catalog, f"regions/{annotated_id(data / 'coco.json')}") == keys(catalog, "images")
+    assert keys(catalog, f"regions/{AnnotatedDetector(data / 'coco.json').id}") == keys(catalog, "images")
     assert {path.stat().st_uid for path in (data / "vl-root").rglob("*")} == {USER}
 
 

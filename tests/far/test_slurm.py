@@ -158,7 +158,7 @@ def test_a_detection_on_both_nodes_makes_no_shard_twice(cluster: Cluster, tmp_pa
     shards = [[image_sample(number, rectangles(84, 112, number))] for number in range(SHARDS)]
     commit_images(tmp_path / "root", shards)
     log = tmp_path / "log"
-    network = ["--preset=demo", "--random_init", "--threads=1"]  # as long a shard as both need to be there together
+    network = ["--preset=demo", "--random_init"]  # as long a shard as both need to be there together
     detection = ["detect", tmp_path / "root", "captions", "--json", *network]
     stage = ["--nodes=2", "--ntasks=2", f"--output={log}", "docker/slurm/stage.sbatch", *detection]
     job = cluster.submit(*stage, SLURM_LABELIO="1")  # each line begins with the number of its task

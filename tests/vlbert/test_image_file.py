@@ -89,7 +89,7 @@ def test_ghostscript_is_never_started(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="photo.jpg cannot be taken: none of JPEG, PNG"):
         read_image(file)
     with pytest.raises(BAD_IMAGE):
-        read_bgr(LabelledImage("a", file, 100, 100, *(np.zeros(0),) * 3, ()))
+        read_bgr(LabelledImage("a", file, 100, 100, *(np.zeros(0),) * 2, ()))
     assert not mark.exists()
     with pytest.raises(subprocess.CalledProcessError), Image.open(file) as opened:  # it is hostile
         opened.load()
