@@ -259,7 +259,7 @@ class VCR(Task):
         for key, metadata, row in zip(batch.keys, batch.metadata, probabilities, strict=True):
             metadata = dict(metadata)
             choices, label = metadata.pop("choices"), metadata["label"]
-            order = sorted(range(CHOICES), key=lambda i: -row[i])  # of equals the first leads, as officially
+            order = vcr.ranked(row)
             ranking = [{"answer": choices[i], "probability": row[i]} for i in order]
             scored = {"ground_truth": None, "score": None}
             if label is not None:
