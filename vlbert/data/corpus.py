@@ -45,10 +45,11 @@ class TextCorpus:
             raise ValueError(
                 f"{folder} holds no whole corpus ({error}); make it with `vlbert corpus {folder} ...`"
             ) from error
-        if metadata.get("version") != CORPUS_VERSION or metadata.get("vocabulary") != vocabulary.hash:
+        made_with = metadata.get("version"), metadata.get("vocabulary")
+        if made_with != (CORPUS_VERSION, vocabulary.hash):
             raise ValueError(
-                f"{folder} was made with version {metadata.get('version')} and vocabulary {metadata.get('vocabulary')}, "
-                f"this run has {CORPUS_VERSION} and {vocabulary.hash}; {_AGAIN}"
+                f"{folder} was made with version and vocabulary {made_with}, this run has "
+                f"{CORPUS_VERSION} and {vocabulary.hash}; {_AGAIN}"
             )
         self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
         ends = self.offsets[[0, -1]].tolist() == [0, len(self.tokens)]
