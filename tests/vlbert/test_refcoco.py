@@ -119,20 +119,26 @@ def unreadable(name: str) -> Change:
     return lambda folder: ((folder / name).unlink(), (folder / name).symlink_to("/proc/self/mem"))
 
 
-REFS, INSTANCES = r"refs\(unc\).p: ", "instances.json: "
+REFS, INSTANCES = r"refs\(unc\).p is not in RefCOCO.'s format, ", "instances.json is not in COCO's format, "
 WRONG_FILES = [
-    (refs(lambda refs: refs[1].pop("ann_id")), REFS + "reference 1: its ann_id is None, and not of type int"),
-    (refs(lambda refs: refs[2]["sentences"].append("left")), REFS + "reference 2: its sent_id is None"),
-    (refs(lambda refs: refs[2].update(image_id=99)), REFS + "ref 2 names image 99, annotation 6, which instances.json"),
-    (refs(lambda refs: refs[2].update(ann_id=0)), REFS + "ref 2 names image 2, annotation 0"),
-    (refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)), REFS + "reference 3: its sent_id 30 stands there"),
+    (refs(lambda refs: refs[1].pop("ann_id")), REFS + "reference 1: .*its ann_id is None, and not of type int"),
+    (refs(lambda refs: refs[2]["sentences"].append("left")), REFS + "reference 2: .*its sent_id is None"),
+    (
+        refs(lambda refs: refs[2].update(image_id=99)),
+        r"refs\(unc\).p: ref 2 names image 99, annotation 6, which instances.json",
+    ),
+    (refs(lambda refs: refs[2].update(ann_id=0)), r"refs\(unc\).p: ref 2 names image 2, annotation 0"),
+    (refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)), REFS + "reference 3: .*sent_id 30 stands there"),
     (lambda folder: cut_off(folder / "refs(unc).p"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
     (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
-    (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\] .*is not finite"),
-    (instances("annotations", image_id=77), INSTANCES + r"annotations\[0\] .*there is no image 77"),
-    (instances("annotations", id=1), INSTANCES + r"annotations\[1\] .*id 1 stands there twice"),
-    (instances("images", file_name="000001.jpg"), INSTANCES + r"images\[1\] .*file_name 000001.jpg stands there twice"),
-    (instances("images", width=0), INSTANCES + r"images\[0\] .*an image of 0 x 64 pixels"),
+    (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\]: .*is not finite"),
+    (instances("annotations", image_id=77), INSTANCES + r"annotations\[0\]: .*there is no image 77"),
+    (instances("annotations", id=1), INSTANCES + r"annotations\[1\]: .*annotations 1 stands there twice"),
+    (
+        instances("images", file_name="000001.jpg"),
+        INSTANCES + r"images\[1\]: .*file_name 000001.jpg stands there twice",
+    ),
+    (instances("images", width=0), INSTANCES + r"images\[0\]: .*an image of 0 x 64 pixels"),
     (content("instances.json", b'{"images": ['), "instances.json is not JSON, or is torn"),
     (content("instances.json", b"{}"), "instances.json has no list of images"),
     (lambda folder: (folder / "refs(unc).p").unlink(), r"there is no .*refs\(unc\).p; set task.folder"),
@@ -300,8 +306,11 @@ def test_detections_of_other_images_and_without_area_are_dropped_and_the_others_
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        ([{"box": [1, 2, 3, 4]}], r"detection 0 is not in MAttNet's format, .*'image_id'"),
-        ([{"box": [1, 2, 3, float("inf")], "image_id": 0}], "detection 0 is not in MAttNet's format, .*not finite"),
+        ([{"box": [1, 2, 3, 4]}], r"dets.json is not in MAttNet's format, detection 0: .*'image_id'"),
+        (
+            [{"box": [1, 2, 3, float("inf")], "image_id": 0}],
+            "dets.json is not in MAttNet's format, detection 0: .*not finite",
+        ),
         (None, "there is no .*dets.json; fetch it, or set task.detections"),
     ],
 )

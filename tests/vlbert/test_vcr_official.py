@@ -98,7 +98,7 @@ def second(**change: object) -> bytes:
     ("content", "named"),
     [
         (second(annot_id="b"), "line 2 has the annot_id of line 1, b"),
-        (second(question="Why is this?"), "line 2 is no item of VCR: .*question is no list of words and objects"),
+        (second(question="Why is this?"), "line 2: .*question is no list of words and objects"),
         (second(question=["Why", [4]]), "question mentions object 4 of 4"),
         (
             second(answer_choices=[["no"], [[0.5]], ["the"], ["no"]]),
@@ -107,10 +107,10 @@ def second(**change: object) -> bytes:
         (second(rationale_label=None), "answer_label is 2 and rationale_label None"),
         (second(answer_label=1.0), "answer_label is 1.0 and"),
         (second(answer_label=4), "answer_label is 4 and"),
-        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1 .*answer_label is None and rationale"),
+        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1: .*answer_label is None and rationale"),
         (second(metadata_fn="../other/x.json"), "its metadata_fn, ../other/x.json, is not below vcr1images"),
-        (lines_of()[:-40].encode(), "line 3 is no item of VCR: .*; fetch the file again"),
-        (lines_of().replace("Why", "\u00e9").encode("latin-1"), "line 1 is no item of VCR: UnicodeDecodeError"),
+        (lines_of()[:-40].encode(), "line 3: .*; fetch it again"),
+        (lines_of().replace("Why", "\u00e9").encode("latin-1"), "line 1: UnicodeDecodeError"),
         (b"", "val.jsonl is empty; fetch it again"),
     ],
 )
@@ -181,7 +181,7 @@ def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(met
         ("names", lambda names: [*names[:3], "dog"], "line 1 and .*000000.json list different objects"),
         ("segms", lambda segms: segms[:3], "4 names, 4 boxes and 3 segms"),
         ("segms", lambda segms: [[[[1, 2], [None, 3]]], *segms[1:]], "a polygon is no list of finite x, y"),
-        ("boxes", lambda boxes: [*boxes[:3], [1, 2]], "is not in the format of VCR's metadata"),
+        ("boxes", lambda boxes: [*boxes[:3], [1, 2]], "is not in VCR's format, its objects"),
         ("boxes", lambda boxes: [[0, 0, float("nan"), 9], *boxes[1:]], "a box is not of finite numbers"),
         ("width", lambda width: 0, "its image is 0 x 64 pixels"),
         (None, None, "is not JSON, or is torn"),

@@ -17,7 +17,7 @@ from vlbert.data.images import prepare_image
 from vlbert.datasets.vqa import Question
 from vlbert.initial_weights import check_complete
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.recipes import RECIPES
+from vlbert.recipes import all_recipes
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.vqa import VQA, VQASettings
 
@@ -203,7 +203,7 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
 
 def test_no_run_validates_on_what_it_learned_from():
     given = ["--data.root=/nowhere", "--random_init", "--bert=None", "--model.regions.random_init"]
-    both = override(RECIPES["finetune_vqa_base"](), [*given, "--task.train_on", "train2014", "val2014"])
+    both = override(all_recipes()["finetune_vqa_base"], [*given, "--task.train_on", "train2014", "val2014"])
     with pytest.raises(ValueError, match="--task.validate_on=val2014 is one of task.train_on"):
         check_complete(both)
     check_complete(override(both, ["--data.held_out=None"]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from storage.safe_json import parse_json
-from vlbert.datasets.files import check_ids, read_json, reading
+from vlbert.datasets.files import check_ids, in_format, read_json, reading
 
 CHOICES = 4
 _OBJECTS = (
@@ -101,7 +101,7 @@ def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) ->
 def read_scene(file: Path) -> Scene:
     """The metadata of an image; ValueError where the file is cut off or does not fit together."""
     found = read_json(file, "task.folder")
-    try:
+    with in_format("VCR", file, "its objects"):
         names, size = found["names"], (found["width"], found["height"])
         unknown = set(names) - set(OBJECTS)
         if unknown:
@@ -114,8 +114,6 @@ def read_scene(file: Path) -> Scene:
         if not len(names) == len(boxes) == len(polygons):
             raise ValueError(f"it has {len(names)} names, {len(boxes)} boxes and {len(polygons)} segms")
         boxes, without_area = _inside(boxes, size)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not in the format of VCR's metadata: {error!r}; fetch vcr1images again") from error
     return Scene(size, names, classes, boxes, polygons, without_area)
 
 
@@ -148,11 +146,8 @@ def read_items(file: Path) -> list[Item]:
     items, first = [], {}
     with reading(file), open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            try:
+            with in_format("VCR", file, f"line {number}"):
                 item = _item(line.decode(), file, number)
-            except (ValueError, KeyError, TypeError) as error:
-                why = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{file} line {number} is no item of VCR: {why}; fetch the file again") from error
             if first.setdefault(item.annot_id, number) != number:
                 raise ValueError(
                     f"{item.where} has the annot_id of line {first[item.annot_id]}, {item.annot_id}; fetch it again"

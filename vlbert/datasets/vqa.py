@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from storage.programs import Command, Positional
-from vlbert.datasets.files import check_ids, read_json, read_text
+from vlbert.datasets.files import check_ids, in_format, read_json, read_text
 
+_KIND = "VQA 2.0"
 UNKNOWN = "<unk>"  # a line of some answer lists: stands for all other answers, and is never right
 MIN_QUESTIONS = 9  # with the same answer, for it to be in the answer list
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
@@ -169,15 +170,13 @@ def read_annotations(file: Path, chosen: bool = False) -> list[dict]:
     """The annotations, in the order of the file, checked; `chosen`: also which answer the data set chose."""
     rows = _rows(read_json(file, "task.folder, or the splits"), "annotations", file)
     for number, row in enumerate(rows):
-        try:
+        with in_format(_KIND, file, f"annotations[{number}]"):
             texts = [given["answer"] for given in row["answers"]]
             whole = bool(texts) and all(isinstance(text, str) for text in texts)
             whole &= not chosen or isinstance(row["multiple_choice_answer"], str)
             hash(row["question_id"]), row["answer_type"], row["question_type"]
-        except (KeyError, TypeError) as error:
-            raise _misshapen(file, f"annotations[{number}]", repr(error)) from error
-        if not whole:
-            raise _misshapen(file, f"annotations[{number}]", "it has no answers, or one that is no text")
+            if not whole:
+                raise ValueError("it has no answers, or one that is no text")
     return rows
 
 
@@ -229,7 +228,7 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
     annotation_of = {row["question_id"]: row for row in annotations}
     questions = []
     for number, row in enumerate(rows):
-        try:
+        with in_format(_KIND, question_file, f"questions[{number}]"):
             # test-dev is a part of test, and its images are named so
             image = f"COCO_{data['data_subtype'].replace('test-dev', 'test')}_{row['image_id']:012d}.jpg"
             annotation = annotation_of.get(row["question_id"], {})
@@ -239,8 +238,6 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
             questions.append(Question(row["question_id"], split, row["question"], image, *known))
             if not isinstance(row["question"], str):
                 raise TypeError(f"the question is no text: {row['question']!r}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _misshapen(question_file, f"questions[{number}]", repr(error)) from error
     ids = [question.question_id for question in questions]
     annotated = [row["question_id"] for row in annotations] if annotation_file else ids
     check_ids(annotated, ids, str(annotation_file or question_file), str(question_file))
@@ -254,14 +251,9 @@ def _known(row: dict) -> tuple[tuple[str, ...], str, str, str]:
 
 
 def _rows(found: dict[str, Any], name: str, file: Path) -> list[dict]:
-    rows = found.get(name)
-    if not isinstance(rows, list):
-        raise _misshapen(file, name, "no such list")
-    return rows
-
-
-def _misshapen(file: Path, entry: str, reason: str) -> ValueError:
-    return ValueError(f"{file} is not in VQA 2.0's format, {entry}: {reason}; fetch it again")
+    if not isinstance(found.get(name), list):
+        raise ValueError(f"{file} is not in {_KIND}'s format, {name}: no such list; fetch it again")
+    return found[name]
 
 
 def write_answers(
