@@ -100,15 +100,6 @@ def test_each_weight_is_read_only_where_its_rule_says(rules, parameter, index, r
     assert differs.nonzero().flatten().tolist() == read_at
 
 
-@pytest.mark.parametrize(("end_visual_embedding", "read_at"), [(False, WORDS), (True, [*WORDS, 3])])
-def test_text_without_image_carries_one_learned_vector(end_visual_embedding, read_at):
-    model = make(end_visual_embedding=end_visual_embedding)
-    before = embedded(model, text_alone())
-    model.embedding.no_image_embedding.weight.data.normal_()
-    differs = (embedded(model, text_alone()) - before).abs().amax(1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == read_at
-
-
 @pytest.mark.parametrize(
     "rules",
     [

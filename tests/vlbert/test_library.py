@@ -1,6 +1,5 @@
 """VL-BERT as a library: models are saved, loaded from a folder or the hub, and refused by name."""
 
-import ast
 import dataclasses
 import json
 import re
@@ -70,9 +69,6 @@ def test_importing_vlbert_takes_no_torch_and_its_names_do():
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
     import vlbert
 
-    assert sorted(vlbert._HOMES) == sorted(vlbert.__all__)
-    (seen,) = [node for node in ast.parse(Path(vlbert.__file__).read_text()).body if isinstance(node, ast.If)]
-    assert sorted(alias.name for one in seen.body for alias in one.names) == sorted(vlbert.__all__), "by type checkers"
     for name in vlbert.__all__:
         assert getattr(vlbert, name).__name__ == name
     with pytest.raises(ImportError, match="cannot import name 'VLBart'"):

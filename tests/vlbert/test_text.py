@@ -1,6 +1,7 @@
 """The vocabulary, and the corpus of text alone: made, read, refused."""
 
 import gzip
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,6 +137,22 @@ def test_a_killed_run_leaves_the_old_corpus(tmp_path):
     assert decoded(TextCorpus(out, WORDS)) == ["a cat"]
     short.write_text("a cat sat\n")
     assert decoded(corpus_of(tmp_path, short)) == ["a cat sat"]
+
+
+def test_a_corpus_of_which_half_was_replaced_is_none(tmp_path, monkeypatch):
+    encode_corpus(["a cat"], WORDS, tmp_path)
+    replace = os.replace
+
+    def until_the_second(source: Path, target: Path) -> None:
+        if target.name == "offsets.i64":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", until_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        encode_corpus(["a sat"], WORDS, tmp_path)  # of as many tokens and lines
+    with pytest.raises(ValueError, match="no whole corpus"):
+        TextCorpus(tmp_path, WORDS)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
