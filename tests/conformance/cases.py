@@ -3,9 +3,11 @@
 A file is known by what it holds, its inputs by how their names end.
 """
 
+import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +56,31 @@ def beside(folder: Path, pattern: str) -> Path:
 
 def vqa_scores(folder: Path, expected: Any) -> Compared:
     """Accuracy per question, overall and per type, in percent of two decimals; and the questions with their answers."""
-    annotations, questions = beside(folder, "*annotations.json"), beside(folder, "*questions.json")
-    scores = vqa.score(vqa.read_results(beside(folder, "*results.json")), vqa.read_annotations(annotations))
-    made = {"perQuestionType": scores.per_question_type, "perQuestion": scores.per_question}
-    made |= {"perAnswerType": scores.per_answer_type, "overall": {"overall": scores.overall}}
+    annotations, file = beside(folder, "*annotations.json"), beside(folder, "*questions.json")
+    answers = {row["question_id"]: row["answer"] for row in read_json(beside(folder, "*results.json"), "DIR", list)}
+    questions = vqa.join_questions(file, annotations, "conformance")
+    rows = [one.columns() | vqa.score_answer(answers[one.question_id], one.answers, 0.0, 0.0) for one in questions]
+    metrics = vqa.metrics(rows)
+    types = {one: metrics[f"accuracy/{one}"] for row in rows for one in (row["answer_type"], row["question_type"])}
+    made = {
+        "perQuestionType": {row["question_type"]: types[row["question_type"]] for row in rows},
+        "perQuestion": {row["question_id"]: row["score"] for row in rows},
+        "perAnswerType": {row["answer_type"]: types[row["answer_type"]] for row in rows},
+        "overall": {"overall": metrics["accuracy"]},
+    }
     for key, wanted in expected.items():
         name = next((name for name in made if key.startswith(name)), None)
         if name:
             wanted = wanted if isinstance(wanted, dict) else {name: wanted}
-            yield (
-                f"accuracy, {name}",
-                *({str(k): f"{v:.2f}" for k, v in some.items()} for some in (made[name], wanted)),
-                0,
-            )
-    joined = vqa.join_questions(questions, annotations, "conformance")
-    texts = {row["question_id"]: row["question"] for row in read_json(questions, "DIR")["questions"]}
-    yield "question with its answers", {one.question_id: one.text for one in joined if one.answers}, texts, 0
+            ours = {str(k): _percent(v) for k, v in made[name].items()}
+            yield f"accuracy, {name}", ours, {k: f"{v:.2f}" for k, v in wanted.items()}, 0
+    texts = {row["question_id"]: row["question"] for row in read_json(file, "DIR")["questions"]}
+    yield "question with its answers", {one.question_id: one.text for one in questions if one.answers}, texts, 0
+
+
+def _percent(share: float) -> str:
+    """Return a share in percent, to two decimals, halves upwards as the official code's Python 2 has them."""
+    return str(Decimal(100 * share).quantize(Decimal("0.01"), ROUND_HALF_UP))
 
 
 def vqa_normalised(folder: Path, expected: Any) -> Compared:
@@ -96,12 +107,23 @@ def vqa_soft_targets(folder: Path, expected: Any) -> Compared:
 def vcr_hits(folder: Path, expected: Any) -> Compared:
     """Which answers, rationales and both are right, and how many."""
     (items,) = [path for path in sorted(folder.glob("*.jsonl")) if vcr.read_items(path)[0].labels is not None]
-    hits = vcr.hits(items, beside(folder, "*.csv"))
-    shares = {"answer_hit": "Q_A", "rationale_hit": "QA_R", "joint_hit": "Q_AR"}
-    for name in shares:
+    with open(beside(folder, "*.csv"), newline="", encoding="utf-8-sig") as lines:
+        given = {row["annot_id"]: [float(row[name]) for name in vcr.COLUMNS[1:]] for row in csv.DictReader(lines)}
+    rows, hits = [], {}
+    for item in vcr.read_items(items):
+        answer, rationale = item.labels
+        groups = np.reshape(given[item.annot_id], (1 + vcr.CHOICES, vcr.CHOICES)).tolist()
+        chosen = [vcr.ranked(probabilities)[0] for probabilities in groups]
+        both = chosen[0] == answer, chosen[1 + answer] == rationale
+        hits[item.annot_id] = {"answer_hit": both[0], "rationale_hit": both[1], "joint_hit": all(both)}
+        for subtask, hit in zip(("answer", "rationale"), both, strict=True):
+            rows.append({"annot_id": item.annot_id, "subtask": subtask, "score": float(hit)})
+    for name in ("answer_hit", "rationale_hit", "joint_hit"):
         wanted = {row["annot_id"]: row[name] for row in expected["per_example"]}
-        yield name.replace("_", " "), {row["annot_id"]: row[name] for row in hits}, wanted, 0
-    means = {share: sum(row[name] for row in hits) / len(hits) for name, share in shares.items()}
+        yield name.replace("_", " "), {one: row[name] for one, row in hits.items()}, wanted, 0
+    metrics = vcr.metrics(rows)
+    shares = {"Q_A": "answer_accuracy", "QA_R": "rationale_accuracy", "Q_AR": "joint_accuracy"}
+    means = {share: metrics[name] for share, name in shares.items()}
     yield "share of hits", means, {share: expected[share] for share in means}, NUMBER_TOLERANCE
     yield "number of items", {"n": len(hits)}, {"n": expected["n"]}, 0
 

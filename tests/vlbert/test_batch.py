@@ -57,14 +57,6 @@ def test_rows_keep_their_content_and_padding_is_marked():
     assert batch.labelled["region_label_mask"].tolist() == [0 * 3 + 1, 2 * 3 + 1]
 
 
-def test_a_batch_of_text_alone_has_no_images():
-    batch = collate([Example("a", words(3, [1])), Example("b", words(2, [0]))])
-    assert batch.pixels == ()
-    assert tuple(batch.region_mask.shape) == (2, 0)
-    assert tuple(batch.boxes.shape) == (2, 0, 4)
-    assert (batch.image_of.tolist(), len(batch.image_rows), len(batch.features)) == ([-1, -1], 0, 0)
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5))
 @example([(8, 12), (12, 8), (9, 12), (12, 7), (7, 11)])
@@ -87,23 +79,6 @@ def test_images_form_two_groups_where_that_saves_a_tenth_of_the_pixels(sizes):
         assert batch.image_sizes[number].tolist() == [width, height]
         assert torch.equal(batch.image(number), torch.full((3, height, width), row + 1, dtype=torch.uint8))
     assert sum(int(group.sum()) for group in batch.pixels) == 3 * sum((n + 1) * h * w for n, (h, w) in enumerate(sizes))
-
-
-def test_texts_about_one_image_are_rows_that_share_it():
-    choices = Example("a", words(3, [1]), image_input(2, 4, 6), {"n": 1}, more=(words(2, [0]), words(4, [3])))
-    batch = collate([Example("text", words(2, [])), choices, Example("b", words(1, []), image_input(3, 5, 2))])
-    assert len(batch) == 5
-    assert (batch.keys, batch.metadata) == (["text", "a", "b"], [{}, {"n": 1}, {}]), "one an example"
-    assert batch.text_mask.sum(1).tolist() == [2, 3, 2, 4, 1]
-    assert batch.image_of.tolist() == [-1, 1, 1, 1, 0]
-    assert batch.image_rows.tolist() == [4, 1]
-    assert sum(len(group) for group in batch.pixels) == len(batch.image_sizes) == 2
-    assert batch.region_mask.sum(1).tolist() == [0, 2, 2, 2, 3]
-    assert torch.equal(batch.boxes[1], batch.boxes[3])
-    assert batch.sizes.labelled["region_label_mask"] == (0, 1, 1, 1, 1), (
-        "labels of an image are those of each of its texts"
-    )
-    assert batch.labels["words"].tolist() == [1, 0, 3]
 
 
 def test_what_belongs_to_the_regions_of_an_image_stands_there_once_in_image_order():

@@ -11,7 +11,6 @@ from tiny import TINY_MODEL, VILBERT
 from torch import nn
 from transformers import (
     BertConfig,
-    BertForMaskedLM,
     BertForPreTraining,
     BertModel,
     BertTokenizer,
@@ -23,7 +22,6 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.bert import bert_vocabulary, init_from_bert
-from vlbert.model.heads import PairClassifier
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 
@@ -78,15 +76,6 @@ def encode_without_end(vlbert: VLBert, batch: Batch) -> torch.Tensor:
     return vlbert.encoder(embedded).text
 
 
-def test_a_task_with_a_pooler_takes_berts(tmp_path):
-    theirs = saved(tmp_path, BertForPreTraining)
-    config = dataclasses.replace(SILENT, embedding="separate")
-    head = PairClassifier(config, 3, "linear", 0.0)
-    vlbert, _ = ours(config)
-    assert init_from_bert(vlbert, head, str(tmp_path), LETTERS) == f"words and encoder, pooler from {tmp_path}"
-    assert torch.equal(head.pooler.dense.weight, theirs.bert.pooler.dense.weight)
-
-
 @torch.no_grad()
 def test_the_text_layers_of_two_streams_equal_bert(tmp_path):
     """ViLBERT's layers T; its pooler and its pair head are not BERT's."""
@@ -119,16 +108,6 @@ def test_on_text_alone_the_model_equals_bert(tmp_path):
     # Of [END] alone the difference comes: as the model runs, words attend to one position more.
     with_end = vlbert(batch).text
     assert 1e-3 < float((with_end - states).abs().max()) < 1
-
-
-@torch.no_grad()
-def test_a_masked_language_model_gives_its_word_classifier(tmp_path):
-    theirs = saved(tmp_path, BertForMaskedLM)
-    vlbert, head = ours()
-    assert init_from_bert(vlbert, head, str(tmp_path), LETTERS) == f"words and encoder, word classifier from {tmp_path}"
-    batch, tokens, segments = texts()
-    logits = head.words(vlbert, encode_without_end(vlbert, batch)[0])
-    assert float((logits - theirs(tokens, token_type_ids=segments).logits[0]).abs().max()) < 1e-5
 
 
 @torch.no_grad()

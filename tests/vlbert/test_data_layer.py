@@ -15,14 +15,12 @@ from storage.sample import Regions, Sample
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Example, collate
 from vlbert.data.corpus import TextCorpus, make_corpus
-from vlbert.data.images import prepare_image, resized
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets.vcr import instance_mask
-from vlbert.datasets.vqa import without_punctuation
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.tasks.vcr import VCR, VCRSettings
-from vlbert.tasks.vqa import VQA, VQASettings
 
 PARITY = SHARED / "parity" / "vlbert"
 DATA = PARITY / "data"
@@ -152,15 +150,6 @@ def test_regions_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip,
     np.testing.assert_allclose(classes.sum(axis=1), theirs("mvrc_labels_sum")[labelled], atol=2e-3)
 
 
-@every_record
-def test_images_are_resized_as_by_the_authors(kind, flip, number):
-    width, height, *ratios = of(kind, flip, number)("im_info")[:4]
-    image, record = example(kind, flip, number).image, sample(number)
-    assert image.size == (width, height)
-    assert resized(record.height, record.width, 120, 200) == (height, width)
-    assert [width / record.width, height / record.height] == pytest.approx(ratios)
-
-
 @pytest.mark.parametrize("number", range(RECORDS))
 @pytest.mark.parametrize("flip", [0, 1])
 def test_precomputed_features_follow_their_boxes(flip, number):
@@ -226,19 +215,3 @@ def test_an_object_covers_the_authors_cells():
     (row,) = rows("vcr_mask_poly")
     mask = instance_mask([np.array(row["vcr_mask_poly"])], np.array(row["box"][:4]), side=14)
     np.testing.assert_array_equal(mask, figures()["vcr_mask/0"])
-
-
-def test_answers_lose_punctuation_as_by_the_authors():
-    (row,) = rows("vqa_process_punctuation")
-    pairs = [pair for pair in row["vqa_process_punctuation"] if pair[0] != "<unk>"]
-    assert [[before, without_punctuation(before)] for before, _ in pairs] == pairs
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_answers_have_the_authors_scores(number, tmp_path):
-    (row,) = rows("vqa_soft_target")
-    (tmp_path / "answers_vqa.txt").write_text("\n".join(row["vocab"]) + "\n")
-    task = VQA(VQASettings(str(tmp_path), answers=len(row["vocab"])), vocabulary(), 1)
-    answers, scores = row["vqa_soft_target"][number]
-    np.testing.assert_allclose(task.scores(answers), scores, atol=1e-6)
-    np.testing.assert_allclose(task.scores(answers), figures()[f"vqa_soft/{number}"], atol=1e-6)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vlbert.config import ModelConfig, RegionConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
-from vlbert.data.boxes import geometry_embedding
 from vlbert.model.embedding import VisualProjection
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import VLBert
@@ -101,29 +100,6 @@ def test_each_weight_is_read_only_where_its_rule_says(rules, parameter, index, r
     assert differs.nonzero().flatten().tolist() == read_at
 
 
-@pytest.mark.parametrize(("end_visual_embedding", "read_at"), [(False, WORDS), (True, [*WORDS, 3])])
-def test_text_without_image_carries_one_learned_vector(end_visual_embedding, read_at):
-    model = make(end_visual_embedding=end_visual_embedding)
-    before = embedded(model, text_alone())
-    model.embedding.no_image_embedding.weight.data.normal_()
-    differs = (embedded(model, text_alone()) - before).abs().amax(1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == read_at
-
-
-@pytest.mark.parametrize(
-    ("rules", "absent"),
-    [
-        (AS_WORDS, ["region_token", "end_token", "masked_region_token"]),
-        ({"masked_region_token": False}, ["masked_region_token"]),
-        ({"regions": TINY_MODEL.regions}, ["masked_appearance"]),
-        ({"visual_norm": "none"}, ["text_visual.norm", "text_visual.scale", "text_visual.to_hidden"]),
-    ],
-)
-def test_unused_weights_do_not_exist(rules, absent):
-    names = [name for name, _ in make(**rules).embedding.named_parameters()]
-    assert not [name for name in names if any(name.startswith(gone) for gone in absent)]
-
-
 @pytest.mark.parametrize(
     "rules",
     [
@@ -171,17 +147,6 @@ def test_wrong_features_are_refused(features):
     assert f"sample one has features {found}, the model takes (4, {CHANNELS})" in str(error.value)
 
 
-@pytest.mark.parametrize(("channels", "width"), [(None, 32), (12, 12)])
-def test_visual_embeddings_have_their_own_width(channels, width):
-    model = make(visual_embedding_size=channels)
-    embeddings = model.embedding.region_visual_embeddings(batch(), model.appearance(batch()))
-    assert embeddings.shape == (1, 4, width)
-    assert model.embedding.no_image_embedding.weight.shape == (1, width)
-    projections = [model.embedding.text_visual.to_hidden, model.embedding.region_visual.to_hidden]
-    assert [p is None for p in projections] == [channels is None] * 2
-    assert model(batch()).regions.shape == (1, 4, 32)
-
-
 @pytest.mark.parametrize("channels", [32, 12])
 @pytest.mark.parametrize("norm", ["layer_norm", "scale", "none"])
 def test_visual_norms(norm, channels):
@@ -195,28 +160,6 @@ def test_visual_norms(norm, channels):
     torch.testing.assert_close(projection(given), expected[norm])
     learned = {"layer_norm": {"norm.weight", "norm.bias"}, "scale": {"scale"}, "none": set()}[norm]
     assert {name for name, _ in projection.named_parameters() if "to_hidden" not in name} == learned
-
-
-def test_words_and_regions_have_their_own_gains():
-    embedding = make(visual_norm="scale", visual_gain_words=0.25, visual_gain_regions=0.75).embedding
-    assert (embedding.text_visual.scale.item(), embedding.region_visual.scale.item()) == (0.25, 0.75)
-
-
-@pytest.mark.parametrize(("activation", "negative"), [("relu", False), ("none", True)])
-def test_visual_activation(activation, negative):
-    model = make(visual_activation=activation)
-    assert bool((model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) < 0).any()) == negative
-
-
-@pytest.mark.parametrize("geometry", ["centre", "corners"])
-def test_geometry_comes_before_appearance(geometry):
-    model = make(geometry=geometry, visual_activation="none")
-    model.embedding.visual.weight.data.copy_(torch.eye(32, 32 + CHANNELS))
-    model.embedding.visual.bias.data.zero_()
-    given = batch()
-    embeddings = model.embedding.region_visual_embeddings(given, model.appearance(given))[0]
-    sizes = given.image_sizes.expand(4, 2)
-    torch.testing.assert_close(embeddings, geometry_embedding(given.boxes[0], sizes, 32, corners=geometry == "corners"))
 
 
 @pytest.mark.parametrize(("visual_dropout", "random"), [(True, True), (False, False)])

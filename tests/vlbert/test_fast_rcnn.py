@@ -84,16 +84,6 @@ def test_region_features_are_the_same_in_a_group_and_alone(masking):
         assert all((found - other).norm() > 2 * (found - expected).norm() for other in others)
 
 
-def test_features_that_are_masked_leave_the_pixels_as_they_are():
-    batch = collate(examples())
-    plain = dataclasses.replace(
-        batch, region_masked=batch.region_masked & False, covered_mask=batch.covered_mask & False
-    )
-    for kind, differs in (("features", False), ("pixels", True)):
-        masked, unmasked = (network(kind).network_input(one) for one in (batch, plain))
-        assert differs == any(not torch.equal(*pair) for pair in zip(masked, unmasked, strict=True))
-
-
 def test_padding_batch_pads_to_the_largest_of_the_batch():
     """A region's feature is that of its image alone in so many zeros."""
     given, groups, one = examples(), network().eval(), network(padding="batch").eval()

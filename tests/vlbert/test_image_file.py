@@ -38,9 +38,7 @@ def test_images_are_normalised_as_by_ingest():
 
 def test_16_bits_are_reduced_to_8():
     sixteen = Image.fromarray(np.linspace(0, 65535, 5400).reshape(60, 90).astype(np.uint16))
-    swapped = np.asarray(sixteen).astype(">u2").tobytes()
-    motorola = encoded(Image.frombuffer("I;16B", sixteen.size, swapped, "raw", "I;16B", 0, 1), "TIFF")
-    for data in (encoded(sixteen, "PNG"), encoded(sixteen, "TIFF"), motorola):
+    for data in (encoded(sixteen, "PNG"), encoded(sixteen, "TIFF")):
         grey = np.asarray(Image.open(io.BytesIO(read_image(data).image))).astype(int)
         np.testing.assert_allclose(grey, np.asarray(sixteen) / 257, atol=3)
         assert (grey[0, 0], grey[-1, -1]) == (0, 255)
@@ -51,8 +49,8 @@ def test_16_bits_are_reduced_to_8():
     [
         (b"no picture at all", "TIFF: 17 bytes"),
         (new("RGB", (90, 60), "TIFF")[:400], "(truncated)"),
-        (new("F", (90, 60), "TIFF"), "its pixels are 32-bit numbers; save it with 8 or 16"),
-        (new("I", (90, 60), "TIFF"), "its pixels are 32-bit numbers; save it"),
+        (new("F", (90, 60), "TIFF"), "its pixels are of mode F; save it with 8 bits a channel"),
+        (Image.new("I;16B", (90, 60)), "its pixels are of mode I;16B; save it"),
         (new("RGB", (20, 20), "PNG"), "the shorter side is under 32"),
         (new("1", (9000, 9000), "TIFF", compression="group4"), "9000x9000, more than 50000000"),
         (Image.new("L", (20, 20)), "the image cannot be taken: "),

@@ -82,13 +82,6 @@ def test_the_whole_image_is_the_mean_of_unmasked_precomputed_features():
     assert np.isfinite(seen.to_input(np.array([False, True, True, True])).features).all()
 
 
-def test_flipping_moves_precomputed_boxes_and_keeps_features():
-    straight, mirrored = (prepare_image(with_features(1, 2), PRECOMPUTED, flip).to_input() for flip in (False, True))
-    np.testing.assert_array_equal(mirrored.features, straight.features)
-    np.testing.assert_array_equal(mirrored.boxes[:, [2, 0]], 95 - straight.boxes[:, [0, 2]])
-    np.testing.assert_array_equal(mirrored.boxes[:, 1::2], straight.boxes[:, 1::2])
-
-
 def test_boxes_of_a_task_follow_those_of_the_detector():
     seen = prepare_image(tiny_sample(1), LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))
     np.testing.assert_array_equal(seen.to_input().boxes[3], [191 - 6, 4, 191 - 2, 8])

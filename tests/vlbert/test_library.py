@@ -1,6 +1,5 @@
 """VL-BERT as a library: models are saved, loaded from a folder or the hub, and refused by name."""
 
-import ast
 import dataclasses
 import json
 import re
@@ -21,7 +20,7 @@ from released import MULTI_TASK, WORDS, needs_key_lists, needs_vilbert, save_rel
 from tiny import TINY_MODEL
 
 from training.program import make_recipe
-from vlbert import Batch, Encoded, Example, ImageInput, TextInput, VLBert, collate
+from vlbert import Batch, Example, ImageInput, TextInput, VLBert, collate
 from vlbert.commands import main as run_command
 from vlbert.recipes import RECIPES
 
@@ -70,9 +69,6 @@ def test_importing_vlbert_takes_no_torch_and_its_names_do():
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
     import vlbert
 
-    assert sorted(vlbert._HOMES) == sorted(vlbert.__all__)
-    (seen,) = [node for node in ast.parse(Path(vlbert.__file__).read_text()).body if isinstance(node, ast.If)]
-    assert sorted(alias.name for one in seen.body for alias in one.names) == sorted(vlbert.__all__), "by type checkers"
     for name in vlbert.__all__:
         assert getattr(vlbert, name).__name__ == name
     with pytest.raises(ImportError, match="cannot import name 'VLBart'"):
@@ -102,22 +98,6 @@ def test_a_model_saved_over_another_leaves_nothing_of_it(model, tmp_path):
     assert not (tmp_path / "vocab.txt").exists()
 
 
-def test_the_outputs_have_the_documented_shapes(model):
-    batch = small_batch()
-    encoded = model(batch, attentions=True)
-    maps = [one.weights for one in encoded.attentions]
-    assert isinstance(encoded, Encoded)
-    assert encoded.text.shape == (2, 5, 32)
-    assert encoded.regions.shape == (2, 3, 32)
-    assert encoded.appearance.shape == (3, TINY_MODEL.regions.channels)
-    assert [tuple(weights.shape) for weights in maps] == [(2, 4, 9, 9)] * 2
-    real = torch.cat([batch.text_mask, batch.region_mask, torch.ones(2, 1, dtype=torch.bool)], dim=1)
-    for weights in maps:
-        assert torch.allclose(weights.sum(3), torch.ones(2, 4, 9), atol=1e-6)
-        assert not weights.transpose(1, 3)[~real].any()
-    assert model(batch).attentions is None
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that a local server gives out as the hub does."""
@@ -140,14 +120,6 @@ def test_a_model_of_the_hub_is_fetched_once(model, hub, tmp_path):
     assert not Hub.requested
 
 
-def test_a_model_of_the_hub_may_come_without_a_vocabulary(hub, tmp_path):
-    VLBert(TINY_MODEL, 7).save_pretrained(hub / "someone" / "wordless")
-    for here in (False, True):
-        loaded = VLBert.from_pretrained("someone/wordless", cache_dir=tmp_path / "cache", local_files_only=here)
-        assert loaded.vocabulary is None
-        assert loaded.vocab_size == 7
-
-
 def test_a_name_that_is_no_model_is_refused(hub, tmp_path):
     (hub / "someone" / "other").mkdir(parents=True)
     for name in ("someone/none", "someone/other", "no name"):
@@ -162,16 +134,11 @@ def test_a_name_that_is_no_model_is_refused(hub, tmp_path):
     [
         ("config.json", None, "holds no model: it has no config.json"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
-        ("config.json", b'{"version": 6}', "config.json is of version 6, this code reads 5: use the code that"),
-        ("config.json", b'{"version": 5}', "config.json lacks model or vocab_size"),
-        ("config.json", b'{"version": 5,', "config.json is not JSON"),
+        ("config.json", b'{"version": 7}', "config.json is of version 7, this code reads 6: use the code that"),
+        ("config.json", b'{"version": 6}', "config.json lacks model or vocab_size"),
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a VL-BERT"),
-        ("config.json", b"[]", "config.json holds a list"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .* another version"),
         ("config.json", {"hidden_size": "32"}, "config.json: ModelConfig.hidden_size is "),
-        ("config.json", {"regions": None}, "config.json: ModelConfig.regions is "),
-        ("model.safetensors", b"", "model.safetensors is damaged: it has"),
-        ("model.safetensors", b"<!DOCTYPE html><html></html>", "model.safetensors is damaged: it has"),
         ("model.safetensors", 0.5, "model.safetensors is damaged: it has"),
         ("vocab.txt", WORDS.text().removesuffix("word190\n").encode(), "vocab.txt has 199 tokens, the model 200"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),

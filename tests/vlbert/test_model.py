@@ -48,39 +48,6 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-6) -> None:
     assert float((a - b).abs().max()) < tolerance
 
 
-def test_padding_changes_nothing(model):
-    small, large = example(1, regions=1), example(2, regions=3)
-    text_only = TASK.text_example("text", LETTERS.encode("abc defghijklmnopqrstuvwxyz" * 2), np.random.default_rng(0))
-    batch, text, regions = encode(model, small, large, text_only)
-    for row, alone in enumerate((small, large, text_only)):
-        single, its_text, its_regions = encode(model, alone)
-        close(text[row][batch.text_mask[row]], its_text[0][single.text_mask[0]])
-        if alone.image:
-            close(regions[row][batch.region_mask[row]], its_regions[0][single.region_mask[0]])
-
-
-def test_permuting_regions_permutes_their_outputs_alone(model):
-    given = example(5, regions=3)
-    order = np.array([0, 3, 1, 2])
-    shuffled = dataclasses.replace(
-        given,
-        image=dataclasses.replace(given.image, boxes=given.image.boxes[order], masked=given.image.masked[order]),
-    )
-    _, text, regions = encode(model, given)
-    _, other_text, other_regions = encode(model, shuffled)
-    close(text, other_text)
-    close(regions[:, order], other_regions)
-
-
-def test_the_order_of_words_does_matter(model):
-    given = example(5)
-    tokens = given.text.tokens.copy()
-    tokens[1], tokens[4] = tokens[4], tokens[1]
-    assert tokens[1] != tokens[4]
-    swapped = dataclasses.replace(given, text=dataclasses.replace(given.text, tokens=tokens))
-    assert float((encode(model, given)[2] - encode(model, swapped)[2]).abs().max()) > 1e-3
-
-
 def test_masked_pixels_change_no_output(model):
     given = example(5, regions=2)
     masked = dataclasses.replace(given, image=dataclasses.replace(given.image, masked=np.array([False, True, False])))
@@ -153,19 +120,6 @@ def test_texts_of_one_image_are_encoded_as_alone_and_its_regions_once(model):
         close(regions[row][batch.region_mask[row]], its_regions[0][alone.region_mask[0]])
 
 
-def test_returning_attentions_changes_no_output(model):
-    text_only = TASK.text_example("text", LETTERS.encode("abc def"), np.random.default_rng(0))
-    batch = collate([example(1, regions=1), example(2, regions=3), text_only])
-    with torch.no_grad():
-        plain, with_maps = model.vlbert(batch), model.vlbert(batch, attentions=True)
-    assert plain.attentions is None
-    assert torch.equal(with_maps.text, plain.text)
-    assert torch.equal(with_maps.regions, plain.regions)
-    elements = batch.tokens.shape[1] + batch.region_mask.shape[1] + 1
-    shape = (3, TINY_MODEL.num_heads, elements, elements)
-    assert [tuple(one.weights.shape) for one in with_maps.attentions] == [shape] * len(TINY_MODEL.layers)
-
-
 def test_regions_share_the_position_after_the_text():
     model = VLBert(TINY_MODEL, len(LETTERS)).eval()
     embedding = model.embedding
@@ -181,34 +135,6 @@ def test_regions_share_the_position_after_the_text():
     with torch.no_grad():
         embedded, *_ = embedding(batch, model.fast_rcnn(batch)).joined()
     assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
-
-
-def test_with_zero_gain_the_image_changes_no_output():
-    torch.manual_seed(0)
-    config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, visual_gain_regions=0.0)
-    model = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
-    a, b = example(1), example(2)
-    unmasked = [dataclasses.replace(e.image, masked=np.zeros(3, bool)) for e in (a, b)]
-    with_its_own = encode(model, Example("x", a.text, unmasked[0]))[1]
-    with_another = encode(model, Example("x", a.text, unmasked[1]))[1]
-    close(with_its_own, with_another)
-
-
-def test_without_labels_losses_are_zero(model):
-    settings = dataclasses.replace(TASK.settings, words=dataclasses.replace(TASK.settings.words, probability=0.0))
-    silent = Pretraining(
-        dataclasses.replace(settings, regions=dataclasses.replace(settings.regions, probability=0.0)),
-        LETTERS,
-        len(CLASSES),
-    )
-    sample = tiny_sample(1)
-    batch = collate(
-        [silent.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, np.random.default_rng(0))]
-    )
-    names = ("words", "text_words", "regions")
-    assert {name: (float(loss.detach()), count) for name, (loss, count) in model(batch).items()} == dict.fromkeys(
-        (*names, *(f"{name}_accuracy" for name in names)), (0.0, 0)
-    )
 
 
 def test_frozen_stages_and_norms_take_no_gradient():

@@ -59,14 +59,6 @@ def test_region_labels_are_background_first_in_any_order_of_the_detector():
     np.testing.assert_array_equal(theirs.image.labels["region_classes"], example(task()).image.labels["region_classes"])
 
 
-def test_text_only_rows_have_neither_special_tokens_nor_an_image():
-    tokens = WORDS.encode("a red square and a blue circle")
-    row = task().text_example("text-3", tokens, np.random.default_rng(0))
-    assert row.image is None
-    assert (row.text.tokens == WORDS.mask).all()
-    assert row.text.labels["words"].tolist() == tokens.tolist()
-
-
 def test_text_only_rows_may_have_special_tokens():
     tokens = WORDS.encode("a red square and a blue circle")
     tagged = task(dataclasses.replace(ALL, text_specials=True, text_length=7))
@@ -102,20 +94,6 @@ def test_a_long_row_loses_the_end_of_its_longer_part():
     assert cut.text.tokens[-1] == WORDS.sep
     whole = example(task(), regions=2)
     assert cut.text.labels["words"].tolist() == whole.text.labels["words"][: len(cut.text.tokens) - 2].tolist()
-
-
-def test_words_of_captions_and_of_text_alone_have_losses_of_their_own():
-    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task()).eval()
-    text = task().text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))
-    batch = collate([example(task(), 1), text, example(task(), 2)])
-    losses = model(batch)
-    captions = len(tiny_sample(1).caption.split()) + len(tiny_sample(2).caption.split())
-    counts = {"words": captions, "text_words": 3, "regions": 4}
-    assert {name: count for name, (_, count) in losses.items()} == counts | {
-        f"{k}_accuracy": n for k, n in counts.items()
-    }
-    # A model that knows nothing is wrong by about ln(size).
-    assert float(losses["words"][0].detach()) / captions == pytest.approx(np.log(len(WORDS)), rel=0.3)
 
 
 @pytest.mark.parametrize("losses_over", ["labels", "rows"])

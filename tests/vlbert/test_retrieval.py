@@ -17,7 +17,7 @@ from storage.object_store import open_store
 from storage.sample import Sample
 from training.distributed import World
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, collate, placeholder
+from vlbert.data.batch import Batch, Example, collate
 from vlbert.data.images import prepare_image
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.samples import open_samples
@@ -56,11 +56,6 @@ def test_the_order_of_images_and_captions_changes_no_rank():
     assert np.array_equal(other.image_of_caption, found.image_of_caption[captions])
 
 
-def test_images_may_have_different_numbers_of_captions():
-    scores = np.eye(2)[:, [0, 0, 0, 1]]
-    assert ranks(scores, [0, 0, 0, 1]).image_of_caption.tolist() == [0] * 4
-
-
 def test_scores_that_do_not_fit_are_refused():
     for call, named in (
         (lambda: ranks(np.ones((2, 3)), [0, 0]), "do not fit"),
@@ -82,8 +77,8 @@ def test_a_split_file_gives_the_first_captions_of_each_image(tmp_path: Path):
     for images, named in (
         ([image("a.jpg", "test", texts)] * 2, "a.jpg stands there twice"),
         ([{"filename": "a.jpg"}], r"images\[0\]: KeyError"),
-        ([image("a.jpg", "test", [7])], r"images\[0\] has .* no text"),
-        (None, "is no split file of Karpathy"),
+        ([image("a.jpg", "test", [7])], r"images\[0\]: .* no text"),
+        (None, "is not in Karpathy's format, "),
     ):
         file.write_text(json.dumps({"images": images}))
         with pytest.raises(ValueError, match=named):
@@ -163,11 +158,6 @@ def test_settings_that_cannot_be_are_named(changes: dict):
         dataclasses.replace(SETTINGS, **changes)
 
 
-def test_a_caption_that_the_model_has_no_room_for_is_refused():
-    with pytest.raises(ValueError, match=r"task.caption_length is 61, the model has room for 60"):
-        make_task(caption_length=61).head(TINY_MODEL)
-
-
 # --- batches and losses -----------------------------------------------------------------------------------------------
 
 
@@ -177,11 +167,6 @@ def make_example(task: Retrieval, number: int, image_name: str = "") -> Example:
     return task.example(
         sample, prepare_image(sample, TINY_MODEL.regions, False), annotation, np.random.default_rng(number)
     )
-
-
-def test_only_the_first_regions_are_read():
-    assert len(make_example(make_task(max_regions=1), 0).image.boxes) == 2
-    assert len(make_example(make_task(), 0).image.boxes) == 3
 
 
 def shown(batch: Batch) -> dict[tuple[int, int], tuple[list[int], int]]:
@@ -246,15 +231,6 @@ def test_the_cross_entropy_is_over_the_pair_and_all_wrong_ones():
     first = -torch.tensor([2.0, 1.0, -1.0, 0.5]).log_softmax(0)[0].item()
     assert found["pairs"][0].item() == pytest.approx(first + np.log(2), rel=1e-6)
     assert found["accuracy"][0].item() == 1, "equal scores are no right answer"
-
-
-def test_a_placeholder_has_no_loss():
-    task = make_task()
-    torch.manual_seed(0)
-    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task)
-    losses = model(collate([placeholder(make_example(task, 0))]))
-    assert [count for _, count in losses.values()] == [0, 0]
-    losses["pairs"][0].backward()
 
 
 def test_pairs_are_the_same_in_every_world(tmp_path: Path):
@@ -335,30 +311,6 @@ def _tokens(text: np.ndarray) -> dict[str, np.ndarray]:
     return {"tokens": text, "segments": text * 0, "token_region": text * 0}
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_a_pair_is_told_from_its_neighbours_in_a_few_steps(config: ModelConfig):
-    task = make_task(loss="cross_entropy")
-    torch.manual_seed(0)
-    model = TaskModel(VLBert(config, len(WORDS)), task).eval()  # without dropout
-    samples = [sample_of(number, config) for number in range(4)]
-    rng = np.random.default_rng(0)
-    examples = [
-        task.example(sample, prepare_image(sample, config.regions, False), Caption(sample.url, sample.caption), rng)
-        for sample in samples
-    ]
-    batch, optimizer = collate(task.together(examples, [])), torch.optim.Adam(model.parameters(), 3e-3)
-    losses = []
-    for _ in range(25):
-        optimizer.zero_grad()
-        total, count = model(batch)["pairs"]
-        assert count == 4
-        (total / count).backward()
-        optimizer.step()
-        losses.append(total.item() / count)
-    assert all(parameter.grad is not None for parameter in model.head.parameters())
-    assert losses[-1] < 0.6 * losses[0]
-
-
 def test_images_that_cannot_be_read_take_their_captions_along():
     """Images 0, 1, 2 have 2, 1 and 2 captions; 1 is missing."""
     rows = [
@@ -400,9 +352,3 @@ def test_folds_are_ranked_by_themselves():
     expected = np.mean([100 * (part.image_of_caption < 1).mean() for part in parts]) / 100
     assert task.metrics(found)["image_r1_fold"] == pytest.approx(expected)
     assert "image_r1_fold" not in make_task().metrics(make_task().assemble(rows))
-
-
-def test_the_papers_numbers_stand_beside_a_test_split():
-    assert make_task().reported("test")["image_r1"].startswith("71.5 Unicoder-VL, 48.4 Unicoder-VL zero-shot, 58.2 V")
-    assert make_task(file="dataset_coco.json").reported("test")["caption_r10_fold"].startswith("99.3 Unicoder-VL")
-    assert not make_task().reported("val")

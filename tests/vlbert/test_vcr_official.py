@@ -1,5 +1,6 @@
 """VCR's official files: items, metadata, and the leaderboard's csv and score."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from tiny import SIZE, tiny_sample
 from vcr_files import BOXES, ITEM, write_vcr
 
 from detectors.annotated import AnnotatedDetector
-from vlbert.datasets.vcr import COLUMNS, hits, instance_mask, read_items, read_scene, read_submission, submission
+from vlbert.datasets.vcr import COLUMNS, instance_mask, read_items, read_scene, submission
 from vlbert.tasks.vcr_text import read_questions
 
 IDS = ["b", "a", "c"]  # in no order
@@ -48,24 +49,7 @@ def items(tmp_path) -> Path:
     return tmp_path / "val.jsonl"
 
 
-@pytest.fixture
-def given(items) -> Path:
-    """Predictions of which the answers to b and a are right."""
-    every = [sure(0), sure(1), sure(2), sure(3)]
-    table = {"b": [sure(0), *every], "a": [sure(2), *every], "c": [sure(3), EVEN, EVEN, EVEN, sure(0)]}
-    file = items.with_name("given.csv")
-    file.write_bytes(submission(items.parent, rows_of(table)))
-    return file
-
-
 # --- the leaderboard's csv --------------------------------------------------------------------------------------------
-
-
-def test_the_rationale_for_the_right_answer_counts_and_of_equals_the_first_wins(items, given):
-    found = [tuple(row.values()) for row in hits(items, given)]
-    # b: its rationale 3 is given for answer 3, and answer 0 is right. a: 2 for answer 2. c: for the right answer 1 all
-    # are equal, the first wins and is right; its answer is not.
-    assert found == [("b", True, False, False), ("a", True, True, True), ("c", False, True, False)]
 
 
 def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
@@ -78,48 +62,8 @@ def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
     assert header.endswith(",rationale_conditioned_on_a3_3")
     assert len(COLUMNS) == 21
     assert [line.split(",")[0] for line in lines] == [*IDS, ""]
-    (tmp_path / "again.csv").write_bytes(text)
-    again = {one: numbers.tolist() for one, numbers in read_submission(tmp_path / "again.csv").items()}
-    assert again == table
-
-
-def test_columns_may_have_any_order_ids_may_be_numbers_and_the_file_may_begin_with_a_mark(items, given):
-    expected = hits(items, given)
-    lines = [line.split(",") for line in given.read_text().splitlines()]
-    given.write_text("\n".join(",".join(line[::-1]) for line in lines))
-    assert hits(items, given) == expected
-    given.write_bytes(b"\xef\xbb\xbf" + given.read_bytes().replace(b",a\n", b",7\n"))
-    items.write_text(items.read_text().replace('"annot_id": "a"', '"annot_id": 7'))
-    assert hits(items, given) == [row | {"annot_id": row["annot_id"].replace("a", "7")} for row in expected]
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda text: text.replace("answer_3", "answer_4", 1), "does not have the 21 columns of the leaderboard: ans"),
-        (lambda text: "", "does not have the 21 columns"),
-        (lambda text: text[:-30], "line 4 is cut off, or holds what is no number"),
-        (lambda text: text.rstrip() + ",0.5\n", "line 4 has more than 21 values"),
-        (lambda text: text.replace("0.7", "much", 1), "line 2 is cut off, or holds what is no number.*much"),
-        (lambda text: text.replace("0.7", "nan", 1), "line 2, b: answer_0 to answer_3 are not finite"),
-        (lambda text: text + text.splitlines()[1] + "\n", "line 5 has b a second time"),
-        (lambda text: text.replace("\na,", "\nd,"), "1 ids of .*val.jsonl miss in .*csv, such as a;"),
-        (lambda text: text + "d" + text.splitlines()[1][1:], "1 ids of .*csv are not in .*val.jsonl, such as d;"),
-        (lambda text: text.replace("\na,", "\n\xe9,").encode("latin1"), "given.csv is no text in UTF-8"),
-    ],
-)
-def test_a_wrong_csv_is_named(items, given, change, named):
-    changed = change(given.read_text())
-    given.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
-    with pytest.raises(ValueError, match=named):
-        hits(items, given)
-
-
-def test_a_row_that_is_no_distribution_is_scored_by_its_largest_number_with_a_warning(items, given):
-    expected = hits(items, given)
-    given.write_text(given.read_text().replace("0.7", "1.7"))
-    with pytest.warns(UserWarning, match="3 lines, the first: .* line 2, b: answer_0 to answer_3 are no probabilities"):
-        assert hits(items, given) == expected
+    again = {one: [float(number) for number in numbers] for one, *numbers in csv.reader(lines[:-1])}
+    assert again == {one: sum(rows, []) for one, rows in table.items()}
 
 
 WHOLE = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5, "c": [EVEN] * 5})
@@ -146,14 +90,6 @@ def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
 # --- items ------------------------------------------------------------------------------------------------------------
 
 
-def test_items_without_labels_are_read_and_not_scored(items, given):
-    bare = [{k: v for k, v in json.loads(line).items() if "label" not in k} for line in lines_of().splitlines()]
-    items.write_text("".join(json.dumps(item) + "\n" for item in bare))
-    assert [(item.annot_id, item.labels) for item in read_items(items)] == [(one, None) for one in IDS]
-    with pytest.raises(ValueError, match="val.jsonl line 1 has no labels: only the leaderboard can score it"):
-        hits(items, given)
-
-
 def second(**change: object) -> bytes:
     return lines_of({}, change).encode()
 
@@ -162,25 +98,19 @@ def second(**change: object) -> bytes:
     ("content", "named"),
     [
         (second(annot_id="b"), "line 2 has the annot_id of line 1, b"),
-        (second(annot_id=None), "line 2 .*its annot_id is None"),
-        (second(question="Why is this?"), "line 2 is no item of VCR: .*question is no list of words and objects"),
+        (second(question="Why is this?"), "line 2: .*question is no list of words and objects"),
         (second(question=["Why", [4]]), "question mentions object 4 of 4"),
-        (second(question=["Why", [-1]]), "question mentions object -1 of 4"),
         (
             second(answer_choices=[["no"], [[0.5]], ["the"], ["no"]]),
             r"its answer_choices\[1\] mentions object 0.5 of 4",
         ),
-        (second(answer_choices=[["no"]] * 3), r"line 2 .*\(3, 4\) choices"),
         (second(rationale_label=None), "answer_label is 2 and rationale_label None"),
         (second(answer_label=1.0), "answer_label is 1.0 and"),
-        (second(answer_label=-1), "answer_label is -1 and"),
         (second(answer_label=4), "answer_label is 4 and"),
-        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1 .*answer_label is None and rationale"),
+        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1: .*answer_label is None and rationale"),
         (second(metadata_fn="../other/x.json"), "its metadata_fn, ../other/x.json, is not below vcr1images"),
-        (second(metadata_fn="/x.json"), "its metadata_fn, /x.json, is not below vcr1images"),
-        (lines_of()[:-40].encode(), "line 3 is no item of VCR: .*; fetch the file again"),
-        (lines_of().encode() + b"\n", "line 4 is no item of VCR"),
-        (lines_of().replace("Why", "\u00e9").encode("latin-1"), "line 1 is no item of VCR: UnicodeDecodeError"),
+        (lines_of()[:-40].encode(), "line 3: .*; fetch it again"),
+        (lines_of().replace("Why", "\u00e9").encode("latin-1"), "line 1: UnicodeDecodeError"),
         (b"", "val.jsonl is empty; fetch it again"),
     ],
 )
@@ -196,6 +126,12 @@ def test_a_file_that_is_missing_or_unreadable_is_named(tmp_path):
     (tmp_path / "val.jsonl").symlink_to("/proc/self/mem")
     with pytest.raises(ValueError, match=r"^cannot read .*val\.jsonl: Input/output error"):
         read_items(tmp_path / "val.jsonl")
+
+
+def test_missing_metadata_are_named(metadata):
+    metadata.unlink()
+    with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
+        read_questions(metadata.parents[2], ["train"], True, "answer", False)
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------
@@ -244,14 +180,10 @@ def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(met
         ("names", lambda names: [*names[:3], "unicorn"], "an object of class unicorn"),
         ("names", lambda names: [*names[:3], "dog"], "line 1 and .*000000.json list different objects"),
         ("segms", lambda segms: segms[:3], "4 names, 4 boxes and 3 segms"),
-        ("segms", lambda segms: [[[[1, 2], [3]]], *segms[1:]], "is not in the format of VCR's metadata"),
-        ("segms", lambda segms: [[[1, 2, 3, 4]], *segms[1:]], "a polygon is no list of finite x, y: .1, 2, 3, 4"),
         ("segms", lambda segms: [[[[1, 2], [None, 3]]], *segms[1:]], "a polygon is no list of finite x, y"),
-        ("boxes", lambda boxes: boxes[1:], "4 names, 3 boxes and 4 segms"),
-        ("boxes", lambda boxes: [*boxes[:3], [1, 2]], "is not in the format of VCR's metadata"),
+        ("boxes", lambda boxes: [*boxes[:3], [1, 2]], "is not in VCR's format, its objects"),
         ("boxes", lambda boxes: [[0, 0, float("nan"), 9], *boxes[1:]], "a box is not of finite numbers"),
         ("width", lambda width: 0, "its image is 0 x 64 pixels"),
-        ("width", lambda width: float("nan"), "its image is nan x 64 pixels"),
         (None, None, "is not JSON, or is torn"),
     ],
 )
@@ -262,12 +194,6 @@ def test_wrong_metadata_are_named(metadata, field, change, named):
     with pytest.raises(ValueError, match=named) as error:
         question.read(None)
     assert "000000.json" in str(error.value)
-
-
-def test_missing_metadata_are_named(metadata):
-    metadata.unlink()
-    with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
-        read_questions(metadata.parents[2], ["train"], True, "answer", False)
 
 
 def test_the_program_of_the_manual_writes_a_file_for_the_annotated_detector(tmp_path, monkeypatch):

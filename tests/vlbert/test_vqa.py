@@ -83,8 +83,6 @@ def test_each_question_of_the_splits_is_an_example_of_its_own_image(task, sample
     )
     with pytest.raises(ValueError, match="1 of 3 images .* in several samples, such as COCO_train2014_0+2.jpg, from"):
         task.examples(twice, None)
-    with pytest.raises(ValueError, match="1 of 3 images of .* are in no region shard, such as COCO_train2014_0+3.jpg"):
-        task.examples(urls(samples[:3]), None)
 
 
 def test_the_label_is_at_a_mask_behind_the_question(task, samples):
@@ -95,11 +93,6 @@ def test_the_label_is_at_a_mask_behind_the_question(task, samples):
     assert example.text.labels["scores"][0].tolist() == pytest.approx([0, 0.3, 0, 1, 0.9, 0.6])
     assert not example.image.masked.any()
     assert len(example.image.boxes) == 1 + len(samples[1].regions)
-
-
-def test_of_equal_answers_the_first_counts_and_unknown_never(task, tmp_path):
-    (tmp_path / "vqa" / "answers_vqa.txt").write_text("<unk>\nyes\nleft-right\nleft/right\n")
-    assert changed(task, answers=4).scores(["left right"] * 5 + ["<unk>"] * 5).tolist() == [0, 0, 1, 0]
 
 
 def test_mirroring_swaps_left_and_right_in_question_and_answers(task, samples):
@@ -189,13 +182,6 @@ def test_losses_are_those_of_their_names(task, samples):
         assert torch.isfinite(loss)
 
 
-def test_the_head_has_the_models_dropout_before_its_last_layer(task):
-    head = task.head(dataclasses.replace(TINY_MODEL, dropout=0.5)).train()
-    x = torch.randn(1, TINY_MODEL.hidden_size)
-    assert not torch.equal(head(x), head(x))
-    assert torch.equal(head.eval()(x), head(x))
-
-
 def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task)
     words, output = model.vlbert.embedding.words.weight, model.head.output
@@ -215,19 +201,13 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
         two.begin(model.vlbert, two.head(TINY_MODEL), None)
 
 
-def test_recipes_learn_from_train2014_and_no_run_validates_on_what_it_learned_from():
-    both = ["--task.train_on", "train2014", "val2014", "--data.root=/nowhere", "--random_init", "--bert=None"]
-    recipes = all_recipes()
-    for name in ("finetune_vqa_base", "finetune_vqa_large", "finetune_vqa_base_paper", "finetune_vqa_large_paper"):
-        recipe = recipes[name]
-        assert (recipe.task.train_on, recipe.task.validate_on) == (("train2014",), "val2014")
-        epoch = -(-443_757 // recipe.data.batch)
-        assert (recipe.validate_every, recipe.steps % epoch) == (epoch, 0)
-        both_splits = override(recipe, [*both, "--model.regions.random_init"])
-        with pytest.raises(ValueError, match="--task.validate_on=val2014 is one of task.train_on"):
-            check_complete(both_splits)
-        check_complete(override(both_splits, ["--data.held_out=None"]))
-        check_complete(override(both_splits, ["--task.train_on=train2014"]))
+def test_no_run_validates_on_what_it_learned_from():
+    given = ["--data.root=/nowhere", "--random_init", "--bert=None", "--model.regions.random_init"]
+    both = override(all_recipes()["finetune_vqa_base"], [*given, "--task.train_on", "train2014", "val2014"])
+    with pytest.raises(ValueError, match="--task.validate_on=val2014 is one of task.train_on"):
+        check_complete(both)
+    check_complete(override(both, ["--data.held_out=None"]))
+    check_complete(override(both, ["--task.train_on=train2014"]))
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -248,12 +228,6 @@ def test_a_prediction_has_the_official_accuracy(task, samples):
     softmax = predicted(changed(task, loss="cross_entropy"), examples_of(task, samples), [4, 2, 2, 1])
     assert softmax[0]["probability"] == pytest.approx(np.e / (np.e + 5))
     pyarrow.Table.from_pylist(rows)
-
-
-def test_the_official_accuracy_normalises_and_the_soft_score_does_not(task, tmp_path, samples):
-    write_vqa(tmp_path / "vqa", "train2014", {10: ["Left"] * 9 + ["the left"], 20: ["yes"] * 10})
-    (row,) = predicted(task, examples_of(task, samples)[:1], [3])
-    assert (row["answer"], row["score"], row["soft_score"], row["best_soft_score"]) == ("left", 1.0, 0.0, 0.0)
 
 
 def test_metrics_are_means_over_all_and_over_each_type(task, tmp_path, samples):

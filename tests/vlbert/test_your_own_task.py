@@ -81,12 +81,6 @@ def trained(folder: Path) -> str:
     return ended.stdout
 
 
-def test_the_page_names_all_that_a_task_may_define():
-    page = (PROJECT / "docs" / "your-own-task.md").read_text()
-    names = [name for name in vars(Task) if not name.startswith("_") and name != "shuffles"]
-    assert [name for name in names if f"`{name}" not in page] == []
-
-
 @pytest.mark.parametrize("method", NEEDED)
 def test_a_task_that_lacks_a_method_is_refused_when_it_is_made(method: str):
     assert type("Whole", (Task,), NEEDED)(None, None, 0).num_classes == 0

@@ -38,6 +38,12 @@ class TextInput:
     label_masks: dict[str, np.ndarray] = field(default_factory=dict)
     labels: dict[str, np.ndarray] = field(default_factory=dict)
 
+    @classmethod
+    def of_one_sentence(cls, tokens: Sequence[int], **labels: dict[str, np.ndarray]) -> "TextInput":
+        """Return the text of one sentence that names no region; `labels`: label_masks and labels."""
+        zeros = np.zeros(len(tokens), np.int64)
+        return cls(np.array(tokens, np.int64), segments=zeros, token_region=zeros, **labels)
+
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:

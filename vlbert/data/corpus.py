@@ -4,12 +4,12 @@ Its files are UTF-8, plain or gzip, of any size.
 """
 
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import itertools
 import json
 import os
+import tempfile
 import time
 import zlib
 from array import array
@@ -39,28 +39,22 @@ class TextCorpus:
 
     def __init__(self, folder: str | Path, vocabulary: Vocabulary):
         folder = Path(folder)
-        metadata = _read_metadata(folder)
-        if metadata is None:
+        try:
+            metadata, self.tokens, self.offsets = _open(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{folder} holds no corpus.json that describes a corpus; make it with `vlbert corpus {folder} ...`"
-            )
-        if metadata["version"] != CORPUS_VERSION or metadata["vocabulary"] != vocabulary.hash:
+                f"{folder} holds no whole corpus ({error}); make it with `vlbert corpus {folder} ...`"
+            ) from error
+        made_with = metadata.get("version"), metadata.get("vocabulary")
+        if made_with != (CORPUS_VERSION, vocabulary.hash):
             raise ValueError(
-                f"{folder} was made with version {metadata['version']} and vocabulary {metadata['vocabulary']}, this "
-                f"run has {CORPUS_VERSION} and {vocabulary.hash}; {_AGAIN}"
+                f"{folder} was made with version and vocabulary {made_with}, this run has "
+                f"{CORPUS_VERSION} and {vocabulary.hash}; {_AGAIN}"
             )
-        torn = _torn(folder, metadata)
-        if torn:
-            raise ValueError(f"{torn}; {_AGAIN}")
         self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
-        # As plain arrays: cutting a slice from a memmap takes longer than copying it.
-        self.offsets = np.asarray(np.memmap(folder / "offsets.i64", dtype="<i8", mode="r"))
-        self.tokens = np.asarray(np.memmap(folder / "tokens.u16", dtype="<u2", mode="r"))
-        backwards = np.flatnonzero(self.offsets[1:] <= self.offsets[:-1])
-        if len(backwards):
-            raise ValueError(
-                f"{folder / 'offsets.i64'} is damaged: line {backwards[0]} ends before it begins; {_AGAIN}"
-            )
+        ends = self.offsets[[0, -1]].tolist() == [0, len(self.tokens)]
+        if not ends or (self.offsets[1:] <= self.offsets[:-1]).any():
+            raise ValueError(f"{folder / 'offsets.i64'} is damaged: its lines do not follow each other; {_AGAIN}")
         # Another id would be an index beyond the word table, deep in a step.
         if (largest := int(self.tokens.max())) >= len(vocabulary):
             raise ValueError(
@@ -85,62 +79,44 @@ class TextCorpus:
         return found
 
 
-def _read_metadata(folder: Path) -> dict | None:
-    """Return what corpus.json says; None if it is not there, or not what encode_corpus writes."""
-    try:
-        metadata = parse_json((folder / "corpus.json").read_bytes(), str(folder / "corpus.json"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    kinds = {"version": int, "vocabulary": str, "lines": int, "tokens": int}
-    if all(isinstance(metadata.get(name), kind) for name, kind in kinds.items()):
-        return metadata
-    return None
-
-
-def _torn(folder: Path, metadata: dict) -> str | None:
-    """Return what is wrong with the files beside a corpus.json; None if they are as it says."""
-    for name, size in (("offsets.i64", 8 * (metadata["lines"] + 1)), ("tokens.u16", 2 * metadata["tokens"])):
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else 0
-        if found != size:
-            return f"{file} is torn or gone: it has {found} bytes, and {size} by corpus.json"
-    first, last = np.memmap(folder / "offsets.i64", dtype="<i8", mode="r")[[0, -1]].tolist()
-    if (first, last) != (0, metadata["tokens"]):
-        return (
-            f"{folder / 'offsets.i64'} is damaged: it goes from {first} to {last}, not from 0 to {metadata['tokens']}"
-        )
-    return None
+def _open(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
+    """Return what corpus.json says, and the mapped tokens and offsets. Raises an error if a file is gone or torn."""
+    file = folder / "corpus.json"
+    metadata = parse_json(file.read_bytes(), str(file))
+    arrays = []
+    for name, kind, count in (("tokens.u16", "<u2", metadata["tokens"]), ("offsets.i64", "<i8", metadata["lines"] + 1)):
+        mapped = np.memmap(folder / name, dtype=kind, mode="r")
+        if len(mapped) != count:
+            raise ValueError(f"{name} has {len(mapped)} numbers, and {count} by corpus.json")
+        arrays.append(np.asarray(mapped))  # a plain array: cutting a slice from a memmap takes longer than copying it
+    return metadata, *arrays
 
 
 def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, made_of: dict | None = None) -> dict:
     """Tokenise texts into `folder` (see TextCorpus), one line each, without empty ones; return what corpus.json says.
 
     Until all is there the folder stays as it was. A corpus that a training has mapped is replaced, never changed.
-    Raises ValueError if there is no word, or if another process writes there.
+    Raises ValueError if there is no word.
     """
     if len(vocabulary) > 2**16:
         raise ValueError(f"the vocabulary has {len(vocabulary)} tokens; the corpus format holds ids up to 65535")
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        parts = [folder / f".{name}.part" for name in _FILES]
-        try:
-            lengths = _write_tokens(texts, vocabulary, parts[0])
-            if not lengths:
-                raise ValueError(f"{folder}: the corpus has no line with a word in it")
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
-            offsets.tofile(parts[1])
-            parts[2].write_text(vocabulary.text(), encoding="utf-8")
-            metadata = {"version": CORPUS_VERSION, "vocabulary": vocabulary.hash}
-            metadata |= {"lines": len(lengths), "tokens": int(offsets[-1]), "made_of": made_of}
-            parts[3].write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
-            (folder / "corpus.json").unlink(missing_ok=True)
-            for part, name in zip(parts, _FILES, strict=True):
-                with open(part, "rb") as written:
-                    os.fsync(written.fileno())
-                os.replace(part, folder / name)
-        finally:
-            for part in parts:
-                part.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
+        new = [Path(making, name) for name in _FILES]
+        lengths = _write_tokens(texts, vocabulary, new[0])
+        if not lengths:
+            raise ValueError(f"{folder}: the corpus has no line with a word in it")
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
+        offsets.tofile(new[1])
+        new[2].write_text(vocabulary.text(), encoding="utf-8")
+        metadata = {"version": CORPUS_VERSION, "vocabulary": vocabulary.hash}
+        metadata |= {"lines": len(lengths), "tokens": int(offsets[-1]), "made_of": made_of}
+        new[3].write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
+        (folder / "corpus.json").unlink(missing_ok=True)
+        for file in new:
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+            os.replace(file, folder / file.name)
     return metadata
 
 
@@ -155,20 +131,6 @@ def _write_tokens(texts: Iterable[str], vocabulary: Vocabulary, file: Path) -> "
     return lengths
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Be the only process that writes into the folder; ValueError if another one does."""
-    with open(folder / ".lock", "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another process is making a corpus in {folder}; wait for its end and start this again, or name "
-                "another folder"
-            ) from None
-        yield
-
-
 def make_corpus(
     folder: Path, files: Sequence[Path], vocabulary: Path | None, size: int, captions: Sequence[Path]
 ) -> tuple[dict, bool]:
@@ -176,7 +138,7 @@ def make_corpus(
 
     That is built from the lines and from the captions of the lists `captions`. Returns (what corpus.json says, whether
     it was made now): a folder that was made from the same bytes is left as it is. Raises ValueError if an input or the
-    folder is wrong, or another process writes there.
+    folder is wrong.
     """
     inputs = [*files, *captions, *([vocabulary] if vocabulary else [])]
     for file in inputs:
@@ -185,10 +147,10 @@ def make_corpus(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder, new or with an older corpus, before the files to read")
     made_of = {"files": [_hash(file) for file in inputs], "size": None if vocabulary else size}
-    metadata = _read_metadata(folder)
-    same = metadata and metadata["version"] == CORPUS_VERSION and metadata.get("made_of") == made_of
-    if same and not _torn(folder, metadata):
-        return metadata, False
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        metadata, *_ = _open(folder)
+        if (metadata["version"], metadata["made_of"]) == (CORPUS_VERSION, made_of):
+            return metadata, False
     if not any(text.strip() for text in _lines(files)):
         raise ValueError(f"there is no line with a word in {', '.join(map(str, files))}; name files with text")
 

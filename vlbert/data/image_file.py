@@ -3,7 +3,6 @@
 import io
 from pathlib import Path
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from storage.collect.normalise import FILE_FORMATS, ImageSettings, Refused, normalise
@@ -49,7 +48,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
 def _as_png(image: bytes | Image.Image) -> bytes:
     """Return a PNG of Pillow's image, or of a file in a format of FILE_FORMATS that ingest does not take, such as TIFF.
 
-    Raises Refused if it is none, has no pixels or too many, or pixels of 32 bits.
+    Raises Refused if it is none, has no pixels or too many, or pixels of more than 8 bits that PNG does not have.
     """
     file = io.BytesIO()
     try:
@@ -59,13 +58,9 @@ def _as_png(image: bytes | Image.Image) -> bytes:
             raise Refused("bad_geometry", f"{width}x{height}: it has no pixels")
         if width * height > IMAGES.max_pixels:  # before any of it is decoded
             raise Refused("too_many_pixels", f"{width}x{height}, more than {IMAGES.max_pixels}")
-        if opened.mode in ("F", "I"):
-            raise Refused("not_image", "its pixels are 32-bit numbers; save it with 8 or 16 bits a channel")
-        plain = opened
-        if opened.mode.startswith("I;16") and opened.mode not in _PNG_MODES:  # another order of bytes
-            plain = Image.fromarray(np.asarray(opened).astype(np.uint16))
-        elif opened.mode not in _PNG_MODES:
-            plain = opened.convert("RGB")
+        if opened.mode[0] in "FI" and opened.mode not in _PNG_MODES:  # more bits than a conversion to RGB would leave
+            raise Refused("not_image", f"its pixels are of mode {opened.mode}; save it with 8 bits a channel")
+        plain = opened if opened.mode in _PNG_MODES else opened.convert("RGB")
         plain.save(file, "PNG", exif=opened.getexif(), compress_level=1)
     except UnidentifiedImageError as error:
         found = f"{len(image)} bytes, first {image[:16]!r}" if isinstance(image, bytes) else str(error)

@@ -50,6 +50,17 @@ def read_text(file: Path) -> str:
         raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
 
 
+@contextlib.contextmanager
+def in_format(kind: str, file: Path, entry: str) -> Iterator[None]:
+    """Raise ValueError that names the file and the entry if an entry is not as the code inside expects it."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is not in {kind}'s format, {entry}: {type(error).__name__}: {error}; fetch it again"
+        ) from error
+
+
 def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], found_in: str, expected_in: str) -> None:
     """ValueError names the first ids that stand twice in one or are missing in the other, and how many there are."""
     counts = {name: Counter(iter(ids)) for name, ids in ((found_in, found), (expected_in, expected))}

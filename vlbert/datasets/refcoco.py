@@ -12,7 +12,7 @@ import numpy as np
 
 from storage.pickles import UnsafePickle, read_pickle
 from storage.safe_json import shown
-from vlbert.datasets.files import check_ids, read_bytes, read_json
+from vlbert.datasets.files import check_ids, in_format, read_bytes, read_json
 
 FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image that the data set ships
@@ -200,12 +200,8 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
     images, _ = _read_instances(instances)
     found = defaultdict(list)
     for number, row in enumerate(read_json(file, "task.detections", list)):
-        try:
+        with in_format("MAttNet", file, f"detection {number}"):
             image, box = images.get(row["image_id"]), _corners(row["box"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file}: detection {number} is not in MAttNet's format, {{box, image_id}}: {error!r}; fetch it again"
-            ) from error
         if image and not _invalid_reason(box, image):
             found[image["file_name"]].append(np.clip(box, 0, [image["width"], image["height"]] * 2))
     return {name: np.array(boxes) for name, boxes in found.items()}
@@ -231,26 +227,26 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
         if not isinstance(data.get(kind), list):
             raise ValueError(f"{file} has no list of {kind}; it must be in COCO's format, as RefCOCO+ ships it")
         for number, entry in enumerate(data[kind]):
-            try:
-                if entry["id"] in (images if kind == "images" else annotations):
-                    raise ValueError(f"id {entry['id']} stands there twice")
+            with in_format("COCO", file, f"{kind}[{number}]"):
+                _once((kind, entry["id"]), names)
                 if kind == "images":
                     sizes = _field(entry, "width", int), _field(entry, "height", int)
-                    if min(sizes) < 1 or not _field(entry, "file_name", str):
+                    _once(("file_name", _field(entry, "file_name", str)), names)
+                    if min(sizes) < 1:
                         raise ValueError(f"an image of {sizes[0]} x {sizes[1]} pixels")
-                    if entry["file_name"] in names:
-                        raise ValueError(f"file_name {entry['file_name']} stands there twice")
-                    names.add(entry["file_name"])
                     images[entry["id"]] = entry
                 elif entry["image_id"] in images:
                     annotations[entry["id"]] = entry["image_id"], _corners(entry["bbox"])
                 else:
                     raise ValueError(f"there is no image {entry['image_id']}")
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{file}: {kind}[{number}] is not in COCO's format: {error!r}; fetch it again"
-                ) from error
     return images, annotations
+
+
+def _once(name: tuple[str, Any], seen: set) -> None:
+    """Add a name to those that were seen. Raises ValueError if it was."""
+    if name in seen:
+        raise ValueError(f"{name[0]} {name[1]} stands there twice")
+    seen.add(name)
 
 
 def _read_refs(file: Path) -> list[dict]:
@@ -260,19 +256,13 @@ def _read_refs(file: Path) -> list[dict]:
         raise ValueError(f"{file} holds a {type(refs).__name__}; {_NO_REFS}")
     seen = set()
     for number, ref in enumerate(refs):
-        try:
+        with in_format("RefCOCO+", file, f"reference {number}"):
             for name, kind in (("ref_id", int), ("image_id", int), ("ann_id", int), ("split", str)):
                 _field(ref, name, kind)
-            ids = [("ref_id", ref["ref_id"])]
+            _once(("ref_id", ref["ref_id"]), seen)  # a reference is in one split, a sentence in one reference
             for sentence in _field(ref, "sentences", list):
-                ids.append(("sent_id", _field(sentence, "sent_id", int)))
+                _once(("sent_id", _field(sentence, "sent_id", int)), seen)
                 _field(sentence, "sent", str)
-            for name, one in ids:  # a reference is in one split, a sentence in one reference
-                if (name, one) in seen:
-                    raise ValueError(f"its {name} {one} stands there twice")
-                seen.add((name, one))
-        except ValueError as error:
-            raise ValueError(f"{file}: reference {number}: {error}; {_NO_REFS}") from error
     return refs
 
 

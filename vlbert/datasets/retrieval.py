@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vlbert.datasets.files import read_json
+from vlbert.datasets.files import in_format, read_json
 
 CAPTIONS = 5  # of an image, as in all reported numbers; a few images of COCO have more
 RECALLS = (1, 5, 10)
@@ -74,15 +74,11 @@ def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, 
     found = defaultdict(dict)
     images = read_json(file, "task.folder and task.file").get("images")
     for number, image in enumerate(images if isinstance(images, list) else [None]):
-        try:
+        with in_format("Karpathy", file, f"images[{number}]"):
             texts = [sentence["raw"] for sentence in image["sentences"]][:captions]
             name, split = image["filename"], image["split"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{file} is no split file of Karpathy, images[{number}]: {error!r}; fetch it again"
-            ) from error
-        if not all(isinstance(text, str) for text in (name, split, *texts)):
-            raise ValueError(f"{file}: images[{number}] has a filename, split or caption that is no text")
+            if not all(isinstance(text, str) for text in (name, split, *texts)):
+                raise TypeError("a filename, split or caption is no text")
         if name in found[split]:
             raise ValueError(f"{file}: {name} stands there twice")
         found[split][name] = texts

@@ -1,10 +1,8 @@
-"""VCR's official files, and the leaderboard's submission file and score. A ValueError names the file, the line and the
-remedy."""
+"""VCR's official files, metrics and submission file. A ValueError names the file, the line and the remedy."""
 
 import csv
 import io
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from storage.safe_json import parse_json
-from vlbert.datasets.files import check_ids, read_json, read_text, reading
+from vlbert.datasets.files import check_ids, in_format, read_json, reading
 
 CHOICES = 4
 _OBJECTS = (
@@ -103,7 +101,7 @@ def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) ->
 def read_scene(file: Path) -> Scene:
     """The metadata of an image; ValueError where the file is cut off or does not fit together."""
     found = read_json(file, "task.folder")
-    try:
+    with in_format("VCR", file, "its objects"):
         names, size = found["names"], (found["width"], found["height"])
         unknown = set(names) - set(OBJECTS)
         if unknown:
@@ -116,8 +114,6 @@ def read_scene(file: Path) -> Scene:
         if not len(names) == len(boxes) == len(polygons):
             raise ValueError(f"it has {len(names)} names, {len(boxes)} boxes and {len(polygons)} segms")
         boxes, without_area = _inside(boxes, size)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not in the format of VCR's metadata: {error!r}; fetch vcr1images again") from error
     return Scene(size, names, classes, boxes, polygons, without_area)
 
 
@@ -150,11 +146,8 @@ def read_items(file: Path) -> list[Item]:
     items, first = [], {}
     with reading(file), open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            try:
+            with in_format("VCR", file, f"line {number}"):
                 item = _item(line.decode(), file, number)
-            except (ValueError, KeyError, TypeError) as error:
-                why = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{file} line {number} is no item of VCR: {why}; fetch the file again") from error
             if first.setdefault(item.annot_id, number) != number:
                 raise ValueError(
                     f"{item.where} has the annot_id of line {first[item.annot_id]}, {item.annot_id}; fetch it again"
@@ -240,41 +233,6 @@ def submission(folder: Path, rows: Iterable[Mapping[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def read_submission(file: Path) -> dict[str, np.ndarray]:
-    """annot_id -> float64 [1 + CHOICES, CHOICES]: of the answers, and of the rationales for each answer. Columns are
-    found by their names.
-
-    ValueError names the line. A row that is no distribution gets a warning, and is scored by its largest number.
-    """
-    if not file.is_file():
-        raise ValueError(f"there is no {file}")
-    found, faults = {}, []
-    with io.StringIO(read_text(file), newline="") as lines:
-        table = csv.DictReader(lines)
-        differing = set(COLUMNS) ^ set(table.fieldnames or [])
-        if differing or len(table.fieldnames) != len(COLUMNS):
-            what = f"{min(differing)} is missing, or one too many" if differing else "one stands there twice"
-            raise ValueError(f"{file} does not have the {len(COLUMNS)} columns of the leaderboard: {what}")
-        for row in table:
-            where = f"{file} line {table.line_num}"
-            try:
-                numbers = np.array([float(row[name]) for name in COLUMNS[1:]]).reshape(-1, CHOICES)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{where} is cut off, or holds what is no number: {error}") from error
-            if None in row:
-                raise ValueError(f"{where} has more than {len(COLUMNS)} values")
-            if row["annot_id"] in found:
-                raise ValueError(f"{where} has {row['annot_id']} a second time")
-            if not np.isfinite(numbers).all():
-                raise ValueError(f"{where}, {row['annot_id']}: {_not_probabilities(numbers)}")
-            if fault := _not_probabilities(numbers):
-                faults.append(f"{where}, {row['annot_id']}: {fault}")
-            found[row["annot_id"]] = numbers
-    if faults:
-        warnings.warn(f"{len(faults)} lines, the first: {faults[0]}; the largest number counts", stacklevel=2)
-    return found
-
-
 def _not_probabilities(rows: np.ndarray) -> str | None:
     """What is wrong with probabilities [1 + CHOICES, CHOICES], whose rows should sum to 1."""
     for group, row in zip(_GROUPS, rows, strict=True):
@@ -286,32 +244,9 @@ def _not_probabilities(rows: np.ndarray) -> str | None:
     return None
 
 
-def hits(items: Path, submission: Path) -> list[dict]:
-    """The official score of a leaderboard's csv, one row for each item of the jsonl file, in its order: {annot_id,
-    answer_hit, rationale_hit, joint_hit}.
-
-    Of equal probabilities the first wins. The rationale that counts is the one for the right answer, whichever answer
-    was chosen. ValueError where the file has no labels, or the two do not hold the same ids.
-    """
-    labelled, given = read_items(items), read_submission(submission)
-    unlabelled = [item for item in labelled if item.labels is None]
-    if unlabelled:
-        raise ValueError(f"{unlabelled[0].where} has no labels: only the leaderboard can score it")
-    check_ids(given, (item.annot_id for item in labelled), f"{submission}", f"{items}")
-    found = []
-    for item in labelled:
-        answer, rationale = item.labels
-        chosen = given[item.annot_id].argmax(axis=1)
-        answer_hit, rationale_hit = bool(chosen[0] == answer), bool(chosen[1 + answer] == rationale)
-        found.append(
-            {
-                "annot_id": item.annot_id,
-                "answer_hit": answer_hit,
-                "rationale_hit": rationale_hit,
-                "joint_hit": answer_hit and rationale_hit,
-            }
-        )
-    return found
+def ranked(probabilities: Sequence[float]) -> list[int]:
+    """Return the choices, the likeliest first. Of equals the first leads, as in the official score."""
+    return sorted(range(CHOICES), key=lambda choice: -probabilities[choice])
 
 
 def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:

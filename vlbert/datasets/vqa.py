@@ -5,19 +5,19 @@ vlbert vqa-answers FOLDER OUT --splits train2014 val2014      writes the answer 
 
 import functools
 import json
+import operator
 import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
 from storage.programs import Command, Positional
-from storage.safe_json import shown
-from vlbert.datasets.files import check_ids, read_json, read_text
+from vlbert.datasets.files import check_ids, in_format, read_json, read_text
 
+_KIND = "VQA 2.0"
 UNKNOWN = "<unk>"  # a line of some answer lists: stands for all other answers, and is never right
 MIN_QUESTIONS = 9  # with the same answer, for it to be in the answer list
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
@@ -70,16 +70,6 @@ class Question:
         }
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Accuracies in percent, to two decimals."""
-
-    per_question: dict[int, float]
-    overall: float
-    per_answer_type: dict[str, float]
-    per_question_type: dict[str, float]
-
-
 def without_punctuation(text: str) -> str:
     """As in the official evaluation. A mark is removed where the text has it next to a blank, or has a comma between
     two digits; else it becomes a blank. Periods stay only before digits."""
@@ -102,21 +92,18 @@ def normalise(answer: str) -> str:
     return without_articles(without_punctuation(answer))
 
 
-def accuracy(answer: str, answers: Sequence[str], annotators: Sequence[Any] = ()) -> float:
-    """The official accuracy of an answer, 0 to 1: the mean over the annotators of min(1, n / 3), where n of the other
-    annotators gave that answer. Answers are normalised only where the annotators' answers differ.
+def accuracy(answer: str, answers: Sequence[str]) -> float:
+    """Return the official accuracy of an answer, 0 to 1.
 
-    annotators  the other fields of each annotator's answer; annotators with equal answer and fields are left out
-    together
+    That is the mean over the annotators of min(1, n / 3), where n of the other annotators gave that answer. Answers are
+    normalised only where the annotators' answers differ.
     """
     answer, *answers = (text.replace("\n", " ").replace("\t", " ").strip() for text in (answer, *answers))
     if len(set(answers)) > 1:
         answer, *answers = map(normalise, (answer, *answers))
-    agree = [i for i, text in enumerate(answers) if text == answer]
-    left = [len(agree)] * len(answers)
-    for i in agree:
-        left[i] -= sum(annotators[i] == annotators[j] for j in agree) if annotators else 1
-    return _in_turn(min(1.0, count / 3) for count in left) / len(answers)
+    agree = answers.count(answer)
+    # sum() of newer Pythons rounds less than the official code, which adds one number after the other.
+    return functools.reduce(operator.add, (min(1.0, (agree - (text == answer)) / 3) for text in answers)) / len(answers)
 
 
 def soft_score(count: int, annotators: int) -> float:
@@ -133,53 +120,6 @@ def score_answer(answer: str, answers: Sequence[str], soft: float, best: float) 
     """
     scores = (accuracy(answer, answers), soft, best) if answers else (None, None, None)
     return dict(zip(("score", "soft_score", "best_soft_score"), scores, strict=True))
-
-
-def score(results: Sequence[dict], annotations: Sequence[dict]) -> Scores:
-    """The official scores of results, rows of question_id and answer, in the order and the digits of the official code.
-
-    ValueError where the ids do not match those of the annotations exactly, or there are none.
-    """
-    if not annotations:
-        raise ValueError("there are no annotations: nothing can be scored")
-    check_ids(
-        (row["question_id"] for row in results),
-        (row["question_id"] for row in annotations),
-        "the results",
-        "the annotations",
-    )
-    answer_to = {row["question_id"]: row["answer"] for row in results}
-    per_question, by_answer, by_question = {}, defaultdict(list), defaultdict(list)
-    for row in annotations:
-        annotators = [{**given, "answer": None} for given in row["answers"]]
-        found = accuracy(answer_to[row["question_id"]], [given["answer"] for given in row["answers"]], annotators)
-        per_question[row["question_id"]] = found
-        by_answer[row["answer_type"]].append(found)
-        by_question[row["question_type"]].append(found)
-    return Scores(
-        per_question={question: _rounded(100 * found) for question, found in per_question.items()},
-        overall=_mean(per_question.values()),
-        per_answer_type={kind: _mean(found) for kind, found in by_answer.items()},
-        per_question_type={kind: _mean(found) for kind, found in by_question.items()},
-    )
-
-
-def _mean(accuracies: Iterable[float]) -> float:
-    accuracies = list(accuracies)
-    return _rounded(100 * _in_turn(accuracies) / len(accuracies))
-
-
-def _in_turn(numbers: Iterable[float]) -> float:
-    """Their sum, added one after the other as in the official code: sum() of newer Pythons rounds less."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
-
-
-def _rounded(percent: float) -> float:
-    """To two decimals, halves upwards, as the official code's Python 2 does."""
-    return float(Decimal(percent).quantize(Decimal("0.01"), ROUND_HALF_UP))
 
 
 def read_answers(file: Path, count: int) -> list[str]:
@@ -230,28 +170,13 @@ def read_annotations(file: Path, chosen: bool = False) -> list[dict]:
     """The annotations, in the order of the file, checked; `chosen`: also which answer the data set chose."""
     rows = _rows(read_json(file, "task.folder, or the splits"), "annotations", file)
     for number, row in enumerate(rows):
-        try:
+        with in_format(_KIND, file, f"annotations[{number}]"):
             texts = [given["answer"] for given in row["answers"]]
             whole = bool(texts) and all(isinstance(text, str) for text in texts)
             whole &= not chosen or isinstance(row["multiple_choice_answer"], str)
             hash(row["question_id"]), row["answer_type"], row["question_type"]
-        except (KeyError, TypeError) as error:
-            raise _misshapen(file, f"annotations[{number}]", repr(error)) from error
-        if not whole:
-            raise _misshapen(file, f"annotations[{number}]", "it has no answers, or one that is no text")
-    return rows
-
-
-def read_results(file: Path) -> list[dict]:
-    """Rows of question_id and answer, as the server takes them."""
-    rows = read_json(file, "the results", list)
-    for number, row in enumerate(rows):
-        if not (
-            isinstance(row, dict)
-            and isinstance(row.get("question_id"), str | int)
-            and isinstance(row.get("answer"), str)
-        ):
-            raise _misshapen(file, f"row {number}", f"{shown(row)} has no question_id, or no text as its answer")
+            if not whole:
+                raise ValueError("it has no answers, or one that is no text")
     return rows
 
 
@@ -303,7 +228,7 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
     annotation_of = {row["question_id"]: row for row in annotations}
     questions = []
     for number, row in enumerate(rows):
-        try:
+        with in_format(_KIND, question_file, f"questions[{number}]"):
             # test-dev is a part of test, and its images are named so
             image = f"COCO_{data['data_subtype'].replace('test-dev', 'test')}_{row['image_id']:012d}.jpg"
             annotation = annotation_of.get(row["question_id"], {})
@@ -313,8 +238,6 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
             questions.append(Question(row["question_id"], split, row["question"], image, *known))
             if not isinstance(row["question"], str):
                 raise TypeError(f"the question is no text: {row['question']!r}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _misshapen(question_file, f"questions[{number}]", repr(error)) from error
     ids = [question.question_id for question in questions]
     annotated = [row["question_id"] for row in annotations] if annotation_file else ids
     check_ids(annotated, ids, str(annotation_file or question_file), str(question_file))
@@ -328,14 +251,9 @@ def _known(row: dict) -> tuple[tuple[str, ...], str, str, str]:
 
 
 def _rows(found: dict[str, Any], name: str, file: Path) -> list[dict]:
-    rows = found.get(name)
-    if not isinstance(rows, list):
-        raise _misshapen(file, name, "no such list")
-    return rows
-
-
-def _misshapen(file: Path, entry: str, reason: str) -> ValueError:
-    return ValueError(f"{file} is not in VQA 2.0's format, {entry}: {reason}; fetch it again")
+    if not isinstance(found.get(name), list):
+        raise ValueError(f"{file} is not in {_KIND}'s format, {name}: no such list; fetch it again")
+    return found[name]
 
 
 def write_answers(

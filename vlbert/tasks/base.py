@@ -75,6 +75,13 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
     return f"it has {tokens} tokens, more than task.{field} = {limit}" if tokens > limit else ""
 
 
+def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others: int) -> None:
+    """Raise ValueError if the tokens that a field allows and `others` exceed the model's position table."""
+    room, tokens = config.max_positions - others, getattr(settings, field)
+    if tokens > room:
+        raise ValueError(f"task.{field} is {tokens}, the model has room for {room}: set that")
+
+
 class TaskSettings:
     """Base class of a task's settings, a frozen dataclass. A task with files of its own has a field `folder` that holds
     them. A task with splits has the fields `train_on` and `validate_on`; without splits, `data.datasets` and

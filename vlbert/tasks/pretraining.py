@@ -7,8 +7,7 @@ of the text-only corpus and 70 % of masked regions for the base model.
 """
 
 import heapq
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from storage.sample import Sample
+from storage.settings import check
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, select, unlabelled
 from vlbert.data.boxes import box_iou_with_borders
@@ -61,24 +61,19 @@ class PretrainingSettings(TaskSettings):
     monitored_words: tuple[str, ...] = ()  # words with an accuracy of their own: those that only the image tells
 
     def __post_init__(self):
-        if self.max_elements is not None and self.max_elements < 3:
-            raise ValueError(f"max_elements is {self.max_elements}; [CLS], [SEP] and the whole image alone are 3")
-        if self.max_regions is not None and self.max_regions < 1:
-            raise ValueError(f"max_regions is {self.max_regions}; it must be at least 1, or none")
-        if self.mean_over == "not_overlapping" and self.max_regions is None:
-            raise ValueError("mean_over is not_overlapping; it needs max_regions, the number of regions in its mean")
-        if self.caption_length < 1:
-            raise ValueError(f"caption_length is {self.caption_length}; it must be at least 1")
-        if not 0 <= self.mismatched <= 1 or (self.mismatched and not self.relationship):
-            raise ValueError(f"mismatched is {self.mismatched}; it is a probability, and 0 without relationship")
-        if self.related_class not in (0, 1):
-            raise ValueError(f"related_class is {self.related_class}; it must be 0 or 1")
-        if self.text_length < (3 if self.text_specials else 1):
-            raise ValueError(f"text_length is {self.text_length}; it must be at least 1, and 3 with text_specials")
+        check(self, (self.max_elements or 3) >= 3, "max_elements", "at least 3: [CLS], [SEP] and the whole image")
+        check(self, self.max_regions is None or self.max_regions >= 1, "max_regions", "at least 1, or none")
+        counted = self.mean_over == "regions" or self.max_regions is not None
+        check(self, counted, "mean_over", "regions without max_regions, the number of regions in its mean")
+        check(self, self.caption_length >= 1, "caption_length", "at least 1")
+        learned = 0 <= self.mismatched <= 1 and (self.relationship or not self.mismatched)
+        check(self, learned, "mismatched", "a probability, and 0 without relationship")
+        check(self, self.related_class in (0, 1), "related_class", "0 or 1")
+        least = 3 if self.text_specials else 1
+        check(self, self.text_length >= least, "text_length", "at least 1, and 3 with text_specials")
 
 
-_Guess = tuple[int, float]  # a token or a class, and its probability
-_Guesses = tuple[int, int, list[_Guess]]  # position or region, its label, the likeliest guesses
+_Guesses = list[tuple[int, float]]  # the likeliest tokens or classes, with their probabilities
 
 
 @dataclass(frozen=True)
@@ -219,15 +214,12 @@ class Pretraining(Task):
     def _text_input(
         self, tokens: Sequence[int], label_mask: np.ndarray, labels: np.ndarray, related: Sequence[int] = ()
     ) -> TextInput:
-        zeros = np.zeros(len(tokens), np.int64)
         of_pair, at_first = {}, {}
         if self.settings.relationship:
             of_pair = {"related": np.array(related, np.int64)}
             at_first = {"related": np.arange(len(tokens)) < len(of_pair["related"])}
-        return TextInput(
-            np.array(tokens, np.int64),
-            segments=zeros,
-            token_region=zeros,
+        return TextInput.of_one_sentence(
+            tokens,
             label_masks={"word_label_mask": label_mask} | at_first,
             labels={"words": labels} | of_pair,
         )
@@ -304,78 +296,63 @@ class Pretraining(Task):
         right = words.argmax(1) == batch.labels["words"]
         monitored = torch.isin(batch.labels["words"], self.monitored.to(right.device))
         region_classes, labelled_regions = self._regions(batch, regions)
-        region_right = regions.argmax(1) == region_classes.argmax(1)
         masked = select(batch.region_masked, labelled_regions)
-        word_rows = (batch.labelled["word_label_mask"] // batch.tokens.shape[1]).tolist()
-        region_rows = (labelled_regions // batch.boxes.shape[1]).tolist()
-        kinds = ("words", "words_right", "monitored", "monitored_right", "regions", "regions_right")
-        counts = [Counter(dict.fromkeys(kinds, 0)) for _ in range(len(batch))]
-        from_user = [metadata.get("from_user", False) for metadata in batch.metadata]
-        for row, is_right, is_monitored in zip(word_rows, right.tolist(), monitored.tolist(), strict=True):
-            if not from_user[row]:
-                counts[row].update(words=1, words_right=int(is_right))
-                counts[row].update(monitored=int(is_monitored), monitored_right=int(is_monitored and is_right))
-        for row, is_right, is_masked in zip(region_rows, region_right.tolist(), masked.tolist(), strict=True):
-            if not from_user[row]:
-                counts[row].update(regions=int(is_masked), regions_right=int(is_masked and is_right))
-        guessed = self._guessed(words, regions, region_classes, labelled_regions, batch)
-        return [{"key": k} | one | dict(count) for k, one, count in zip(batch.keys, guessed, counts, strict=True)]
-
-    def _guessed(
-        self, words: Tensor, regions: Tensor, region_classes: Tensor, labelled_regions: Tensor, batch: Batch
-    ) -> Iterator[dict]:
-        """The columns of each row of the batch, without key and counts."""
-        word_guesses = _likeliest(words[:, : len(self.vocabulary)])
-        labelled_words, length, width = batch.labelled["word_label_mask"], batch.tokens.shape[1], batch.boxes.shape[1]
-        word_row, positions = (labelled_words // length).tolist(), (labelled_words % length).tolist()
-        masked = select(batch.region_masked, labelled_regions)
-        region_guesses = _likeliest(regions[masked])
-        labelled_regions = labelled_regions[masked]
-        region_row, region_number = (labelled_regions // width).tolist(), (labelled_regions % width).tolist()
-        detected = region_classes[masked].argmax(1).tolist()
-        labels, tokens, lengths = batch.labels["words"].tolist(), batch.tokens.tolist(), batch.sizes.tokens
-        boxes = batch.boxes.cpu().numpy()
-        of_tokens, of_regions = ([[] for _ in tokens] for _ in range(2))
-        for row, position, label, guesses in zip(word_row, positions, labels, word_guesses, strict=True):
-            of_tokens[row].append((position, label, guesses))
-        for row, number, label, guesses in zip(region_row, region_number, detected, region_guesses, strict=True):
-            of_regions[row].append((number, label, guesses))
-        for row, metadata in enumerate(batch.metadata):
+        detected, found = region_classes[masked].argmax(1), regions[masked]
+        of_tokens = _by_row(
+            batch.labelled["word_label_mask"],
+            batch.tokens,
+            (batch.labels["words"], right, monitored),
+            _likeliest(words[:, : len(self.vocabulary)]),
+        )
+        of_regions = _by_row(
+            labelled_regions[masked], batch.region_mask, (detected, found.argmax(1) == detected), _likeliest(found)
+        )
+        boxes, rows = batch.boxes.cpu().numpy(), []
+        for row, (key, metadata) in enumerate(zip(batch.keys, batch.metadata, strict=True)):
+            text = batch.tokens[row].tolist()[: batch.sizes.tokens[row]]
+            known = not metadata.get("from_user", False)
             to_stored = np.array((*metadata.get("scale", (1, 1)),) * 2)
             drawn = [
-                (number, f"{number}: class {g[0][0]}", boxes[row][number] / to_stored)
-                for number, _, g in of_regions[row]
+                {"name": f"{n}: class {guesses[0][0]}", "box": (boxes[row][n] / to_stored).tolist(), "region": n}
+                for n, _, _, guesses in of_regions[row]
             ]
-            known = not metadata.get("from_user", False)
-            yield self._row(tokens[row][: lengths[row]], of_tokens[row], of_regions[row], known) | {
-                "boxes": [{"name": name, "box": box.tolist(), "region": number} for number, name, box in drawn]
-            }
+            rows.append({"key": key, "boxes": drawn} | self._row(text, of_tokens[row], of_regions[row], known))
+        return rows
 
-    def _row(self, text: list[int], of_tokens: list[_Guesses], of_regions: list[_Guesses], known: bool) -> dict:
-        """A row without its boxes. known: whether the labels are known."""
-        positions, labels = [position for position, _, _ in of_tokens], [label for _, label, _ in of_tokens]
+    def _row(self, text: list[int], of_tokens: list[tuple], of_regions: list[tuple], known: bool) -> dict:
+        """Return a row without key and boxes. known: whether the labels are known.
+
+        of_tokens: position, label, whether it is right, whether it is monitored, guesses. of_regions: region, label,
+        whether it is right, guesses.
+        """
+        positions, labels, right, monitored, guesses = zip(*of_tokens, strict=True) if of_tokens else ((),) * 5
+        names, best = self.vocabulary.tokens, [found[0][1] for *_, found in (*of_tokens, *of_regions)]
+        likeliest = [found[0][0] == label for _, label, *_, found in of_tokens]
         filled = [
             {"answer": self._text(text, positions, tokens), "probability": probability}
-            for tokens, probability in _combined([guesses for _, _, guesses in of_tokens])
+            for tokens, probability in _combined(guesses)
         ]
-        best = [guesses[0][1] for _, _, guesses in (*of_tokens, *of_regions)]
-        right = [label == guesses[0][0] for _, label, guesses in of_tokens]
-        names = self.vocabulary.tokens
         return {
             "question": self._text(text),
             "answer": filled[0]["answer"],
             "probability": float(np.prod(best)),  # of all guesses together, each by itself
             "ranking": filled if of_tokens else [],
             "ground_truth": self._text(text, positions, labels) if known else None,
-            "score": float(np.mean(right)) if known and right else None,
+            "score": float(np.mean(likeliest)) if known and of_tokens else None,
             "masks": [
-                {"position": position, "guesses": [{"answer": names[i], "probability": p} for i, p in guesses]}
-                for position, _, guesses in of_tokens
+                {"position": position, "guesses": [{"answer": names[i], "probability": p} for i, p in found]}
+                for position, *_, found in of_tokens
             ],
             "masked_regions": [
-                {"region": number, "detected": label, "guesses": [{"class": i, "probability": p} for i, p in guesses]}
-                for number, label, guesses in of_regions
+                {"region": number, "detected": label, "guesses": [{"class": i, "probability": p} for i, p in found]}
+                for number, label, _, found in of_regions
             ],
+            "words": known * len(of_tokens),
+            "words_right": known * sum(right),
+            "monitored": known * sum(monitored),
+            "monitored_right": known * sum(map(all, zip(right, monitored, strict=True))),
+            "regions": known * len(of_regions),
+            "regions_right": known * sum(is_right for _, _, is_right, _ in of_regions),
         }
 
     def _text(self, tokens: Sequence[int], positions: Sequence[int] = (), filled: Sequence[int] = ()) -> str:
@@ -407,14 +384,26 @@ def check_fits(own: MaskedInput, tokens: int, fitting: int, count: int, regions:
         raise ValueError(f"there is no region {absent[0]} to mask: the image has {regions}, from 1{beside}")
 
 
-def _likeliest(logits: Tensor) -> list[list[_Guess]]:
-    """The MAX_GUESSES likeliest (class, probability) of each row of logits [M, V], the likeliest first."""
+def _by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor], guesses: list[_Guesses]) -> list[list[tuple]]:
+    """Return of each row of `padded` [N, S] what it has a label for: (place in the row, *columns, guesses).
+
+    index: int64 [M], in [N * S]; columns: [M] each.
+    """
+    found: list[list[tuple]] = [[] for _ in padded]
+    rows, places = (index // padded.shape[1]).tolist(), (index % padded.shape[1]).tolist()
+    for row, *one in zip(rows, places, *(column.tolist() for column in columns), guesses, strict=True):
+        found[row].append(tuple(one))
+    return found
+
+
+def _likeliest(logits: Tensor) -> list[_Guesses]:
+    """Return the MAX_GUESSES likeliest (class, probability) of each row of logits [M, V], the likeliest first."""
     probabilities, which = logits.float().softmax(1).topk(min(MAX_GUESSES, logits.shape[1]))
     return [list(zip(*row, strict=True)) for row in zip(which.tolist(), probabilities.tolist(), strict=True)]
 
 
-def _combined(guesses: Sequence[list[_Guess]]) -> list[tuple[tuple[int, ...], float]]:
-    """The MAX_GUESSES likeliest combinations of one guess for each token, with their probabilities."""
+def _combined(guesses: Sequence[_Guesses]) -> list[tuple[tuple[int, ...], float]]:
+    """Return the MAX_GUESSES likeliest combinations of one guess for each token, with their probabilities."""
     best = [((), 1.0)]
     for there in guesses:
         more = [((*taken, one), p * q) for taken, p in best for one, q in there]

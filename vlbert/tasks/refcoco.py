@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from storage.reading import Samples
 from storage.sample import Sample
+from storage.settings import check
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, select
 from vlbert.data.images import PreparedImage, swap_sides
@@ -56,10 +57,8 @@ class RefCOCOSettings(TaskSettings):
     def __post_init__(self):
         if self.regions == "ground_truth" and (self.detections or self.adds_ground_truth):
             raise ValueError("detections and adds_ground_truth are for regions=detected; regions is ground_truth")
-        if not 0 <= self.classifier_dropout < 1:
-            raise ValueError(f"classifier_dropout is {self.classifier_dropout}; it must be in [0, 1)")
-        if self.expression_length < 1:
-            raise ValueError(f"expression_length is {self.expression_length}; it must be at least 1")
+        check(self, 0 <= self.classifier_dropout < 1, "classifier_dropout", "in [0, 1)")
+        check(self, self.expression_length >= 1, "expression_length", "at least 1")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -169,9 +168,7 @@ class RefCOCO(Task):
 
     def text_input(self, expression: np.ndarray) -> TextInput:
         """[CLS] expression [SEP]."""
-        tokens = np.array([self.vocabulary.cls, *expression, self.vocabulary.sep], np.int64)
-        zeros = np.zeros(len(tokens), np.int64)
-        return TextInput(tokens, segments=zeros, token_region=zeros)
+        return TextInput.of_one_sentence([self.vocabulary.cls, *expression, self.vocabulary.sep])
 
     def head(self, config: ModelConfig) -> nn.Module:
         settings = self.settings

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from storage.reading import Samples
 from storage.sample import Sample
+from storage.settings import check
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, with_texts
 from vlbert.data.images import PreparedImage, swap_sides
@@ -26,7 +27,7 @@ from vlbert.datasets import retrieval
 from vlbert.datasets.files import find_samples, withdrawn_images
 from vlbert.model.heads import Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason
 
 MAX_RANKED = 5  # captions in a prediction's ranking
 OTHER_TOKENS = 4  # positions beside the caption's: of [CLS], [SEP], the regions and [END]
@@ -56,12 +57,9 @@ class RetrievalSettings(TaskSettings):
 
     def __post_init__(self):
         for name in ("captions", "caption_length", "wrong_captions", "wrong_images", "rows_at_once", "fold"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_regions is not None and self.max_regions < 1:
-            raise ValueError(f"max_regions is {self.max_regions}; it must be at least 1, or none")
-        if not 0 <= self.margin <= 1:
-            raise ValueError(f"margin is {self.margin}; it is a difference of probabilities, from 0 to 1")
+            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check(self, self.max_regions is None or self.max_regions >= 1, "max_regions", "at least 1, or none")
+        check(self, 0 <= self.margin <= 1, "margin", "a difference of probabilities, from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +175,11 @@ class Retrieval(Task):
         regions = image.to_input(None, self.settings.max_regions)
         if isinstance(annotation, HeldOutImage):  # `predict` puts all candidates in the place of its text
             columns = {name: getattr(annotation, name) for name in ("image", "captions", "first", "candidates")}
-            return Example(sample.key, _text_input(self.tokens(annotation.captions[0])), regions, columns)
+            return Example(sample.key, TextInput.of_one_sentence(self.tokens(annotation.captions[0])), regions, columns)
         text = swap_sides(annotation.text) if image.flipped else annotation.text
         return Example(
             sample.key,
-            _labelled(_text_input(self.tokens(text)), 0, 0),
+            _labelled(TextInput.of_one_sentence(self.tokens(text)), 0, 0),
             regions,
             {"image": annotation.image, "caption": text},
         )
@@ -221,11 +219,7 @@ class Retrieval(Task):
     # --- model --------------------------------------------------------------------------------------------------------
 
     def head(self, config: ModelConfig) -> nn.Module:
-        room = config.max_positions - OTHER_TOKENS
-        if self.settings.caption_length > room:
-            raise ValueError(
-                f"task.caption_length is {self.settings.caption_length}, the model has room for {room}: set that"
-            )
+        check_room(self.settings, "caption_length", config, OTHER_TOKENS)
         return PairScore(config)
 
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
@@ -351,11 +345,6 @@ class PairScore(nn.Module):
         text, regions = encoded.text[:, :1].float(), encoded.regions[:, :1].float()
         with torch.autocast(text.device.type, enabled=False):
             return self.score(self.pooler(text, regions))[:, 0]
-
-
-def _text_input(tokens: np.ndarray) -> TextInput:
-    zeros = np.zeros(len(tokens), np.int64)
-    return TextInput(tokens, segments=zeros, token_region=zeros)
 
 
 def _labelled(text: TextInput, anchor: int, role: int) -> TextInput:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from storage.reading import Samples
 from storage.sample import Sample
+from storage.settings import check
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, select, unlabelled
 from vlbert.data.images import PreparedImage, swap_sides
@@ -26,7 +27,7 @@ from vlbert.datasets import vcr
 from vlbert.datasets.vcr import CHOICES, CLASSES, Scene, Text
 from vlbert.model.heads import Classifier, ClassifierKind, HeadTransform, Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, make_examples
 from vlbert.tasks.vcr_text import (
     PEOPLE,
     Question,
@@ -81,18 +82,14 @@ class VCRSettings(TaskSettings):
         return ("vcr1images",)
 
     def __post_init__(self):
-        for name, value in (("mask_size", self.mask_size), ("classifier_width", self.classifier_width)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2")
+        for name, least in (("mask_size", 1), ("classifier_width", 1), ("max_tokens", 2)):
+            check(self, getattr(self, name) >= least, name, f"at least {least}")
+        check(self, 0 <= self.masked_regions <= 1, "masked_regions", "a share, in [0, 1]")
         if self.detected_regions and (self.region_loss != "none" or self.masked_regions):
             raise ValueError(
                 "detected_regions is true; their class is no object's: set --task.region_loss=none and "
                 "--task.masked_regions=0"
             )
-        if not 0 <= self.masked_regions <= 1:
-            raise ValueError(f"masked_regions is {self.masked_regions}; it must be a share, in [0, 1]")
 
 
 class VCR(Task):
@@ -208,9 +205,7 @@ class VCR(Task):
             raise ValueError(
                 f"task.mask_size is {side}, the model's res5 gives {cells} x {cells} cells; set it to {cells}"
             )
-        room = config.max_positions - OTHER_TOKENS
-        if self.settings.max_tokens > room:
-            raise ValueError(f"task.max_tokens is {self.settings.max_tokens}, the model has room for {room}: set that")
+        check_room(self.settings, "max_tokens", config, OTHER_TOKENS)
         return VCRHead(config, self.settings)
 
     def pretrained_parts(self, head: nn.Module) -> dict[str, str]:
@@ -259,7 +254,7 @@ class VCR(Task):
         for key, metadata, row in zip(batch.keys, batch.metadata, probabilities, strict=True):
             metadata = dict(metadata)
             choices, label = metadata.pop("choices"), metadata["label"]
-            order = sorted(range(CHOICES), key=lambda i: -row[i])  # of equals the first leads, as officially
+            order = vcr.ranked(row)
             ranking = [{"answer": choices[i], "probability": row[i]} for i in order]
             scored = {"ground_truth": None, "score": None}
             if label is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from storage.reading import Samples
 from storage.sample import Sample
+from storage.settings import check
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, select
 from vlbert.data.images import PreparedImage, swap_sides
@@ -26,7 +27,7 @@ from vlbert.datasets import vqa
 from vlbert.datasets.vqa import Question
 from vlbert.model.heads import Classifier, ClassifierKind, PairClassifier
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason, make_examples
 
 MAX_RANKED = 5  # answers in a prediction's ranking
 OTHER_TOKENS = 6  # positions beside the question's: of [CLS], two [SEP], [MASK], the regions and [END]
@@ -53,13 +54,12 @@ class VQASettings(TaskSettings):
         return self.answer_list, *(file for s in (*self.train_on, self.validate_on) for file in vqa.question_files(s))
 
     def __post_init__(self):
-        for name, value in (("answers", self.answers), ("question_length", self.question_length)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.classifier_dropout is not None and not 0 <= self.classifier_dropout < 1:
-            raise ValueError(f"classifier_dropout is {self.classifier_dropout}; it must be in [0, 1), or none")
-        if self.reads == "pair" and self.answers_from_words:
-            raise ValueError("answers_from_words is true; it must be false where reads is pair")
+        for name in ("answers", "question_length"):
+            check(self, getattr(self, name) >= 1, name, "at least 1")
+        dropout = self.classifier_dropout
+        check(self, dropout is None or 0 <= dropout < 1, "classifier_dropout", "in [0, 1), or none")
+        read_by_words = self.reads == "pair" and self.answers_from_words
+        check(self, not read_by_words, "answers_from_words", "false where reads is pair")
 
 
 class VQA(Task):
@@ -151,11 +151,7 @@ class VQA(Task):
         return scores
 
     def head(self, config: ModelConfig) -> nn.Module:
-        room = config.max_positions - OTHER_TOKENS
-        if self.settings.question_length > room:
-            raise ValueError(
-                f"task.question_length is {self.settings.question_length}, the model has room for {room}: set that"
-            )
+        check_room(self.settings, "question_length", config, OTHER_TOKENS)
         kind = Classifier if self.settings.reads == "mask" else PairClassifier
         given = self.settings.classifier_dropout
         return kind(config, self.settings.answers, self.settings.classifier, config.dropout if given is None else given)
