@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Give each process of pytest-xdist whole files, whose fixtures are made once, and one process the Prefect server."""
+    """Give a process of pytest-xdist whole files, whose fixtures are made once, and one the Prefect server."""
     group = "served" if "served" in getattr(item, "fixturenames", ()) else item.path.name
     item.add_marker(pytest.mark.xdist_group(group))
 
