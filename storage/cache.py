@@ -82,20 +82,21 @@ class ShardCache:
         missing tars.
         """
         log = log or (lambda line: print(line, file=sys.stderr, flush=True))
-        threading.Thread(target=self._keep_filling, args=(log, pause), name="shard cache", daemon=True).start()
 
-    def _keep_filling(self, log: Callable[[str], None], pause: float) -> None:
-        logged = None
-        while True:
-            self._news.clear()
-            try:
-                self.fill()
-            except Exception as error:  # noqa: BLE001  whatever it is, training goes on without the copies
-                what = getattr(error, "strerror", None) or str(error)  # without the random name of a temporary file
-                if what != logged:
-                    log(f"the shard cache {self.folder} is not filled, and reads go to the bucket: {error}")
-                    logged = what
-            self._news.wait(pause)
+        def keep_filling() -> None:
+            logged = None
+            while True:
+                self._news.clear()
+                try:
+                    self.fill()
+                except Exception as error:  # noqa: BLE001  whatever it is, training goes on without the copies
+                    what = getattr(error, "strerror", None) or str(error)  # without the random name of a temporary file
+                    if what != logged:
+                        log(f"the shard cache {self.folder} is not filled, and reads go to the bucket: {error}")
+                        logged = what
+                self._news.wait(pause)
+
+        threading.Thread(target=keep_filling, name="shard cache", daemon=True).start()
 
     def fill(self) -> None:
         """Fetch the missing tars that fit. ValueError names the last one that is damaged in the bucket."""

@@ -1,6 +1,6 @@
 """Claims: which worker is at work on which shard, so that any number of machines make each shard once.
 
-    ROOT/<dataset>/<stage>/claims/<shard>.json     who is at work on a shard
+    ROOT/<dataset>/<stage>/claims/<shard>.txt     who is at work on a shard: host and process
 
 A worker puts a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that was
 not renewed for EXPIRY seconds is dead, and another worker replaces it. Ages are differences between times of the
@@ -10,7 +10,6 @@ Claims save work, no more: of two that make the same shard, the first commit cou
 """
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -21,36 +20,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
-from storage.safe_json import parse_json, printable
+from storage.safe_json import printable
 
 EXPIRY = 120.0  # seconds after which a claim that was not renewed is dead
 RENEWAL = 20.0  # seconds between two renewals: several may fail before a claim expires
 POLLS = 1.0, 30.0  # seconds between looks at the shards that others are at work on: at first, and at most
 _SAY = 60.0  # seconds between two lines about them
-CLAIM = re.compile(r"(.+)/claims/(\d{5})\.json")  # stage, shard
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim on a shard, as the storage has it. Times in seconds since 1970, by the storage's clock.
-
-    worker   host and process, "unknown" if the file is damaged
-    since    when the work began; of a damaged file, when it was last written
-    renewed  when it was last written
-    """
-
-    shard: str
-    worker: str
-    since: float
-    renewed: float
-
-    def is_live(self, now: float) -> bool:
-        """Whether its worker is at work. A claim whose time is EXPIRY ahead is dead: nobody has renewed it."""
-        return abs(now - self.renewed) < EXPIRY
+CLAIM = re.compile(r"(.+)/claims/(\d{5})\.txt")  # stage, shard
 
 
 def exit_at_sigterm() -> None:
@@ -69,55 +48,52 @@ class Claims:
                 ...  # make and commit it
 
     Within `with`, a thread renews what is held; at the end all is released. stage: path of its folder in the store.
-    held: shard -> content of our claim on it.
+    held: the shards that we have claimed.
     """
 
     def __init__(self, store: ObjectStore, stage: str):
         self.store, self.stage = store, stage.removesuffix("/")
         self.worker = f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}"
-        self.held: dict[str, bytes] = {}
+        self.held: set[str] = set()
+        self._content = self.worker.encode()
         self._lock = threading.Lock()  # a claim that is put or released is not renewed meanwhile
         self._end = threading.Event()
 
-    def found(self) -> dict[str, Claim]:
-        """The claim on each shard, live or dead; one listing, and a request for each."""
-        claims = {}
+    def workers(self, now: float) -> dict[str, str]:
+        """Shard -> host and process of the worker that is at work on it; one listing, and a request for each.
+
+        now: seconds since 1970, by the storage's clock.
+        """
+        found = {}
         for shard, renewed in self._listed().items():
-            path = self._path(shard)
             with contextlib.suppress(ObjectMissing):  # it was released since the listing
-                try:
-                    content = parse_json(self.store.get(path), path)
-                    since = max(0.0, min(float(content["since"]), renewed))  # no work begins after its claim
-                    claims[shard] = Claim(shard, printable(content["worker"])[:100], since, renewed)
-                except (ValueError, KeyError, TypeError):
-                    claims[shard] = Claim(shard, "unknown", renewed, renewed)
-        return claims
+                if _is_live(renewed, now):
+                    found[shard] = printable(str(self.store.get(self._path(shard)), "utf-8", "replace"))[:100]
+        return found
 
     def take(self, shards: Sequence[str]) -> str | None:
         """Claim one of these shards, a random one of those that nobody is at work on; None if there is none."""
         listed, now = self._listed(), self.store.now()
-        for shard in random.sample(shards, len(shards)):
-            if shard not in listed and self._put(shard, now):
-                return shard
-        for shard in random.sample(shards, len(shards)):
-            if shard in listed and shard not in self.held and self._is_dead(shard, now):
+        free_first = sorted(random.sample(shards, len(shards)), key=listed.__contains__)
+        for shard in free_first:
+            if shard in self.held:
+                continue
+            if shard in listed:
+                # By a look of its own: since the listing another may have replaced the claim.
+                if any(_is_live(renewed, now) for renewed in self._listed(shard).values()):
+                    continue
                 self.store.delete(self._path(shard))
-                if self._put(shard, now):
-                    return shard
+            if self._put(shard):
+                return shard
         return None
-
-    def _is_dead(self, shard: str, now: float) -> bool:
-        """By a look of its own: since the listing another may have replaced the claim."""
-        infos = [info for info in self.store.list(self._path(shard)) if info.path == self._path(shard)]
-        return all(abs(now - info.modified) >= EXPIRY for info in infos)
 
     def release(self, shard: str) -> None:
         """Delete our claim, unless another worker took it for dead; if the storage is away, it expires."""
         with self._lock:
             with contextlib.suppress(ObjectMissing, StorageUnreachable):
-                if self.store.get(self._path(shard)) == self.held[shard]:
+                if self.store.get(self._path(shard)) == self._content:
                     self.store.delete(self._path(shard))
-            del self.held[shard]  # last: after a signal, the end of `with` tries again
+            self.held.remove(shard)  # last: after a signal, the end of `with` tries again
 
     def renew(self) -> None:
         """Write all held claims again; one that cannot be written stays as it is until the next time."""
@@ -125,7 +101,7 @@ class Claims:
             with self._lock:
                 if shard in self.held:
                     try:
-                        self.store.put(self._path(shard), self.held[shard])
+                        self.store.put(self._path(shard), self._content)
                     except StorageUnreachable:
                         return
 
@@ -165,15 +141,13 @@ class Claims:
         """
         due, pause = time.monotonic(), POLLS[0]
         while True:
-            left, found, now = pending(shards), self.found(), self.store.now()
-            others = [found[shard] for shard in left if shard in found and found[shard].is_live(now)]
+            left, workers = pending(shards), self.workers(self.store.now())
+            others = [shard for shard in left if shard in workers]
             if not others or not for_all and len(others) < len(shards):
                 return left
             if time.monotonic() >= due:
-                first = min(others, key=lambda claim: claim.since)
-                minutes = (now - first.since) / 60
                 more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-                say(f"waiting for shard {first.shard}, at which {first.worker} has been for {minutes:.0f} min{more}")
+                say(f"waiting for shard {others[0]}, at which {workers[others[0]]} is at work{more}")
                 due = time.monotonic() + _SAY
             time.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, POLLS[1])
@@ -194,18 +168,22 @@ class Claims:
             self.renew()
 
     def _path(self, shard: str) -> str:
-        return f"{self.stage}/claims/{shard}.json"
+        return f"{self.stage}/claims/{shard}.txt"
 
-    def _put(self, shard: str, now: float) -> bool:
-        data = json.dumps({"worker": self.worker, "since": now}).encode()
+    def _put(self, shard: str) -> bool:
         with self._lock:
-            self.held[shard] = data  # first: a signal may come while it is put
-            ours = self.store.put(self._path(shard), data, if_absent=True)
+            self.held.add(shard)  # first: a signal may come while it is put
+            ours = self.store.put(self._path(shard), self._content, if_absent=True)
             if not ours:
-                del self.held[shard]
+                self.held.remove(shard)
         return ours
 
-    def _listed(self) -> dict[str, float]:
-        """Shard -> when its claim was written."""
-        infos = self.store.list(f"{self.stage}/claims/")
+    def _listed(self, shard: str = "") -> dict[str, float]:
+        """Shard -> when its claim was written, in seconds since 1970; of all shards, or of one."""
+        infos = self.store.list(f"{self.stage}/claims/{shard}")
         return {found[2]: info.modified for info in infos if (found := CLAIM.fullmatch(info.path))}
+
+
+def _is_live(renewed: float, now: float) -> bool:
+    """Whether the worker of a claim is at work. A claim whose time is EXPIRY ahead is dead: nobody has renewed it."""
+    return abs(now - renewed) < EXPIRY

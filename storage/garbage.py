@@ -3,14 +3,17 @@
 `vlbert catalog gc` lists or deletes it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from storage.catalog import Catalog
 from storage.claims import EXPIRY
-from storage.inventory import MANIFEST, TAR, Inventory, aligned, date_of, megabytes
-from storage.object_store import Leftover, ObjectInfo, ObjectMissing, ObjectStore
+from storage.inventory import MANIFEST, TAR, Inventory, date_of, megabytes
+from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.snapshots import read_snapshot
+from storage.tables import aligned
 from storage.withdrawn import read_withdrawn
 
 
@@ -40,7 +43,10 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
     left = list(store.leftovers())
     inventory = Inventory(store)
     pinned = {(pin.dataset, pin.stage, pin.snapshot) for pin in inventory.pins()}
-    found = [_interrupted(one) for one in left]
+    found = [
+        Garbage("interrupted put", str(file), status.st_size, status.st_mtime, functools.partial(_unlink, file))
+        for file, status in left
+    ]
     named = set()
     for (dataset, stage), manifests in inventory.manifests.items():
         catalog = Catalog(store, dataset)
@@ -84,12 +90,9 @@ def _withdrawn_tars(inventory: Inventory) -> set[str]:
     return found & inventory.tars.keys()
 
 
-def _interrupted(leftover: Leftover) -> Garbage:
-    def remove() -> bool:
-        leftover.remove()
-        return True
-
-    return Garbage("interrupted put", leftover.name, leftover.size, leftover.modified, remove)
+def _unlink(file: Path) -> bool:
+    file.unlink(missing_ok=True)
+    return True
 
 
 def _object(what: str, store: ObjectStore, info: ObjectInfo) -> Garbage:
@@ -122,7 +125,7 @@ def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]
     for one in found:
         if delete and not one.remove():
             continue
-        rows.append((one.what, f"{megabytes(one.size)}", date_of(one.modified), one.where))
+        rows.append((one.what, megabytes(one.size), date_of(one.modified), one.where))
         size += one.size
     if not rows:
         return ["nothing to delete"]

@@ -1,8 +1,7 @@
-"""One listing of a root: its shards, snapshots, tars and checkpoints, and the tables of `storage.catalog status`."""
+"""One listing of a root: its shards, snapshots, tars and checkpoints, and the tables of `vlbert catalog status`."""
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -12,6 +11,7 @@ from storage.collect.spool import PARTIAL
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.runs import STATE, checkpoints, read_state
 from storage.snapshots import read_snapshot
+from storage.tables import aligned
 
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
@@ -120,10 +120,9 @@ def status(store: ObjectStore) -> list[str]:
     inventory, now = Inventory(store), store.now()
     stages, snapshots = [], []
     working = [
-        (*stage.split("/", 1), claim.shard, claim.worker, date_of(claim.since), f"{(now - claim.since) / 60:.0f}")
+        (*stage.split("/", 1), shard, worker)
         for stage in sorted(inventory.claims)
-        for _, claim in sorted(Claims(store, stage).found().items())
-        if claim.is_live(now)
+        for shard, worker in sorted(Claims(store, stage).workers(now).items())
     ]
     for (dataset, stage), found in sorted(inventory.manifests.items()):
         size, statuses = sum(info.size for info in found.values()), Counter()
@@ -143,27 +142,13 @@ def status(store: ObjectStore) -> list[str]:
     ]
     lines = aligned(("dataset", "stage", "shards", "rows", "MB", "rows by status"), stages)
     for names, rows in (
-        (("dataset", "stage", "shard", "worker", "at work since (UTC)", "minutes"), working),
+        (("dataset", "stage", "shard", "worker"), working),
         (("dataset", "stage", "snapshot", "shards", "samples", "MB", "written (UTC)"), snapshots),
         (("run", "step", "dataset", "stage", "snapshot", "for"), pins),
     ):
         if rows:
             lines += ["", *aligned(names, rows)]
     return lines
-
-
-def aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines: numbers aligned right, all else left; [] if there is no row."""
-    if not rows:
-        return []
-    lines = []
-    columns = list(zip(*rows, strict=True))
-    right = [all(re.fullmatch(r"[\d,.]+", value) for value in column) for column in columns]
-    widths = [max(map(len, (name, *column))) for name, column in zip(names, columns, strict=True)]
-    for row in (names, *rows):
-        cells = zip(row, widths, right, strict=True)
-        lines.append("  ".join(f"{cell:>{width}}" if number else f"{cell:<{width}}" for cell, width, number in cells))
-    return [line.rstrip() for line in lines]
 
 
 def megabytes(size: int) -> str:

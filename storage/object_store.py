@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -23,21 +23,19 @@ from storage.programs import require
 from storage.redact import redacted
 
 # Temporary files of `put`, `check` and `now` in a folder: a name, the process and a random number.
-_TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
+_TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}")
 _REQUESTS = 7  # attempts of one request, by botocore: if one in ten fails, one in ten million fails for good
 _FOLDERS = 100  # attempts to make a folder that others remove at the same time
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that ends early
-# botocore sends checksums that S3 does not require over https as a trailer, which Ceph and others refuse.
-_CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
 # Of requests whose credentials are wrong or have expired, among others; servers do not tell one from the other.
 _REFUSED = (400, 401, 403)
 _ACCESS = (
     "check the credentials (AWS_ACCESS_KEY_ID, ~/.aws), renew their session token if it has expired, and give them "
-    "access to the bucket"
+    "access to the bucket (s3:PutObject for writers)"
 )
 
-# What can be put: bytes, a file, or several views of bytes.
-Content = bytes | Path | Sequence[memoryview]
+# What can be put.
+Content = bytes | Path
 
 
 class ObjectMissing(KeyError):
@@ -62,16 +60,6 @@ class ObjectInfo:
     path: str
     size: int
     modified: float
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """What an interrupted put left: no object, and not in a list; `name` in full, size in bytes."""
-
-    name: str
-    size: int
-    modified: float
-    remove: Callable[[], None]
 
 
 class ObjectStore(Protocol):
@@ -109,7 +97,7 @@ class ObjectStore(Protocol):
     def now(self) -> float:
         """Seconds since 1970 by the clock that dates the objects; by this machine's if a folder is not writable."""
 
-    def leftovers(self) -> Iterator[Leftover]:
+    def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Temporary files of killed writers, and of active ones; only their age tells which. A bucket has none."""
 
 
@@ -173,21 +161,27 @@ class LocalStore:
                     f"cannot read the folder {self._folder}: {error}. Name the root to which the data were written"
                 ) from error
             return
-        probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
-        link = probe.with_name(probe.name + "-link")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
-            os.link(probe, link)
+            with self._probe() as probe, self._probe() as other:
+                other.unlink()
+                os.link(probe, other)
         except OSError as error:
             raise StorageUnreachable(
                 f"cannot write to the folder {self._folder}: {error}. Make it writable for this user (on a file system "
                 "with hard links), or name another root"
             ) from error
+
+    @contextlib.contextmanager
+    def _probe(self) -> Iterator[Path]:
+        """A new empty file of the folder."""
+        probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            probe.write_bytes(b"")
+            yield probe
         finally:
-            for file in (probe, link):
-                if os.path.lexists(file):
-                    file.unlink()
+            with contextlib.suppress(OSError):
+                probe.unlink()
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
         with _changing(file := self._file(path)):
@@ -204,8 +198,7 @@ class LocalStore:
                     with data.open("rb") as source:
                         shutil.copyfileobj(source, out, 1 << 20)
                 else:
-                    for part in [data] if isinstance(data, bytes) else data:
-                        out.write(part)
+                    out.write(data)
                 out.flush()
                 os.fsync(out.fileno())
             if if_absent:
@@ -267,28 +260,17 @@ class LocalStore:
         return str(self._file(path) if path else self._folder)
 
     def now(self) -> float:
-        probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            probe.write_bytes(b"")
-            return probe.stat().st_mtime
+            with self._probe() as probe:
+                return probe.stat().st_mtime
         except OSError:  # a reader may not write, and `gc` must work on full disks
             return time.time()
-        finally:
-            if os.path.lexists(probe):
-                probe.unlink()
 
-    def leftovers(self) -> Iterator[Leftover]:
-        for folder, folders, names in os.walk(self._folder):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for name in names:
-                file = Path(folder, name)
-                if _TEMPORARY.fullmatch(name):
-                    try:
-                        status = file.stat()
-                    except FileNotFoundError:
-                        continue  # its writer has finished since the walk
-                    remove = functools.partial(self._remove, file)
-                    yield Leftover(str(file), status.st_size, status.st_mtime, remove)
+    def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
+        for file in self._folder.rglob(".*"):
+            if _TEMPORARY.fullmatch(file.name):
+                with contextlib.suppress(FileNotFoundError):  # its writer has finished since the walk
+                    yield file, file.stat()
 
     def _remove(self, file: Path) -> None:
         """Remove the file and, if it was the last one, its folder: a bucket has no empty folders either."""
@@ -374,13 +356,6 @@ def _whole_range(data: bytes, where: str, offset: int, length: int) -> bytes:
     return data
 
 
-def _opened(data: Content) -> BinaryIO:
-    """The content as a file; several views are joined in memory."""
-    if isinstance(data, Path):
-        return data.open("rb")
-    return io.BytesIO(data if isinstance(data, bytes) else b"".join(data))
-
-
 class Ranges(io.RawIOBase):
     """A read-only file over the range requests of an object."""
 
@@ -410,11 +385,16 @@ class Ranges(io.RawIOBase):
         return length
 
 
+def _endpoint() -> str:
+    """The endpoint of the environment, for messages."""
+    given = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return redacted(given) if given else "the default endpoint"
+
+
 class S3Store:
     """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...).
 
-    Requests and downloads carry checksums only where S3 requires them. AWS_REQUEST_CHECKSUM_CALCULATION and
-    AWS_RESPONSE_CHECKSUM_VALIDATION, or the same settings in ~/.aws/config, say otherwise (`when_supported`).
+    Requests and downloads carry checksums only where S3 requires them.
     """
 
     def __init__(self, root: str):
@@ -436,48 +416,25 @@ class S3Store:
         With `write`, check that a conditional write of an existing object is refused. That object, `.probe`, stays
         (`list` skips it), so that later checks are one request.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "the default endpoint"
-        try:
+        with self._errors("head_bucket", ""):
             client = self._new_client(connect_timeout=3, read_timeout=5, attempts=3)
-            endpoint = client.meta.endpoint_url
             client.head_bucket(Bucket=self.bucket)
-        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"] if isinstance(error, ClientError) else None
-            advice = "check AWS_ENDPOINT_URL, the network and the credentials (AWS_ACCESS_KEY_ID, ~/.aws)"
-            if status == 404:
-                advice = "create the bucket"
-            elif status in _REFUSED:
-                advice = _ACCESS
-            raise StorageUnreachable(
-                f"cannot reach bucket {self.bucket!r} at {redacted(endpoint)} (root {self.root}): "
-                f"{redacted(str(error))}. To go on: {advice}",
-                status,
-            ) from error
         if write:
-            self._check_conditions(endpoint)
+            self._check_conditions()
 
-    def _check_conditions(self, endpoint: str) -> None:
-        probe = f"{self._prefix}.probe"
+    def _check_conditions(self) -> None:
         for _ in range(2):  # the first may find no object
             try:
-                self._call("put_object", ".probe", Key=probe, Body=b"", IfNoneMatch="*")
+                self._call("put_object", ".probe", Key=f"{self._prefix}.probe", Body=b"", IfNoneMatch="*")
             except StorageUnreachable as error:
                 if error.http_status in (409, 412):
                     return
                 if error.http_status in (400, 501):
                     break
-                if error.http_status == 403:
-                    raise StorageUnreachable(
-                        f"cannot write to {self.where()} at {redacted(endpoint)}: {error}. Give these credentials "
-                        "s3:PutObject",
-                        error.http_status,
-                    ) from error
                 raise
         raise StorageUnreachable(
-            f"{redacted(endpoint)} does not honour If-None-Match: it wrote {self.where('.probe')} twice or refused "
-            "to, so two writers could overwrite each other's commits. Use an endpoint with conditional writes"
+            f"{_endpoint()} does not honour If-None-Match: it wrote {self.where('.probe')} twice or refused to, so two "
+            "writers could overwrite each other's commits. Use an endpoint with conditional writes"
         )
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
@@ -487,7 +444,7 @@ class S3Store:
         if isinstance(data, bytes):
             self._call("put_object", path, Key=key, Body=data)
             return True
-        with self._errors("upload", path), _opened(data) as file:
+        with self._errors("upload", path), data.open("rb") as file:
             self._client().upload_fileobj(file, self.bucket, key)  # in parts if it is large
         return True
 
@@ -498,7 +455,7 @@ class S3Store:
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
             try:
-                with _opened(data) as file:
+                with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file:
                     self._call("put_object", path, Body=file, **arguments)
                 return True
             except StorageUnreachable as error:
@@ -537,11 +494,14 @@ class S3Store:
         return True
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for page in self._pages("list_objects_v2", prefix, Prefix=self._prefix + _checked_prefix(prefix)):
-            for entry in page.get("Contents", []):
-                path = entry["Key"].removeprefix(self._prefix)
-                if path and not _hidden(path):
-                    yield ObjectInfo(path, entry["Size"], entry["LastModified"].timestamp())
+        whole = self._prefix + _checked_prefix(prefix)
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=whole)
+        with self._errors("list_objects_v2", prefix):
+            for page in pages:
+                for entry in page.get("Contents", []):
+                    path = entry["Key"].removeprefix(self._prefix)
+                    if path and not _hidden(path):
+                        yield ObjectInfo(path, entry["Size"], entry["LastModified"].timestamp())
 
     def delete(self, path: str) -> None:
         self._call("delete_object", path, Key=self._key(path))
@@ -557,7 +517,7 @@ class S3Store:
         answer = self._call("head_bucket", "")
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
-    def leftovers(self) -> Iterator[Leftover]:
+    def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
         return iter(())  # unfinished uploads in parts go by a lifecycle rule of the bucket: docs/operating.md
 
     def _key(self, path: str) -> str:
@@ -573,23 +533,27 @@ class S3Store:
         from botocore.config import Config
         from botocore.session import Session
 
-        retries = {"mode": "standard", "total_max_attempts": attempts}
-        config = Config(connect_timeout=connect_timeout, read_timeout=read_timeout, retries=retries)
-        session = Session(
-            session_vars={name: (name, f"AWS_{name.upper()}", "when_required", None) for name in _CHECKSUMS}
+        config = Config(
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
+            retries={"mode": "standard", "total_max_attempts": attempts},
+            # botocore sends checksums that S3 does not require over https as a trailer, which Ceph and others refuse.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
         )
+        session = Session()
         session.register_component("data_loader", _loader())
-        return boto3.session.Session(botocore_session=session).client("s3", config=config)
+        try:
+            return boto3.session.Session(botocore_session=session).client("s3", config=config)
+        except ValueError as error:  # an endpoint that is no URL
+            raise StorageUnreachable(
+                f"cannot use {self.where()}: {redacted(str(error))}. Check AWS_ENDPOINT_URL"
+            ) from error
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
         """One request."""
         with self._errors(operation, path):
             return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
-
-    def _pages(self, operation: str, path: str, **arguments) -> Iterator[dict]:
-        """The answers of a request for a list, which S3 gives in pages."""
-        with self._errors(operation, path):
-            yield from self._client().get_paginator(operation).paginate(Bucket=self.bucket, **arguments)
 
     @contextlib.contextmanager
     def _errors(self, operation: str, path: str) -> Iterator[None]:
@@ -598,19 +562,17 @@ class S3Store:
 
         try:
             yield
-        except ClientError as error:
-            if error.response["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
-                raise ObjectMissing(f"there is no object {path} under {self.root}") from error
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            message = f"{operation} of {self.where(path)}: {redacted(str(error))}"
-            if status in _REFUSED:
-                message += f". To go on: {_ACCESS}; then run again: what is committed stays"
-            raise StorageUnreachable(message, status) from error
-        except BotoCoreError as error:
+        except (BotoCoreError, ClientError) as error:
+            status, hint = None, "check the network, AWS_ENDPOINT_URL and the credentials (AWS_ACCESS_KEY_ID, ~/.aws)"
+            if isinstance(error, ClientError):
+                status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+                if path and error.response["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
+                    raise ObjectMissing(f"there is no object {path} under {self.root}") from error
+                hint = "create the bucket" if status == 404 else _ACCESS if status in _REFUSED else "try again later"
             raise StorageUnreachable(
-                f"{operation} of {self.where(path)} at {redacted(self._client().meta.endpoint_url)} failed (at most "
-                f"{_REQUESTS} attempts): {redacted(str(error))}. Check the network and the endpoint, then run again: "
-                "what is committed stays"
+                f"{operation} of {self.where(path)} at {_endpoint()} failed: {redacted(str(error))}. To go on: {hint}, "
+                "then run again: what is committed stays",
+                status,
             ) from error
 
     def _read(self, path: str, **byte_range: str) -> bytes:

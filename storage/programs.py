@@ -1,8 +1,6 @@
 """What all commands share: how they are called, how they end, and the packages that only some of them need."""
 
-import importlib.metadata
 import importlib.util
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -48,8 +46,8 @@ class Command:
             else:
                 tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
         except SystemExit as ended:
-            if ended.code == _WRONG_ARGUMENTS and (hint := flag_hint(sys.argv[1:] if arguments is None else arguments)):
-                print(f"{self.program}: {hint}", file=sys.stderr)
+            if ended.code == _WRONG_ARGUMENTS:
+                print(flag_hint(sys.argv[1:] if arguments is None else arguments), end="", file=sys.stderr)
             raise
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
@@ -67,15 +65,5 @@ class PackageMissing(ImportError, ValueError):
 def require(package: str, purpose: str) -> None:
     """Raises PackageMissing if the package is not installed; it names the extra of pyproject.toml that brings it."""
     if importlib.util.find_spec(package) is None:
-        wanted = f"vlbert[{extra}]" if (extra := _extra_of(package)) else package
-        raise PackageMissing(f"{purpose} needs {package}, which is not installed: pip install '{wanted}'")
-
-
-def _extra_of(package: str) -> str | None:
-    """The extra with this package; None where this tree is not installed."""
-    try:
-        requirements = importlib.metadata.requires("vlbert") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    wanted = re.compile(rf"{package}(?![\w.-]).*extra == ['\"]([\w-]+)['\"]", re.IGNORECASE)
-    return next((match[1] for line in requirements if (match := wanted.match(line))), None)
+        extra = "attention" if package == "matplotlib" else "pipeline"
+        raise PackageMissing(f"{purpose} needs {package}, which is not installed: pip install 'vlbert[{extra}]'")

@@ -6,7 +6,6 @@ request and several requests at a time, so that training needs no disk.
 
 import functools
 import io
-import itertools
 import os
 import random
 import resource
@@ -66,8 +65,6 @@ class ShardSamples:
         self.store, self.cache, self.patience = store, cache, patience
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._opening = threading.Lock()  # held while `_files` changes
-        self._waits = False  # the storage does not answer, and that was logged
-        self._connected = 0  # the process that read last
         self._pinned = index
         self._read_from(*self._current())
 
@@ -75,9 +72,12 @@ class ShardSamples:
         """The index as it can be read now, and the sizes of all objects of its stage; one listing."""
         folder = self._pinned.path.rpartition("snapshots/")[0]
         sizes = {info.path: info.size for info in self.store.list(folder)}
-        # Network file systems list late what was written last.
-        gone = {n for n, tar in enumerate(self._pinned.tars) if tar not in sizes and not self.store.exists(tar)}
+        gone = {n for n, tar in enumerate(self._pinned.tars) if not self._is_there(tar, sizes)}
         return follow_revisions(self._pinned, gone), sizes
+
+    def _is_there(self, tar: str, sizes: dict[str, int]) -> bool:
+        # Network file systems list late what was written last.
+        return tar in sizes or self.store.exists(tar)
 
     def _read_from(self, index: ShardIndex, sizes: dict[str, int]) -> None:
         """ValueError if a tar is missing or too short: at the start that is better than after hours."""
@@ -87,7 +87,7 @@ class ShardSamples:
         for number, (_, offset, length) in index.moved.items():
             ends[number] = (offset + length).max(initial=0)
         for tar, end in zip(index.tars, ends.tolist(), strict=True):
-            if sizes.get(tar, 0) < end and (tar in sizes or not self._reaches(tar, end)):
+            if sizes.get(tar, end) < end or (end and not self._is_there(tar, sizes)):
                 raise ValueError(
                     f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {end}: it is torn "
                     f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
@@ -97,13 +97,6 @@ class ShardSamples:
         self._files: dict[int, io.FileIO] = {}
         if self.cache is not None:
             self.cache.want(index, sizes)
-
-    def _reaches(self, tar: str, end: int) -> bool:
-        """Whether a tar that the listing lacks is long enough."""
-        try:
-            return len(self.store.get_range(tar, end - 1, 1)) == 1
-        except (ValueError, ObjectMissing):
-            return False
 
     def _find_moved(self) -> bool:
         """Look for the samples of tars that are gone. Returns True if they are elsewhere. No other thread may read."""
@@ -128,7 +121,10 @@ class ShardSamples:
 
     def sample(self, number: int) -> Sample:
         """One sample; ValueError names the tar and the byte if it is invalid."""
-        return self._wherever(lambda: self._sample(number))
+        (found,) = self.samples([number])
+        if isinstance(found, ValueError):
+            raise found
+        return found
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         """A sample per number, in their order, or the ValueError that says why it is invalid.
@@ -158,73 +154,56 @@ class ShardSamples:
 
     def _samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         groups = self._neighbours(numbers)
-        reads = [[numbers[index] for index in indices] for indices in groups]
-        # The first request of a process makes its client, which takes longer than a request. Parallel first requests
-        # would each make one.
-        local = self.store.local_path("any") is not None
-        alone = len(reads) if local else 0 if self._connected == os.getpid() else 1
-        answers = [self._together(group) for group in reads[:alone]]
-        self._connected = os.getpid()
-        if reads[alone:]:
-            with ThreadPoolExecutor(min(_REQUESTS, len(reads))) as pool:
-                answers += pool.map(self._together, reads[alone:])
-        found = {}
-        for indices, samples in zip(groups, answers, strict=True):
-            found.update(zip(indices, samples, strict=True))
-        return [found[index] for index in range(len(numbers))]
+        if len(groups) < 2 or self.store.local_path("any") is not None:
+            answers = [self._together(group) for group in groups]
+        else:
+            with ThreadPoolExecutor(min(_REQUESTS, len(groups))) as pool:
+                answers = [*pool.map(self._together, groups)]
+        found = {number: sample for answer in answers for number, sample in answer.items()}
+        for number in numbers:
+            if key := self.index.withdrawn.get(number):
+                found[number] = BadSample(f"sample {key} was withdrawn since: docs/provenance.md", key)
+        return [found[number] for number in numbers]
 
     def _neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Indices into `numbers`, grouped by the request that reads them."""
-        withdrawn = self.index.withdrawn
-        spans = sorted((*self._span(n), index) for index, n in enumerate(numbers) if n not in withdrawn)
-        groups, first, end = [[index] for index, number in enumerate(numbers) if number in withdrawn], None, None
-        for tar, offset, length, index in spans:
+        """The numbers by the request that reads them, in the order of their tar; without those that were withdrawn."""
+        spans = sorted((*self._span(number), number) for number in {*numbers} - self.index.withdrawn.keys())
+        groups, first, end = [], None, 0
+        for tar, offset, length, number in spans:
             near = first is not None and tar == first[0] and offset - end <= _GAP
-            if near and max(end, offset + length) - first[1] <= _JOINED:
-                groups[-1].append(index)
-                end = max(end, offset + length)
-            else:
-                groups.append([index])
-                first, end = (tar, offset), offset + length
+            if not near or offset + length - first[1] > _JOINED:
+                groups.append([])
+                first = tar, offset
+            groups[-1].append(number)
+            end = offset + length
         return groups
 
-    def _together(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """The samples of these numbers, sorted by their offsets in one tar, from one read."""
-        if len(numbers) == 1:
-            return [self._alone(numbers[0])]
-        spans = [self._span(number) for number in numbers]
-        tar, start = spans[0][:2]
+    def _together(self, numbers: Sequence[int]) -> dict[int, Sample | ValueError]:
+        """The samples of these numbers, which are neighbours in one tar, from one read."""
+        spans = {number: self._span(number) for number in numbers}
+        (tar, start, _), (_, last, length) = spans[numbers[0]], spans[numbers[-1]]
+        found = {}
         try:
-            block = self.read(tar, start, max(offset + length for _, offset, length in spans) - start)
-        except ValueError:
-            return [self._alone(number) for number in numbers]
-        found = []
-        for number, (_, offset, length) in zip(numbers, spans, strict=True):
+            block = self.read(tar, start, last + length - start)
+        except ValueError as error:
+            if len(numbers) == 1:
+                return {numbers[0]: error}
+            for number in numbers:
+                found |= self._together([number])
+            return found
+        for number, (_, offset, length) in spans.items():
             try:
                 data = block[offset - start : offset - start + length]
-                found.append(read_span(data, self._name(tar, offset)))
-            except ValueError:
-                found.append(self._alone(number))
+                found[number] = read_span(data, self._name(tar, offset))
+            except ValueError as error:
+                found[number] = error if self.cache is None else self._from_store(tar, offset, length)
         return found
 
-    def _alone(self, number: int) -> Sample | ValueError:
+    def _from_store(self, tar: int, offset: int, length: int) -> Sample | ValueError:
         try:
-            return self._sample(number)
+            return self._past_cache(tar, offset, length)
         except ValueError as error:
             return error
-
-    def _sample(self, number: int) -> Sample:
-        key = self.index.withdrawn.get(number)
-        if key is not None:
-            raise BadSample(f"sample {key} was withdrawn since: docs/provenance.md", key)
-        tar, offset, length = self._span(number)
-        data = self.read(tar, offset, length)
-        try:
-            return read_span(data, self._name(tar, offset))
-        except ValueError:
-            if self.cache is None:
-                raise
-            return self._past_cache(tar, offset, length)
 
     def _past_cache(self, tar: int, offset: int, length: int) -> Sample:
         committed = self._read_store(tar, offset, length)
@@ -258,26 +237,19 @@ class ShardSamples:
 
     def _read_store(self, tar: int, offset: int, length: int) -> bytes:
         """These bytes from the store; repeated for `patience` seconds while it does not answer."""
-        end = time.monotonic() + self.patience
-        for attempt in itertools.count():
+        end, pause = time.monotonic() + self.patience, 1.0
+        while True:
             try:
-                data = self.store.get_range(self.index.tars[tar], offset, length)
+                return self.store.get_range(self.index.tars[tar], offset, length)
             except StorageUnreachable as error:
                 left = end - time.monotonic()
                 if left <= 0 or (error.http_status is not None and error.http_status < 500):
                     raise
-                self._log_waiting(error)
-                time.sleep(min(left, min(_LONGEST_PAUSE, 2**attempt) * random.uniform(0.5, 1)))
-            else:
-                self._waits = False
-                return data
-        raise AssertionError("unreachable: the last try returns or raises")
-
-    def _log_waiting(self, error: StorageUnreachable) -> None:
-        with self._opening:
-            logged, self._waits = self._waits, True
-        if not logged:
-            print(f"reading waits for the storage, at most {self.patience:g} s: {error}", file=sys.stderr, flush=True)
+                if pause == 1:
+                    waits = f"reading waits for the storage, at most {self.patience:g} s"
+                    print(f"{waits}: {error}", file=sys.stderr, flush=True)
+                time.sleep(min(left, pause * random.uniform(0.5, 1)))
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _open(self, tar: int) -> io.FileIO | None:
         """The tar as a file of this machine, None if there is none."""

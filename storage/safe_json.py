@@ -5,13 +5,11 @@ artifact goes through `printable` or `shown`.
 """
 
 import json
-import re
 import reprlib
 from typing import Any
 
 _NAMES = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
 _NAMES[type(None)] = "null"
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
@@ -34,14 +32,11 @@ def parse_json(
         fix: What to do about a text that is not JSON, for messages.
 
     Raises:
-        ValueError: Names `where`. The text is not JSON or not UTF-8, nested too deep, of another type, or holds half of
-            a surrogate pair, which no file can hold.
+        ValueError: Names `where`. The text is not JSON or not UTF-8, nested too deep, or of another type.
     """
     try:
         text = (data if isinstance(data, str) else str(data, "utf-8")).removeprefix("\ufeff")
         value = json.loads(text)
-        if "\\u" in text and _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:  # without the traceback of all the levels
         raise ValueError(f"{printable(where)} is nested too deep; {fix}") from None
     except ValueError as error:

@@ -3,21 +3,18 @@
 A comment beside a field, or the docstring below it, is what `--help` and the flow UI show.
 """
 
-import ast
 import contextlib
 import dataclasses
 import functools
-import inspect
 import io
 import math
 import re
-import textwrap
-import tokenize
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
+from tyro import _docstrings  # which has no public name for the words about a field
 
 T = TypeVar("T")
 
@@ -33,19 +30,12 @@ def check(config: Any, holds: Any, name: str, wanted: str) -> None:
 def check_choices(config: Any) -> None:
     """Raises ValueError if a field of Literal type has none of its values, or a number is not finite."""
     for name, kind in _types_of(type(config)).items():
-        value = getattr(config, name)
+        value, alternatives = getattr(config, name), (kind, *typing.get_args(kind))
         numbers = value if isinstance(value, tuple) else (value,)
         check(config, all(math.isfinite(n) for n in numbers if isinstance(n, float)), name, "finite")
-        choices = _choices(kind)
-        check(config, not choices or value in choices, name, f"one of {', '.join(map(str, choices))}")
-
-
-def _choices(kind: Any) -> tuple:
-    """The values that an annotation Literal[...], or Literal[...] | None, allows; () for every other."""
-    if typing.get_origin(kind) is Literal:
-        return typing.get_args(kind)
-    inner = typing.get_args(kind)
-    return (*_choices(inner[0]), None) if type(None) in inner and _choices(inner[0]) else ()
+        for choices in [typing.get_args(one) for one in alternatives if typing.get_origin(one) is Literal]:
+            fits = value in choices or (value is None and type(None) in alternatives)
+            check(config, fits, name, f"one of {', '.join(map(str, choices))}")
 
 
 def _types_of(kind: type[Any]) -> dict[str, Any]:
@@ -77,8 +67,7 @@ def parse(
         with contextlib.redirect_stderr(printed):
             return make(prog="", add_help=False)
     except SystemExit:
-        hint = flag_hint(arguments or [])
-        raise ValueError(_text_of_box(printed.getvalue()) + (hint and f"; {hint}")) from None
+        raise ValueError(f"{_text_of_box(printed.getvalue())}{flag_hint(arguments or [])}") from None
 
 
 def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
@@ -97,12 +86,8 @@ def flag_hint(arguments: Sequence[str]) -> str:
 
     tyro has only the value as an unrecognized option.
     """
-    split = [one.removeprefix("--").partition("=") for one in arguments if one.startswith("--")]
-    named = [path for path, _, value in split if value.lower() in ("true", "false", "yes", "no", "on", "off")]
-    ways = [" or ".join(as_arguments({path: True}) + as_arguments({path: False})) for path in named]
-    return "; ".join(
-        f"if --{path} is a flag, it takes no value: give {way}" for path, way in zip(named, ways, strict=True)
-    )
+    given = [one for one in arguments if re.fullmatch(r"--\S+=(true|false|yes|no|on|off)", one, re.IGNORECASE)]
+    return f" A flag takes no value: in place of {', '.join(given)} give --NAME or --no_NAME\n" if given else ""
 
 
 def _weights(texts: list[str]) -> dict[str, float | None]:
@@ -139,11 +124,6 @@ def override(config: T, arguments: Sequence[str]) -> T:
     return parse(type(config), arguments, default=config) if arguments else config
 
 
-def parse_changes(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the dotted fields that command-line arguments name, with their new values; ValueError as `override`."""
-    return named_fields(override(config, arguments), arguments)
-
-
 def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the dotted fields of the config that command-line arguments name, each with the config's value of it."""
     found = {}
@@ -160,10 +140,7 @@ def arguments_of(config: Any, base: Any = None) -> list[str]:
 
     The inverse of override(base, ...), and of parse.
     """
-    found = []
-    for path, value in _changes(config, base):
-        found += as_arguments({path: value})
-    return found
+    return as_arguments(dict(_changes(config, base)))
 
 
 def as_arguments(values: Mapping[str, Any]) -> list[str]:
@@ -282,40 +259,10 @@ def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def field_words(kind: type) -> dict[str, str]:
-    """What the source says about each field of a dataclass, and of its bases: the docstring below it, or the comments
-    above or beside it. A comment that is indented behind its # goes on with the one above."""
-    found = {}
-    for base in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
-        source = textwrap.dedent(inspect.getsource(base))
-        lines = source.splitlines()
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
-        own = {number for number in comments if lines[number - 1].lstrip().startswith("#")}  # lines without code
-        goes_on = {number for number in own if comments[number].startswith("#  ")}
-        (definition,) = ast.parse(source).body
-        assert isinstance(definition, ast.ClassDef)
-        body = definition.body
-        for statement, following in zip(body, [*body[1:], None], strict=True):
-            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-                continue
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                words = str(following.value.value)
-            else:
-                first, last = statement.lineno, statement.end_lineno or statement.lineno
-                while first - 1 in own - goes_on:
-                    first -= 1
-                while last + 1 in goes_on:
-                    last += 1
-                words = " ".join(comments.get(line, "").lstrip("# ") for line in range(first, last + 1))
-            found[statement.target.id] = " ".join(words.split())
-    return found
-
-
-def _describe(form: dict[str, Any], kind: type) -> None:
-    for name, words in field_words(kind).items():
-        form["properties"][name]["description"] = words
+def _describe(form: dict[str, Any], kind: type[Any]) -> None:
+    for field in dataclasses.fields(kind):
+        words = _docstrings.get_field_docstring(kind, field.name, ()) or ""
+        form["properties"][field.name]["description"] = " ".join(words.split())
 
 
 # For pydantic, with which Prefect reads a flow's parameters: a name that is no field is an error, and the form of the

@@ -179,7 +179,6 @@ def _members(data: bytes | mmap.mmap, name: str, whole: bool = False) -> Iterato
     whole: the data must end like a tar, with two blocks of zeros and nothing after them but zeros.
     """
     position = 0
-    first = None  # where the extended header (pax) of the coming member begins
     while position < len(data):
         header = data[position : position + _BLOCK]
         if header == _ZEROS:
@@ -193,18 +192,10 @@ def _members(data: bytes | mmap.mmap, name: str, whole: bool = False) -> Iterato
                 f"{name} is torn: member {member!r} at byte {position} should end at byte {padded_end}, the data ends "
                 f"at {len(data)}; delete it and write the shard again"
             )
-        if kind == b"x":  # webdataset's default writes one per member for its fractional mtime
-            if b" path=" in data[start:end] or b" size=" in data[start:end]:
-                raise ValueError(f"{name}: the name or size of a member at byte {position} does not fit USTAR")
-            first = position if first is None else first
-        elif kind in (b"0", b"\0"):
-            yield member, position if first is None else first, start, end, padded_end
-            first = None
-        else:
+        if kind not in (b"0", b"\0"):
             raise ValueError(f"{name}: {member!r} at byte {position} is no file (tar type {kind!r}); repack the tar")
+        yield member, position, start, end, padded_end
         position = padded_end
-    if first is not None:
-        raise ValueError(f"{name} is torn: the header at byte {first} has no member; write the shard again")
     if whole and (len(data) - position < 2 * _BLOCK or data[position:].count(0) != len(data) - position):
         raise ValueError(f"{name} is torn: no end of archive at byte {position}; delete it and write the shard again")
     if not whole and position != len(data):

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,7 +46,6 @@ SNAPSHOT_SCHEMA = pa.schema(
 FROM_MANIFEST = SNAPSHOT_SCHEMA.names[1:]  # columns of a manifest
 LARGE = 2**20  # samples; each process holds a smaller index in its own memory
 _GROUP = 2**17  # rows of a row group, which are decoded together
-_UNUSED = 86400.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -129,15 +127,36 @@ class ShardIndex:
         return values
 
 
-def snapshot_of(stage: str, headers: Sequence[Header]) -> Snapshot:
-    """The snapshot of these manifests; headers sorted by shard."""
+def _metadata(stage: str, headers: Sequence[Header]) -> dict:
+    """What the footer of a snapshot says: docs/formats.md."""
     recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
+    return {
+        "version": SNAPSHOT_VERSION,
+        "stage": stage,
+        "random_init": any(recorded) if recorded else None,
+        "shards": [
+            {
+                "manifest": header.name,
+                "manifest_sha256": header.sha256,
+                "rows": header.ok_rows,
+                "tar": header.tar and header.tar.rpartition("/")[2],
+                "tar_sha256": header.tar_sha256,
+                "tar_bytes": header.tar_bytes,
+            }
+            for header in headers
+        ],
+    }
+
+
+def _snapshot(metadata: Mapping) -> Snapshot:
+    shards = metadata["shards"]
+    lines = "".join(f"{shard['manifest']} {shard['manifest_sha256']}\n" for shard in shards)
     return Snapshot(
-        id=_id((header.name, header.sha256) for header in headers),
-        stage=stage,
-        manifests=tuple(header.name for header in headers),
-        ok_rows=sum(header.ok_rows for header in headers),
-        random_init=any(recorded) if recorded else None,
+        id=hashlib.sha256(lines.encode()).hexdigest()[:16],
+        stage=metadata["stage"],
+        manifests=tuple(shard["manifest"] for shard in shards),
+        ok_rows=sum(shard["rows"] for shard in shards),
+        random_init=metadata["random_init"],
     )
 
 
@@ -160,7 +179,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     ) as writer:
         waiting, rows = [], 0
         for header, table in shards:
-            # Of the meta, kilobytes a shard, what snapshot_of needs.
+            # Of the meta, kilobytes a shard, what _metadata needs.
             meta = {name: value for name, value in header.meta.items() if name == "random_init"}
             headers.append(replace(header, meta=meta))
             number = pa.array(np.full(len(table), int(header.shard), np.int32))
@@ -173,29 +192,13 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
                 waiting, rows = [joined.slice(_GROUP)], rows - _GROUP
         if rows:
             writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP)
-        snapshot = snapshot_of(stage, headers)
-        metadata = {
-            "version": SNAPSHOT_VERSION,
-            "stage": stage,
-            "random_init": snapshot.random_init,
-            "shards": [
-                {
-                    "manifest": header.name,
-                    "manifest_sha256": header.sha256,
-                    "rows": header.ok_rows,
-                    "tar": header.tar and header.tar.rpartition("/")[2],
-                    "tar_sha256": header.tar_sha256,
-                    "tar_bytes": header.tar_bytes,
-                }
-                for header in headers
-            ],
-        }
+        metadata = _metadata(stage, headers)
         text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
         of_text = hashlib.sha256(text.encode()).hexdigest()  # for readers of parts of the file
         writer.add_key_value_metadata({"snapshot": text, "sha256": of_text, OWN_SHA256: BLANK})
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
         seal(data)
-    return snapshot
+    return _snapshot(metadata)
 
 
 def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
@@ -249,36 +252,25 @@ def _shared(snapshot: Snapshot, make: Callable[[], _Arrays]) -> _Arrays:
     makes and all map; if there can be none, as on a full disk, this process holds its own."""
     if snapshot.ok_rows < LARGE:
         return make()
-    folder = Path(tempfile.gettempdir(), f"vlbert-index-{os.getuid()}")
-    files = [folder / snapshot.id / f"{name}.npy" for name in ("offset", "length", "shard")]
+    folder = Path(tempfile.gettempdir(), f"vlbert-index-{os.getuid()}", snapshot.id)
+    files = [folder / f"{name}.npy" for name in ("offset", "length", "shard")]
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} is another user's")
-        with open(folder / "lock", "w") as lock:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        if folder.parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder.parent} is another user's")
+        with open(folder.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not files[-1].exists():
-                _remove_unused(folder)
-                files[0].parent.mkdir(exist_ok=True)
-                for file, array in zip(files, make(), strict=True):
-                    with file.with_suffix(".new").open("wb") as out:
-                        np.save(out, array)
-                        os.fsync(out.fileno())
-                    file.with_suffix(".new").rename(file)
-            os.utime(files[0].parent)
+            if not folder.is_dir():
+                with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as made:
+                    for file, array in zip(files, make(), strict=True):
+                        np.save(Path(made, file.name), array)
+                    os.rename(made, folder)
         # As plain arrays: single numbers of a memmap take longer.
         return tuple(np.asarray(np.load(file, mmap_mode="r")) for file in files)
     except (OSError, ValueError) as error:
-        shutil.rmtree(files[0].parent, ignore_errors=True)  # the next process makes it again
+        shutil.rmtree(folder, ignore_errors=True)  # the next process makes it again
         print(f"this process holds its own index, as {folder} cannot be used: {error}", file=sys.stderr, flush=True)
         return make()
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove indices that nobody opened for a day; who has one mapped still reads it."""
-    for index in folder.glob("*/"):
-        if time.time() - index.stat().st_mtime > _UNUSED:
-            shutil.rmtree(index)
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -310,12 +302,6 @@ def _groups(
         yield table
 
 
-def _id(shards: Iterable[tuple[str, str]]) -> str:
-    """Of each shard the name and the sha256 of its manifest."""
-    lines = "".join(f"{name} {sha256}\n" for name, sha256 in shards)
-    return hashlib.sha256(lines.encode()).hexdigest()[:16]
-
-
 def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list[dict]]:
     footer = file.metadata.metadata or {}
     text = footer.get(b"snapshot", b"")
@@ -323,19 +309,12 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
         raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
     metadata = parse_json(text, where, fix=_WAY_OUT)
     check_version(metadata.get("version"), SNAPSHOT_VERSION, where)
-    shards = metadata["shards"]
-    snapshot = Snapshot(
-        id=_id((shard["manifest"], shard["manifest_sha256"]) for shard in shards),
-        stage=metadata["stage"],
-        manifests=tuple(shard["manifest"] for shard in shards),
-        ok_rows=sum(shard["rows"] for shard in shards),
-        random_init=metadata["random_init"],
-    )
+    snapshot = _snapshot(metadata)
     if not path.endswith(f"/{snapshot.stage}/snapshots/{snapshot.id}.parquet"):
         raise ValueError(f"{where} is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
     if file.metadata.num_rows != snapshot.ok_rows or not file.schema_arrow.equals(SNAPSHOT_SCHEMA):
         raise ValueError(f"{where} is damaged: {file.metadata.num_rows} rows for {snapshot.ok_rows}; {_WAY_OUT}")
-    return snapshot, shards
+    return snapshot, metadata["shards"]
 
 
 _WAY_OUT = "put it back as it was, or start another run, which pins a new one"

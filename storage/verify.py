@@ -1,7 +1,10 @@
 """Verify: every committed file checked against its digest, and manifests, snapshots and sources against each other."""
 
 import contextlib
+import functools
+import io
 import mmap
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +14,9 @@ from storage.catalog import Catalog, sha256_of, temporary_folder
 from storage.digests import is_whole
 from storage.inventory import Inventory
 from storage.manifests import Manifest
-from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable
+from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore, Ranges, StorageUnreachable
 from storage.runs import STATE, differing, file_hash, named_best, read_state, way_out
-from storage.shards import index_shard
+from storage.shards import Span, index_shard
 from storage.snapshots import read_snapshot, shard_of
 from storage.withdrawn import Withdrawn, read_withdrawn
 
@@ -76,28 +79,11 @@ def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest,
         if len(ok):
             yield f"{where} names no tar for {len(ok)} rows that are ok"
         return
-    # Not in the listing if the shard was made again since.
-    tar = inventory.tars.get(manifest.tar) or next(store.list(manifest.tar), None)
-    try:
-        if tar is None:
-            raise ObjectMissing(manifest.tar)
-        with _as_file(store, tar) as file:
-            sha256 = sha256_of(file)
-            if (sha256, tar.size) != (manifest.tar_sha256, manifest.tar_bytes):
-                yield (
-                    f"{store.where(manifest.tar)} is damaged: {tar.size} bytes of sha256 {sha256[:12]}..., but {where} "
-                    f"has {manifest.tar_bytes} of {manifest.tar_sha256[:12]}..."
-                )
-                return
-            spans = [(span.key, span.offset, span.length) for span in index_shard(file)]
-    except (ObjectMissing, FileNotFoundError):
-        yield f"{store.where(manifest.tar)} is gone, and {where} names it"
+    fault, spans = _check_tar(store, manifest.tar, manifest.tar_sha256)
+    if fault:
+        yield f"{store.where(manifest.tar)} {fault}, and {where} names it"
         return
-    except StorageUnreachable:
-        raise
-    except OSError as error:
-        yield f"{store.where(manifest.tar)} cannot be read ({error}), and {where} names it"
-        return
+    spans = [(span.key, span.offset, span.length) for span in spans]
     recorded = list(zip(*(ok[name].to_pylist() for name in ("key", "offset", "length")), strict=True))
     if recorded != spans:
         rows = ok["row"].to_pylist()
@@ -136,7 +122,9 @@ def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
                 fault = "is gone"
             elif found[name].size != wanted["bytes"]:
                 fault = differing({"bytes": found[name].size}, wanted)
-            elif (hashed := file_hash(_pieces(store, found[name]))) != wanted:
+            elif (
+                hashed := file_hash(iter(functools.partial(Ranges(store, f"{path}/{name}").read, _PIECE), b""))
+            ) != wanted:
                 fault = differing(hashed, wanted)
             else:
                 continue
@@ -149,23 +137,16 @@ def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
         yield str(error)
 
 
-def _pieces(store: ObjectStore, info: ObjectInfo) -> Iterator[bytes]:
-    """The bytes of an object, in pieces."""
-    for offset in range(0, info.size, _PIECE):
-        yield store.get_range(info.path, offset, min(_PIECE, info.size - offset))
-
-
 @contextlib.contextmanager
-def _as_file(store: ObjectStore, info: ObjectInfo) -> Iterator[Path]:
+def _as_file(store: ObjectStore, path: str) -> Iterator[Path]:
     """The object as a file of this machine: a temporary copy if it is in a bucket."""
-    local = store.local_path(info.path)
+    local = store.local_path(path)
     if local is not None:
         yield local
         return
     with temporary_folder("verify-") as folder:
-        with (folder / "copy").open("xb") as copy:
-            for piece in _pieces(store, info):
-                copy.write(piece)
+        with (folder / "copy").open("xb") as copy, io.BufferedReader(Ranges(store, path), _PIECE) as object_:
+            shutil.copyfileobj(object_, copy, _PIECE)
         yield folder / "copy"
 
 
@@ -176,7 +157,7 @@ def _faults_of_snapshot(
     store, where = catalog.store, catalog.store.where(info.path)
     _, shards = read_snapshot(store, info.path)
     with (
-        _as_file(store, info) as file,
+        _as_file(store, info.path) as file,
         file.open("rb") as stream,
         mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
@@ -191,17 +172,23 @@ def _faults_of_snapshot(
         path = one["tar"] and catalog.path(stage, one["tar"])
         if path is None or tars.get(catalog.manifest_path(stage, name)) == path:
             continue
-        found = next(store.list(path), None)
+        fault, _ = _check_tar(store, path, one["tar_sha256"])
         # If it is gone, the samples are read from the newest revision: storage/revised.py.
-        if not _is_whole_tar(store, found, one["tar_sha256"]) and (found or newest.get(shard, name) == name):
-            yield f"{store.where(path)} is gone or damaged, and {where} names it"
+        if fault and (store.exists(path) or newest.get(shard, name) == name):
+            yield f"{store.where(path)} {fault}, and {where} names it"
 
 
-def _is_whole_tar(store: ObjectStore, info: ObjectInfo | None, sha256: str) -> bool:
+def _check_tar(store: ObjectStore, path: str, sha256: str) -> tuple[str | None, list[Span]]:
+    """What is wrong with a tar, and its samples if it is the one that was committed."""
     try:
-        if info is not None:
-            with _as_file(store, info) as file:
-                return sha256_of(file) == sha256
+        with _as_file(store, path) as file:
+            found = sha256_of(file)
+            if found == sha256:
+                return None, index_shard(file)
+            return f"is damaged: {file.stat().st_size} bytes of sha256 {found[:12]}..., not {sha256[:12]}...", []
     except (ObjectMissing, FileNotFoundError):
-        pass
-    return False
+        return "is gone", []
+    except StorageUnreachable:
+        raise
+    except OSError as error:
+        return f"cannot be read ({error})", []

@@ -6,11 +6,11 @@ A file is put once and never changed, and holds for all datasets of the root. Ev
 withdrawn (storage/catalog/commit.py). To take a withdrawal back, delete its file.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -24,7 +24,6 @@ from storage.runs import read_sealed, sealed_json
 
 WITHDRAWN = "withdrawn"  # status of a row, and the folder in a root; no dataset has this name
 WITHDRAWAL_VERSION = 2
-_READERS = 16
 
 
 @dataclass(frozen=True)
@@ -66,26 +65,19 @@ def read_withdrawn(store: ObjectStore) -> Withdrawn:
 
     ValueError names a file that is damaged.
     """
-    found = [info for info in store.list(f"{WITHDRAWN}/") if info.path.endswith(".json")]
-    if not found:
-        return Withdrawn()
-    with ThreadPoolExecutor(_READERS) as pool:
-        read = [*pool.map(functools.partial(_read_listed, store), found)]
-    return Withdrawn(*(frozenset().union(*(getattr(one, name) for one in read)) for name in ("urls", "sha256")))
-
-
-def _read_listed(store: ObjectStore, info: ObjectInfo) -> Withdrawn:
-    try:
-        return _read(store, info)
-    except ObjectMissing:
-        return Withdrawn()  # it was taken back since the listing
+    found = Withdrawn()
+    for info in store.list(f"{WITHDRAWN}/"):
+        with contextlib.suppress(ObjectMissing):  # it was taken back since the listing
+            one = _read(store, info)
+            found = Withdrawn(found.urls | one.urls, found.sha256 | one.sha256)
+    return found
 
 
 @functools.lru_cache(2**16)
 def _read(store: ObjectStore, info: ObjectInfo) -> Withdrawn:
-    path, where = info.path, store.where(info.path)
+    where = store.where(info.path)
     try:
-        content = read_sealed(store.get(path), where)
+        content = read_sealed(store.get(info.path), where)
     except ValueError as error:
         raise ValueError(f"{error}; put it back from a copy, or delete it and withdraw its URLs again") from error
     check_version(content.get("version"), WITHDRAWAL_VERSION, where)

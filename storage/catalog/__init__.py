@@ -34,7 +34,7 @@ from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
 from storage.shards import SHARD_VERSION, read_shard
-from storage.snapshots import FROM_MANIFEST, ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
+from storage.snapshots import FROM_MANIFEST, ShardIndex, Snapshot, read_index, write_snapshot
 from storage.withdrawn import WITHDRAWN
 
 STAGE_NAME = re.compile(r"images|regions/[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -173,10 +173,6 @@ class Catalog:
             if found["content"] != ours.content:
                 pending.append(shard)
         return sorted(pending)
-
-    def snapshot(self, stage: str) -> Snapshot:
-        """The snapshot of all shards that are committed now; `pin` writes it."""
-        return snapshot_of(stage, list(self.headers(stage).values()))
 
     def counts(self, stage: str) -> dict[str, int]:
         """Rows by status, over all shards."""

@@ -157,7 +157,7 @@ def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path:
     assert (manifest.revision, manifest.ok_rows) == (2, 2)
     assert detect_shard(catalog, "00000", detector) is False
     assert catalog.pending("images", stage_of(detector)) == []
-    assert catalog.snapshot(stage_of(detector)).ok_rows == 3
+    assert catalog.pin(stage_of(detector)).ok_rows == 3
 
 
 def test_withdrawn_images_are_not_detected_and_their_withdrawal_detects_nothing_again(tmp_path: Path):
@@ -348,7 +348,7 @@ def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_pa
     )
     assert (run.returncode, run.stdout) == (75, "")
     (line,) = run.stderr.splitlines()
-    assert line.startswith(f"cannot reach bucket 'bucket' at {endpoint} (root s3://bucket/root)")
+    assert line.startswith(f"head_bucket of s3://bucket/root/ at {endpoint} failed")
 
 
 def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):

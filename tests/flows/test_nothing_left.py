@@ -242,7 +242,7 @@ def test_a_detection_on_three_machines_shares_the_shards_and_is_cancelled_as_one
     run = served.start("detect-regions/default", **slow)
 
     def at_work() -> int:
-        return len({file.name.partition("-")[0] for file in Path(collected).glob("captions/regions/*/claims/*.json")})
+        return len({file.name.partition("-")[0] for file in Path(collected).glob("captions/regions/*/claims/*.txt")})
 
     served.wait_for(run, lambda: at_work() == 3 and len(committed(collected)) >= len(before) + 3, 240)
     runs = [run, *others_of(served, run)]

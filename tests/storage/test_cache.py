@@ -3,14 +3,11 @@
 import dataclasses
 import hashlib
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from loaded import ALONE
-from places import PROJECT
 from read import STAGE, identity, samples_of
 from stores import Recorded
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample, with_bytes
@@ -22,7 +19,6 @@ from storage.manifests import Row
 from storage.object_store import ObjectStore, open_store
 from storage.reading import ShardSamples
 from vlbert.data.loading import TrainingData, TrainingDataset
-from vlbert.data.samples import open_samples
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.tasks import make_task
 
@@ -73,14 +69,6 @@ def test_the_folder_is_filled_to_its_limit_and_the_rest_is_read_from_the_bucket(
     for tar, sha256 in zip(samples.index.tars, samples.index.tar_sha256, strict=True):
         if (name := Path(tar).name) in first:
             assert hashlib.sha256(copies(tmp_path)[name].read_bytes()).hexdigest() == sha256
-
-
-def test_a_tar_that_does_not_fit_does_not_block_a_smaller_one(tmp_path):
-    commit_samples(tmp_path / "root", "captions", [sample(i) for i in range(5)], per_shard=4)
-    cache, samples = cache_of(remote(tmp_path), tmp_path, limit=SIZE // 2)
-    assert samples.index.tar_bytes[1] < SIZE // 2 < samples.index.tar_bytes[0]
-    cache.fill()
-    assert list(copies(tmp_path)) == [Path(samples.index.tars[1]).name]
 
 
 @pytest.mark.parametrize("size", [0, 512, -1])
@@ -137,20 +125,6 @@ def test_a_tar_that_is_damaged_in_the_bucket_is_named_and_not_fetched_again(tmp_
     assert store.ranges == []
 
 
-def test_two_roots_with_one_dataset_name_may_share_a_folder(tmp_path, written):
-    others = [sample(i) for i in range(PER_SHARD * SHARDS)]  # of the same rows, with other images
-    commit_samples(tmp_path / "other" / "root", "captions", others, per_shard=PER_SHARD)
-    stores = remote(tmp_path), remote(tmp_path / "other")
-    for _ in range(2):
-        for store, expected in zip(stores, (written, [identity(one) for one in others]), strict=True):
-            cache, samples = cache_of(store, tmp_path)
-            cache.fill()
-            store.ranges.clear()
-            assert [identity(samples.sample(i)) for i in range(len(expected))] == expected
-            assert store.ranges == []
-    assert len(copies(tmp_path)) == 2 * SHARDS
-
-
 def test_the_longest_unused_copies_make_room_and_no_other_files(tmp_path, written):
     folder = tmp_path / "cache" / "0123456789ab" / "older" / STAGE
     folder.mkdir(parents=True)
@@ -194,51 +168,6 @@ def test_images_that_are_damaged_in_a_copy_are_read_from_the_bucket(tmp_path):
     assert not copy.exists(), "it is fetched again"
 
 
-def test_the_tars_of_several_datasets_are_wanted_together(tmp_path):
-    tiny_root(tmp_path, samples=16, held_out=8)
-    store = remote(tmp_path)
-    cache = ShardCache(store, tmp_path / "cache", 1 << 30)
-    opened = [open_samples(store, name, None, None, ALONE, cache)[0] for name in ("captions", "held-out")]
-    cache.fill()
-    assert copies(tmp_path).keys() == {Path(tar).name for samples in opened for tar in samples.index.tars}
-
-
-HANG = """
-import sys, time
-from storage.cache import ShardCache
-from storage.catalog import Catalog
-from storage.object_store import LocalStore
-
-class Remote(LocalStore):
-    def local_path(self, path):
-        return None
-
-    def get_range(self, path, offset, length):
-        if path.endswith(".tar"):
-            print("asked", flush=True)
-            time.sleep(3600)
-        return super().get_range(path, offset, length)
-
-folder, stage = sys.argv[1:]
-store = Remote(f"{folder}/root")
-cache, catalog = ShardCache(store, f"{folder}/cache", 1 << 30), Catalog(store, "captions")
-cache.want(catalog.pinned(stage, catalog.pin(stage).id), {})
-cache.fill_in_background()
-sys.stdin.read()
-"""
-
-
-def test_a_process_ends_without_waiting_for_its_filler(tmp_path, written):
-    command = [sys.executable, "-c", HANG, str(tmp_path), STAGE]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT) as process:
-        assert process.stdout.readline() == "asked\n"
-        start = time.monotonic()
-        process.stdin.close()
-        assert process.wait(timeout=60) == 0
-        assert time.monotonic() - start < 10
-    assert copies(tmp_path) == {}, "what is not complete has another name"
-
-
 def test_the_background_fetches_new_snapshots_without_a_pause(tmp_path, written):
     """A training opens its samples after the cache, and more of them where new shards enter it."""
     store = remote(tmp_path)
@@ -256,14 +185,3 @@ def test_the_background_fetches_new_snapshots_without_a_pause(tmp_path, written)
         more = sample(99)
         rows = [Row(99, more.key, "ok", url=more.url)]
         commit_shard(Catalog(store, "captions"), STAGE, "00099", [more], rows, {"random_init": False})
-
-
-def test_a_failure_in_the_background_is_logged_once(tmp_path, written):
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    logged = []
-    cache, samples = cache_of(remote(tmp_path), tmp_path)
-    cache.fill_in_background(logged.append, pause=0.005)
-    assert [identity(one) for one in samples.samples(range(len(written)))] == written
-    time.sleep(0.2)
-    (line,) = logged
-    assert f"{tmp_path / 'cache'} is not filled, and reads go to the bucket: " in line

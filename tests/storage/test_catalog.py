@@ -7,13 +7,11 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from seeded import DETECTOR, as_dict, sealed_parquet, seeded_sample, shard_of
-from stores import Recorded
 
 from storage.catalog import Catalog, ShardIndex
 from storage.catalog.commit import commit_shard, withdraw_samples
@@ -208,22 +206,6 @@ def test_a_full_temporary_folder_is_named(local, write):
     assert names(local.store) == before
 
 
-def test_of_many_writers_at_once_one_commits(local):
-    def write(number: int) -> bool:
-        samples, rows = shard_of(0)
-        samples = [dataclasses.replace(sample, caption=f"writer {number}") for sample in samples]
-        return commit_shard(
-            Catalog(LocalStore(local.store.root), "captions"), "images", "00000", samples, rows, {"by": number}
-        )
-
-    with ThreadPoolExecutor(6) as pool:
-        won = list(pool.map(write, range(6)))
-    assert won.count(True) == 1
-    assert local.manifest("images", "00000").meta == {"by": won.index(True)}
-    assert {sample.caption for sample in local.read("images", "00000")} == {f"writer {won.index(True)}"}
-    assert len(names(local.store)) == 2
-
-
 SAMPLES, ROWS = shard_of(0)  # rows 0, 2, 3, 5 are ok
 CHANGED = dataclasses.replace
 
@@ -268,12 +250,6 @@ def test_invalid_regions_meta_and_names_are_refused(local, stage, shard, regions
     assert names(local.store) == []
 
 
-@pytest.mark.parametrize("dataset", ["", "a/b", "runs"])
-def test_invalid_names_of_datasets_are_refused(local, dataset):
-    with pytest.raises(ValueError, match=f"'{dataset}' cannot be a dataset"):
-        Catalog(local.store, dataset)
-
-
 def test_pending_is_what_the_target_lacks_or_made_from_other_samples(catalog):
     for number in (0, 1, 3):
         commit(catalog, number)
@@ -314,35 +290,6 @@ def test_a_shard_that_was_made_again_is_pending_and_a_target_without_a_source_is
         catalog.pending("images", REGIONS)
 
 
-def test_pending_takes_one_listing_a_stage_and_reads_manifests_alone(local):
-    for number in range(4):
-        commit(local, number)
-    detect(local, 2)
-    recorded = Recorded(local.store)
-    assert Catalog(recorded, "captions").pending("images", REGIONS) == ["00000", "00001", "00003"]
-    paths = [f"get captions/{stage}/00002.parquet" for stage in ("images", REGIONS)]
-    assert sorted(recorded.requests) == sorted([*paths, "list captions/images/", f"list captions/{REGIONS}/"])
-
-
-def test_headers_columns_and_counts_are_those_of_the_manifests(catalog):
-    assert catalog.headers("images") == catalog.counts("images") == {}
-    for number in (2, 0):
-        commit(catalog, number)
-    commit_shard(catalog, "images", "00009", [], [Row(54, "k", "timeout")], {})
-    manifests = {shard: catalog.manifest("images", shard) for shard in ("00000", "00002", "00009")}
-    headers = catalog.headers("images")
-    assert list(headers) == list(manifests)
-    for shard, header in headers.items():
-        assert vars(header) == {name: value for name, value in vars(manifests[shard]).items() if name != "table"}
-    assert list(catalog.headers("images", ["00002"])) == ["00002"]
-    with pytest.raises(ObjectMissing, match="00001.parquet"):
-        catalog.headers("images", ["00000", "00001"])
-    tables = list(catalog.columns("images", ["row", "status"]))
-    assert tables == [manifest.table.select(["row", "status"]) for manifest in manifests.values()]
-    assert [len(table) for table in catalog.columns("images", ["row"], ["00002"])] == [6]
-    assert catalog.counts("images") == {"http_404": 4, "ok": 8, "timeout": 1}
-
-
 def test_a_damaged_or_missing_tar_is_named_before_the_first_sample(catalog):
     commit(catalog, 0)
     tar = catalog.manifest("images", "00000").tar
@@ -377,15 +324,6 @@ def test_invalid_manifests_are_named(local):
         with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:
             local.manifest("images", "00001")
         assert "of version" not in message or "delete" not in str(error.value)
-
-
-def test_pin_replaces_a_damaged_snapshot(local):
-    commit(local, 0)
-    path = f"captions/images/snapshots/{local.pin('images').id}.parquet"
-    data = local.store.get(path)
-    local.store.put(path, data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
-    local.pin("images")
-    assert local.store.get(path) == data
 
 
 def rewritten(table, header: dict) -> bytes:

@@ -92,20 +92,6 @@ def test_a_commit_whose_answer_is_lost_succeeds(calm, tmp_path, lost):
     assert commit_shard(catalog, "images", "00000", *shard_of(0), {}) is False
 
 
-def test_another_writer_of_the_same_bytes_wins(calm, tmp_path):
-    catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
-    samples, rows = shard_of(0)
-
-    def overtaken() -> Iterator:
-        assert commit_shard(catalog, "images", "00000", samples, rows, {}) is True
-        calm.plan("PUT", "/00000.parquet", "reset after")  # the loser's request, refused, and it never hears that
-        yield from samples
-
-    assert commit_shard(catalog, "images", "00000", overtaken(), rows, {}) is False
-    assert calm.planned == []
-    assert list(verify(Inventory(catalog.store))) == []
-
-
 def test_a_download_that_breaks_off_is_repeated(calm, tmp_path):
     store = open_store(f"s3://bucket/{tmp_path.name}")
     data = bytes(range(256)) * 40
@@ -138,52 +124,28 @@ def test_a_conflict_is_repeated_until_it_is_decided(calm, tmp_path):
 def test_a_refused_request_stops_at_once_and_tells_of_the_credentials(calm, tmp_path, status):
     store = open_store(f"s3://bucket/{tmp_path.name}")
     calm.plan("GET", "/a", status, status)
-    with pytest.raises(StorageUnreachable, match=rf"{tmp_path.name}/a: .*renew their session token.* again") as refused:
+    with pytest.raises(
+        StorageUnreachable, match=rf"{tmp_path.name}/a at .*renew their session token.* again"
+    ) as refused:
         store.get("a")
     assert refused.value.http_status == int(status)
     assert calm.planned == [("GET", "/a", status)]  # one request
 
 
-@pytest.mark.parametrize(
-    ("statuses", "message"),
-    [(("501",), "does not honour If-None-Match"), (("403",), "cannot write to s3://bucket/.* at .*s3:PutObject")],
-)
-def test_a_bucket_that_refuses_the_probe_is_named(calm, tmp_path, statuses, message):
-    root = f"s3://bucket/{tmp_path.name}"
-    calm.plan("PUT", "", *statuses)
-    with pytest.raises(StorageUnreachable, match=message):
-        open_store(root)
-    assert calm.planned == []
-    open_store(root, write=False)
-
-
-@pytest.mark.parametrize("if_absent", [False, True])
-@pytest.mark.parametrize("form", [bytes, Path])
-def test_an_endpoint_without_an_answer_is_named_by_every_put(calm, tmp_path, monkeypatch, form, if_absent):
-    monkeypatch.setattr("storage.object_store._REQUESTS", 1)  # with all of them botocore waits for seconds
-    store = open_store(f"s3://bucket/{tmp_path.name}")
-    (tmp_path / "file").write_bytes(b"data")
-    calm.plan("PUT", "/a/b", "reset before")
-    with pytest.raises(StorageUnreachable, match=rf"{tmp_path.name}/a/b at {calm.endpoint} failed .*run again"):
-        store.put("a/b", b"data" if form is bytes else tmp_path / "file", if_absent=if_absent)
-
-
 def test_an_upload_in_parts_repeats_a_lost_part(calm, tmp_path):
     store, file = open_store(f"s3://bucket/{tmp_path.name}"), tmp_path / "large"
     file.write_bytes(os.urandom(9_000_000))  # above 8 MiB boto3 sends parts
-    data = file.read_bytes()
-    for content in (file, [memoryview(data)[:5], memoryview(data)[5:8_500_000], memoryview(data)[8_500_000:]]):
-        calm.plan("PUT", "partNumber=2", "reset before")
-        assert store.put("large", content) is True
-        assert calm.planned == []
-        assert store.get("large") == data
+    calm.plan("PUT", "partNumber=2", "reset before")
+    assert store.put("large", file) is True
+    assert calm.planned == []
+    assert store.get("large") == file.read_bytes()
 
 
 def test_after_a_network_failure_the_next_attempt_finds_the_commit(calm, tmp_path, monkeypatch):
     monkeypatch.setattr("storage.object_store._REQUESTS", 1)
     catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
     calm.plan("PUT", "/00000.parquet", "reset after")
-    with pytest.raises(StorageUnreachable, match=r"images/00000\.parquet at .* run again: what is committed stays"):
+    with pytest.raises(StorageUnreachable, match=rf"images/00000\.parquet at {calm.endpoint} .* run again: what"):
         commit_shard(catalog, "images", "00000", *shard_of(0), {})
     assert commit_shard(catalog, "images", "00000", *shard_of(0), {}) is False
     assert list(verify(Inventory(catalog.store))) == []
@@ -228,3 +190,17 @@ def test_of_two_processes_that_write_a_shard_one_wins(s3, tmp_path: Path, kind):
     root = str(tmp_path / "root") if kind == "folder" else f"s3://bucket/{tmp_path.name}"
     with faulty(s3, faults={}) as proxy, multiprocessing.get_context("spawn").Pool(2) as pool:
         check_race(pool.starmap(race, [(root, number, proxy.endpoint) for number in range(2)], 1), root)
+
+
+def test_another_writer_of_the_same_bytes_wins(calm, tmp_path):
+    catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
+    samples, rows = shard_of(0)
+
+    def overtaken() -> Iterator:
+        assert commit_shard(catalog, "images", "00000", samples, rows, {}) is True
+        calm.plan("PUT", "/00000.parquet", "reset after")  # the loser's request, refused, and it never hears that
+        yield from samples
+
+    assert commit_shard(catalog, "images", "00000", overtaken(), rows, {}) is False
+    assert calm.planned == []
+    assert list(verify(Inventory(catalog.store))) == []

@@ -1,18 +1,15 @@
 """storage.object_store: what holds of a folder and of a bucket, S3 over real HTTP."""
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import pickle
 import resource
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
@@ -43,17 +40,15 @@ def test_put_and_get_round_trip_whole_and_in_ranges(store, tmp_path):
     (tmp_path / "file").write_bytes(data)
     assert store.put("a/bytes", data) is True
     assert store.put("a/file", tmp_path / "file") is True
-    assert store.put("a/views", [memoryview(data)[:7], memoryview(b""), memoryview(data)[7:]]) is True
-    for path in ("a/bytes", "a/file", "a/views"):
+    for path in ("a/bytes", "a/file"):
         assert store.get(path) == data
         assert store.get_range(path, 0, len(data)) == data
         assert store.get_range(path, 255, 3) == b"\xff\x00\x01"
         assert store.get_range(path, len(data) - 1, 1) == b"\xff"
         assert store.get_range(path, 5, 0) == b""
         assert store.exists(path)
-    for nothing in (b"", []):
-        store.put("a/bytes", nothing)
-        assert store.get("a/bytes") == b""
+    store.put("a/bytes", b"")
+    assert store.get("a/bytes") == b""
 
 
 def test_a_range_past_the_end_is_an_error(store):
@@ -87,13 +82,11 @@ def test_an_unreadable_file_is_named(tmp_path):
                 read(path)
 
 
-@pytest.mark.parametrize("form", ["bytes", "file", "views"])
+@pytest.mark.parametrize("form", ["bytes", "file"])
 def test_put_if_absent_never_changes_what_is_there(store, tmp_path, form):
     def content(data: bytes) -> Content:
         if form == "bytes":
             return data
-        if form == "views":
-            return [memoryview(data)[:2], memoryview(data)[2:]]
         (tmp_path / "file").write_bytes(data)
         return tmp_path / "file"
 
@@ -103,23 +96,6 @@ def test_put_if_absent_never_changes_what_is_there(store, tmp_path, form):
     assert store.put("a/b", content(b"third")) is True
     assert store.get("a/b") == b"third"
     assert store.put("a/c", content(b"other"), if_absent=True) is True
-
-
-def test_of_many_writers_one_wins(tmp_path):
-    # Each with Objects of its own, as on machines of their own; moto does not lock, so this asks the folder alone.
-    for round_ in range(20):
-        barrier = threading.Barrier(8)
-
-        def write(number: int, path: str = f"a/{round_}", barrier: threading.Barrier = barrier) -> bool:
-            store = LocalStore(str(tmp_path))
-            barrier.wait()
-            return store.put(path, b"%d" % number * 10000, if_absent=True)
-
-        with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(write, range(8)))
-        assert won.count(True) == 1
-        assert LocalStore(str(tmp_path)).get(f"a/{round_}") == b"%d" % won.index(True) * 10000
-    assert len([file for file in (tmp_path / "a").iterdir()]) == 20  # and no temporary file
 
 
 def test_a_list_is_sorted_by_path_and_its_prefix_is_a_string(store):
@@ -148,17 +124,6 @@ def test_a_list_of_more_than_one_page_is_whole(s3, tmp_path, request):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda name: store.put(name, b""), names))
     assert paths(store) == names
-
-
-def test_roots_whose_names_begin_alike_are_two(root):
-    one, other = open_store(root), open_store(f"{root}-2")
-    for number, store in enumerate((one, other)):
-        assert store.put("captions/images/00000.parquet", b"%d" % number, if_absent=True)
-        store.put(f"{number}", b"")
-    assert paths(one) == ["0", "captions/images/00000.parquet"]
-    assert paths(other) == ["1", "captions/images/00000.parquet"]
-    other.delete("captions/images/00000.parquet")
-    assert one.get("captions/images/00000.parquet") == b"0"
 
 
 def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
@@ -191,24 +156,6 @@ def test_invalid_paths_are_refused(store, path):
         with pytest.raises(ValueError, match="is not a valid name of an object"):
             list(store.list(path))
     assert paths(store) == []
-
-
-def test_where_is_the_full_name(tmp_path, s3):
-    local, remote = open_store(str(tmp_path)), open_store("s3://bucket/a/b/")
-    assert (local.root, local.where(), local.where("x/y")) == (str(tmp_path), str(tmp_path), f"{tmp_path}/x/y")
-    assert (remote.root, remote.where(), remote.where("x/y")) == (
-        "s3://bucket/a/b/",
-        "s3://bucket/a/b/",
-        "s3://bucket/a/b/x/y",
-    )
-    assert local.local_path("x/y") == tmp_path / "x/y"
-    assert remote.local_path("x/y") is None
-    assert open_store("s3://bucket").where("x") == "s3://bucket/x"
-
-
-def test_objects_can_be_sent_to_another_process(store):
-    store.put("a", b"1")
-    assert pickle.loads(pickle.dumps(store)).get("a") == b"1"
 
 
 def test_a_fork_uses_connections_of_its_own(s3):
@@ -260,13 +207,6 @@ def test_a_put_without_space_names_the_file_and_leaves_nothing(tmp_path, if_abse
     assert list(store.leftovers()) == []
 
 
-def test_a_file_that_cannot_be_removed_is_named(tmp_path):
-    store = open_store(str(tmp_path))
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(StorageUnreachable, match=f"cannot write or remove {tmp_path}/folder: .*make it writable"):
-        store.delete("folder")
-
-
 def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
     store = open_store(str(tmp_path / "root"))
     for path in ("run/step/a", "run/step/b", "run/kept", "top"):
@@ -280,21 +220,6 @@ def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
     for path in ("run/step/b", "run/step/b", "top"):
         store.delete(path)
     assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
-    with pytest.raises(StorageUnreachable):
-        store.put("new/too large", Endless())
-    assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
-
-
-class Endless(Sequence):
-    """Parts of which the second cannot be written."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, number: int) -> memoryview:
-        if number:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return memoryview(b"half")
 
 
 def put_and_delete_for_ever(root: str, path: str) -> None:
@@ -354,30 +279,6 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path):
         paths(store, "loop/")
 
 
-def test_a_folder_without_permission_is_an_error():
-    with unprivileged(), tempfile.TemporaryDirectory() as folder:
-        store = open_store(folder)
-        store.put("a/b/object", b"")
-        (Path(folder) / "a" / "b").chmod(0)
-        try:
-            with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {folder}/a/b: "):
-                paths(store)
-        finally:
-            (Path(folder) / "a" / "b").chmod(0o700)
-
-
-@contextlib.contextmanager
-def unprivileged() -> Iterator[None]:
-    """As another user if this one is root, who may read everything."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(before)
-
-
 @pytest.mark.parametrize("root", ["gs://bucket/x", "http://host/x", "", "s3://", "s3:///prefix", "s3://bucket/../x"])
 def test_invalid_roots_are_refused(root):
     with pytest.raises(ValueError, match="s3://bucket|names no bucket|is not a valid name"):
@@ -385,7 +286,7 @@ def test_invalid_roots_are_refused(root):
 
 
 def test_an_unreachable_bucket_is_named_within_seconds(s3):
-    with pytest.raises(StorageUnreachable, match=f"cannot reach bucket 'absent' at {s3} .*: create the bucket$"):
+    with pytest.raises(StorageUnreachable, match=f"s3://absent/x/ at {s3} .*: create the bucket"):
         open_store("s3://absent/x")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
@@ -394,7 +295,7 @@ def test_an_unreachable_bucket_is_named_within_seconds(s3):
             started = time.monotonic()
             with (
                 environment(AWS_ENDPOINT_URL=endpoint),
-                pytest.raises(StorageUnreachable, match=f"'bucket' at {named} .*check AWS_ENDPOINT_URL") as refused,
+                pytest.raises(StorageUnreachable, match=f"s3://bucket/x/.* {named}.*AWS_ENDPOINT_URL") as refused,
             ):
                 open_store("s3://bucket/x")
             assert "s3cr3t" not in str(refused.value)
@@ -415,45 +316,55 @@ def test_now_is_the_clock_of_the_storage(store):
 def test_leftovers_of_interrupted_puts_are_found_and_removed(tmp_path):
     store = open_store(str(tmp_path))
     store.put("a/b/object.parquet", b"1")
-    left = [".object.parquet.17-0123abcd", ".probe-17-0123abcd", ".probe-17-0123abcd-link"]
+    left = [".object.parquet.17-0123abcd", ".probe-17-0123abcd"]
     for name in (*left, ".keep", ".object.parquet.swp"):
         (tmp_path / "a" / "b" / name).write_bytes(b"12")
-    found = list(store.leftovers())
-    assert sorted(one.name for one in found) == sorted(str(tmp_path / "a" / "b" / name) for name in left)
-    assert {one.size for one in found} == {2}
-    for one in found:
-        one.remove()
-        one.remove()  # another may have been first
-    assert {file.name for file in (tmp_path / "a" / "b").iterdir()} == {
-        ".keep",
-        ".object.parquet.swp",
-        "object.parquet",
-    }
+    found = dict(store.leftovers())
+    assert sorted(found) == sorted(tmp_path / "a" / "b" / name for name in left)
+    assert {status.st_size for status in found.values()} == {2}
 
 
-CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
-
-
-@pytest.mark.parametrize("setting", [None, "environment", "file"])
-def test_checksums_over_https_are_sent_only_if_they_are_set(tmp_path, setting):
-    (tmp_path / "config").write_text("[default]\n" + "".join(f"{name} = when_supported\n" for name in CHECKSUMS))
+def test_no_checksums_are_sent_over_https(tmp_path):
     (tmp_path / "file").write_bytes(bytes(9_000_000))  # goes up in two parts
-    settings = {
-        None: {},
-        "environment": {f"AWS_{name.upper()}": "when_supported" for name in CHECKSUMS},
-        "file": {"AWS_CONFIG_FILE": str(tmp_path / "config")},
-    }
-    with https_s3_server(tmp_path, "secure") as requests, environment(**settings[setting]):
+    with https_s3_server(tmp_path, "secure") as requests:
         store = open_store(f"s3://secure/{tmp_path.name}")
         assert store.put("file", tmp_path / "file") is True
         assert store.get("file") == bytes(9_000_000)
-        for form, data in {"bytes": b"data", "views": [memoryview(b"da"), memoryview(b"ta")]}.items():
-            assert store.put(form, data, if_absent=True) is True
-            assert store.get(form) == b"data"
+        assert store.put("bytes", b"data", if_absent=True) is True
+        assert store.get("bytes") == b"data"
     assert {headers[":method"] for headers in requests} == {"HEAD", "PUT", "GET", "POST"}
-    names = {name for headers in requests for name in headers if "checksum" in name or "trailer" in name}
-    if setting is None:
-        assert names == set()
-        assert {headers.get("content-encoding") for headers in requests} == {None}, "not aws-chunked"
-    else:
-        assert names >= {"x-amz-checksum-mode", "x-amz-trailer"}
+    assert not [name for headers in requests for name in headers if "checksum" in name or "trailer" in name]
+    assert {headers.get("content-encoding") for headers in requests} == {None}, "not aws-chunked"
+
+
+def test_of_many_writers_one_wins(tmp_path):
+    # Each with Objects of its own, as on machines of their own; moto does not lock, so this asks the folder alone.
+    for round_ in range(20):
+        barrier = threading.Barrier(8)
+
+        def write(number: int, path: str = f"a/{round_}", barrier: threading.Barrier = barrier) -> bool:
+            store = LocalStore(str(tmp_path))
+            barrier.wait()
+            return store.put(path, b"%d" % number * 10000, if_absent=True)
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(write, range(8)))
+        assert won.count(True) == 1
+        assert LocalStore(str(tmp_path)).get(f"a/{round_}") == b"%d" % won.index(True) * 10000
+    assert len([file for file in (tmp_path / "a").iterdir()]) == 20  # and no temporary file
+
+
+def test_roots_whose_names_begin_alike_are_two(root):
+    one, other = open_store(root), open_store(f"{root}-2")
+    for number, store in enumerate((one, other)):
+        assert store.put("captions/images/00000.parquet", b"%d" % number, if_absent=True)
+        store.put(f"{number}", b"")
+    assert paths(one) == ["0", "captions/images/00000.parquet"]
+    assert paths(other) == ["1", "captions/images/00000.parquet"]
+    other.delete("captions/images/00000.parquet")
+    assert one.get("captions/images/00000.parquet") == b"0"
+
+
+def test_objects_can_be_sent_to_another_process(store):
+    store.put("a", b"1")
+    assert pickle.loads(pickle.dumps(store)).get("a") == b"1"

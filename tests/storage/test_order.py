@@ -14,11 +14,6 @@ def epoch_of(epoch: int, n: int, chunk: int, begins: int = 0, seed: int = SEED, 
     return shuffled(np.arange(n), seed, stream, epoch, n, chunk, begins).tolist()
 
 
-def taken_of(n: int, consumed: int, count: int) -> list[tuple[int, int]]:
-    """(epoch, sample) as a training over n samples takes them, in chunks of 8."""
-    return [(epoch, number) for _, epoch, number in drawn([SnapshotSpan(0, 0, n, "")], consumed, count, SEED, chunk=8)]
-
-
 def cuts(order: list[int], n: int) -> list[int]:
     """Positions at which the next sample is not the neighbour (the first one follows the last)."""
     return [i for i in range(1, len(order)) if order[i] != (order[i - 1] + 1) % n]
@@ -32,36 +27,6 @@ def test_every_epoch_is_a_permutation(n, chunk, epoch, begins):
 @given(st.integers(9, 1000), st.integers(0, 5000))
 def test_chunks_begin_at_multiples_of_their_size_over_all_epochs(n, begins):
     assert all((begins + i) % 8 == 0 for i in cuts(epoch_of(1, n, 8, begins), n))
-
-
-@given(st.integers(9, 300), st.integers(1, 300))
-def test_steps_of_any_size_take_every_sample_once_an_epoch(n, step):
-    taken = [pair for start in range(0, 3 * n, step) for pair in taken_of(n, start, step)][: 3 * n]
-    assert taken == taken_of(n, 0, 3 * n)
-    assert sorted(taken) == [(epoch, number) for epoch in range(3) for number in range(n)]
-
-
-def test_chunks_stay_together_within_each_snapshot():
-    spans = [SnapshotSpan(0, 0, 25, "a"), SnapshotSpan(1, 25, 41, "b")]
-    numbers = [number for *_, number in drawn(spans, 25, 41, SEED, chunk=8)]
-    assert sorted(numbers) == list(range(41))
-    assert all((25 + i) % 8 == 0 for i in cuts(numbers, 41)), "counted from the beginning of the run"
-
-
-def test_chunks_are_shuffled_and_cut_elsewhere_in_every_epoch():
-    n, chunk = 4096, 8
-    firsts, orders = [], []
-    for epoch in range(20):
-        order = epoch_of(epoch, n, chunk, begins=epoch * n)
-        orders.append(tuple(order))
-        firsts.append(order[0] % chunk)
-        chunks = np.array(order[::chunk])
-        assert abs(np.corrcoef(chunks[1:], chunks[:-1])[0, 1]) < 0.2
-        assert abs(np.corrcoef(chunks, np.arange(len(chunks)))[0, 1]) < 0.2
-    assert len(set(orders)) == 20
-    assert len(set(firsts)) >= 6, "chunks are cut at the same samples in every epoch"
-    assert epoch_of(0, n, chunk) != epoch_of(0, n, chunk, seed=6)
-    assert epoch_of(0, n, chunk) != epoch_of(0, n, chunk, stream=1)
 
 
 LATE = [75695481, 118507478, 33056066, 121916457, 103605055]
@@ -112,12 +77,19 @@ def test_weights_that_are_lengths_end_all_epochs_together(lengths, epoch):
     assert sorted(whole) == expected
 
 
-@given(st.integers(0, 10**15), st.integers(1, 300), st.floats(0.001, 1000))
-def test_one_sequence_alone_is_drawn_in_every_slot(consumed, count, weight):
-    assert slots(consumed, count, [weight]) == [(0, n) for n in range(consumed, consumed + count)]
-
-
 def test_the_interleaved_order_never_changes():
     # Checkpoints depend on it.
     assert "".join("ab"[sequence] for sequence, _ in slots(0, 19, [3.0, 0.8])) == "aabaaaabaaabaaaabaa"
     assert "".join("abc"[sequence] for sequence, _ in slots(0, 8, [2, 1, 1])) == "abcaabca"
+
+
+def taken_of(n: int, consumed: int, count: int) -> list[tuple[int, int]]:
+    """(epoch, sample) as a training over n samples takes them, in chunks of 8."""
+    return [(epoch, number) for _, epoch, number in drawn([SnapshotSpan(0, 0, n, "")], consumed, count, SEED, chunk=8)]
+
+
+@given(st.integers(9, 300), st.integers(1, 300))
+def test_steps_of_any_size_take_every_sample_once_an_epoch(n, step):
+    taken = [pair for start in range(0, 3 * n, step) for pair in taken_of(n, start, step)][: 3 * n]
+    assert taken == taken_of(n, 0, 3 * n)
+    assert sorted(taken) == [(epoch, number) for epoch in range(3) for number in range(n)]

@@ -1,7 +1,6 @@
 """storage.sample: samples as members of a tar, and what is refused."""
 
 import dataclasses
-import hashlib
 import io
 import pickle
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from storage.sample import (
     from_members,
     jpeg_size,
     pack_regions,
-    sample_key,
     to_members,
     unpack_regions,
 )
@@ -102,24 +100,6 @@ def test_background_first_reorders_columns_and_labels_alike():
     assert regions.num_classes == 3
     with pytest.raises(ValueError, match="detector d carry no class_probs"):
         few(class_probs=None).class_probs_background_first()
-
-
-def test_take_selects_from_every_array_in_order():
-    regions = seeded_regions(3, 5, everything=True)
-    taken = regions.take(np.array([4, 0]))
-    for field in dataclasses.fields(Regions):
-        before, after = getattr(regions, field.name), getattr(taken, field.name)
-        if isinstance(before, np.ndarray):
-            assert np.array_equal(after, before[[4, 0]]), field.name
-        else:
-            assert after == before
-    assert len(regions.take(np.zeros(5, bool))) == 0
-
-
-def test_the_key_is_the_documented_hash_of_url_and_caption():
-    expected = hashlib.sha256("http://h/é.jpg\0a café".encode()).hexdigest()[:20]
-    assert sample_key("http://h/é.jpg", "a café") == expected
-    assert sample_key("a", "bc") != sample_key("ab", "c")
 
 
 # --- untrusted members ------------------------------------------------------------------------------------------------
@@ -231,13 +211,6 @@ WRONG = {
     "a feature that is no number": (number("features", (2, 1), np.nan), r"features\[2, 1\]"),
 }
 # What only a program can hand to the writer.
-UNWRITABLE = {
-    "caption": {"caption": b"bytes"},
-    "surrogate": {"caption": "\ud83d"},
-    "width": {"width": np.int64(16)},
-    "flags": {"flags": ["resized"]},
-    "jpg": {"image": b""},
-}
 
 
 @pytest.mark.parametrize(("change", "named"), CORRUPT.values(), ids=CORRUPT)
@@ -261,12 +234,6 @@ def test_wrong_numbers_are_neither_read_nor_written(change, named):
         from_members("k", members)
 
 
-@pytest.mark.parametrize(("named", "fields"), UNWRITABLE.items(), ids=UNWRITABLE)
-def test_invalid_samples_are_not_written(named, fields):
-    with pytest.raises(BadSample, match=rf"sample {whole().key}: .*{named}"):
-        to_members(dataclasses.replace(whole(), **fields))
-
-
 def test_numbers_at_their_limits_are_valid():
     sample = whole()
     boxes = np.float32([[0, 0, 16, 8], [-0.0, 7.99, 1e-30, 8], [15.99, 0, 16, 1e-30]])
@@ -282,11 +249,6 @@ def test_numbers_at_their_limits_are_valid():
     )
     sample = dataclasses.replace(sample, regions=regions)
     assert as_dict(from_members(sample.key, to_members(sample))) == as_dict(sample)
-
-
-def test_a_bad_sample_survives_pickling_between_processes():
-    bad = pickle.loads(pickle.dumps(BadSample("sample k: caption is 3", "k")))
-    assert (str(bad), bad.key) == ("sample k: caption is 3", "k")
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
@@ -323,3 +285,23 @@ def test_damaged_members_are_a_valid_sample_or_refused(members):
         assert message.isprintable()
         return
     assert as_dict(from_members("k", to_members(sample))) == as_dict(sample)
+
+
+UNWRITABLE = {
+    "caption": {"caption": b"bytes"},
+    "surrogate": {"caption": "\ud83d"},
+    "width": {"width": np.int64(16)},
+    "flags": {"flags": ["resized"]},
+    "jpg": {"image": b""},
+}
+
+
+@pytest.mark.parametrize(("named", "fields"), UNWRITABLE.items(), ids=UNWRITABLE)
+def test_invalid_samples_are_not_written(named, fields):
+    with pytest.raises(BadSample, match=rf"sample {whole().key}: .*{named}"):
+        to_members(dataclasses.replace(whole(), **fields))
+
+
+def test_a_bad_sample_survives_pickling_between_processes():
+    bad = pickle.loads(pickle.dumps(BadSample("sample k: caption is 3", "k")))
+    assert (str(bad), bad.key) == ("sample k: caption is 3", "k")

@@ -18,9 +18,9 @@ from detectors.select import SelectionSettings
 from storage.collect.download import DownloadSettings
 from storage.collect.plan import CollectSettings
 from storage.settings import (
+    FORM,
     Weights,
     arguments_of,
-    field_words,
     from_json,
     named_fields,
     override,
@@ -125,7 +125,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=lambda config: f"{type(config).__module__}.{type(config).__name__}")
-def test_counts_are_not_negative_numbers_are_finite_and_every_field_has_help(config):
+def test_counts_are_not_negative_numbers_are_finite(config):
     for field in dataclasses.fields(config):
         kinds = {typing.get_type_hints(type(config))[field.name]}
         kinds |= {kind for union in kinds for kind in typing.get_args(union)}
@@ -135,7 +135,12 @@ def test_counts_are_not_negative_numbers_are_finite_and_every_field_has_help(con
             given = (value, *getattr(config, field.name)[1:]) if many else value
             with pytest.raises(ValueError, match=rf"\b{field.name}\b"):
                 dataclasses.replace(config, **{field.name: given})
-    assert all(field_words(type(config)).values())
+
+
+@pytest.mark.parametrize("value", ["polar", None])
+def test_a_choice_is_one_of_those_declared(value):
+    with pytest.raises(ValueError, match="ModelConfig.geometry is .*must be one of centre, corners"):
+        dataclasses.replace(ModelConfig(), geometry=value)
 
 
 @pytest.mark.parametrize("name", all_recipes())
@@ -144,21 +149,6 @@ def test_a_recipe_round_trips_and_needs_data(name: str):
     assert from_json(ModelConfig, json.loads(json.dumps(to_json(recipe)["model"])), "here") == recipe.model
     with pytest.raises(ValueError, match="data.root is not set"):
         check_complete(recipe)
-
-
-def test_a_recipe_takes_its_own_arguments_and_fields():
-    recipe = make_recipe(
-        "pretrain_vlbert", ["--steps", "9", "--size", "large", "--data.root", "r", "--variant=paper"], RECIPES
-    )
-    assert (recipe.name, recipe.steps, recipe.data.root) == ("pretrain_vlbert_large_paper", 9, "r")
-    for arguments, named in (
-        ("pretrain_vlbert --size huge", "huge"),
-        ("pretrain_vlbert_base", "did you mean pretrain_vlbert?"),
-        ("pretrain_vlbert --size demo --variant paper", "there is no pretrain_vlbert_demo_paper"),
-        ("finetune_vqa --features end_to_end", "there is no finetune_vqa_base"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(named)):
-            make_recipe(arguments.split()[0], arguments.split()[1:], RECIPES)
 
 
 def test_a_configuration_may_lack_fields_but_not_have_others():
@@ -218,16 +208,25 @@ def test_settings_round_trip_through_command_lines_and_json(config: Outer, base:
     assert from_json(Outer, json.loads(json.dumps(to_json(config))), "here") == config
 
 
-def test_words_about_fields_are_taken_from_docstrings_and_comments():
-    assert field_words(Outer) == {
-        "count": "how many",
-        "share": "of all, % from 0 to 1",
-        "width": "In pixels, where it is known.",
-        "strict": "A docstring, over two lines.",
-        "mode": "how",
-        "folder": "of the files",
-        "names": "in order",
-        "sizes": "in pixels",
-        "weights": "by name",
-        "inner": "another one",
-    }
+def test_the_form_of_the_flow_ui_shows_the_words_about_each_field():
+    form = {"properties": {field.name: {} for field in dataclasses.fields(Outer)}}
+    FORM["json_schema_extra"](form, Outer)
+    words = {name: shown["description"] for name, shown in form["properties"].items()}
+    assert words["width"] == "In pixels, where it is known."
+    assert words["strict"] == "A docstring, over two lines."
+    assert (words["count"], words["mode"]) == ("how many", "how")
+
+
+def test_a_recipe_takes_its_own_arguments_and_fields():
+    recipe = make_recipe(
+        "pretrain_vlbert", ["--steps", "9", "--size", "large", "--data.root", "r", "--variant=paper"], RECIPES
+    )
+    assert (recipe.name, recipe.steps, recipe.data.root) == ("pretrain_vlbert_large_paper", 9, "r")
+    for arguments, named in (
+        ("pretrain_vlbert --size huge", "huge"),
+        ("pretrain_vlbert_base", "did you mean pretrain_vlbert?"),
+        ("pretrain_vlbert --size demo --variant paper", "there is no pretrain_vlbert_demo_paper"),
+        ("finetune_vqa --features end_to_end", "there is no finetune_vqa_base"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(named)):
+            make_recipe(arguments.split()[0], arguments.split()[1:], RECIPES)

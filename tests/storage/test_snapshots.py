@@ -20,7 +20,7 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import Header
 from storage.object_store import LocalStore, open_store
 from storage.shards import read_span
-from storage.snapshots import SNAPSHOT_SCHEMA, read_columns, read_index, read_snapshot, write_snapshot
+from storage.snapshots import read_index, write_snapshot
 
 REGIONS = f"regions/{DETECTOR}"
 
@@ -41,7 +41,7 @@ def test_the_id_of_a_snapshot_is_a_hash_of_its_manifests(catalog, tmp_path):
     two = catalog.pin("images")
     assert (two.stage, two.shards, two.ok_rows) == ("images", ("00000", "00001"), 8)
     assert len({empty.id, one.id, two.id}) == 3
-    assert catalog.pin("images") == catalog.snapshot("images") == two
+    assert catalog.pin("images") == two
     other = Catalog(open_store(str(tmp_path / "other")), "captions")
     commit(other, 1)
     commit(other, 0)
@@ -59,7 +59,7 @@ def test_the_index_finds_every_sample_with_one_ranged_read(catalog):
     assert (index.shard.dtype, index.offset.dtype, index.length.dtype) == (np.uint32, np.int64, np.int32)
     expected = [sample for number in range(3) for sample in shard_of(number)[0]]
     assert (len(index), index.snapshot.ok_rows) == (12, 12)
-    assert index.snapshot == catalog.snapshot("images")
+    assert index.snapshot == catalog.pin("images")
     for i, sample in enumerate(expected):
         data = catalog.store.get_range(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i]))
         assert as_dict(read_span(data)) == as_dict(sample)
@@ -70,26 +70,6 @@ def test_the_index_finds_every_sample_with_one_ranged_read(catalog):
     for i, tar in enumerate(index.tars):
         data = catalog.store.get(tar)
         assert (index.tar_sha256[i], index.tar_bytes[i]) == (hashlib.sha256(data).hexdigest(), len(data))
-
-
-def test_a_snapshot_has_the_ok_rows_of_the_manifests(local):
-    assert local.pin(REGIONS).random_init is None
-    for number in (3, 1):
-        commit(local, number, REGIONS, random_init=number == 1)
-        snapshot = local.pin(REGIONS)
-        assert snapshot.random_init is (number == 1)
-    (table,) = read_columns(local.store, file_of(snapshot.id, REGIONS), SNAPSHOT_SCHEMA.names)
-    expected = []
-    for shard in ("00001", "00003"):
-        for line in local.manifest(REGIONS, shard).table.to_pylist():
-            if line.pop("status") == "ok":
-                assert line.pop("detail") == ""
-                expected.append({"shard": int(shard), **line})
-    assert table.to_pylist() == [{name: line[name] for name in SNAPSHOT_SCHEMA.names} for line in expected]
-    again, shards = read_snapshot(local.store, file_of(snapshot.id, REGIONS))
-    assert again == snapshot
-    headers = local.headers(REGIONS)
-    assert [shard["manifest_sha256"] for shard in shards] == [header.sha256 for header in headers.values()]
 
 
 def test_a_pinned_snapshot_is_read_from_its_file_alone(local):
@@ -121,16 +101,6 @@ def test_pinning_again_changes_the_date_alone(local):
     assert local.store.get(path) == before
     (found,) = local.store.list(path)
     assert abs(found.modified - time.time()) < 60  # `gc` counts its grace time from now on
-
-
-def test_pinning_reads_each_manifest_once_and_no_snapshot(local):
-    for number in range(3):
-        commit(local, number)
-    for _ in range(2):  # the second time there is one
-        recorded = Recorded(local.store, remote=True)
-        path = file_of(Catalog(recorded, "captions").pin("images").id)
-        manifests = [f"get captions/images/{number:05d}.parquet" for number in range(3)]
-        assert sorted(recorded.requests) == sorted(["list captions/images/", *manifests, f"put {path}"])
 
 
 def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_path):
@@ -195,21 +165,6 @@ def test_a_large_index_is_a_file_that_all_processes_map(local, tmp_path, monkeyp
             os.truncate(tmp_path / name / expected.snapshot.id / "length.npy", 100)
     said = capsys.readouterr().err
     assert (len(made), said.count("holds its own index")) == {None: (3, 0), "truncated": (6, 1)}.get(broken, (0, 3))
-
-
-def test_an_index_that_nobody_opened_for_a_day_is_removed(local, tmp_path, monkeypatch):
-    monkeypatch.setattr("storage.snapshots.LARGE", 1)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = []
-    for number in range(3):
-        commit(local, number)
-        index = local.pinned("images", local.pin("images").id)
-        left = [folder for folder in (tmp_path / f"vlbert-index-{os.getuid()}").iterdir() if folder.is_dir()]
-        if number == 0:
-            os.utime(left[0], (0, 0))
-            first, offsets = index, index.offset.tolist()
-    assert len(left) == 2
-    assert first.offset.tolist() == offsets
 
 
 def test_invalid_snapshots_are_named(catalog):

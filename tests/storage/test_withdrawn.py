@@ -1,7 +1,6 @@
 """Withdrawn images: no commit takes them, revisions lose them, and older snapshots go on with all the others."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from seeded import DETECTOR, as_dict, put_checkpoint, seeded_regions, seeded_sample, shard_of
@@ -97,13 +96,6 @@ def test_each_url_and_hash_is_withdrawn_once(catalog):
     assert read_withdrawn(store) == Withdrawn(frozenset(urls[3:]))
 
 
-def test_of_many_who_withdraw_at_once_nothing_is_lost(local):
-    urls = [f"http://example.org/{i}.jpg" for i in range(30)]
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda i: withdraw(LocalStore(local.store.root), urls[i : i + 10]), range(21)))
-    assert read_withdrawn(local.store).urls == frozenset(urls)
-
-
 @pytest.mark.parametrize("url", ["", " ", "http://example.org/a\nb", "http://example.org/\udcff"])
 def test_what_is_no_url_is_refused(local, url):
     with pytest.raises(ValueError, match="is not a URL: give each as it stands in the list"):
@@ -179,18 +171,6 @@ def test_revisions_lose_the_samples_and_keep_the_others_byte_for_byte(local):
     check_read(running, samples, gone)
 
 
-def test_a_reader_of_a_bucket_finds_what_moves_while_it_reads(catalog):
-    for number in range(2):
-        commit(catalog, number)
-    samples = samples_of(range(2))
-    reader = opened(catalog.store, catalog.pin(REGIONS).id)
-    withdraw_all(catalog, samples[1])
-    collect_garbage(catalog.store, DAY, delete=True)
-    assert as_dict(reader.sample(3)) == as_dict(samples[3])
-    if catalog.store.local_path("any") is None:  # a file that is open is read to the end
-        check_read(reader, samples, {1})
-
-
 def test_a_shard_of_which_nothing_is_left(local):
     for number in range(2):
         commit(local, number)
@@ -243,14 +223,6 @@ def test_copies_of_a_cache_go_when_the_next_run_opens_it(local, tmp_path):
     assert not copy.exists()
     cache.fill()
     assert len([*(tmp_path / "cache").rglob("*.tar")]) == 1
-
-
-def test_a_damaged_tar_is_named(local):
-    commit(local, 0)
-    tar = local.manifest(REGIONS, "00000").tar
-    local.store.put(tar, local.store.get(tar)[:-1] + b"x")
-    with pytest.raises(ValueError, match=rf"{tar} is damaged.*delete .*00000\.parquet"):
-        withdraw_all(local, samples_of(range(1))[0])
 
 
 def test_verify_names_a_shard_that_still_has_them(local):

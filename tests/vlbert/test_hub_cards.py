@@ -145,7 +145,7 @@ def test_a_dataset_card_has_the_numbers_of_its_manifests(root):
     assert table(card, "pixels") == [["width", *["96"] * 5], ["height", *["64"] * 5]]
     assert "Made of: captions.tsv." in card, "no path of a machine"
     assert dict(table(card, "setting"))["regions of an image, mean"] == f"{sum(1 + i % 3 for i in range(20)) / 20:.1f}"
-    snapshot = Catalog(open_store(str(root)), "captions").snapshot(f"regions/{DETECTOR}")
+    snapshot = Catalog(open_store(str(root)), "captions").pin(f"regions/{DETECTOR}")
     assert table(card, "id") == [[snapshot.id, snapshot.stage, "3", "20"]]
 
 

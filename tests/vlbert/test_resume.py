@@ -196,7 +196,7 @@ def test_a_newer_snapshot_holds_all_shards_and_more(tmp_path):
     assert newer_snapshot(store, "captions", pinned) is None
     commit_more(tmp_path, "00002", [100])
     newer = newer_snapshot(store, "captions", pinned)
-    assert newer == catalog.snapshot(STAGE).id
+    assert newer == catalog.pin(STAGE).id
     assert len(catalog.pinned(STAGE, newer)) == 17, "and it is pinned"
     (tmp_path / "captions" / STAGE / "00000.parquet").unlink()  # to be made again
     assert newer_snapshot(store, "captions", pinned) is None

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from storage.programs import Checkpoint, Positional, require
-from storage.settings import parse_changes, parse_known
+from storage.settings import named_fields, override, parse_known
 from training.program import find_recipe
 from vlbert.checkpoint import find_checkpoint, open_checkpoint, read_config_at
 from vlbert.evaluation.evaluate import recipe_of
@@ -93,7 +93,7 @@ def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
 
 def _changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
     """The fields of the checkpoint's recipe that the command line names."""
-    return parse_changes(recipe_of(open_checkpoint(options.checkpoint)), fields) if fields else {}
+    return named_fields(override(recipe_of(open_checkpoint(options.checkpoint)), fields), fields) if fields else {}
 
 
 def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
