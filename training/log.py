@@ -107,8 +107,7 @@ class RunLog:
         self._metrics, self._skipped, self._unreadable = (Lines(writer, f"runs/{run}/{name}", step) for name in names)
         self._known = {line["reason"]: line["step"] for line in self._unreadable.records}
         self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, self.folder, settings or {}), writer.log)
-        self._began = self._line_began = time.monotonic()
-        self._save_waited = 0.0
+        self._began = time.monotonic()
         self._resumed_from = self.where(f"step-{step:07d}") if step else None
         self._beat: dict[str, Any] = {
             "step": step,
@@ -116,7 +115,7 @@ class RunLog:
             "state": "starting",
             "reason": None,
             "resumed_from": self._resumed_from,
-            **dict.fromkeys(("samples_per_second", "losses", "counts", "data_wait", "save_wait", "seconds_left")),
+            **dict.fromkeys(("samples_per_second", "losses", "counts", "data_wait", "seconds_left")),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "processes": processes,
@@ -172,20 +171,17 @@ class RunLog:
     def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
         """Log the averages after `step` steps, and print the progress line. memory: bytes, at most so far."""
         seconds, waited = averages.seconds()
-        now, saved = time.monotonic(), self.writer.waited
         rates = {
             "samples_per_second": averages.steps / seconds * self.samples_per_step,
             "data_wait": waited / seconds,
-            "save_wait": (saved - self._save_waited) / max(1e-9, now - self._line_began),
         }
-        self._line_began, self._save_waited = now, saved
         means, counts = averages.means(), dict(averages.counts)
         numbers = means | rates | {"learning_rate": learning_rate, "memory_gb": memory / 1e9} | counts
         self.event("training", step, numbers)
         losses = {name.removeprefix("loss_"): mean for name, mean in means.items() if name.startswith("loss_")}
         left = (self.steps - step) * seconds / averages.steps
         self._beat |= rates | {"losses": losses, "counts": counts, "seconds_left": left}
-        beat = self._beat | {"step": step, "seconds": now - self._began}
+        beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
         print("" if os.environ.get(PROGRESS_LINES) == "0" else progress_line(beat), flush=True)
 
     def skipped(self, step: int, why: str, found: "Step", keys: Iterable[str]) -> None:
@@ -279,11 +275,6 @@ def progress_line(beat: Mapping[str, Any]) -> str:
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl of one kind ("training", "validation"), in order; none before the first."""
     return [line for line in read_lines(store, f"runs/{run}/metrics.jsonl") if line.get("kind") == kind]
-
-
-def read_skipped(store: ObjectStore, run: str) -> list[dict[str, Any]]:
-    """Return the lines of skipped.jsonl, in order: the steps that were left out."""
-    return read_lines(store, f"runs/{run}/skipped.jsonl")
 
 
 def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:

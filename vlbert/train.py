@@ -190,7 +190,6 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
 
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
     """Return the run, new or from its last checkpoint (vlbert/resume.py); None if it is complete."""
-    distributed.check_on_all_nodes({"data.root": recipe.data.root}, world)  # opening it would make the folder
     store = open_store(recipe.data.root)
     start = start_or_resume(recipe, store, world, report)
     if start is None:

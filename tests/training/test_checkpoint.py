@@ -2,23 +2,20 @@
 
 import json
 import multiprocessing
-import os
 import resource
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from s3 import s3_server
-from s3_faults import faulty
 from safetensors.torch import load
 from seeded import put_checkpoint
 from writing import Held, tensors, wait_for, write
 
 import training.checkpoint
-from storage.object_store import S3Store, StorageUnreachable, open_store
+from storage.object_store import StorageUnreachable, open_store
 from storage.runs import Best, checkpoints, named_best, open_folder, read_state
 from training.checkpoint import MODEL, Writer, load_tensors, prune_checkpoints, write_checkpoint
 from vlbert.checkpoint import find_checkpoint
@@ -74,7 +71,6 @@ def test_a_checkpoint_waits_for_the_one_before(tmp_path, logged):
         assert second.is_alive()
         store.let_through.set()
         second.join(20)
-        assert 1 <= writer.waited < 20
     assert [read(tmp_path, folder) for folder in (FIRST, SECOND)] == [1, 2]
     assert f"waits for {tmp_path}/{FIRST} " in logged[0]
 
@@ -111,7 +107,6 @@ def test_while_storage_is_away_training_goes_on_and_the_newest_is_written_when_i
         for step in (1, 2, 3):
             writer.put("runs/r/metrics.jsonl", b"%d" % step)
             write(writer, step)
-        assert writer.waited < 1
         assert writer.saved is None
         away.unlink()
         wait_for((tmp_path / THIRD / "state.json").exists)  # without another call
@@ -161,21 +156,6 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     writer.finish()
     assert (tmp_path / "runs/r/heartbeat.json").exists()
     assert checkpoints(writer.store, "r") == []
-
-
-def test_storage_that_hangs_is_given_up(tmp_path, logged, monkeypatch):
-    monkeypatch.setattr(training.checkpoint, "_LONGEST", 0.2)
-    store = Held(tmp_path, "hangs")
-    with Writer(store, logged.append) as writer:
-        writer.put("hangs", b"")
-        write(writer, 1)
-        with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/hangs, .*: storage has not answered for"):
-            writer.finish()
-        writer.put("later", b"")
-        store.let_through.set()
-        monkeypatch.setattr(training.checkpoint, "_LONGEST", 20)
-    assert (tmp_path / "later").exists()
-    assert writer.saved is None
 
 
 def write_to_a_full_disk(root: Path) -> None:
@@ -235,30 +215,6 @@ def test_a_training_that_fails_has_its_checkpoint_written(tmp_path, logged):
     with pytest.raises(FloatingPointError):
         training(Writer(open_store(str(tmp_path)), logged.append))
     assert read(tmp_path, FIRST) == 1
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server("bucket") as endpoint:
-        yield endpoint
-
-
-@pytest.mark.slow
-def test_a_bucket_that_is_away_for_a_while_holds_up_no_step(server, tmp_path, logged):
-    large = torch.rand(3_000_000)  # sent in parts
-    with faulty(server, faults={"503": 1.0}) as proxy:
-        store = S3Store(f"s3://bucket/{tmp_path.name}")
-        # One attempt: with all of them botocore waits for seconds.
-        store._clients = {os.getpid(): store._new_client(connect_timeout=1, read_timeout=10, attempts=1)}
-        with Writer(store, logged.append) as writer:
-            write_checkpoint(writer, "r", 1, 1, {MODEL: {"a": large}}, {"step": 1}, 1, None)
-            wait_for(lambda: logged)
-            assert writer.waited < 1
-            proxy.faults.clear()
-        assert torch.equal(load(store.get(f"{FIRST}/{MODEL}"))["a"], large)
-        assert checkpoints(store, "r") == [FIRST]
-    assert [line.split()[0] for line in logged] == ["cannot", "step", "storage"]
-    assert "s3://bucket" in logged[0]
 
 
 # --- which are kept ---------------------------------------------------------------------------------------------------
