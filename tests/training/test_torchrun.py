@@ -286,7 +286,11 @@ OF_RANK_0 = "import os\nif os.environ['RANK'] != '0':\n    raise ImportError('no
     ("given", "named", "lines"),
     [
         (["pretrain_vlbert", "--data.rot=1"], "Unrecognized options: --data.rot=1", 1),
-        (["of_rank_0:recipe"], "rank 1: of_rank_0 cannot be imported (no such library)", 1),
+        (
+            ["of_rank_0:recipe", "--data.text_batch=0", "--model.regions.random_init"],
+            "rank 1: of_rank_0 cannot be imported (no such library)",
+            1,
+        ),
         (["pretrain_vlbert", "--size=demo", "--data.text_batch=0", "--model.regions.random_init"], "{root}", 2),
     ],
 )
