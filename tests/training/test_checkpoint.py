@@ -16,7 +16,7 @@ from writing import Held, tensors, wait_for, write
 
 import training.checkpoint
 from storage.object_store import StorageUnreachable, open_store
-from storage.runs import Best, checkpoints, named_best, open_folder, read_state
+from storage.runs import Best, checkpoints, named_best, open_folder
 from training.checkpoint import MODEL, Writer, load_tensors, prune_checkpoints, write_checkpoint
 from vlbert.checkpoint import find_checkpoint
 
@@ -206,17 +206,6 @@ def test_another_error_comes_out_of_the_next_call_once_and_costs_nothing_behind_
     assert read(tmp_path, FIRST) == 1
 
 
-def test_a_training_that_fails_has_its_checkpoint_written(tmp_path, logged):
-    def training(writer: Writer) -> None:
-        with writer:
-            write(writer, 1)
-            raise FloatingPointError("the gradient is not finite")
-
-    with pytest.raises(FloatingPointError):
-        training(Writer(open_store(str(tmp_path)), logged.append))
-    assert read(tmp_path, FIRST) == 1
-
-
 # --- which are kept ---------------------------------------------------------------------------------------------------
 
 
@@ -269,15 +258,3 @@ def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_
     assert store.exists(f"runs/r/step-0000005/{MODEL}"), "it may be on its way"
     with pytest.raises(ValueError, match=r"best.json is not there: .* name .*runs/r for the newest"):
         find_checkpoint(f"{tmp_path}/runs/r/best")
-
-
-def test_each_whole_checkpoint_is_logged_with_the_best_so_far(tmp_path, logged):
-    store = Held(tmp_path, held="nothing")
-    with Writer(store, logged.append) as writer:
-        for step, value in {1: 0.2, 2: 0.53, 3: 0.4}.items():
-            write(writer, step, "accuracy", validation={"accuracy": value})
-    best = "0.200 (step 1)", "0.530 (step 2)", "0.530 (step 2)"
-    for step, (line, so_far) in enumerate(zip(logged, best, strict=True), 1):
-        assert line == f"step {step}/3  saved {tmp_path}/runs/r/step-000000{step}  best so far: accuracy {so_far}"
-    assert store.order[:3] == [f"{FIRST}/{MODEL}", f"{FIRST}/state.json", "runs/r/best.json"]
-    assert read_state(store, SECOND)["validation"] == {"accuracy": 0.53}

@@ -6,7 +6,7 @@ import re
 import pytest
 from places import PROJECT
 from small_run import run_small
-from writing import Held, wait_for, write
+from writing import wait_for
 
 import training.checkpoint
 import training.loop
@@ -65,20 +65,6 @@ def test_lines_that_are_never_written_fail_the_run_at_its_end(tmp_path, store, m
     beat = read_heartbeat(store, "run")
     assert (beat["state"], beat["reason"]) == ("failed", str(error.value))
     assert [found["step"] for found in read_metrics(store, "run", "training")] == [2, 4]
-
-
-def test_the_lines_before_a_checkpoint_are_written_before_it(tmp_path):
-    store = Held(tmp_path, "metrics.jsonl")
-    with Writer(store) as writer:
-        record = RunLog(writer, "run", 0, 10, 1)
-        for step in (1, 2, 3):
-            add_line(record, step)
-        assert store.begun.wait(20)
-        add_line(record, 4)
-        write(writer, 4)
-        store.let_through.set()
-    assert store.order[:2] == ["runs/run/metrics.jsonl"] * 2
-    assert [line["step"] for line in read_metrics(store, "run", "training")] == [1, 2, 3, 4]
 
 
 def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, store, capsys):

@@ -202,20 +202,6 @@ def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0)
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_processes_compute_what_one_process_computes(root, alone, tmp_path):
-    nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes", -1, -1)]
-    assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
-    lines = [line for _, words, _ in nodes for line in words.splitlines()]
-    ranks = sorted(re.findall(r"LOCAL_RANK (\d) RANK (\d)", "\n".join(lines)))
-    assert [local for local, _ in ranks] == ["0", "0", "1", "1"]
-    assert sorted(rank for _, rank in ranks) == ["0", "1", "2", "3"]
-    assert len([line for line in lines if line.startswith("step 6/6  saved")]) == 1, "one process of all writes"
-    taken = re.findall(r"RANK \d takes \d+ images and \d+ texts", "\n".join(lines))
-    assert sorted(taken) == sorted(f"RANK {rank} takes 2 images and 1 texts" for rank in range(4) for _ in range(6))
-    np.testing.assert_allclose(np.array(losses(root, "nodes")), np.array(alone), rtol=2e-5)
-
-
-@pytest.mark.slow
 def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, alone, tmp_path):
     nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", 2, 3, restarts=2)]
     assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
@@ -371,22 +357,6 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root):
     assert 3 <= step < 2000
     logged = trained_by_a_flow(root, "signalled", lambda beat: None, processes, steps=step + 1)
     assert any(f"goes on from {place}" in line for line in logged)
-
-
-@pytest.mark.slow
-def test_a_silent_training_is_ended_by_its_flow(root):
-    never, began = dict.fromkeys(("steps", "log_every", "save_every", "validate_every"), 10**6), []
-    others = set(children(os.getpid()))
-
-    def hang(beat: Mapping[str, Any]) -> None:
-        began.append(time.monotonic())
-        if began[-1] - began[0] > 31:  # without output
-            for pid in sorted(descendants(*(set(children(os.getpid())) - others))):
-                os.kill(pid, signal.SIGSTOP)
-
-    with pytest.raises(ChildTimedOut, match="it was silent for 30 s"):
-        trained_by_a_flow(root, "silent", hang, Processes(silence=30), **never)
-    assert began[-1] - began[0] > 31, "heartbeats are signs of life"
 
 
 def in_place_of_torchrun(folder: Path, program: str) -> None:
