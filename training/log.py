@@ -71,9 +71,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 class RunLog:
-    """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step), unreadable.jsonl (one
-    a sample that could not be read, by the step that first met it), skipped.jsonl (one a step that was left out),
-    heartbeat.json and what trackers write, such as tensorboard/.
+    """Rank 0's log of one run, under ROOT/runs/<run>/ (docs/formats.md, Logs of a run).
 
     step, steps  how many optimizer steps are done already, of how many
     processes    how many train together

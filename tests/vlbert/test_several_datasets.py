@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import loaded
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaded import ALONE, CPU, captions, rows_in_order
+from loaded import ALONE, captions, rows_in_order
 from programs import losses
 from safetensors.torch import load_file
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
@@ -25,18 +26,13 @@ from storage.manifests import Row
 from storage.object_store import open_store
 from storage.runs import checkpoints, open_folder
 from storage.sample import Sample
-from training.distributed import World
 from training.log import read_metrics
 from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
-from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import SnapshotSpan
-from vlbert.data.samples import open_samples
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.tasks import make_task
 from vlbert.tasks.base import Examples
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.train import train
@@ -71,16 +67,7 @@ def root(tmp_path_factory) -> Path:
 def training_data(
     root: Path, weights: dict[str, float], rank: int = 0, size: int = 1, spans: dict | None = None, **changes
 ) -> TrainingData:
-    """What a process of such a world makes of datasets with these weights."""
-    recipe = tiny_recipe(root)
-    config = dataclasses.replace(recipe.data, **({"batch": 8, "flip": 0.5} | changes))
-    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
-    task, datasets = make_task(recipe.task, vocabulary, 8), []
-    for name, weight in weights.items():
-        samples, _ = open_samples(open_store(str(root)), name, None, None, ALONE)
-        datasets.append(TrainingDataset(samples, task.examples(samples, None), (spans or {}).get(name, []), weight))
-    corpus = TextCorpus(root / "text", vocabulary)
-    return TrainingData(datasets, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
+    return loaded.training_data(root, rank, size, weights, spans, **({"flip": 0.5} | changes))
 
 
 def keys_in(data: TrainingData, steps: int) -> list[str]:
