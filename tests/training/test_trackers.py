@@ -50,7 +50,8 @@ class Mine:
         self._fail("__init__")
 
     def log(self, row: dict) -> None:
-        self.rows.append(row)
+        self.rows.append(dict(row))
+        row.clear()  # of its own copy: other trackers get all
         self._fail("log")
 
     def finish(self) -> None:
