@@ -27,6 +27,13 @@ def check(config: Any, holds: Any, name: str, wanted: str) -> None:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 
 
+def check_positive(config: Any, *names: str) -> None:
+    """Raises ValueError, which names the field and its value, if a number is not positive; None is."""
+    for name in names:
+        value = getattr(config, name)
+        check(config, value is None or value > 0, name, "positive")
+
+
 def check_choices(config: Any) -> None:
     """Raises ValueError if a field of Literal type has none of its values, or a number is not finite."""
     for name, kind in _types_of(type(config)).items():

@@ -1,18 +1,21 @@
 """Captioned samples as a run loads them."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
-from tiny import TINY_MODEL, tiny_recipe
+from tiny import CLASSES, TINY_MODEL, tiny_recipe
 
 from storage.object_store import open_store
 from training.distributed import World
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingData, TrainingDataset
+from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import open_samples
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.tasks import make_task
+from vlbert.tasks.base import Task
 
 CPU = torch.device("cpu")
 
@@ -20,16 +23,25 @@ CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
 
 
-def training_data(root, rank: int = 0, size: int = 1, **changes) -> TrainingData:
+def training_data(
+    root,
+    rank: int = 0,
+    size: int = 1,
+    weights: Mapping[str, float] | None = None,
+    spans: Mapping[str, list[SnapshotSpan]] | None = None,
+    task: Task | None = None,
+    **changes,
+) -> TrainingData:
+    """What a process of such a world makes of the datasets with these weights; spans: of those of a resumed run."""
     recipe = tiny_recipe(root)
     config = dataclasses.replace(recipe.data, **changes)
-    samples, _ = open_samples(open_store(str(root)), "captions", None, None, ALONE)
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
-    task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
-    corpus = TextCorpus(root / "text", vocabulary)
-    questions = task.examples(samples, None)
-    datasets, world = [TrainingDataset(samples, questions)], World(rank, size, CPU)
-    return TrainingData(datasets, task, config, TINY_MODEL.regions, world, corpus)
+    task, datasets = task or make_task(recipe.task, vocabulary, len(CLASSES)), []
+    for name, weight in (weights or {"captions": 1.0}).items():
+        samples, _ = open_samples(open_store(str(root)), name, None, None, ALONE)
+        datasets.append(TrainingDataset(samples, task.examples(samples, None), (spans or {}).get(name, []), weight))
+    corpus = TextCorpus(root / "text", vocabulary) if config.text_batch else None
+    return TrainingData(datasets, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
 
 
 def captions(batch: Batch) -> list[str]:

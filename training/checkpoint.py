@@ -43,7 +43,6 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 # Seconds that storage may refuse at the end of a run, and when a run was stopped or failed: who sends SIGTERM sends
 # SIGKILL soon after.
 WAIT_AT_END, WAIT_WHEN_STOPPED = 600.0, 20.0
-_LONGEST = 1800.0  # seconds that storage may take for one object, or one checkpoint, without an error
 _PAUSE = 5.0  # seconds before what storage refused is tried again
 
 
@@ -59,20 +58,17 @@ class Writer:
     storage takes it. Any other error is raised by the next call. At the end of `with` all is written, or
     StorageUnreachable names what is not.
 
-    log     prints a line
-    saved   where the newest whole checkpoint is; None before the first
-    waited  seconds for which checkpoints have held up the training
+    log    prints a line
+    saved  where the newest whole checkpoint is; None before the first
     """
 
     def __init__(self, store: ObjectStore, log: Callable[[str], None] = _print):
         self.store, self.log = store, log
         self.saved: str | None = None
-        self.waited = 0.0
         self._changed = threading.Condition()  # guards all that follows
         self._jobs: dict[str, Callable[[], object]] = {}  # by path; the first is under way
         self._checkpoint = ""  # the path of the last one
-        self._failure: StorageUnreachable | None = None  # why the first is tried again
-        self._failing_since = self._done = 0.0
+        self._refusal: StorageUnreachable | None = None  # why the last attempt failed
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
@@ -96,44 +92,38 @@ class Writer:
         with self._changed:
             self._raise()
             self._jobs[path] = job
-            self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
                 self._thread.start()
 
     def make_room(self, path: str) -> None:
         """Wait for the checkpoint before that of `path` to be written; while storage is away, drop it instead."""
-        logged = False
         with self._changed:
-            while (before := self._checkpoint) in self._jobs and not (self._failure or self._error):
-                if not self._changed.wait(1) and not logged:
-                    logged = True
-                    self.log(f"the training waits for {self.store.where(before)} to be written")
+            before, self._checkpoint = self._checkpoint, path
+
+            def is_over() -> bool:
+                return before not in self._jobs or bool(self._refusal or self._error)
+
+            if not self._changed.wait_for(is_over, timeout=1):
+                self.log(f"the training waits for {self.store.where(before)} to be written")
+                self._changed.wait_for(is_over)
             self._raise()
-            self._checkpoint = path
             if self._jobs.pop(before, None):
                 skipped = self.store.where(before)
                 self.log(f"Skipping {skipped}: storage is unavailable; a newer checkpoint replaces it.")
 
     def finish(self, wait: float = WAIT_AT_END) -> None:
-        """Wait until all is written. Raises StorageUnreachable when storage has refused for `wait` seconds."""
-        began = time.monotonic()
+        """Wait until all is written. Raises StorageUnreachable if storage still refuses after `wait` seconds."""
+        end = time.monotonic() + wait
         with self._changed:
             while self._jobs:
-                patience = wait if self._failure else _LONGEST
-                left = max(began, self._done) + patience - time.monotonic()
-                if left <= 0:
-                    raise self._give_up()
-                self._changed.wait(left)
+                if (why := self._refusal) and time.monotonic() >= end:
+                    names = ", ".join(self.store.where(path) for path in self._jobs)
+                    self._jobs.clear()
+                    self._refusal = None
+                    raise StorageUnreachable(f"not saved: {names}: {why}", why.http_status)
+                self._changed.wait(min(wait, 1))
             self._raise()
-
-    def _give_up(self) -> StorageUnreachable:
-        """Clears the queue and returns the error to raise."""
-        names = ", ".join(self.store.where(path) for path in self._jobs)
-        why = self._failure or f"storage has not answered for {_LONGEST:.0f} s"
-        self._jobs.clear()
-        self._failure = None
-        return StorageUnreachable(f"not saved: {names}: {why}", getattr(why, "http_status", None))
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -154,30 +144,25 @@ class Writer:
             except Exception as caught:  # noqa: BLE001  it is logged, and tried again or raised by the next call
                 error = caught
             with self._changed:
-                refused = isinstance(error, StorageUnreachable) and path in self._jobs  # else it was given up
-                if refused:
-                    self._try_again(path, error)
-                else:
-                    self._settle(path, job, error)
+                self._settle(path, job, error)
                 self._changed.notify_all()
-            if refused:
+            if isinstance(error, StorageUnreachable):
                 time.sleep(_PAUSE)
 
-    def _try_again(self, path: str, failure: StorageUnreachable) -> None:
-        if not self._failure:
-            self._failing_since = time.monotonic()
-            self.log(f"cannot save for now, the training goes on and this is tried again: {failure}")
-        self._failure = failure
-        self._jobs[path] = self._jobs.pop(path)  # after the others: one file may be the only one that is refused
-
     def _settle(self, path: str, job: Callable[[], object], error: Exception | None) -> None:
-        """A job is over; where a newer one came meanwhile, that is next."""
+        """Drop a job that is over, or keep what storage refused; a newer job of its path stays in either case."""
+        if isinstance(error, StorageUnreachable):
+            if path in self._jobs:  # else it was given up
+                if not self._refusal:
+                    self.log(f"cannot save for now, the training goes on and this is tried again: {error}")
+                self._refusal = error
+                self._jobs[path] = self._jobs.pop(path)  # after the others: storage may refuse one file alone
+            return
         if self._jobs.get(path) is job:
             del self._jobs[path]
-        if self._failure and error is None:
-            where, away = self.store.where(path), time.monotonic() - self._failing_since
-            self.log(f"storage is back after {away:.0f} s: {where} is written")
-        self._failure, self._error, self._done = None, self._error or error, time.monotonic()
+        if self._refusal and error is None:
+            self.log(f"storage is back: {self.store.where(path)} is written")
+        self._refusal, self._error = None, self._error or error
 
 
 def write_checkpoint(
@@ -195,7 +180,7 @@ def write_checkpoint(
 
     state["validation"]: metrics of a validation after the same step, by name.
     """
-    began, path = time.monotonic(), folder_of(run, step)
+    path = folder_of(run, step)
     writer.make_room(path)
     copies = {name: data if isinstance(data, bytes) else _copied(data) for name, data in files.items()}
     state = {"validation": {}, **copy.deepcopy(dict(state)), "version": CHECKPOINT_VERSION}
@@ -211,7 +196,6 @@ def write_checkpoint(
         writer.log(f"step {step}/{steps}  saved {where}{so_far}")
 
     writer.do(path, write)
-    writer.waited += time.monotonic() - began
     return path
 
 

@@ -3,12 +3,9 @@
 import ctypes
 import os
 import signal
-import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,8 +51,8 @@ def device_name(device: torch.device) -> str:
     return f"{device.type.upper()} (threads: {torch.get_num_threads()})"
 
 
-class FaultOfNode(ValueError):
-    """What is wrong on a node, or on all: raised on every rank, so that none waits, and told by the first one."""
+class SharedFault(ValueError):
+    """A fault that every rank raises, so that none waits for another. The first one prints it."""
 
 
 def start(limit: timedelta = TIME_LIMIT) -> World:
@@ -153,28 +150,12 @@ def from_first(value: Any, world: World) -> Any:
     return box[0]
 
 
-def gather_from_nodes(value: Any, world: World) -> dict[str, Any]:
-    """Return what a rank of each node passed, by the node's number and host name, on every rank."""
-    node = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
-    return dict(gather_rows([(node, value)], world))
-
-
-def check_on_all_nodes(paths: Mapping[str, str | None], world: World) -> None:
-    """Raises FaultOfNode if a path is there on some nodes and not on all; every rank must call this.
-
-    paths: by the names of their fields. What no node has is no local path (an address, the name of a model on a hub),
-    or is told by who reads it.
-    """
-    lacking = [field for field, path in paths.items() if path and not Path(path).exists()]
-    nodes = gather_from_nodes(lacking, world)
-    for field, path in paths.items():
-        without = [node for node, fields in nodes.items() if field in fields]
-        if 0 < len(without) < len(nodes):
-            raise FaultOfNode(
-                f"{field}={path} is missing on {', '.join(without)}, and other nodes have it: copy it to the same path "
-                "on every node, or name one that all of them see, in a shared folder or (data.root, init_from) in the "
-                "object store"
-            )
+def raise_together(fault: str | None, world: World) -> None:
+    """Raises SharedFault on every rank if one passes a fault; every rank must call this."""
+    faults = gather_rows([fault], world)
+    rank = next((rank for rank, one in enumerate(faults) if one), None)
+    if rank is not None:
+        raise SharedFault(f"rank {rank}: {faults[rank]}" if rank else faults[rank])
 
 
 def share_buffers(module: nn.Module, world: World) -> None:

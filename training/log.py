@@ -71,9 +71,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 class RunLog:
-    """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step), unreadable.jsonl (one
-    a sample that could not be read, by the step that first met it), skipped.jsonl (one a step that was left out),
-    heartbeat.json and what trackers write, such as tensorboard/.
+    """Rank 0's log of one run, under ROOT/runs/<run>/ (docs/formats.md, Logs of a run).
 
     step, steps  how many optimizer steps are done already, of how many
     processes    how many train together
@@ -107,8 +105,7 @@ class RunLog:
         self._metrics, self._skipped, self._unreadable = (Lines(writer, f"runs/{run}/{name}", step) for name in names)
         self._known = {line["reason"]: line["step"] for line in self._unreadable.records}
         self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, self.folder, settings or {}), writer.log)
-        self._began = self._line_began = time.monotonic()
-        self._save_waited = 0.0
+        self._began = time.monotonic()
         self._resumed_from = self.where(f"step-{step:07d}") if step else None
         self._beat: dict[str, Any] = {
             "step": step,
@@ -116,7 +113,7 @@ class RunLog:
             "state": "starting",
             "reason": None,
             "resumed_from": self._resumed_from,
-            **dict.fromkeys(("samples_per_second", "losses", "counts", "data_wait", "save_wait", "seconds_left")),
+            **dict.fromkeys(("samples_per_second", "losses", "counts", "data_wait", "seconds_left")),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "processes": processes,
@@ -172,20 +169,17 @@ class RunLog:
     def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
         """Log the averages after `step` steps, and print the progress line. memory: bytes, at most so far."""
         seconds, waited = averages.seconds()
-        now, saved = time.monotonic(), self.writer.waited
         rates = {
             "samples_per_second": averages.steps / seconds * self.samples_per_step,
             "data_wait": waited / seconds,
-            "save_wait": (saved - self._save_waited) / max(1e-9, now - self._line_began),
         }
-        self._line_began, self._save_waited = now, saved
         means, counts = averages.means(), dict(averages.counts)
         numbers = means | rates | {"learning_rate": learning_rate, "memory_gb": memory / 1e9} | counts
         self.event("training", step, numbers)
         losses = {name.removeprefix("loss_"): mean for name, mean in means.items() if name.startswith("loss_")}
         left = (self.steps - step) * seconds / averages.steps
         self._beat |= rates | {"losses": losses, "counts": counts, "seconds_left": left}
-        beat = self._beat | {"step": step, "seconds": now - self._began}
+        beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
         print("" if os.environ.get(PROGRESS_LINES) == "0" else progress_line(beat), flush=True)
 
     def skipped(self, step: int, why: str, found: "Step", keys: Iterable[str]) -> None:
@@ -279,11 +273,6 @@ def progress_line(beat: Mapping[str, Any]) -> str:
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl of one kind ("training", "validation"), in order; none before the first."""
     return [line for line in read_lines(store, f"runs/{run}/metrics.jsonl") if line.get("kind") == kind]
-
-
-def read_skipped(store: ObjectStore, run: str) -> list[dict[str, Any]]:
-    """Return the lines of skipped.jsonl, in order: the steps that were left out."""
-    return read_lines(store, f"runs/{run}/skipped.jsonl")
 
 
 def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:

@@ -66,18 +66,9 @@ class Run(ABC):
 
     def open_log(self) -> RunLog | None:
         """The log, on the first process; None: nothing is logged or saved."""
-        recipe, per_step, processes = self.recipe, self.samples_per_step, self.world.size
-        return RunLog(
-            self.writer,
-            recipe.run,
-            self.step,
-            recipe.steps,
-            per_step,
-            processes,
-            self.metadata,
-            find_trackers(recipe.trackers),
-            to_json(recipe),
-        )
+        recipe, trackers = self.recipe, find_trackers(self.recipe.trackers)
+        of_run = recipe.run, self.step, recipe.steps, self.samples_per_step, self.world.size
+        return RunLog(self.writer, *of_run, self.metadata, trackers, to_json(recipe))
 
     def prepare(self, step: int) -> None:
         """What comes before a step."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from storage.settings import check, check_choices
+from storage.settings import check, check_choices, check_positive
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,15 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_choices(self)
-        check(self, self.learning_rate > 0, "learning_rate", "positive")
-        for name in ("region_learning_rate", "bert_learning_rate"):
-            check(self, getattr(self, name) is None or getattr(self, name) > 0, name, "positive, or none")
+        rates = "learning_rate", "region_learning_rate", "bert_learning_rate"
+        check_positive(self, *rates, "max_grad_norm", "epsilon")
         check(self, self.warmup_steps >= 0, "warmup_steps", "0 or more")
-        check(self, self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm", "positive")
         fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(self, fits, "betas", "two numbers in [0, 1)")
         check(self, not self.clip_each or self.max_grad_norm, "clip_each", "false where max_grad_norm is none")
         adams = self.bias_correction or self.kind == "adamw"
         check(self, adams, "bias_correction", "true unless kind is adamw")
         check(self, 0 <= self.momentum < 1, "momentum", "in [0, 1)")
-        check(self, self.epsilon > 0, "epsilon", "positive")
         check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
         check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
         fits = (self.schedule == "step") == bool(self.decay_at)

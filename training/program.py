@@ -19,7 +19,7 @@ import torch
 
 from storage.settings import override, parse, parse_known
 from training import distributed
-from training.distributed import FaultOfNode, World
+from training.distributed import SharedFault, World
 from training.loading import EXPECTED
 from training.stopping import Stopped, pass_over_requests
 from training.trackers import TRACKERS, MakeTracker
@@ -49,7 +49,7 @@ def run_program(
     print_help(recipe_name, given, recipes, name)
 
     def work(world: World) -> None:
-        # In the world: ranks of another node, where nothing is wrong, would wait for this one.
+        # In the world: what is wrong on one rank ends all at once, and is told once.
         recipe, wrong = None, None
         try:
             recipe = make_recipe(recipe_name, given, recipes)
@@ -58,11 +58,7 @@ def run_program(
                 find_trackers(recipe.trackers)
         except ValueError as error:
             wrong = str(error)
-        nodes = distributed.gather_from_nodes(wrong, world)
-        for fault in filter(None, nodes.values()):
-            where = ", ".join(node for node, theirs in nodes.items() if theirs == fault)
-            everywhere = all(theirs == fault for theirs in nodes.values())
-            raise FaultOfNode(fault if everywhere else f"on {where}, and not on all nodes: {fault}")
+        distributed.raise_together(wrong, world)
         if "RANK" not in os.environ and (gpus := torch.cuda.device_count()) > 1:
             on_all = f"torchrun --nproc-per-node {gpus} -m {module} {recipe_name} ..."
             print(f"{name}: one process uses one of {gpus} GPUs; on all: {on_all}", file=sys.stderr, flush=True)
@@ -154,22 +150,12 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
             work(world)
         except Stopped as stopped:
             pass_over_requests()
-            if world.first:
-                print(f"{name}: stopped: {stopped}", file=sys.stderr, flush=True)
-            distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it
-            _tell_launch(STOPPED)
-            distributed.stop(world)
-            sys.exit(STOPPED)
-        except FaultOfNode as fault:
+            _end_together(world, STOPPED, f"{name}: stopped: {stopped}")
+        except SharedFault as fault:
             if world.size == 1:
                 raise
             _tell_torchrun(str(fault))
-            _tell_launch(1)
-            if world.first:
-                print(f"{name}: {fault}", file=sys.stderr, flush=True)
-            distributed.wait_for_all(world)  # until the first one has told it: torchrun would end it
-            distributed.stop(world)
-            sys.exit(1)
+            _end_together(world, 1, f"{name}: {fault}")
     except EXPECTED as error:
         _tell_torchrun(f"{_rank(world)}{error}")
         _end(world, 1, f"{name}: {_rank(world)}{error}")
@@ -184,6 +170,17 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
         reason = f"another rank is gone or hangs ({fault}); its error stands above, or there"
         _end(world, 1, f"{name}: {_rank(world)}{reason}")
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+
+
+def _end_together(world: World, status: int, line: str) -> NoReturn:
+    """End every rank with this status; the first one prints the line."""
+    if world.first:
+        print(line, file=sys.stderr, flush=True)
+    distributed.wait_for_all(world)  # where a rank ends, torchrun ends the others: the first one may be saving
+    if os.environ.get(ENDED_FOLDER):
+        Path(os.environ[ENDED_FOLDER], str(status)).touch()
+    distributed.stop(world)
+    sys.exit(status)
 
 
 def _end(world: World | None, status: int, line: str) -> NoReturn:
@@ -209,11 +206,6 @@ def _tell_torchrun(reason: str) -> None:
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:
             json.dump({"message": {"message": reason, "extraInfo": extra}}, stream)
-
-
-def _tell_launch(status: int) -> None:
-    if os.environ.get(ENDED_FOLDER):
-        Path(os.environ[ENDED_FOLDER], str(status)).touch()
 
 
 def _rank(world: World | None) -> str:

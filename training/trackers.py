@@ -30,13 +30,11 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives the rows of one run, on the first process. The training waits for each call."""
+    """Receives the lines of metrics.jsonl of one run, on the first process, and its end, however it ended."""
 
-    def log(self, row: Row) -> object:
-        """Take a line of metrics.jsonl."""
+    def log(self, row: Row) -> object: ...
 
-    def finish(self) -> object:
-        """Take the end of the run, also of one that failed or was stopped."""
+    def finish(self) -> object: ...
 
 
 MakeTracker = Callable[[TrackedRun], Tracker]
@@ -52,15 +50,16 @@ class Trackers:
                 self._trackers[name] = make(run)
 
     def log(self, row: Row) -> None:
-        for name, tracker in list(self._trackers.items()):
-            with self._guarded(name):
-                tracker.log(dict(row))
+        self._call(lambda tracker: tracker.log(dict(row)))
 
     def finish(self) -> None:
+        self._call(lambda tracker: tracker.finish())
+        self._trackers = {}
+
+    def _call(self, act: Callable[[Tracker], object]) -> None:
         for name, tracker in list(self._trackers.items()):
             with self._guarded(name):
-                tracker.finish()
-        self._trackers = {}
+                act(tracker)
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:

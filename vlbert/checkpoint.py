@@ -92,16 +92,15 @@ def model_files(
     model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     files = {MODEL: model, **(beside or {})}
     hashes = {"files": {name: file_hash([data]) for name, data in files.items()}}
-    return _model_files(config, vocab_size, vocabulary, (metadata or {}) | hashes) | files
+    return _config_files(config, vocab_size, vocabulary, (metadata or {}) | hashes) | files
 
 
-def _model_files(
-    config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, metadata: dict | None
+def _config_files(
+    config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, metadata: dict
 ) -> dict[str, bytes]:
-    """All but the tensors."""
+    """Return config.json and, if there is a vocabulary, vocab.txt."""
     plain = {"version": CHECKPOINT_VERSION, "model_type": MODEL_TYPE, "model": to_json(config)}
-    plain |= {"vocab_size": vocab_size}
-    files = {CONFIG: as_json(plain | (metadata or {}))}
+    files = {CONFIG: as_json(plain | {"vocab_size": vocab_size} | metadata)}
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
@@ -123,7 +122,7 @@ def save_checkpoint(
     """
     metadata = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
     metadata |= {"detector": detector} if detector else {}
-    files = _model_files(recipe.model, len(vocabulary), vocabulary, metadata)
+    files = _config_files(recipe.model, len(vocabulary), vocabulary, metadata)
     saved = {name: getattr(model.task, name) for name in model.task.saved}
     files |= {TASK: as_json(saved)} if saved else {}
     tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
@@ -217,7 +216,7 @@ def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
     _check_there(folder)
     config = read_config(folder.get(CONFIG), folder.where_of(CONFIG))
     if not folder.state:
-        folder = replace(folder, hashes=_recorded_hashes(config, folder.where_of(CONFIG)))
+        folder = replace(folder, hashes=config.get("files", {}))
     model, vocabulary = load_tensors(folder, MODEL) if tensors else {}, None
     if folder.has(VOCABULARY):
         where = folder.where_of(VOCABULARY)
@@ -237,18 +236,6 @@ def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
         model=model,
         saved=_read_saved(folder.get(TASK), folder.where_of(TASK)) if folder.has(TASK) else {},
     )
-
-
-def _recorded_hashes(config: dict, where: str) -> dict:
-    """Return the hashes of the files beside it that config.json of a model has; {} if it has none."""
-    hashes = config.get("files", {})
-    sound = isinstance(hashes, dict) and all(
-        isinstance(one, dict) and isinstance(one.get("bytes"), int) and isinstance(one.get("sha256"), str)
-        for one in hashes.values()
-    )
-    if not sound:
-        raise ValueError(f"{where}: `files` must say `bytes` and `sha256` of each file; copy it again")
-    return hashes
 
 
 def _read_saved(data: bytes, where: str) -> dict:
@@ -289,8 +276,12 @@ def read_config(data: bytes, where: str) -> dict:
     if not isinstance(config.get("version"), int):
         raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
     check_version(config["version"], CHECKPOINT_VERSION, where)
-    if not isinstance(config.get("model"), dict) or not isinstance(config.get("vocab_size"), int):
-        raise ValueError(f"{where} lacks model or vocab_size: it is not whole; copy it again")
+    hashes = config.get("files", {})
+    sound = isinstance(hashes, dict) and all(
+        isinstance(one, dict) and {"bytes", "sha256"} <= one.keys() for one in hashes.values()
+    )
+    if not (sound and isinstance(config.get("model"), dict) and isinstance(config.get("vocab_size"), int)):
+        raise ValueError(f"{where} lacks model, vocab_size or `files`: it is not whole; copy it again")
     return config
 
 

@@ -1,12 +1,11 @@
 """Every setting of a run. The dataclasses are frozen and check themselves when they are made."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from detectors.resnet import ResNetConfig
-from storage.settings import Weights, check, check_choices, flat, to_json
+from storage.settings import Weights, check, check_choices, check_positive, flat, to_json
 from training.optimizer import OptimizerConfig, check_decay
 
 
@@ -40,9 +39,8 @@ class RegionConfig:
         check_choices(self)
         check(self, 0 <= self.frozen_stages <= 5, "frozen_stages", "0 to 5")
         check(self, 0 < self.short_side <= self.long_side, "short_side", "at most long_side")
-        check(self, self.roi_size > 0, "roi_size", "at least 1")
+        check_positive(self, "roi_size", "pixel_std")
         check(self, len(self.pixel_mean) == 3, "pixel_mean", "three numbers, of blue, green and red")
-        check(self, self.pixel_std > 0, "pixel_std", "positive")
         check(self, not (self.weights and self.random_init), "random_init", "false where weights are named")
         check(self, self.features == "end_to_end" or not self.weights, "weights", "None where features are precomputed")
 
@@ -119,14 +117,11 @@ class ModelConfig:
     def __post_init__(self):
         check_choices(self)
         check(self, self.layers and not self.layers.strip("JTVX"), "layers", "a string of the letters J, T, V and X")
-        for name in ("hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels"):
-            check(self, getattr(self, name) > 0, name, "at least 1")
-        for name in (
+        check_positive(
+            self, "hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels",
             "visual_embedding_size", "region_classes", "region_hidden_size", "region_num_heads",
-            "region_intermediate_size", "coattention_size", "coattention_num_heads",
-        ):  # fmt: skip
-            check(self, getattr(self, name) is None or getattr(self, name) > 0, name, "at least 1, or none")
-        check(self, self.initializer_range > 0, "initializer_range", "positive")
+            "region_intermediate_size", "coattention_size", "coattention_num_heads", "initializer_range",
+        )  # fmt: skip
         check(
             self, self.hidden_size % self.num_heads == 0, "num_heads", f"a divisor of hidden_size = {self.hidden_size}"
         )
@@ -137,35 +132,24 @@ class ModelConfig:
         check(self, alone, "special_tokens", "own where regions have tokens by class, or masked ones their own")
 
     def _check_streams(self) -> None:
-        regions, separate = self.regions_stream, self.embedding == "separate"
+        regions, coattention, separate = self.regions_stream, self.coattention, self.embedding == "separate"
         one_width = regions.hidden_size == self.hidden_size
-        for width, heads, name in (
-            (regions.hidden_size, regions.num_heads, "region_num_heads"),
-            (self.coattention.hidden_size, self.coattention.num_heads, "coattention_num_heads"),
-        ):
-            check(self, width % heads == 0, name, f"a divisor of the width {width}, and it is {heads}")
-        check(
-            self, one_width or "J" not in self.layers, "region_hidden_size", f"{self.hidden_size} where layers have J"
-        )
-        check(self, one_width or separate, "region_hidden_size", f"{self.hidden_size} unless embedding is separate")
+        for stream, name in ((regions, "region_num_heads"), (coattention, "coattention_num_heads")):
+            width, fits = stream.hidden_size, stream.hidden_size % stream.num_heads == 0
+            check(self, fits, name, f"a divisor of the width {width}, and it is {stream.num_heads}")
+        fits = one_width or ("J" not in self.layers and separate)
+        check(self, fits, "region_hidden_size", f"{self.hidden_size} unless embedding is separate and layers lack J")
         check(self, separate or self.whole_image == "pooled", "whole_image", "pooled unless embedding is separate")
         check(self, separate or not self.region_segment, "region_segment", "false unless embedding is separate")
-        check(
-            self,
-            not self.mentioned_regions or (separate and one_width),
-            "mentioned_regions",
-            "false unless embedding is separate and regions are as wide as the text",
-        )
+        fits = not self.mentioned_regions or (separate and one_width)
+        wanted = "false unless embedding is separate and regions are as wide as the text"
+        check(self, fits, "mentioned_regions", wanted)
         own = self.special_tokens == "own" and self.region_classes is None
         check(self, own or not separate, "special_tokens", "own, and region_classes none, where embedding is separate")
         check(self, separate or self.task_token is None, "task_token", "none unless embedding is separate")
         check(self, self.task_token is None or 0 <= self.task_token < TASK_TOKENS, "task_token", f"below {TASK_TOKENS}")
-        check(
-            self,
-            self.pooler != "product" or self.whole_image != "none",
-            "pooler",
-            "tanh or none where whole_image is none",
-        )
+        fits = self.pooler != "product" or self.whole_image != "none"
+        check(self, fits, "pooler", "tanh or none where whole_image is none")
 
     @property
     def text_stream(self) -> "StreamSize":
@@ -218,30 +202,18 @@ class DataConfig:
     def __post_init__(self):
         check_choices(self)
         self._check_datasets()
-        check(self, self.batch > 0, "batch", "at least 1")
+        check_positive(self, "batch", "gradient_accumulation", "new_shards_every", "chunk", "cache_gb")
+        for name in ("text_batch", "workers", "seed"):
+            check(self, getattr(self, name) >= 0, name, "0 or more")
         check(self, 0 <= self.unreadable <= 1, "unreadable", "a share from 0 to 1")
-        check(self, self.text_batch >= 0, "text_batch", "0 or more")
-        check(self, self.gradient_accumulation > 0, "gradient_accumulation", "at least 1")
-        check(self, self.workers >= 0, "workers", "0 or more")
-        check(self, self.new_shards_every is None or self.new_shards_every > 0, "new_shards_every", "at least 1")
-        check(self, self.chunk > 0, "chunk", "at least 1")
-        check(self, self.cache_gb > 0, "cache_gb", "positive")
-        check(self, self.seed >= 0, "seed", "0 or more")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
 
     def _check_datasets(self) -> None:
-        named = isinstance(self.datasets, Mapping) and len(self.datasets) > 0
-        check(self, named, "datasets", "names of datasets, each with its weight or none")
-        weights = self.datasets.values()
-        positive = all(weight is not None and 0 < weight < math.inf for weight in weights)
-        check(
-            self,
-            positive or all(weight is None for weight in weights),
-            "datasets",
-            "a positive weight for each name, or none for all",
-        )
-        held_out = self.held_out
-        names = held_out is None or (isinstance(held_out, tuple) and 0 < len(held_out) == len({*held_out}))
+        check(self, self.datasets, "datasets", "names of datasets, each with its weight or none")
+        weights = [*self.datasets.values()]
+        fits = weights.count(None) == len(weights) or all(weight and 0 < weight < math.inf for weight in weights)
+        check(self, fits, "datasets", "a positive weight for each name, or none for all")
+        names = self.held_out is None or 0 < len(self.held_out) == len({*self.held_out})
         check(self, names, "held_out", "names of datasets, each once, or none")
 
     @property
@@ -272,7 +244,7 @@ class Recipe:
     activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory
     compile: bool = False  # torch.compile: takes minutes at the start, and is not faster on CPUs
     spike: float | None = 5.0  # skip a step whose loss is so many times the mean of the last 100; None: never
-    most_skipped: int = 10  # so many steps skipped in a row, for a spike or a loss that is not finite, end the run
+    most_skipped: int = 10  # abort after this many consecutive skipped steps
     log_every: int = 20  # steps between progress lines
     # What gets each line of metrics.jsonl, beside that file: tensorboard, or MODULE:FUNCTION of your own
     # (docs/trackers.md); empty: nothing
@@ -285,22 +257,16 @@ class Recipe:
     def __post_init__(self):
         check_choices(self)
         check_choices(self.task)
-        check(self, self.steps > 0, "steps", "at least 1")
-        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints", "most_skipped"):
-            check(self, getattr(self, every) > 0, every, "at least 1")
-        check(self, self.vocabulary_size > 0, "vocabulary_size", "at least 1")
-        check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
+        check_positive(
+            self, "steps", "log_every", "validate_every", "save_every", "keep_checkpoints", "most_skipped",
+            "vocabulary_size", "validation_samples",
+        )  # fmt: skip
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
-        check(
-            self, not (self.compile and self.precision == "tf32"), "compile", "false with tf32: torch refuses the two"
-        )
+        tf32 = self.compile and self.precision == "tf32"
+        check(self, not tf32, "compile", "false with tf32: torch refuses the two")
         live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
-        check(
-            self,
-            not (self.compile and self.activation_checkpointing and live),
-            "compile",
-            "false with activation_checkpointing and live norms",
-        )
+        again = self.compile and self.activation_checkpointing and live
+        check(self, not again, "compile", "false with activation_checkpointing and live norms")
         check_decay(self.optimizer, self.steps)
         check(self, not (self.random_init and (self.init_from or self.bert)), "random_init", "false with a start")
 
@@ -313,8 +279,7 @@ class Recipe:
 _FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions", "mentioned_regions"}
 _FREE |= {"visual_dropout", "visual_initialisation", "head_initialisation"}
 _FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.masked_pixels"}
-_FREE |= {"regions.padding"}
-_FREE |= {"regions.weights", "regions.random_init"}
+_FREE |= {"regions.padding", "regions.weights", "regions.random_init"}
 
 
 def architecture(config: ModelConfig) -> dict[str, object]:

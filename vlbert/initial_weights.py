@@ -53,21 +53,6 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
         )
 
 
-def local_paths(recipe: Recipe, resumed: Checkpoint | None) -> dict[str, str | None]:
-    """Return what every rank reads beside the root, by field: a local path must be on every node."""
-    paths = {
-        "data.text_corpus": recipe.data.text_corpus if recipe.data.text_batch else None,
-        "vocabulary": recipe.vocabulary,
-    }
-    if resumed:  # its weights are those of the checkpoint
-        return paths
-    return paths | {
-        "init_from": recipe.init_from,
-        "bert": recipe.bert,
-        "model.regions.weights": recipe.model.regions.weights,
-    }
-
-
 def check_one_dataset(recipe: Recipe) -> None:
     """Raises ValueError if the task has files of its own, and several datasets are named."""
     for name, given in (("datasets", recipe.data.datasets), ("held_out", recipe.data.held_out or ())):

@@ -23,7 +23,7 @@ from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import any_readable, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.evaluation.whence import record_of
-from vlbert.initial_weights import check_complete, choose_vocabulary, local_paths, make_model
+from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
 from vlbert.tasks import make_task, task_of
@@ -66,7 +66,6 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     saved = distributed.from_first(checkpoints(store, recipe.run), world)
     resumed = read_checkpoint(store, saved[-1]) if saved else None
     check_complete(recipe, resumed)
-    distributed.check_on_all_nodes(local_paths(recipe, resumed), world)
     if resumed:
         check_unchanged(recipe, resumed)
         if world.first:  # it may have been killed before it came to that

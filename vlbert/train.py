@@ -1,11 +1,11 @@
 """Train a recipe: data -> model -> task -> loop.
 
-    vlbert train RECIPE [field=value ...]
-    torchrun --nproc-per-node N -m vlbert.train RECIPE [field=value ...]
+    vlbert train RECIPE [--field value ...]
+    torchrun --nproc-per-node N -m vlbert.train RECIPE [--field value ...]
 
 The first is one process, on one GPU if there is any; the second one process for each of N GPUs. RECIPE is a function of
-vlbert/recipes/; fields are those of vlbert/config.py, such as data.root=s3://bucket/vlbert or
-optimizer.learning_rate=1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so.
+vlbert/recipes/; fields are those of vlbert/config.py, such as --data.root s3://bucket/vlbert. A run that was stopped
+goes on from its last checkpoint; a finished one says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,7 +190,6 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
 
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
     """Return the run, new or from its last checkpoint (vlbert/resume.py); None if it is complete."""
-    distributed.check_on_all_nodes({"data.root": recipe.data.root}, world)  # opening it would make the folder
     store = open_store(recipe.data.root)
     start = start_or_resume(recipe, store, world, report)
     if start is None:

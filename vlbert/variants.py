@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from storage.settings import flat, override_values, to_json
+from storage.tables import markdown
 from vlbert.config import Recipe
 
 Variant = Literal["paper", "published"]
@@ -108,31 +109,25 @@ def rules_of(recipe: Recipe) -> list[Rule]:
 
 
 def table() -> str:
-    """The rules as Markdown."""
-    heads = ["difference", "field", "paper", "authors' code", "what", "in the paper"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    """Return the rules as Markdown."""
+    rows = []
     for rule in RULES:
         task = f" ({rule.task.removesuffix('Settings')})" if rule.task else ""
-        cells = [rule.number, f"`{rule.field}`{task}", _shown(rule.paper), _shown(rule.published)]
-        cells += [rule.what, rule.section]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        values = _shown(rule.paper), _shown(rule.published)
+        rows.append((str(rule.number), f"`{rule.field}`{task}", *values, rule.what, rule.section))
+    return markdown(("difference", "field", "paper", "authors' code", "what", "in the paper"), rows)
 
 
 def numbers(recipes: Mapping[str, Recipe]) -> str:
-    """The fields that differ between a recipe and its variant, without VL-BERT's rules, as Markdown."""
-    lines = ["| recipe | field | without suffix | variant |", "|---|---|---|---|"]
-    ruled = {rule.field for rule in RULES}
+    """Return the fields that differ between a recipe and its variant, without VL-BERT's rules, as Markdown."""
+    rows, ruled = [], {rule.field for rule in RULES}
     pairs = [(name, name + suffix) for name in recipes for suffix in SUFFIXES if name + suffix in recipes]
     for name, variant in pairs:
         ours, theirs = (flat(to_json(recipes[one])) for one in (name, variant))
         known = ruled if "unicoder" not in name and "vilbert" not in name else set()
-        lines += [
-            f"| `{variant}` | `{field}` | {_shown(ours[field])} | {_shown(theirs.get(field))} |"
-            for field in ours
-            if ours[field] != theirs.get(field) and field != "name" and field not in known
-        ]
-    return "\n".join(lines)
+        differing = [field for field in ours if ours[field] != theirs.get(field) and field not in {"name", *known}]
+        rows += [(f"`{variant}`", f"`{one}`", _shown(ours[one]), _shown(theirs.get(one))) for one in differing]
+    return markdown(("recipe", "field", "without suffix", "variant"), rows)
 
 
 def _shown(value: Any) -> str:

@@ -40,7 +40,7 @@ BATCH, STEPS, SAVE_EVERY = 12, 24, 3  # of 2, 3, 4 and 1 processes; an epoch of 
 COMMITS_AT = 4  # step in which the other shard is committed: behind the first checkpoint, before the boundary
 WAIT = 120.0  # seconds for a training to come to the step at which it is to be killed, or to its end
 RUN = "training"
-CLOCKED = ("samples_per_second", "data_wait", "save_wait", "memory_gb")  # of a line of metrics.jsonl
+CLOCKED = ("samples_per_second", "data_wait", "memory_gb")  # of a line of metrics.jsonl
 Say = Callable[[str], None]
 
 

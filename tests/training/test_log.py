@@ -2,13 +2,11 @@
 
 import json
 import re
-import threading
-import time
 
 import pytest
 from places import PROJECT
 from small_run import run_small
-from writing import Held, wait_for, write
+from writing import wait_for
 
 import training.checkpoint
 import training.loop
@@ -45,7 +43,7 @@ def test_a_log_that_cannot_be_written_ends_no_training_and_lacks_nothing_afterwa
     with record.writer, record.running():
         for step in (1, 2):
             add_line(record, step)
-        wait_for(lambda: record.writer._failure)
+        wait_for(lambda: record.writer._refusal)
         file.rmdir()
         add_line(record, 3)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
@@ -67,20 +65,6 @@ def test_lines_that_are_never_written_fail_the_run_at_its_end(tmp_path, store, m
     beat = read_heartbeat(store, "run")
     assert (beat["state"], beat["reason"]) == ("failed", str(error.value))
     assert [found["step"] for found in read_metrics(store, "run", "training")] == [2, 4]
-
-
-def test_the_lines_before_a_checkpoint_are_written_before_it(tmp_path):
-    store = Held(tmp_path, "metrics.jsonl")
-    with Writer(store) as writer:
-        record = RunLog(writer, "run", 0, 10, 1)
-        for step in (1, 2, 3):
-            add_line(record, step)
-        assert store.begun.wait(20)
-        add_line(record, 4)
-        write(writer, 4)
-        store.let_through.set()
-    assert store.order[:2] == ["runs/run/metrics.jsonl"] * 2
-    assert [line["step"] for line in read_metrics(store, "run", "training")] == [1, 2, 3, 4]
 
 
 def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, store, capsys):
@@ -140,20 +124,3 @@ def test_the_heartbeat_tells_where_the_run_is_and_the_page_of_formats_names_its_
     (table,) = re.findall(r"\| field of `heartbeat.json` .*?\n(.*?)\n\n", page, re.DOTALL)
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == beat.keys() | {"detector", "snapshot", "device"}
-
-
-def test_the_share_of_time_that_saves_held_up_is_logged(tmp_path):
-    store = Held(tmp_path, "step-0000001/state.json")
-    record = RunLog(Writer(store), "run", 0, 10, 1)
-    with record.writer as writer, record.running():
-        began = time.monotonic()
-        write(writer, 1)
-        threading.Timer(0.2, store.let_through.set).start()
-        write(writer, 2)
-        gone = time.monotonic() - began
-        add_line(record, 2)
-        add_line(record, 3)
-    first, second = (found["save_wait"] for found in read_metrics(store, "run", "training"))
-    assert 0.1 / gone < first <= 1
-    assert second == 0
-    assert read_heartbeat(store, "run")["save_wait"] == 0

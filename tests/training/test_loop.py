@@ -29,9 +29,8 @@ from storage.runs import open_folder
 from tests.kill.training import CLOCKED, check_stopped
 from training.checkpoint import Writer, write_checkpoint
 from training.distributed import World
-from training.loading import batches
 from training.log import read_heartbeat, read_metrics
-from training.metrics import RunningAverages, Step
+from training.metrics import Step
 from training.skipping import WINDOW, Skipping
 from training.stopping import Stop, Stopped
 from vlbert.data.batch import Batch
@@ -181,20 +180,6 @@ def test_a_measure_without_gradient_changes_no_weight(tmp_path):
     torch.testing.assert_close(network.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
-def test_paused_time_is_in_no_rate():
-    averages = RunningAverages()
-    averages.add(dataclasses.replace(step(1.0, words=2.0), waited=0.01), taken=True)
-    with averages.paused():
-        time.sleep(0.3)
-    time.sleep(0.05)
-    seconds, waited = averages.seconds()
-    assert 0.05 <= seconds < 0.3
-    assert waited == 0.01
-    assert averages.means()["loss_words"] == 2.0
-    averages.reset()
-    assert (averages.means(), averages.steps, averages.seconds()[1]) == ({}, 0, 0.0)
-
-
 REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -332,43 +317,6 @@ def test_an_ignored_ctrl_c_stays_ignored(before):
         assert stop.requested
 
 
-# A request in a step, while the writer ends, when another rank has ended, and when Python clears up.
-SIGNALLED_TO_THE_END = """
-import atexit, os, signal, sys
-from training.program import run_in_world
-from training.stopping import Stop, Stopped
-
-def signalled(kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
-    kill(pid, number)
-
-class Last:
-    def __del__(self, signalled=signalled):
-        signalled()
-
-def work(world):
-    try:
-        with Stop():
-            signalled()
-            raise Stopped("after step 5 of 9")
-    finally:
-        signalled()
-
-last = Last()
-atexit.register(signalled)
-run_in_world("program recipe", work)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", REQUESTS)
-def test_a_stopped_run_ends_with_its_own_status_however_often_it_is_signalled(number):
-    environment = os.environ | {"PYTHONPATH": str(PROJECT), "TORCHELASTIC_RUN_ID": "one"}
-    program = [sys.executable, "-c", HEED_CTRL_C + SIGNALLED_TO_THE_END, str(int(number))]
-    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith("stopping: ")]
-    assert (ended.returncode, lines) == (75, ["program recipe: stopped: after step 5 of 9"])
-
-
 # Else it is ignored where pytest itself runs in the background of a script.
 HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 TWICE = """
@@ -392,24 +340,6 @@ def test_a_second_ctrl_c_waits_for_nothing():
     )
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr.count("Ctrl-C again ends at once") == 1
-
-
-class Numbers(torch.utils.data.Dataset):
-    """The numbers, and who loads them."""
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return index, os.getpid()
-
-
-def test_a_loading_process_ignores_signals_of_others():
-    ahead = batches(Numbers(), range(40), 2, torch.device("cpu"))
-    _, worker = next(ahead)
-    for name in ("-TERM", "-INT"):
-        subprocess.run(["kill", name, str(worker)], check=True)  # from another process, as a launcher does
-    time.sleep(0.2)
-    found = list(ahead)
-    assert [number for number, _ in found] == list(range(1, 40))
-    assert len({pid for _, pid in found}) == 2
 
 
 RANK = """

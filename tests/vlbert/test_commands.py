@@ -45,13 +45,6 @@ def test_the_help_of_a_recipe_has_its_own_arguments_and_its_fields(capsys):
     assert "width C of the model (default: 1024)" in printed
 
 
-def test_the_table_has_each_command_and_what_it_does(capsys):
-    main([])
-    printed = capsys.readouterr().out
-    for command in COMMANDS:
-        assert re.search(rf"^  {command}  +\S+ \S+", printed, re.MULTILINE)
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_the_script_completes_commands_recipes_and_fields(capsys, shell):
     with pytest.raises(SystemExit) as ended:

@@ -1,8 +1,5 @@
 """The order of samples is a function of seed and step alone, whatever the ranks and workers."""
 
-import tracemalloc
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +15,6 @@ from vlbert.data.batch import Batch
 from vlbert.data.loading import ValidationData, check_shares, generator
 from vlbert.data.order import CAPTIONS
 from vlbert.data.samples import open_samples, region_stage
-from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 STAGE = f"regions/{DETECTOR}"
 
@@ -70,20 +66,6 @@ def test_workers_change_nothing_and_keep_the_order(root):
     assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
 
 
-def test_examples_of_all_samples_take_no_memory():
-    class Many:
-        def __len__(self) -> int:
-            return 10**8
-
-    task = Pretraining(PretrainingSettings(), None, 1)
-    tracemalloc.start()
-    examples = task.examples(Many(), None)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (len(examples), examples.samples[10**8 - 1]) == (10**8, 10**8 - 1)
-    assert most < 1e6
-
-
 def test_each_sample_has_its_own_randomness():
     draws = [generator(*which).random() for which in ((0, 0, 0, "a"), (0, 0, 0, "b"), (0, 0, 1, "a"), (1, 0, 0, "a"))]
     assert len(set(draws)) == 4
@@ -96,14 +78,6 @@ def test_a_batch_that_the_world_cannot_share_is_refused():
         check_shares(DataConfig(batch=8), world_size=3)
     with pytest.raises(ValueError, match="data.text_batch = 4 .*data.gradient_accumulation = 8"):
         check_shares(DataConfig(batch=8, text_batch=4, gradient_accumulation=8), world_size=1)
-
-
-def test_text_rows_follow_the_captions(root):
-    batch = training_data(root)[0][0]
-    assert len(batch.keys) == 12
-    assert [key.startswith("text-") for key in batch.keys] == [False] * 8 + [True] * 4
-    assert batch.region_mask[8:].sum() == 0
-    assert (batch.text_mask[8:].sum(1) == 12).all(), "text_length"
 
 
 def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
@@ -133,12 +107,6 @@ def test_validation_examples_are_the_same_in_every_world(root, size):
     ] == shown
 
 
-def test_without_a_limit_validation_takes_every_example_once(root):
-    counts = Counter(key for right, _ in validation(root, limit=None) for key in right.keys)
-    assert set(counts.values()) == {1}
-    assert len(counts) == 20
-
-
 def test_shuffled_validation_pairs_every_text_with_another_image(root):
     image_of, others = {}, []
     for right, _ in validation(root):
@@ -152,13 +120,6 @@ def test_shuffled_validation_pairs_every_text_with_another_image(root):
             assert boxes != image_of[key]
             others.append(boxes)
     assert sorted(others) == sorted(image_of.values()), "each image is shown once"
-
-
-def test_a_run_pins_the_snapshot_that_it_reads(root):
-    samples, pinned = open_samples(open_store(str(root)), "captions", None, None, ALONE)
-    assert samples.urls == [tiny_sample(i).url for i in range(20)]
-    snapshot = samples.index.snapshot.id
-    assert pinned == {"dataset": "captions", "stage": STAGE, "random_init": False, "snapshot": snapshot}
 
 
 def test_a_torn_or_missing_tar_is_found_before_the_first_step(tmp_path):

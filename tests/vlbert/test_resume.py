@@ -6,22 +6,20 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from loaded import rows_in_order
-from tiny import DETECTOR, TINY_MODEL, commit_more, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny import DETECTOR, TINY_MODEL, commit_more, tiny_recipe, tiny_root, tiny_sample
 
 from storage.catalog import Catalog
-from storage.catalog.command import main
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.order import shuffled
 from storage.reading import ShardSamples
-from storage.runs import Best, checkpoints, open_folder, sealed_json
+from storage.runs import checkpoints, open_folder, sealed_json
 from storage.verify import verify
 from tests.kill.training import check
 from training.distributed import World
@@ -32,7 +30,6 @@ from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import CAPTIONS, SnapshotSpan, drawn
-from vlbert.data.samples import newer_snapshot
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.predict.command import Predictor
 from vlbert.tasks import make_task
@@ -188,21 +185,6 @@ def test_samples_are_equal_in_every_sequence_of_worlds(grown, uninterrupted, wor
 # --- new shards -------------------------------------------------------------------------------------------------------
 
 
-def test_a_newer_snapshot_holds_all_shards_and_more(tmp_path):
-    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
-    store = open_store(str(tmp_path))
-    catalog = Catalog(store, "captions")
-    pinned = catalog.pin(STAGE)
-    assert newer_snapshot(store, "captions", pinned) is None
-    commit_more(tmp_path, "00002", [100])
-    newer = newer_snapshot(store, "captions", pinned)
-    assert newer == catalog.pin(STAGE).id
-    assert len(catalog.pinned(STAGE, newer)) == 17, "and it is pinned"
-    (tmp_path / "captions" / STAGE / "00000.parquet").unlink()  # to be made again
-    assert newer_snapshot(store, "captions", pinned) is None
-    assert len(ShardSamples(store, catalog.pinned(STAGE, pinned.id))) == 16, "what is pinned stays readable"
-
-
 def a_run(root: Path, name: str, steps: int = 6, workers: int = 0) -> Recipe:
     """20 samples, 8 a step: shards that are committed in the second step enter in the middle of the third."""
     recipe = tiny_recipe(root, run_name=name, steps=steps, save_every=1, keep_checkpoints=20)
@@ -299,27 +281,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_removed_one(saved_twice, tmp
         (damaged / "state.json").write_bytes(b"{}")
     with pytest.raises(ValueError, match=r"has no other checkpoint: if you remove .*/step-0000003, it starts"):
         open_checkpoint(str(root / "runs/run"))
-
-
-def test_verify_names_a_damaged_best_json(saved_twice, tmp_path, capsys):
-    root = Path(shutil.copytree(Path(saved_twice.data.root) / "runs", tmp_path / "root/runs")).parent
-    store, best = open_store(str(root)), root / "runs/run/best.json"
-    store.put("runs/run/best.json", sealed_json(asdict(Best(2, "words_accuracy", 0.5, "runs/run/step-0000002"))))
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(root)])
-    lines = capsys.readouterr().out.splitlines()
-    assert ended.value.code == 0
-    assert lines == ["OK: no problems found (checked: shards 0, snapshots 0, checkpoints 2)"]
-    data = best.read_bytes()
-    best.write_bytes(data.replace(b'"value": 0.5', b'"value": 0.7'))
-    (fault,) = verify(Inventory(store))
-    assert fault.startswith(f"{best} does not name a checkpoint: ")
-    with pytest.raises(ValueError, match=re.escape(fault)):
-        open_checkpoint(f"{root}/runs/run/best")
-    best.write_bytes(data)
-    shutil.rmtree(root / "runs/run/step-0000002")
-    (fault,) = verify(Inventory(store))
-    assert fault.startswith(f"{best} names {root}/runs/run/step-0000002, which is not a complete checkpoint")
 
 
 def test_a_resumed_run_refuses_other_examples_and_a_lost_snapshot(tmp_path):

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import loaded
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaded import ALONE, CPU, captions, rows_in_order
+from loaded import ALONE, captions, rows_in_order
 from programs import losses
 from safetensors.torch import load_file
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
@@ -23,21 +24,15 @@ from storage.catalog.commit import commit_shard
 from storage.inventory import Inventory
 from storage.manifests import Row
 from storage.object_store import open_store
-from storage.reading import ShardSamples
 from storage.runs import checkpoints, open_folder
 from storage.sample import Sample
-from training.distributed import World
 from training.log import read_metrics
 from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
-from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import SnapshotSpan
-from vlbert.data.samples import open_samples
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.tasks import make_task
 from vlbert.tasks.base import Examples
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.train import train
@@ -72,16 +67,7 @@ def root(tmp_path_factory) -> Path:
 def training_data(
     root: Path, weights: dict[str, float], rank: int = 0, size: int = 1, spans: dict | None = None, **changes
 ) -> TrainingData:
-    """What a process of such a world makes of datasets with these weights."""
-    recipe = tiny_recipe(root)
-    config = dataclasses.replace(recipe.data, **({"batch": 8, "flip": 0.5} | changes))
-    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
-    task, datasets = make_task(recipe.task, vocabulary, 8), []
-    for name, weight in weights.items():
-        samples, _ = open_samples(open_store(str(root)), name, None, None, ALONE)
-        datasets.append(TrainingDataset(samples, task.examples(samples, None), (spans or {}).get(name, []), weight))
-    corpus = TextCorpus(root / "text", vocabulary)
-    return TrainingData(datasets, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
+    return loaded.training_data(root, rank, size, weights, spans, **({"flip": 0.5} | changes))
 
 
 def keys_in(data: TrainingData, steps: int) -> list[str]:
@@ -108,12 +94,6 @@ def test_each_dataset_has_its_share_and_epochs_of_its_own(root):
         assert sum(key in keys_of("more") for key in keys[8 * step : 8 * step + 8]) in (1, 2, 3)
 
 
-def test_beside_others_the_first_dataset_has_the_order_of_a_run_alone(root):
-    alone = keys_in(training_data(root, {"captions": 1.0}), 5)
-    beside = [key for key in keys_in(training_data(root, BOTH), 7) if key in keys_of("captions")]
-    assert beside[:40] == alone[:40]
-
-
 def test_datasets_of_one_size_are_not_shuffled_alike(root):
     keys = keys_in(training_data(root, {"more": 1.0, "third": 1.0}), 3)
     orders = [
@@ -137,16 +117,6 @@ def test_worlds_and_accumulation_share_the_same_samples(root, size, gradient_acc
         rows = [row for part in range(gradient_accumulation) for of in dealt for row in rows_in_order(of[part])]
         pairs = [row for row in rows if not row[0].startswith("text-")]
         assert pairs == [row for row in rows_in_order(whole[step][0]) if not row[0].startswith("text-")]
-
-
-def test_the_samples_of_a_dataset_are_read_together(root, monkeypatch):
-    """Neighbours in a tar, in one request; requests, several at a time."""
-    asked, read = [], ShardSamples.samples
-    monkeypatch.setattr(
-        ShardSamples, "samples", lambda self, numbers: asked.append(len(numbers)) or read(self, numbers)
-    )
-    assert len(captions(training_data(root, BOTH)[0][0])) == 8
-    assert sorted(asked) == [2, 6]
 
 
 def sized(weights: dict[int, float], batch: int, every: int) -> TrainingData:
@@ -303,14 +273,6 @@ def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
         "words_accuracy_shuffled": 6.0,
         "words_accuracy_grounding_gap": 0.0,
     }
-
-
-def test_a_vocabulary_that_is_built_holds_the_words_of_all_datasets(root, tmp_path):
-    zebras = [dataclasses.replace(sample, caption="zebra zebra zebra") for sample in samples_of("new", 6)]
-    commit_samples(root, "zebras", zebras)
-    recipe = a_run(root, "words", {"captions": 1.0, "zebras": 1.0}, steps=1, text_batch=0, text_corpus=None)
-    train(dataclasses.replace(recipe, vocabulary=None), ALONE)
-    assert "zebra" in (root / "runs/words/step-0000001/vocab.txt").read_text().splitlines()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

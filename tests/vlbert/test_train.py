@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from places import PROJECT
-from programs import command_line, ended, launched, losses, torchrun
+from programs import command_line, losses, torchrun
 from s3 import s3_server
 from safetensors.torch import load_file, save_file
 from seeded import reseal
@@ -115,33 +114,6 @@ def test_a_killed_run_goes_on_to_the_bit(root, six_steps, capsys):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-ONE_READS_IT_DAMAGED = """
-import os, sys
-from storage.object_store import LocalStore
-from vlbert.train import main
-
-read = LocalStore.get
-
-def get(self, path):
-    data = read(self, path)
-    damaged = path.endswith(sys.argv[1]) and os.environ["RANK"] == sys.argv[2]
-    return data[:-1] + bytes([data[-1] ^ 1]) if damaged else data
-
-LocalStore.get = get
-main(sys.argv[3:])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "rank"), [("model.safetensors", "0"), ("optimizer.safetensors", "1")])
-def test_damage_that_only_one_rank_reads_is_named(root, six_steps, tmp_path, file, rank):
-    arguments = command_line(root, "whole", steps=7)
-    status, _, errors = ended(launched(tmp_path, ONE_READS_IT_DAMAGED, file, rank, *arguments))
-    assert status == 1
-    of_rank = "" if rank == "0" else "rank 1: "
-    assert f"{of_rank}{root}/runs/whole/step-0000006/{file} is damaged" in errors
-
-
 def test_a_finished_run_changes_nothing(root, six_steps, capsys):
     before = {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")}
     metrics = train(tiny_recipe(root, run_name="whole"), ALONE)
@@ -201,15 +173,6 @@ def test_one_process_and_two_compute_the_same_and_go_on_from_each_other(root):
     assert "goes on from" in result.stdout, result.stderr[-3000:]
     for name in ("two", "two-then-one", "one-then-two"):
         np.testing.assert_allclose(np.array(losses(root, name)), np.array(losses(root, "one")), rtol=2e-5)
-
-
-def test_validation_is_logged_beside_that_of_shuffled_images(root, six_steps):
-    line = read_metrics(open_store(str(root)), "whole", "validation")[-1]
-    assert line["step"] == 6
-    for name in ("words_accuracy", "regions_accuracy"):
-        assert line[f"{name}_grounding_gap"] == pytest.approx(line[name] - line[f"{name}_shuffled"])
-    predictions = [json.loads(row) for row in (root / "runs" / "whole" / "predictions.jsonl").read_text().splitlines()]
-    assert len({row["key"] for row in predictions}) == 8
 
 
 def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, six_steps, tmp_path):

@@ -27,7 +27,7 @@ from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.images import prepare_image
 from vlbert.data.loading import TrainingData, TrainingDataset, ValidationData
 from vlbert.data.masking import RegionMasking, WordMasking
-from vlbert.data.samples import MOST_UNREADABLE, any_readable, captions, open_samples
+from vlbert.data.samples import MOST_UNREADABLE, any_readable, open_samples
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks.base import Task, TaskModel
@@ -36,7 +36,6 @@ from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCR, VCRSettings
 from vlbert.tasks.vqa import VQA, VQASettings
 from vlbert.train import train
-from vlbert.validate import validate
 
 ALONE = World(0, 1, torch.device("cpu"))
 WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "square", "circle"])
@@ -244,27 +243,6 @@ def test_a_tar_that_is_deleted_meanwhile_stops_the_run(tmp_path):
         data[0]
 
 
-def test_a_tar_that_is_all_damage_stops_nothing(tmp_path):
-    count = MOST_UNREADABLE + 10
-    samples = [tiny_sample(i, regions=1) for i in range(2 * count)]
-    commit_samples(tmp_path, "captions", samples, per_shard=count)
-    (tmp_path / "vocab.txt").write_text(WORDS.text())
-    data = training_data(tmp_path, batch=1)
-    tar = tmp_path / data.source().samples.index.tars[0]
-    tar.write_bytes(b"\xff" * tar.stat().st_size)
-    assert any_readable(data.source().samples).key in {sample.key for sample in samples[count:]}
-    assert captions(data.source().samples) == [sample.caption for sample in samples[count:]]
-    missing = [step for step in range(30) if data[step][0].unreadable]
-    assert missing, "nothing of the tar was drawn"
-    assert all(not len(data[step][0].counted) and len(data[step][0]) == 1 for step in missing)
-    (other,) = tar.parent.glob("00001-*.tar")
-    other.write_bytes(b"\xff" * other.stat().st_size)
-    with pytest.raises(
-        ValueError, match=f"{2 * count} of {2 * count} samples cannot be read, the last because .*00001"
-    ):
-        captions(training_data(tmp_path).source().samples)
-
-
 def test_errors_come_out_of_workers_as_they_are(tmp_path):
     data = training_data(a_root(tmp_path, dict.fromkeys(range(8), torn), count=8))
     with pytest.raises(ValueError, match=r"^8 examples in a row cannot be read, the last because sample \w+: its JPEG"):
@@ -298,17 +276,6 @@ def test_validation_skips_the_same_broken_samples_in_every_world(tmp_path):
     assert len(set(boxes)) == len(keys), "each image is shown once"
     for size in (2, 7):
         assert validated(root, size) == (keys, missing, boxes)
-
-
-def test_a_validation_without_a_readable_sample_is_an_error(tmp_path):
-    root = a_root(tmp_path, {1000: torn, 1001: infinite}, held_out=2)
-    held_out, _ = open_samples(open_store(str(root)), "held-out", None, None, ALONE)
-    task = Pretraining(ASKS, WORDS, 8)
-    model = TaskModel(VLBert(STILL, len(WORDS)), task)
-    with pytest.raises(
-        ValueError, match="none of the 2 held-out examples of held-out can be read; the last because .*sample"
-    ):
-        validate(model, a_recipe(root), {"held-out": (held_out, task.examples(held_out, "val"))}, ALONE)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -350,14 +317,6 @@ def test_a_run_logs_each_broken_sample_once_and_counts_every_slot(tmp_path, caps
     assert lines_of(root, "unreadable.jsonl") == lines
     again = read_metrics(open_store(str(root)), "tiny", "training")
     assert [line.get("unreadable") for line in again] == [line.get("unreadable") for line in training]
-
-
-def test_slots_before_a_validation_count_in_the_next_line(tmp_path):
-    root = a_root(tmp_path, {0: torn, 7: torn, 9: torn}, held_out=3)
-    recipe = dataclasses.replace(a_recipe(root, held_out=("held-out",)), log_every=4, validate_every=1)
-    train(recipe, ALONE)
-    (line,) = read_metrics(open_store(str(root)), "tiny", "training")
-    assert line["unreadable"] == 3
 
 
 @pytest.mark.slow
