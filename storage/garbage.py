@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from storage.catalog import Catalog
 from storage.claims import EXPIRY
-from storage.inventory import MANIFEST, TAR, Inventory, aligned, date_of, megabytes
+from storage.inventory import MANIFEST, TAR, Inventory, date_of, megabytes
 from storage.object_store import Leftover, ObjectInfo, ObjectMissing, ObjectStore
 from storage.snapshots import read_snapshot
+from storage.tables import aligned
 from storage.withdrawn import read_withdrawn
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -12,6 +11,7 @@ from storage.collect.spool import PARTIAL
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.runs import STATE, checkpoints, read_state
 from storage.snapshots import read_snapshot
+from storage.tables import aligned
 
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
@@ -150,20 +150,6 @@ def status(store: ObjectStore) -> list[str]:
         if rows:
             lines += ["", *aligned(names, rows)]
     return lines
-
-
-def aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines: numbers aligned right, all else left; [] if there is no row."""
-    if not rows:
-        return []
-    lines = []
-    columns = list(zip(*rows, strict=True))
-    right = [all(re.fullmatch(r"[\d,.]+", value) for value in column) for column in columns]
-    widths = [max(map(len, (name, *column))) for name, column in zip(names, columns, strict=True)]
-    for row in (names, *rows):
-        cells = zip(row, widths, right, strict=True)
-        lines.append("  ".join(f"{cell:>{width}}" if number else f"{cell:<{width}}" for cell, width, number in cells))
-    return [line.rstrip() for line in lines]
 
 
 def megabytes(size: int) -> str:
