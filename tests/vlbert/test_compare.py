@@ -385,7 +385,7 @@ def test_plans_that_do_not_fit_are_refused(make, named):
     ("arguments", "named"),
     [
         (["compared:plan"], "Missing from vlbert compare: --data.root"),
-        (["none_such", "--data.root=ROOT"], "there is no plan none_such, only .*table4_demo"),
+        (["none_such", "--data.root=ROOT"], "there is no plan none_such, only .*table4"),
         (
             ["compared:plan", "--data.root=ROOT", "--fields", "vcr:steps=1"],
             r"vcr:steps=1: plan tiny has no vcr; .*refcoco.*words",
