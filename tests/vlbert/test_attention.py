@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
-from detectors.drawing import colour_of
 from vlbert.config import ModelConfig
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
@@ -21,7 +20,6 @@ from vlbert.predict.attention import (
     Map,
     attention_of,
     chosen_panels,
-    numbered_boxes,
     shown_regions,
     title,
     write_attention,
@@ -132,20 +130,9 @@ def test_by_default_the_head_is_shown_that_attends_most_to_ordinary_words_or_reg
     second[0, 3, 1] = 0.3
     assert panels_of(planted(first, second)) == [(0, 2), (1, 0)]
     assert panels_of(planted(first, second), "1.2, 0.0") == [(1, 2), (0, 0)]
-    to_words = np.full((2, 3, 4), 0.1)
-    to_words[0, :, 0] = 0.9  # [CLS], too
-    to_words[1, 2, 2] = 0.2
-    attention = planted(to_words, sides=("regions", "words"))
-    attention.words[:] = ["[CLS]", "a", "square", "[SEP]"]
-    assert panels_of(attention) == [(0, 1)]
-
-
-def test_by_default_co_attention_is_shown_and_other_layers_by_their_number():
-    attention = attention_of(predicted("a [MASK] square", model=VILBERT))
-    assert [number for number, _ in panels_of(attention)] == [1, 2, 4, 5]
-    assert panels_of(attention, "1.1,2.2") == [(1, 1), (2, 1), (3, 2)], "layer 1 has two maps"
-    alone = dataclasses.replace(attention, maps=[attention.maps[0], attention.maps[3]])
-    assert [number for number, _ in panels_of(alone)] == [0, 1]
+    together = attention_of(predicted("a [MASK] square", model=VILBERT))
+    assert [number for number, _ in panels_of(together)] == [1, 2, 4, 5]
+    assert panels_of(together, "1.1,2.2") == [(1, 1), (2, 1), (3, 2)], "layer 1 has two maps"
 
 
 @pytest.mark.parametrize("heads", ["1", "1.3.2", "-1.0", "x.y", "2.0", "0.3"])
@@ -178,14 +165,6 @@ def test_the_regions_that_receive_most_are_shown():
     assert not {2, 7} & {*found}
     assert 5 in shown(received.transpose(0, 2, 1), "regions", "words"), "where regions attend alone, those that do most"
     assert not shown(np.full((1, 3, 3), 0.1), "words", "words")
-
-
-def test_a_region_is_drawn_in_its_own_box_and_by_its_own_number():
-    prediction = predicted("a [MASK]", regions=2)
-    boxes = prediction.sample.regions.boxes
-    (first, *_), (second, colour, name) = numbered_boxes(prediction, [0, 2, 1])
-    np.testing.assert_array_equal(np.stack([first, second]), boxes)
-    assert (colour, name) == (colour_of(2), "2"), "the first of them on top"
 
 
 @pytest.mark.parametrize(("name", "heads"), [("joint", "0.0"), ("co-attention", "0.0,1.1,2.1")])
