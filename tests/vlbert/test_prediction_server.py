@@ -132,9 +132,7 @@ TOO_LARGE = {"Content-Length": str(IMAGES.max_bytes + 1)}
 REFUSED = [  # path, body, headers, status, what is named
     ("/", None, {"Host": "evil.example"}, 400, "host"),
     ("/", None, {"Host": "127.0.0.1.evil.example:8000"}, 400, "host"),
-    ("/", None, {"Host": "[::1"}, 400, "host"),
     ("/docs", None, {}, 404, "Not Found"),
-    ("/regions", PHOTO, {"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"}, 400, "host"),
     ("/regions", PHOTO, {"Origin": "https://evil.example"}, 403, "another site"),
     ("/regions", PHOTO, {"Origin": "http://127.0.0.1:1"}, 403, "another site"),
     ("/regions", PHOTO, {"Origin": "null"}, 403, "another site"),
@@ -142,12 +140,9 @@ REFUSED = [  # path, body, headers, status, what is named
     ("/regions", b"", TOO_LARGE, 413, "Too Large"),
     ("/answer", b"", JSON | {"Content-Length": str(2**20 + 1)}, 413, "Too Large"),
     ("/answer", iter([b" " * 2**20, b"{"]), JSON, 413, "Too Large"),  # chunked
-    ("/regions", b"", {"Content-Length": "-1"}, 400, "Invalid"),
     ("/regions", b"<html>", {}, 400, "not_image"),
-    ("/regions", PHOTO[:400], JSON, 400, "truncated"),
     ("/regions", png_bomb(), {}, 400, "too_many_pixels"),
     ("/answer", b"{", JSON, 422, "JSON"),
-    ("/answer", b"[" * 10**5, JSON, 400, "parsing"),
     ("/answer", b'{"image": 3}', JSON, 422, "image"),
     ("/answer", b'{"image": "IMAGE", "text": "a [MASK] \\ud800"}', JSON, 400, "no Unicode text"),
     ("/answer", b'{"image": "x", "text": "a [MASK]"}', JSON, 410, "drop it once more"),
