@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
@@ -18,6 +19,7 @@ from vlbert.predict.attention import (
     MOST_REGIONS,
     Attention,
     Map,
+    _draw_panel,
     attention_of,
     chosen_panels,
     shown_regions,
@@ -165,6 +167,15 @@ def test_the_regions_that_receive_most_are_shown():
     assert not {2, 7} & {*found}
     assert 5 in shown(received.transpose(0, 2, 1), "regions", "words"), "where regions attend alone, those that do most"
     assert not shown(np.full((1, 3, 3), 0.1), "words", "words")
+
+
+def test_a_panel_has_a_row_for_each_that_attends_and_a_column_for_each_that_is_attended_to():
+    attention, axes = planted(np.arange(20.0).reshape(1, 4, 5)), Figure().add_subplot()
+    _draw_panel(axes, attention, (attention.maps[0], 0), {"words": [0, 1, 3], "regions": [0, 4]})
+    (drawn,) = axes.images
+    assert drawn.get_array().data == pytest.approx(np.array([[0, 4], [5, 9], [15, 19]]) / 19)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["w0", "w1", "w3"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["whole image", "4"]
 
 
 @pytest.mark.parametrize(("name", "heads"), [("joint", "0.0"), ("co-attention", "0.0,1.1,2.1")])
