@@ -43,7 +43,7 @@ def retrieval_root(folder: Path, samples: Sequence[Sample] = ()) -> Path:
 
 def retrieval_recipe(folder: Path, **changes: object) -> Recipe:
     values = {
-        "run": "tuned",
+        "run_name": "tuned",
         "task": RetrievalSettings(str(folder / "files"), caption_length=20, validate_on="test"),
         "data": DataConfig(
             root=str(folder / "root"),

@@ -512,6 +512,8 @@ def test_a_shipped_plan_names_recipes_and_fields_that_fit_and_pre_trains_for_equ
     for task in (None, *plan.tasks):
         assert len({cell.steps for cell in cells if cell.task == task}) == 1
     assert len({cell.settings.data.batch for cell in cells if cell.task is None}) == 1
+    if name == "table4":  # what is not pre-trained starts from BERT
+        assert all(bool(cell.settings.bert) == (cell.needs is None) for cell in cells if cell.task == "vqa")
 
 
 def test_the_words_that_plans_monitor_are_those_that_only_the_image_of_the_demo_tells():
