@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
-from detectors.drawing import colour_of
 from vlbert.config import ModelConfig
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
@@ -19,9 +19,9 @@ from vlbert.predict.attention import (
     MOST_REGIONS,
     Attention,
     Map,
+    _draw_panel,
     attention_of,
     chosen_panels,
-    numbered_boxes,
     shown_regions,
     title,
     write_attention,
@@ -132,20 +132,9 @@ def test_by_default_the_head_is_shown_that_attends_most_to_ordinary_words_or_reg
     second[0, 3, 1] = 0.3
     assert panels_of(planted(first, second)) == [(0, 2), (1, 0)]
     assert panels_of(planted(first, second), "1.2, 0.0") == [(1, 2), (0, 0)]
-    to_words = np.full((2, 3, 4), 0.1)
-    to_words[0, :, 0] = 0.9  # [CLS], too
-    to_words[1, 2, 2] = 0.2
-    attention = planted(to_words, sides=("regions", "words"))
-    attention.words[:] = ["[CLS]", "a", "square", "[SEP]"]
-    assert panels_of(attention) == [(0, 1)]
-
-
-def test_by_default_co_attention_is_shown_and_other_layers_by_their_number():
-    attention = attention_of(predicted("a [MASK] square", model=VILBERT))
-    assert [number for number, _ in panels_of(attention)] == [1, 2, 4, 5]
-    assert panels_of(attention, "1.1,2.2") == [(1, 1), (2, 1), (3, 2)], "layer 1 has two maps"
-    alone = dataclasses.replace(attention, maps=[attention.maps[0], attention.maps[3]])
-    assert [number for number, _ in panels_of(alone)] == [0, 1]
+    together = attention_of(predicted("a [MASK] square", model=VILBERT))
+    assert [number for number, _ in panels_of(together)] == [1, 2, 4, 5]
+    assert panels_of(together, "1.1,2.2") == [(1, 1), (2, 1), (3, 2)], "layer 1 has two maps"
 
 
 @pytest.mark.parametrize("heads", ["1", "1.3.2", "-1.0", "x.y", "2.0", "0.3"])
@@ -180,12 +169,13 @@ def test_the_regions_that_receive_most_are_shown():
     assert not shown(np.full((1, 3, 3), 0.1), "words", "words")
 
 
-def test_a_region_is_drawn_in_its_own_box_and_by_its_own_number():
-    prediction = predicted("a [MASK]", regions=2)
-    boxes = prediction.sample.regions.boxes
-    (first, *_), (second, colour, name) = numbered_boxes(prediction, [0, 2, 1])
-    np.testing.assert_array_equal(np.stack([first, second]), boxes)
-    assert (colour, name) == (colour_of(2), "2"), "the first of them on top"
+def test_a_panel_has_a_row_for_each_that_attends_and_a_column_for_each_that_is_attended_to():
+    attention, axes = planted(np.arange(20.0).reshape(1, 4, 5)), Figure().add_subplot()
+    _draw_panel(axes, attention, (attention.maps[0], 0), {"words": [0, 1, 3], "regions": [0, 4]})
+    (drawn,) = axes.images
+    assert drawn.get_array().data == pytest.approx(np.array([[0, 4], [5, 9], [15, 19]]) / 19)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["w0", "w1", "w3"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["whole image", "4"]
 
 
 @pytest.mark.parametrize(("name", "heads"), [("joint", "0.0"), ("co-attention", "0.0,1.1,2.1")])

@@ -1,9 +1,8 @@
 """What `vlbert compare` compares: one function a plan, as a recipe is a function in vlbert/recipes/."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from training.program import find_recipe, parse_recipe
 from vlbert.recipes import RECIPES
@@ -100,8 +99,8 @@ _DEMO_TASKS = {
     "vqa": ComparedTask("VQA", "val2014", "accuracy"),
     "refcoco": ComparedTask("RefCOCO+", "val", "accuracy_published"),
     "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
+    "retrieval": ComparedTask("Retrieval, caption → image, R@1", "val", "image_r1", "image_ranks", within=1),
 }
-_RETRIEVAL = {"retrieval": ComparedTask("Retrieval, caption → image, R@1", "val", "image_r1", "image_ranks", within=1)}
 _DEMO_FIELDS = {
     "vqa": ("--task.folder={root}/data/vqa", "--task.answers=18"),
     "refcoco": ("--task.folder={root}/data/refcoco+",),
@@ -118,36 +117,32 @@ def _demo(recipe: str, *changes: str) -> Training:
     return Training(recipe, ("--size=demo", *weights, _DEMO_VOCABULARY, *changes))
 
 
-def _demo_pretraining(recipe: str, *changes: str) -> Training:
-    return _demo(recipe, "--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS, *changes)
-
-
 def family_demo() -> Plan:
     """VL-BERT, Unicoder-VL and ViLBERT at equal steps of 32 captions, on the drawn world."""
     # In the 600 steps of the recipes the two others only begin to tell which captions and images belong together.
     longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
+    corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
     lines = {
         "vlbert": ("VL-BERT, end to end", "vlbert", ()),
         "precomputed": ("VL-BERT, precomputed features", "vlbert", ("--features=precomputed",)),
         "unicoder_vl": ("Unicoder-VL", "unicoder_vl", ()),
         "vilbert": ("ViLBERT", "vilbert", ()),
     }
-    tasks = _DEMO_TASKS | _RETRIEVAL
     return Plan(
         name="family_demo",
         title="VL-BERT, Unicoder-VL and ViLBERT on the drawn world",
         variants={
             name: Variant(
                 title,
-                _demo_pretraining(f"pretrain_{model}", *features, *longer),
+                _demo(f"pretrain_{model}", *corpus, *features, *longer),
                 {
                     task: _demo(f"finetune_{task}_{model}".removesuffix("_vlbert"), *features, *_DEMO_FIELDS[task])
-                    for task in tasks
+                    for task in _DEMO_TASKS
                 },
             )
             for name, (title, model, features) in lines.items()
         },
-        tasks=tasks,
+        tasks=_DEMO_TASKS,
         pretraining_metrics=_DEMO_METRICS,
     )
 
@@ -171,38 +166,6 @@ _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
 }
 
 
-def _table4(
-    name: str,
-    title: str,
-    pretraining: Callable[..., Training],
-    finetunings: Mapping[str, Training],
-    tasks: Mapping[str, ComparedTask],
-    metrics: tuple[str, ...] = (),
-    without: tuple[str, ...] = (),
-) -> Plan:
-    """The lines of the table. pretraining: makes one of its changes; without: changes of a fine-tuning without it."""
-    alone = {task: Training(one.recipe, (*one.changes, *without)) for task, one in finetunings.items()}
-    variants = {
-        line: Variant(
-            words,
-            None if changes is None else pretraining(*changes),
-            alone if changes is None else finetunings,
-            dict(zip(tasks, paper, strict=False)),
-        )
-        for line, (words, changes, paper) in _TABLE4.items()
-    }
-    paper = "VL-BERT, table 4, base: VQA test-dev, RefCOCO+ val on detected regions, VCR val"
-    return Plan(name, title, variants, tasks, pretraining_metrics=metrics, paper=paper)
-
-
-def table4_demo() -> Plan:
-    """VL-BERT's Table 4 at equal steps of 32 captions, on the drawn world: each line changes fields of one recipe."""
-    finetunings = {task: _demo(f"finetune_{task}", *_DEMO_FIELDS[task]) for task in _DEMO_TASKS}
-    pretraining = partial(_demo_pretraining, "pretrain_vlbert")
-    title = "VL-BERT's Table 4 on the drawn world"
-    return _table4("table4_demo", title, pretraining, finetunings, _DEMO_TASKS, _DEMO_METRICS)
-
-
 def table4() -> Plan:
     """VL-BERT's Table 4 on the real data, end to end, with half the epochs of the authors' fine-tunings.
 
@@ -214,10 +177,10 @@ def table4() -> Plan:
     vcr = ("--task.folder={root}/vcr", "--steps=33270", "--optimizer.decay_at", "23288", "29942")
     refcoco = ("--task.regions=detected", "--task.adds_ground_truth", "--task.folder={root}/refcoco+", "--steps=37560")
     finetunings = {
-        "vqa": Training("finetune_vqa", vqa),
-        "refcoco": Training("finetune_refcoco", refcoco),
-        "vcr": Training("finetune_vcr", vcr),
-        "vcr_rationales": Training("finetune_vcr", (*vcr, "--task.subtask=rationale")),
+        "vqa": ("finetune_vqa", vqa),
+        "refcoco": ("finetune_refcoco", refcoco),
+        "vcr": ("finetune_vcr", vcr),
+        "vcr_rationales": ("finetune_vcr", (*vcr, "--task.subtask=rationale")),
     }
     tasks = {
         "vqa": ComparedTask("VQA", "val2014", "accuracy"),
@@ -225,18 +188,17 @@ def table4() -> Plan:
         "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
         "vcr_rationales": ComparedTask("VCR, QA→R", "val", "rationale_accuracy"),
     }
-    without = ("--bert=bert-base-uncased",)
-    return _table4(
-        "table4",
-        "VL-BERT's Table 4",
-        lambda *changes: Training("pretrain_vlbert", changes),
-        finetunings,
-        tasks,
-        without=without,
-    )
+    variants = {}
+    for line, (title, changes, reported) in _TABLE4.items():
+        pretraining = None if changes is None else Training("pretrain_vlbert", changes)
+        start = () if pretraining else ("--bert=bert-base-uncased",)
+        tuned = {task: Training(recipe, (*given, *start)) for task, (recipe, given) in finetunings.items()}
+        variants[line] = Variant(title, pretraining, tuned, dict(zip(tasks, reported, strict=True)))
+    paper = "VL-BERT, table 4, base: VQA test-dev, RefCOCO+ val on detected regions, VCR val"
+    return Plan("table4", "VL-BERT's Table 4", variants, tasks, paper=paper)
 
 
-PLANS = {plan.__name__: plan for plan in (family_demo, table4_demo, table4)}
+PLANS = {plan.__name__: plan for plan in (family_demo, table4)}
 
 
 def find_plan(name: str) -> Plan:

@@ -1,7 +1,7 @@
 """From a checkpoint to every image URL that it has seen, and at which steps.
 
     vlbert whence CHECKPOINT                     the runs that led to it, and on what they were trained
-    vlbert whence CHECKPOINT URL                 each time that it saw this image: dataset, shard, epoch, step
+    vlbert whence CHECKPOINT URL                 each time that it saw this image: dataset, shard, step
     vlbert whence CHECKPOINT KEY                 the same of a sample, by its key
     vlbert whence CHECKPOINT --out seen.parquet  all of them, with the steps of each run
 
@@ -20,7 +20,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,20 +30,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import tyro
 
-from storage.inventory import aligned
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.order import interleaved
 from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Flat, Positional
 from storage.redact import shown_url
-from storage.safe_json import parse_json, printable
+from storage.safe_json import printable
 from storage.settings import from_json
-from storage.snapshots import read_columns, read_rows
+from storage.snapshots import read_columns
+from storage.tables import aligned
 from storage.withdrawn import is_among, read_withdrawn
 from training.checkpoint import MODEL
+from training.log import read_lines, read_skipped
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import SnapshotSpan, drawn_by_epoch, seed_of
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.tasks import make_task, settings_named
 from vlbert.tasks.base import TaskSettings
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -51,18 +51,9 @@ from vlbert.tasks.pretraining import PretrainingSettings
 _AT_ONCE = 2**16  # slots of a run that are looked at together
 _KEY = re.compile(r"[0-9a-f]{20}")
 TABLE = pa.schema(
-    [
-        pa.field("url", pa.string()),
-        pa.field("key", pa.string()),
-        pa.field("dataset", pa.string()),
-        pa.field("shard", pa.string()),
-        pa.field("run", pa.string()),
-        pa.field("license", pa.string()),
-        pa.field("times", pa.int64()),
-        pa.field("first_step", pa.int64()),
-        pa.field("last_step", pa.int64()),
-        pa.field("steps", pa.list_(pa.int64())),
-    ]
+    [(name, pa.string()) for name in ("url", "key", "dataset", "shard", "run", "license")]
+    + [(name, pa.int64()) for name in ("times", "first_step", "last_step")]
+    + [("steps", pa.list_(pa.int64()))]
 )
 
 
@@ -80,7 +71,7 @@ class WhenceSettings:
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a run that starts from this checkpoint records of it: docs/formats.md, `init_from`."""
+    """Return what a run that starts from this checkpoint records of it: docs/formats.md, `init_from`."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     found: dict[str, Any] = {"checkpoint": checkpoint.where}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a model that somebody converted or copied
@@ -104,12 +95,11 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class DataUse:
-    """One dataset of a training: number among its datasets, and the spans of its epochs; stage: path in the root."""
+    """Epochs of a training over one snapshot of a dataset. stage: path in the root."""
 
-    number: int
     dataset: str
     stage: str
-    spans: Sequence[SnapshotSpan]
+    span: SnapshotSpan
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,22 +115,21 @@ class Trained:
     roots: tuple[ObjectStore, ...]
     checkpoint: Checkpoint
     folders: tuple[str, ...] = ()
-    weights: Sequence[float] = field(init=False)
-    uses: Sequence[DataUse] = field(init=False)
-
-    def __post_init__(self):
-        data = self.record["data"]
-        spans = [[SnapshotSpan(**span) for span in one["snapshots"]] for one in data]
-        uses = [DataUse(n, one["dataset"], one["stage"], spans[n]) for n, one in enumerate(data)]
-        object.__setattr__(self, "weights", [one["weight"] for one in data])
-        object.__setattr__(self, "uses", uses)
 
     @property
     def run(self) -> str:
         return self.record["run"]
 
+    @functools.cached_property
+    def uses(self) -> list[list[DataUse]]:
+        """Of each dataset what was read, in the order of its epochs."""
+        return [
+            [DataUse(one["dataset"], one["stage"], SnapshotSpan(**span)) for span in one["snapshots"]]
+            for one in self.record["data"]
+        ]
+
     def store_of(self, dataset: str, stage: str, snapshot: str) -> tuple[ObjectStore, str]:
-        """The root that has a snapshot, and its path there; ValueError where none has it."""
+        """Return the root that has a snapshot, and its path there; ValueError where none has it."""
         path = f"{dataset}/{stage}/snapshots/{snapshot}.parquet"
         for store in self.roots:
             if store.exists(path):
@@ -148,51 +137,52 @@ class Trained:
         places = " or ".join(dict.fromkeys(store.where(path) for store in self.roots))
         raise ValueError(f"{places} is gone; put it back, or name the root that has it: --root=...")
 
-    def draws(self) -> Iterator[tuple[DataUse, SnapshotSpan, int, np.ndarray, np.ndarray]]:
-        """All that the run took, in its order: dataset, span, epoch, examples (int64 [n]), and the step of each."""
+    def draws(self) -> Iterator[tuple[DataUse, np.ndarray, np.ndarray]]:
+        """Yield all that the run took, in its order: what was read, examples (int64 [n]), and the step of each."""
         batch, seed, chunk = (self.record[name] for name in ("batch", "seed", "chunk"))
-        slots = self.record["step"] * batch
+        slots, weights = self.record["step"] * batch, [one["weight"] for one in self.record["data"]]
         for start in range(0, slots, _AT_ONCE):
-            numbers, draws = interleaved(start, min(_AT_ONCE, slots - start), self.weights)
-            for use in self.uses:
-                ours = np.flatnonzero(numbers == use.number)
+            numbers, draws = interleaved(start, min(_AT_ONCE, slots - start), weights)
+            for number, uses in enumerate(self.uses):
+                ours = np.flatnonzero(numbers == number)
                 if not len(ours):
                     continue
-                steps = (start + ours) // batch + 1
-                own = seed_of(seed, use.number)
-                for index, epoch, examples in drawn_by_epoch(use.spans, int(draws[ours[0]]), len(ours), own, chunk):
-                    yield use, use.spans[index], epoch, examples, steps[: len(examples)]
+                spans, own, steps = [use.span for use in uses], seed_of(seed, number), (start + ours) // batch + 1
+                for index, _, examples in drawn_by_epoch(spans, int(draws[ours[0]]), len(ours), own, chunk):
+                    yield uses[index], examples, steps[: len(examples)]
                     steps = steps[len(examples) :]
 
-    def samples_of(self, use: DataUse, span: SnapshotSpan) -> np.ndarray | None:
-        """int64 [examples]: the sample of each example; None where each sample is one example.
+    def samples_of(self, use: DataUse) -> np.ndarray:
+        """Return the sample of each example, int64 [examples].
 
         ValueError where the task's files are missing, or changed.
         """
         if self.record["task"] == PretrainingSettings.__name__:
-            return None
+            return np.arange(use.span.examples)
         kind = settings_named(self.record["task"])
         if kind is None:
             raise ValueError(f"{self.record['task']} of {self.run} is the settings of no task: import it into TASKS")
-        store, path = self.store_of(use.dataset, use.stage, span.snapshot)
+        store, path = self.store_of(use.dataset, use.stage, use.span.snapshot)
         urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
         try:
-            task = make_task(self._settings(kind), self._vocabulary, self.checkpoint.num_classes)
+            if self.checkpoint.vocabulary is None:
+                raise ValueError(f"{self.checkpoint.where} came without a vocabulary, which they need")
+            task = make_task(self._settings(kind), self.checkpoint.vocabulary, self.checkpoint.num_classes)
             restore_saved(task, self.checkpoint)
             examples = task.examples(_Urls(urls, read_withdrawn(store).urls), None)
         except ValueError as error:
             raise ValueError(
                 f"which images {self.run} has seen, the files of its task tell, and {error}; here: --task_folder=FOLDER"
             ) from error
-        if len(examples) != span.examples:
+        if len(examples) != use.span.examples:
             raise ValueError(
-                f"{self.run} was trained on {span.examples} examples of {use.dataset}, now there are {len(examples)}: "
-                "the files of the task have changed; name those that it had: --task_folder=FOLDER"
+                f"{self.run} was trained on {use.span.examples} examples of {use.dataset}, now there are "
+                f"{len(examples)}: the files of the task have changed; name those that it had: --task_folder=FOLDER"
             )
         return np.asarray(examples.samples, np.int64)
 
     def _settings(self, kind: type[TaskSettings]) -> TaskSettings:
-        """Those of its task, with the first folder that has its files; ValueError where those are others now."""
+        """Return those of its task, with the first folder that has its files; ValueError where those are others now."""
         own, changed = from_json(kind, self.record["settings"], self.run).to_train(), None
         for one in (*(replace(own, folder=folder) for folder in self.folders), own):
             if all(Path(one.folder, name).is_file() for name in one.files):
@@ -204,12 +194,6 @@ class Trained:
         if changed:
             raise changed
         return own  # whose reader says what is missing
-
-    @functools.cached_property
-    def _vocabulary(self) -> Vocabulary:
-        if self.checkpoint.vocabulary is None:
-            raise ValueError(f"{self.checkpoint.where} came without a vocabulary, which the files of a task need")
-        return self.checkpoint.vocabulary
 
 
 @dataclass(frozen=True)
@@ -226,7 +210,7 @@ class _Urls:
 def lineage(
     checkpoint: Checkpoint, root: str | None = None, folders: tuple[str, ...] = ()
 ) -> tuple[list[Trained], dict]:
-    """The runs that led to a checkpoint, itself first, and the record of what the first of them started from.
+    """Return the runs that led to a checkpoint, itself first, and the record of what the first of them started from.
 
     root: where snapshots are looked for, too. folders: where files of the runs' tasks are looked for first. The
     record is {} if it started from random weights. ValueError where the checkpoint does not say what it was trained on.
@@ -237,37 +221,33 @@ def lineage(
             f"{checkpoint.where} does not say what it was trained on: only a checkpoint of vlbert.train does, "
             "ROOT/runs/RUN/step-*"
         )
-    found = []
-    first = [open_store(root, write=False)] if root else []
-    roots = [checkpoint.config["recipe"]["data"]["root"]]  # of a folder that was copied from there
+    found, first = [], [open_store(root, write=False)] if root else []
+    recipe_root = checkpoint.config["recipe"]["data"]["root"]  # of a folder that was copied from there
     while record and "run" in record:
-        stores = [*first, checkpoint.folder.store]
-        for named in (record["root"], *roots):
-            if named not in [store.where() for store in stores] and (other := _opened(named)):
-                stores.append(other)
-        found.append(Trained(record, tuple(stores), checkpoint, folders))
+        stores = [*first, checkpoint.folder.store, _opened(record["root"]), _opened(recipe_root)]
+        found.append(Trained(record, tuple(store for store in stores if store), checkpoint, folders))
         record = record["init_from"]
     return found, record or {}
 
 
 @functools.lru_cache(64)  # many checkpoints name the same; one that does not answer is tried once
 def _opened(root: str) -> ObjectStore | None:
-    """A root that a record names; None where it was another machine's."""
+    """Return a root that a record names; None where it was another machine's."""
     with contextlib.suppress(ValueError, OSError):
         return open_store(root, write=False)
     return None
 
 
 def describe(runs: Sequence[Trained], start: Mapping[str, Any]) -> list[str]:
-    """A line for each run, and one for what the first of them started from."""
+    """Return a line for each run, and one for what the first of them started from."""
     lines = []
     for trained in runs:
         record, shares = trained.record, []
-        for use in trained.uses:
-            weight = trained.weights[use.number] / sum(trained.weights)
-            examples, count = use.spans[-1].examples, len(use.spans)
-            share = f", {weight:.1%} of each step" if weight < 1 else ""
-            shares.append(f"{use.dataset} ({examples:,} examples, {count} snapshot{'s' * (count > 1)}{share})")
+        total = sum(one["weight"] for one in record["data"])
+        for one in record["data"]:
+            examples, count = one["snapshots"][-1]["examples"], len(one["snapshots"])
+            share = f", {one['weight'] / total:.1%} of each step" if one["weight"] < total else ""
+            shares.append(f"{one['dataset']} ({examples:,} examples, {count} snapshot{'s' * (count > 1)}{share})")
         lines.append(f"{record['checkpoint']}: {record['step']:,} steps of {record['batch']} of {', '.join(shares)}")
         if record["bert"]:
             lines.append(
@@ -282,163 +262,125 @@ def describe(runs: Sequence[Trained], start: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-# --- one image --------------------------------------------------------------------------------------------------------
+# --- samples and steps ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Seen:
-    """That a run took a sample: in which epoch of its dataset, and at which step, from 1."""
+def seen(trained: Trained, column: str | None = None, values: frozenset[str] = frozenset()) -> Iterator[pa.Table]:
+    """Yield every sample that a run took (TABLE), or those whose `column`, `key` or `url`, is one of `values`.
 
-    dataset: str
-    shard: str
-    key: str
-    url: str
-    license: str | None
-    epoch: int
-    step: int
+    Steps ascend, from 1. A sample that is in several snapshots of its dataset has a row for each.
+
+    ValueError where a snapshot is gone, or the files of the task. Takes 12 bytes for each time that one was taken.
+    """
+    rows, samples = {}, {}  # of each use that has one of these samples: its rows, and the sample of each example
+    for use in (use for uses in trained.uses for use in uses):
+        place = trained.store_of(use.dataset, use.stage, use.span.snapshot)
+        rows[use] = _numbered(*place) if column is None else [find(*place, column, values)]
+        if column is None or len(rows[use][0]):
+            samples[use] = trained.samples_of(use)
+    wanted = {use: np.isin(samples[use], rows[use][0]["number"].to_numpy()) for use in samples if column}
+    taken = defaultdict(list)
+    for use, examples, steps in trained.draws() if samples else ():
+        if use in wanted:
+            steps, examples = steps[wanted[use][examples]], examples[wanted[use][examples]]
+        if use in samples and len(examples):
+            taken[use].append((samples[use][examples], steps.astype(np.int32)))
+    for use, parts in taken.items():
+        numbers, steps = (np.concatenate(part) for part in zip(*parts, strict=True))
+        order = np.argsort(numbers, kind="stable")  # so that the steps of a sample ascend
+        for table in rows[use]:
+            yield _with_steps(trained, use, table, numbers[order], steps[order])
+
+
+def _with_steps(trained: Trained, use: DataUse, rows: pa.Table, numbers: np.ndarray, steps: np.ndarray) -> pa.Table:
+    """Return those of these rows that were taken (TABLE). numbers: the sample at each step, ascending."""
+    own = rows["number"].to_numpy()
+    bounds = np.searchsorted(numbers, np.append(own, own[-1] + 1))
+    first, last = bounds[:-1], bounds[1:] - 1
+    taken = last >= first
+    values = pa.array(steps[bounds[0] : bounds[-1]], pa.int64())
+    lists = pa.ListArray.from_arrays(pa.array(bounds - bounds[0], pa.int32()), values)
+    kept = rows.filter(pa.array(taken))
+    columns = {
+        **{name: kept[name] for name in ("url", "key", "license")},
+        "dataset": pa.repeat(use.dataset, len(kept)),
+        "shard": pc.utf8_lpad(kept["shard"].cast(pa.string()), 5, "0"),
+        "run": pa.repeat(trained.run, len(kept)),
+        "times": (last - first + 1)[taken],
+        "first_step": steps[first[taken]],
+        "last_step": steps[last[taken]],
+        "steps": lists.filter(pa.array(taken)),
+    }
+    return pa.table({name: columns[name] for name in TABLE.names}).cast(TABLE)
+
+
+def _numbered(store: ObjectStore, path: str) -> Iterator[pa.Table]:
+    """Yield the rows of a snapshot, a row group at a time, each with its number."""
+    start = 0
+    for table in read_columns(store, path, ["url", "key", "shard", "license"]):
+        yield table.append_column("number", pa.array(np.arange(start, start + len(table))))
+        start += len(table)
 
 
 @functools.lru_cache(64)  # many checkpoints pin the same
-def find(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> Mapping[int, dict]:
-    """The samples of a snapshot whose `key` or `url` is one of these: number there -> row, as read_rows has it."""
-    found, start = [], 0
-    for table in read_columns(store, path, [column]):
-        found += (start + np.flatnonzero(is_among(table[column], values).to_numpy())).tolist()
-        start += len(table)
-    return dict(zip(found, read_rows(store, path, found) if found else (), strict=True))
-
-
-def seen(trained: Trained, column: str, values: frozenset[str]) -> Iterator[Seen]:
-    """Each time that a run took a sample whose `key` or `url` is one of these, by step.
-
-    ValueError where a snapshot is gone, or the task's files are.
-    """
-    wanted, masks = {}, {}  # by dataset and span: the sample of each example that is one of these, and which are
-    for use in trained.uses:
-        for span in use.spans:
-            rows = find(*trained.store_of(use.dataset, use.stage, span.snapshot), column, values)
-            samples = trained.samples_of(use, span) if rows else None
-            if samples is not None:
-                examples = np.flatnonzero(np.isin(samples, [*rows])).tolist()
-                rows = {number: rows[int(samples[number])] for number in examples}
-            place = use.number, span
-            wanted[place], masks[place] = rows, np.zeros(span.examples, bool)
-            masks[place][[*rows]] = True
-    if not any(wanted.values()):
-        return
-    for use, span, epoch, examples, steps in trained.draws():
-        for hit in np.flatnonzero(masks[use.number, span][examples]).tolist():
-            row = wanted[use.number, span][int(examples[hit])]
-            shard = f"{row['shard']:05d}"
-            yield Seen(use.dataset, shard, row["key"], row["url"], row["license"], epoch, int(steps[hit]))
+def find(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> pa.Table:
+    """Return the rows of a snapshot whose `key` or `url` is one of these."""
+    return pa.concat_tables(table.filter(is_among(table[column], values)) for table in _numbered(store, path))
 
 
 def tell(runs: Sequence[Trained], what: str) -> tuple[list[str], bool]:
-    """Each time that these runs saw an image, as a table; and whether any did. what: its URL, or its key."""
-    column, rows, lines, urls, licenses = "key" if _KEY.fullmatch(what) else "url", [], [], {}, set()
+    """Return each time that these runs saw an image, as a table; and whether any did. what: its URL, or its key."""
+    column, values = "key" if _KEY.fullmatch(what) else "url", frozenset([what])
+    rows, lines, urls, licenses = [], [], {}, set()
     for trained in runs:
-        log = RunNotes(trained)
-        for one in seen(trained, column, frozenset([what])):
-            urls[one.url] = one.key
-            licenses.add(one.license)
-            note = log.note(one.key, one.step)
-            rows.append((trained.run, one.dataset, one.shard, one.key, f"{one.epoch}", f"{one.step:,}", note))
+        found = [row for table in seen(trained, column, values) for row in table.to_pylist()]
+        urls |= {row["url"]: row["key"] for row in found}
+        licenses |= {row["license"] for row in found} - {None}
+        skipped, unreadable = notes_of(trained) if found else ({}, {})
+        for step, row in sorted(((step, one) for one in found for step in one["steps"]), key=lambda pair: pair[0]):
+            first, reason = unreadable.get(row["key"], (step, ""))
+            note = skipped.get(step) or (reason if first <= step else "")
+            rows.append((trained.run, row["dataset"], row["shard"], row["key"], f"{step:,}", note))
         for held in trained.record["held_out"] or ():
             place = trained.store_of(held["dataset"], held["stage"], held["snapshot"])
-            for row in find(*place, column, frozenset([what])).values():
-                name = f"{held['dataset']}, {row['key']}"
-                lines.append(f"{trained.run} validated on it ({name}), and learned nothing from it")
+            for key in find(*place, column, values)["key"].to_pylist():
+                lines.append(f"{trained.run} validated on it ({held['dataset']}, {key}), and learned nothing from it")
     withdrawn = read_withdrawn(runs[0].checkpoint.folder.store).urls
     if column == "key":
         lines = [f"the URL of {key} is {url}" for url, key in urls.items()] + lines
-    lines += [f"its licence, as its list says: {printable(one)}" for one in sorted(licenses - {None})]
+    lines += [f"its licence, as its list says: {printable(one)}" for one in sorted(licenses)]
     lines += [f"{shown_url(url)} was withdrawn since" for url in urls if url in withdrawn]
-    names = "run", "dataset", "shard", "key", "epoch", "step", "note"
-    return [*aligned(names, rows), *lines], bool(rows or lines)
+    return [*aligned(("run", "dataset", "shard", "key", "step", "note"), rows), *lines], bool(rows or lines)
 
 
-class RunNotes:
-    """What the logs of a run say about its samples, where they still are: docs/formats.md, Logs of a run."""
+def notes_of(trained: Trained) -> tuple[dict[int, str], dict[str, tuple[int, str]]]:
+    """Return what the logs of a run say, where they still are: docs/formats.md, Logs of a run.
 
-    def __init__(self, trained: Trained):
-        paths = [f"runs/{trained.run}/{name}.jsonl" for name in ("skipped", "unreadable")]
-        skipped, unreadable = ([line for one in trained.roots for line in _lines(one, path)] for path in paths)
-        self._skipped = {line["step"]: line["why"] for line in skipped}
-        self._unreadable = {
-            line["key"]: line for line in reversed(unreadable)
-        }  # the first of each, which alone is logged
-
-    def note(self, key: str, step: int) -> str:
-        """What is known about this sample at this step beside that it was its turn; "" if it was read."""
-        if step in self._skipped:
-            return f"the step was skipped: {printable(self._skipped[step])}"
-        line = self._unreadable.get(key)
-        if line and line["step"] <= step:
-            return f"not read in step {line['step']:,}: {printable(line['reason'])}"
-        return ""
-
-
-def _lines(store: ObjectStore, path: str) -> Iterator[dict]:
-    for line in store.get(path).splitlines() if store.exists(path) else ():
-        with contextlib.suppress(ValueError):  # torn
-            yield parse_json(line, path)
-
-
-# --- all of them ------------------------------------------------------------------------------------------------------
+    Of each skipped step why; of each sample that could not be read, by its key, from which step on, and why.
+    """
+    skipped, unreadable = {}, {}
+    for store in trained.roots:
+        for line in read_skipped(store, trained.run):
+            skipped[line["step"]] = f"the step was skipped: {printable(line['why'])}"
+        for line in read_lines(store, f"runs/{trained.run}/unreadable.jsonl"):
+            note = f"not read in step {line['step']:,}: {printable(line['reason'])}"
+            unreadable.setdefault(line["key"], (line["step"], note))
+    return skipped, unreadable
 
 
 def export(runs: Sequence[Trained], file: str) -> int:
-    """Write every sample that these runs have seen; returns how many rows. The file appears when it is complete."""
+    """Write every sample that these runs have seen; return how many rows. The file appears when it is complete."""
     rows, temporary = 0, Path(f"{file}.{os.getpid()}")
     try:
         with pq.ParquetWriter(temporary, TABLE, compression="zstd") as writer:
             for trained in runs:
-                for table in all_seen(trained):
+                for table in seen(trained):
                     writer.write_table(table)
                     rows += len(table)
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
     return rows
-
-
-def all_seen(trained: Trained) -> Iterator[pa.Table]:
-    """Every sample that a run took (TABLE): how often, and at which steps, ascending, from 1. One that is in several
-    snapshots of its dataset has a row for each.
-
-    ValueError as of `seen`. Takes 4 bytes for each example and epoch.
-    """
-    taken: dict[tuple[int, SnapshotSpan], dict[int, np.ndarray]] = defaultdict(dict)  # by epoch: step of each example
-    for use, span, epoch, examples, steps in trained.draws():
-        of_epoch = taken[use.number, span].setdefault(epoch, np.zeros(span.examples, np.int32))
-        of_epoch[examples] = steps
-    for (number, span), epochs in taken.items():
-        yield from _rows(trained, trained.uses[number], span, [*epochs.values()])
-
-
-def _rows(trained: Trained, use: DataUse, span: SnapshotSpan, epochs: Sequence[np.ndarray]) -> Iterator[pa.Table]:
-    """The rows of one snapshot, those of a row group of its file at a time; epochs: the step of each example."""
-    store, path = trained.store_of(use.dataset, use.stage, span.snapshot)
-    samples, start = trained.samples_of(use, span), 0
-    order = None if samples is None else np.argsort(samples, kind="stable")  # the examples by their samples
-    for columns in read_columns(store, path, ["url", "key", "shard", "license"]):
-        ours = examples = np.arange(start, start + len(columns))
-        if order is not None:
-            examples = order[slice(*np.searchsorted(samples, [start, start + len(columns)], sorter=order))]
-            ours = samples[examples]
-        steps = np.concatenate([of_epoch[examples] for of_epoch in epochs]).astype(np.int64)
-        owners = np.tile(ours, len(epochs))[steps > 0] - start
-        values = steps[steps > 0][np.lexsort((steps[steps > 0], owners))]
-        times = np.bincount(owners, minlength=len(columns))
-        ends = np.cumsum(times)
-        taken, lists = times > 0, pa.ListArray.from_arrays(np.append(0, ends).astype(np.int32), values)
-        kept = columns.filter(pa.array(taken))
-        shard = pc.utf8_lpad(kept["shard"].cast(pa.string()), 5, "0")
-        dataset, run = (pa.array([name] * len(kept), pa.string()) for name in (use.dataset, trained.run))
-        names = kept["url"], kept["key"], dataset, shard, run, kept["license"]
-        bounds = times[taken], values[(ends - times)[taken]], values[ends[taken] - 1], lists.filter(pa.array(taken))
-        yield pa.table([*names, *bounds], schema=TABLE)
-        start += len(columns)
 
 
 # --- as a program -----------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ are written again without them. URLs are compared as they stand in the lists. Th
 interrupted, and prints the same list. docs/provenance.md says what is not reached.
 """
 
-import contextlib
-import json
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -19,16 +17,17 @@ import tyro
 
 from storage.catalog import Catalog
 from storage.catalog.commit import withdraw_samples
-from storage.inventory import Inventory, aligned
+from storage.inventory import Inventory
 from storage.manifests import OK
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.programs import Command, Positional, Root
 from storage.redact import shown_url
 from storage.runs import STATE
 from storage.safe_json import printable
+from storage.tables import aligned
 from storage.withdrawn import Withdrawn, read_withdrawn, withdraw
 from vlbert.checkpoint import read_checkpoint
-from vlbert.evaluation.whence import Trained, find, lineage, seen
+from vlbert.evaluation.whence import lineage, seen
 
 _SHOWN = 5  # URLs that are named where there are many
 
@@ -75,48 +74,31 @@ def sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
     """What the runs of each checkpoint under a root have seen of these URLs, as a table; and a line for each checkpoint
     of which that is not known."""
     rows, unknown = [], []
-    known: dict[str, tuple[int, int]] = {}  # run -> how many URLs, and the first step; many started from the same
-    for _, steps in sorted(Inventory(store).states.items()):
-        for _, path in sorted(steps.items()):
-            folder = path.removesuffix(f"/{STATE}")
+    for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
+        folder = path.removesuffix(f"/{STATE}")
+        try:
+            checkpoint = read_checkpoint(store, folder, tensors=False)
+            if not isinstance(checkpoint.state.get("data"), list):
+                continue  # a detector: it learned from the files of its annotations
+            runs, start = lineage(checkpoint)
+        except (ValueError, ObjectMissing) as error:
+            unknown.append(f"{store.where(folder)}: {printable(error)}")
+            continue
+        if start:
+            unknown.append(f"{store.where(folder)}: it started from {start['checkpoint']}, which does not say")
+        for trained in runs:
             try:
-                checkpoint = read_checkpoint(store, folder, tensors=False)
-                if not isinstance(checkpoint.state.get("data"), list):
-                    continue  # a detector: it learned from the files of its annotations
-                runs, start = lineage(checkpoint)
-            except (ValueError, ObjectMissing) as error:
+                found = [row for table in seen(trained, "url", urls) for row in table.to_pylist()]
+            except ValueError as error:  # of its URLs one is in the snapshots, or these are gone
                 unknown.append(f"{store.where(folder)}: {printable(error)}")
                 continue
-            if start:
-                unknown.append(f"{store.where(folder)}: it started from {start['checkpoint']}, which does not say")
-            for trained in runs:
-                record = json.dumps(trained.record, sort_keys=True)
-                try:
-                    if record not in known:
-                        found = [*seen(trained, "url", urls)]
-                        known[record] = len({one.url for one in found}), min((one.step for one in found), default=0)
-                    count, first = known[record]
-                except ValueError as error:
-                    unknown.append(f"{store.where(folder)}: {printable(error)}")
-                    count, first = _perhaps(trained, urls), "perhaps"
-                if count:
-                    first = first if isinstance(first, str) else f"{first:,}"
-                    rows.append((folder, trained.run, f"{count:,} of {len(urls):,}", first))
+            if found:
+                count, first = len({row["url"] for row in found}), min(row["first_step"] for row in found)
+                rows.append((folder, trained.run, f"{count:,} of {len(urls):,}", f"{first:,}"))
     lines = aligned(("checkpoint", "learned in run", "URLs", "first at step"), rows)
     if not rows:
         lines.append(f"no checkpoint under {store.where()} has seen any of them, as far as is known")
     return lines + [f"not known of {line}" for line in unknown]
-
-
-def _perhaps(trained: Trained, urls: frozenset[str]) -> int:
-    """How many of these URLs are in the snapshots that a run has read, if they are there."""
-    found = set()
-    for use in trained.uses:
-        for span in use.spans:
-            with contextlib.suppress(ValueError):
-                rows = find(*trained.store_of(use.dataset, use.stage, span.snapshot), "url", urls)
-                found |= {row["url"] for row in rows.values()}
-    return len(found)
 
 
 # --- as a program -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Who attends to whom: a figure like the paper's figure 3.
+"""Who attends to whom, as heat maps: what the paper's figure 3 shows.
 
 With layers J it shows which regions each token attends to; with co-attention, which regions the words attend to and
 which words the regions; with layers T and V, which words words attend to, and which regions regions. Layers and heads
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MOST_WORDS, MOST_REGIONS = 40, 12  # that a panel of the figure shows
 _COLUMNS = 4  # of panels
-_GREY = (70, 70, 70)  # of lines to words
 Kind = Literal["words", "regions"]
 _KINDS: dict[str, Kind] = {"text": "words", "regions": "regions"}
 
@@ -130,46 +129,44 @@ def write_attention(prediction: Prediction, beside: Path, heads: str | None = No
 
 
 def draw_attention(prediction: Prediction, heads: str | None = None) -> bytes:
-    """Return the figure as a PNG: for each panel words and regions, and lines between them as strong as the attention.
+    """Return the figure as a PNG: the image with its regions and, for each panel, a heat map of the attention.
 
     It shows the regions with most attention in these panels, and the beginning of a long text.
     """
     require("matplotlib", "the figure of attention")
     from matplotlib.figure import Figure  # without pyplot it needs no display
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     attention = attention_of(prediction)
     panels = chosen_panels(attention, heads)
     regions = shown_regions(attention, panels)
-    shown = {"words": list(range(len(attention.words)))[:MOST_WORDS], "regions": regions}
+    shown: dict[Kind, list[int]] = {"words": list(range(len(attention.words)))[:MOST_WORDS], "regions": regions}
     columns = min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    height = 0.38 * max(len(shown["words"]), 2 * len(regions), 6) + 0.8  # inches of a panel
-    size = (5.0 + 4.0 * columns, max(5.0, height * rows))
-    figure = Figure(size, layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1))
+    height = 0.3 * max(*map(len, shown.values()), 8) + 1.2  # inches of a panel
+    figure = Figure((5.0 + 4.0 * columns, max(5.0, height * rows)), layout="constrained")
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.35] + [1] * columns)
     image = figure.add_subplot(grid[:, 0])
     image.imshow(draw_boxes(prediction.sample, numbered_boxes(prediction, regions), 700))
     image.set_axis_off()
     image.set_title(title(attention, regions), fontsize=15, wrap=True)
-    crops = dict(zip(regions, thumbnails(prediction, regions), strict=True))
     for position, panel in enumerate(panels):
-        axes = figure.add_subplot(grid[position // columns, 1 + position % columns])
-        _draw_panel(axes, attention, panel, shown, crops)
+        _draw_panel(figure.add_subplot(grid[position // columns, 1 + position % columns]), attention, panel, shown)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=100)
     return file.getvalue()
 
 
 def numbered_boxes(prediction: Prediction, shown: Sequence[int]) -> list[tuple[np.ndarray, tuple[int, int, int], str]]:
-    """The regions `shown` for `draw_boxes`, with the numbers of the panels, the first on top. The whole image, 0, has
-    no box."""
+    """Return the regions `shown` for `draw_boxes`, with the numbers of the panels, the first on top.
+
+    The whole image, 0, has no box.
+    """
     boxes = prediction.sample.regions.boxes
     return [(boxes[number - 1], colour_of(number), str(number)) for number in reversed(shown) if number]
 
 
 def title(attention: Attention, shown: Sequence[int]) -> str:
-    """How many of the regions and tokens the figure shows, and whether the whole image."""
+    """Return how many of the regions and tokens the figure shows, and whether the whole image."""
     count, regions = sum(number > 0 for number in shown), len(attention.regions) - 1
     of = f"{count} of {regions} regions" if count < regions else f"{count} regions"
     whole = " and the whole image" if 0 in shown else ""
@@ -178,60 +175,14 @@ def title(attention: Attention, shown: Sequence[int]) -> str:
     return f"{of}{whole}{cut}"
 
 
-def thumbnails(prediction: Prediction, shown: Sequence[int]) -> list[np.ndarray]:
-    """The pixels of each region; region 0 is the whole image."""
-    image = draw_boxes(prediction.sample, [], 400)
-    factor = 400 / max(prediction.sample.width, prediction.sample.height)
-    found = []
-    for number in shown:
-        left, top, right, bottom = (0, 0, *image.size)
-        if number:
-            left, top, right, bottom = (prediction.sample.regions.boxes[number - 1] * factor).round().astype(int)
-        crop = image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
-        crop.thumbnail((64, 64))
-        found.append(np.asarray(crop))
-    return found
-
-
-def _draw_panel(
-    axes: "Axes", attention: Attention, panel: Panel, shown: Mapping[Kind, list[int]], crops: Mapping[int, np.ndarray]
-) -> None:
-    """Those that attend on the left, those that are attended to on the right, and a line for each pair."""
-    from matplotlib.collections import LineCollection
-
+def _draw_panel(axes: "Axes", attention: Attention, panel: Panel, shown: Mapping[Kind, list[int]]) -> None:
+    """Draw a head as a heat map: a row for each that attends, a column for each that is attended to."""
     one, head = panel
+    names = {"words": attention.words, "regions": attention.regions}
+    axes.imshow(one.strength(head)[np.ix_(shown[one.queries], shown[one.keys])], cmap="Blues", vmin=0, vmax=1)
+    axes.set_aspect("auto")
     axes.set_title(f"layer {one.layer}, head {head}: {one.queries} \N{RIGHTWARDS ARROW} {one.keys}", fontsize=14)
-    starts = _draw_column(axes, attention, one.queries, shown, crops, 0.3)
-    ends = _draw_column(axes, attention, one.keys, shown, crops, 0.68)
-    colours = [_GREY if one.keys == "words" else colour_of(number) for number in shown[one.keys]]
-    strengths = one.strength(head)[np.ix_(shown[one.queries], shown[one.keys])]
-    lines = [[start, end] for start in starts for end in ends]
-    faded = [(*np.divide(colour, 255), each) for row in strengths for colour, each in zip(colours, row, strict=True)]
-    axes.add_collection(LineCollection(lines, colors=faded, linewidths=1.6))
-    axes.set_xlim(-0.3 if one.queries == "regions" else 0, 1.15)
-    axes.set_ylim(0, 1)
-    axes.set_axis_off()
-
-
-def _draw_column(
-    axes: "Axes",
-    attention: Attention,
-    kind: Kind,
-    shown: Mapping[Kind, list[int]],
-    crops: Mapping[int, np.ndarray],
-    edge: float,
-) -> list[tuple[float, float]]:
-    """Words, or regions with their pixels, outside of `edge`. Returns where the lines of each begin, at the edge."""
-    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
-
-    outwards, side = (-1, "right") if edge < 0.5 else (1, "left")
-    names, room, font = (attention.words, 0.02, 14) if kind == "words" else (attention.regions, 0.14, 13)
-    heights = 1 - (np.arange(len(shown[kind])) + 0.5) / len(shown[kind])
-    for number, height in zip(shown[kind], heights, strict=True):
-        place = (edge + outwards * room, height)
-        axes.text(*place, names[number], ha=side, va="center", fontsize=font, parse_math=False)
-        if kind == "regions":
-            frame = {"edgecolor": np.divide(colour_of(number), 255)}
-            image = OffsetImage(crops[number], zoom=22 / max(crops[number].shape[:2]))
-            axes.add_artist(AnnotationBbox(image, (edge + outwards * 0.06, height), pad=0.15, bboxprops=frame))
-    return [(edge, height) for height in heights]
+    for axis, kind in ((axes.yaxis, one.queries), (axes.xaxis, one.keys)):
+        labels = [names[kind][number] for number in shown[kind]]
+        axis.set_ticks(range(len(labels)), labels, parse_math=False)
+    axes.tick_params(axis="x", rotation=90)

@@ -30,7 +30,6 @@ from training.program import find_recipe
 from vlbert.checkpoint import find_checkpoint, open_checkpoint, read_config_at
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.predict.attention import write_attention
-from vlbert.predict.prediction import drawn_shapes_alone
 from vlbert.predict.predictor import Predictor
 from vlbert.predict.ranking import Ranker, read_captions
 from vlbert.recipes import RECIPES
@@ -104,8 +103,6 @@ def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
     if attentions:
         require("matplotlib", "--attention")
     predictor = open_predictor(options, fields)
-    if drawn := drawn_shapes_alone(predictor.detector.metadata):
-        print(f"note: {drawn}", file=sys.stderr)
     asked = (options.text, options.choices, options.answer, options.mask_regions)
     prediction = predictor(options.image, *asked, attentions)
     figure = write_attention(prediction, file, options.heads) if attentions else None
@@ -160,7 +157,6 @@ def serve_page(options: Options, fields: Sequence[str]) -> None:
         predictor = open_predictor(options, fields)
         predictor.detector  # noqa: B018  built now: what is wrong with it ends the program
     notes = [str(one.message) for one in caught]
-    notes += filter(None, [drawn_shapes_alone(predictor.detector.metadata)])
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     serve(predictor, notes, _PORT if options.port is None else options.port)

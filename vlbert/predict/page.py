@@ -32,7 +32,6 @@ from storage.sample import Sample
 from vlbert.data.image_file import IMAGES
 from vlbert.evaluation.results_page import render
 from vlbert.predict.attention import draw_attention
-from vlbert.predict.prediction import drawn_shapes_alone
 from vlbert.predict.predictor import Predictor
 from vlbert.predict.ranking import Ranker
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -134,7 +133,6 @@ class PredictionServer:
             "nonce": secrets.token_urlsafe(16),
             "form": _FORMS.get(type(task), "own"),
             "explains": getattr(task, "subtask", "") == "rationale",
-            "drawn": drawn_shapes_alone(metadata) != "",
             "notes": self.notes,
             "checkpoint": self.predictor.checkpoint.where,
             "detector": f"{self.predictor.detector.id}, {metadata.get('weights_file') or 'random weights'}",

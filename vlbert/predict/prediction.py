@@ -1,10 +1,8 @@
 """A prediction about one image, in words and drawn."""
 
 import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,8 +14,6 @@ from vlbert.data.batch import Batch
 from vlbert.model.vlbert import Encoded
 
 SIDE = 800  # pixels of the longer side of what is drawn
-# The classes of the demo's detector.
-_DRAWN = re.compile("(red|yellow|green|blue|purple|white) (circle|square|triangle|star|cross|ring)")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,14 +99,3 @@ class Prediction:
 def class_name(number: int, classes: Sequence[str] | None) -> str:
     """The detector's class, 0 being the background, by its name where the detector has names."""
     return "background" if number == 0 else classes[number - 1] if classes else f"class {number}"
-
-
-def drawn_shapes_alone(metadata: dict[str, Any]) -> str:
-    """A sentence where the classes that a detector recorded are the drawn shapes of the demo, else ""."""
-    classes = metadata.get("classes") or []
-    if not classes or not all(_DRAWN.fullmatch(name) for name in classes):
-        return ""
-    return (
-        f"This checkpoint knows drawn shapes only: its detector was trained on {len(classes)} classes, {classes[0]} to "
-        f"{classes[-1]}. Regions and answers for a photograph mean nothing."
-    )
