@@ -1,7 +1,6 @@
 """Write ROOT/report.html: what a demo run did and what the model learned, on one page that needs no network."""
 
 import json
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -85,7 +84,6 @@ def write_report(
         "seeds": [*seeds, mean(seeds)] if len(seeds) > 1 else [],
         "stages": stages,
         "longest": max(seconds for _, seconds in stages),
-        "files": files(root, data, runs),
         "root": shlex.quote(str(root)),
     }
     page = render(Path(__file__).parent / "report.html.j2", values, percent=percent, cut=cut, whole="{:,}".format)
@@ -131,17 +129,6 @@ def joint(root: Path, pipelines: "Sequence[PipelineResult]") -> list[dict[str, f
             metrics = json.loads(file.read_text(encoding="utf-8"))["metrics"]
             rows[-1] |= {start: metrics["joint_accuracy"], "chance": metrics["joint_chance"]}
     return rows
-
-
-def files(root: Path, data: DemoData, runs: dict[str, str]) -> list[tuple[str, str]]:
-    """Path below the root, and what is there."""
-    found = [(os.path.relpath(data.root, root), "the demo data: images, caption lists, annotations, questions")]
-    for dataset in DATASETS:
-        found.append((f"{dataset}/images", f"{dataset}: downloaded images and their captions, with manifests"))
-        stages = sorted(path.name for path in (root / dataset / "regions").iterdir())
-        found += [(f"{dataset}/regions/{name}", f"{dataset}: the same with regions of {name}") for name in stages]
-    found.append(("detector.json", "the detector on held-out scenes, class by class"))
-    return [*found, *((f"runs/{run}", f"{role}: checkpoints, metrics, predictions") for role, run in runs.items())]
 
 
 # --- scenes and examples ----------------------------------------------------------------------------------------------

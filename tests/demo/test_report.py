@@ -1,6 +1,5 @@
 """The report of a demo run, made of real shards and hand-written runs."""
 
-import base64
 import dataclasses
 import html
 import io
@@ -9,16 +8,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from demo_results import pipeline, trained
 from PIL import Image
 
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
-from demo.report import annotated_boxes, write_report
+from demo.report import write_report
 from demo.tasks import STARTS, joint_folder
 from detectors.annotated import AnnotatedDetector
-from detectors.drawing import GREEN, RED
 from detectors.run import detect_shard
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
@@ -26,7 +23,6 @@ from storage.collect.lists import read_captions
 from storage.manifests import OK, Row
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key
-from vlbert.evaluation.results_page import draw_answer
 
 TINY = DemoDataSettings(train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, task_train=1, task_held_out=6)
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
@@ -189,16 +185,6 @@ def test_the_numbers_of_the_page_are_those_of_the_run(page: str):
     assert "trained with other seeds" not in text
 
 
-def test_every_status_has_its_count_its_meaning_and_its_first_row(page: str):
-    rows = between(text_of(page), "What was downloaded", "Images the model never")
-    assert "captions to learn from: 3 of 6 rows stored" in rows
-    assert "held-out to measure on: 10 of 10 rows stored" in rows
-    order = re.findall(r"(ok|http_404|bad_url) (\d+) ", rows)
-    assert order[:3] == [("ok", "3"), ("http_404", "2"), ("bad_url", "1")]
-    assert "HTTP 404 Not Found http://127.0.0.1:8791/broken/404/000099.jpg HTTP 404 Not Found" in rows
-    assert "?second" not in rows
-
-
 def test_hostile_strings_are_words_and_the_page_asks_nobody_for_anything(page: str):
     text = text_of(page)
     for words in (HOSTILE, "javascript:alert(1)//<i>", '<b onclick="x()">'):
@@ -211,70 +197,14 @@ def test_hostile_strings_are_words_and_the_page_asks_nobody_for_anything(page: s
     assert "default-src 'none'" in page
 
 
-def test_a_scene_names_the_regions_that_were_found(page: str, made: tuple[Path, DemoData, list]):
-    root, data, results = made
-    section = between(text_of(page), "with their regions", "How it learned")
-    stage = f"regions/{results[0].pretrained.detector}"
-    boxes = annotated_boxes(data)
-    for sample in list(Catalog(open_store(str(root)), "held-out").read(stage, "00000"))[:8]:
-        assert ", ".join(f"{name} 1.00" for _, name in boxes[sample.url.rpartition("/")[2]]) in section
-    assert page.count('src="data:image/jpeg') == 16 + 6 + 2, "found and drawn, and the examples of two tasks"
-
-
 def test_examples_are_the_first_right_and_the_first_wrong_ones(page: str):
-    section = between(text_of(page), "Drawn scenes are easier", "Time, files").partition("VQA")[0]
+    section = between(text_of(page), "Drawn scenes are easier", "Time, and how").partition("VQA")[0]
     assert re.findall(r"question (\d) ([✓✗])", section) == [
         *(("0", "✓"), ("2", "✓"), ("3", "✓"), ("4", "✓"), ("1", "✗"), ("5", "✗")),
     ]
     assert re.findall(r"Without pre-training: (\w+)", section) == ["wrong", "right", "wrong", "wrong", "wrong", "wrong"]
-    vqa = between(text_of(page), "Drawn scenes are easier", "Time, files").partition("VQA")[2]
+    vqa = between(text_of(page), "Drawn scenes are easier", "Time, and how").partition("VQA")[2]
     assert "question 1 ✗ score 0.30 answer region 1 (0.625) ground truth region 2" in vqa
-
-
-def left_side(uri: str, box: np.ndarray) -> np.ndarray:
-    """The commonest colour of the left side of the box in the image; the box is in pixels of a 224 x 168 image."""
-    image = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition("base64,")[2]))).convert("RGB"), np.int64)
-    x, y1, _, y2 = (round(float(number) * image.shape[1] / 224) for number in box)
-    return np.median(image[y1 + 6 : y2 - 6, x + 1 : x + 3].reshape(-1, 3), axis=0)
-
-
-@pytest.mark.parametrize(("score", "chosen", "other"), [(1.0, GREEN, None), (0.0, RED, GREEN)])
-def test_a_chosen_box_is_green_where_it_is_right_and_red_where_it_is_wrong(made: tuple, score, chosen, other):
-    root, _, results = made
-    stage = f"regions/{results[0].finetuned[0].detector}"
-    sample = next(Catalog(open_store(str(root)), "coco").read(stage, "00000"))
-    first, second = sample.regions.boxes[:2]
-    boxes = [{"name": "region 1", "box": first.tolist()}, {"name": "ground truth", "box": second.tolist()}]
-    drawn = draw_answer(sample, {"answer": "region 1", "score": score, "boxes": boxes})
-    assert np.abs(left_side(drawn, first) - chosen).max() < 60
-    assert (np.abs(left_side(drawn, second) - GREEN).max() < 60) == (other is not None)
-    broken = dataclasses.replace(sample, image=b"no image")
-    assert draw_answer(broken, {"answer": "", "score": score, "boxes": []}) is None
-
-
-def test_curves_end_with_the_numbers_of_the_run(page: str):
-    shown = [
-        set(re.findall(r">([^<>]+)</text>", base64.b64decode(data).decode()))
-        for data in re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', page)
-    ]
-    titles = re.findall(r"<figcaption>([^<]*)</figcaption><img", page)
-    assert (titles[2], titles[5]) == ("RefCOCO+: loss, nats", "VQA: accuracy, held out")
-    assert [
-        {"words 2.500", "regions 2.000", "words of text alone 3.000"} <= shown[0],
-        {"right image 0.938", "another image 0.141"} <= shown[1],
-        {"with pre-training 2.000"} <= shown[2],
-        {"with pre-training 0.547", "without 0.328"} <= shown[5],
-    ] == [True] * 4
-
-
-def test_the_page_says_where_the_files_are_and_how_to_go_on(page: str, made: tuple[Path, DemoData, list]):
-    root = made[0]
-    section = between(page, "Time, files", "</html>")
-    paths = re.findall(r"<code>([^<]*)</code>", section)
-    assert {"data", "captions/images", "coco/images", "runs/pretrain-seed0", "runs/vqa-without-seed0"} <= set(paths)
-    assert all((root / path).exists() for path in paths)
-    for command in ("make ui ROOT=", "make demo ROOT=", "vlbert catalog status "):
-        assert f"{command}'{root}'" in html.unescape(section)
 
 
 def test_several_seeds_are_listed_with_their_means(made: tuple[Path, DemoData, list]):
