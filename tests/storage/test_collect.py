@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
@@ -463,6 +464,43 @@ def test_a_url_that_was_withdrawn_is_not_requested(web: Web, tmp_path: Path, ret
     assert collected.counts["withdrawn"] == found.count("withdrawn")
     left = [sample.url for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]
     assert left.count(withdrawn) == (1 if retried else 0), "the second shard was not touched"
+
+
+def test_opt_outs_are_counted_and_a_robots_txt_that_failed_is_asked_for_again(tmp_path: Path):
+    root, file, image = tmp_path / "root", tmp_path / "list.tsv", send(encode(draw(seed=5)))
+    with Web() as web, Web("127.0.0.5") as fails:
+        for server, names in ((web, ("ok", "no/a")), (fails, ("ok", "no/b"))):
+            for name in names:
+                server.put(f"/{name}.jpg", image)
+        web.put("/train.jpg", send(b"x", X_Robots_Tag="noai"))
+        web.put("/index.jpg", in_turn(send(b"x", X_Robots_Tag="noindex"), image))
+        web.put("/robots.txt", send(b"User-agent: *\nDisallow: /no/\n"))
+        fails.put("/robots.txt", in_turn(send(b"", 503), send(b"User-agent: vlbert-downloader\nDisallow: /no/\n")))
+        paths = ["ok", "no/a", "train", "index"]
+        lines = [*(f"{path}\t/{path}.jpg" for path in paths), *(f"f\t{fails.url(f'/{p}.jpg')}" for p in ("ok", "no/b"))]
+        download = DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host, fails.host))
+        settings = served(web, file, *lines, rows_per_shard=6, download=download)
+        collected = quietly(root, settings)
+        expected = ["ok", "robots_txt", "noai", "noindex", "robots_txt_failed", "robots_txt_failed"]
+        assert statuses(root) == expected
+        assert collected.counts == dict(Counter(expected))
+        (manifest,) = (of(root).manifest(IMAGES, shard) for shard in of(root).shards(IMAGES))
+        details = manifest.table.to_pydict()["detail"]
+        assert "forbids /no/a.jpg" in details[1]
+        assert "robots.txt: HTTP 503" in details[4]
+
+        count = len(web.requests)
+        collected = quietly(root, dataclasses.replace(settings, retry_statuses=("robots_txt_failed",)))
+        assert (collected.retried_rows, collected.newly_ok) == (2, 1)
+        assert statuses(root) == [*expected[:4], "ok", "robots_txt"]
+        assert [path for _, path, _ in fails.requests] == ["/ok.jpg"]
+        assert len(fails.robots_requests) == 2
+        assert web.requests[count:] == []  # what was forbidden for good is not requested again
+
+        free = dataclasses.replace(download, obey_robots_txt=False, obey_noindex=False)
+        again = dataclasses.replace(settings, download=free, retry_statuses=("robots_txt", "noindex", "noai"))
+        assert quietly(root, again).newly_ok == 3
+        assert statuses(root) == ["ok", "ok", "noai", "ok", "ok", "ok"]
 
 
 def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tmp_path: Path):

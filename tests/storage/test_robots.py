@@ -216,8 +216,10 @@ def padded(rule: bytes, before: int) -> bytes:
 # What a server answers to /robots.txt -> the status of its image, and what the detail says.
 ANSWERS: dict[str, tuple[Answer, str, str]] = {
     "200": (send(FORBID_ALL), "robots_txt", "forbids /a.jpg"),
+    "403": (send(FORBID_ALL, 403), "ok", ""),
     "404": (send(FORBID_ALL, 404), "ok", ""),
     "429": (send(b"", 429), "robots_txt_failed", "robots.txt: HTTP 429"),
+    "500": (send(b"", 500), "robots_txt_failed", "robots.txt: HTTP 500"),
     "503": (send(b"", 503), "robots_txt_failed", "robots.txt: HTTP 503"),
     "999": (send(b"", 999), "robots_txt_failed", "robots.txt: HTTP 999"),
     "silence": (silent(9), "timeout", "robots.txt: "),
@@ -293,6 +295,20 @@ def test_each_port_has_its_own_and_a_redirect_asks_that_of_its_target(origins: O
         assert other.count_of("/a.jpg") == 0
     assert origins.requests(forbidding) == ["/robots.txt"]
     assert sorted(origins.requests(open_host)) == ["/a.jpg", "/robots.txt"]
+
+
+def test_waiting_for_it_takes_nothing_of_the_deadline_of_a_url(origins: Origins):
+    def after(seconds: float, body: bytes) -> Answer:
+        def answer(handler: BaseHTTPRequestHandler) -> None:
+            time.sleep(seconds)
+            send(body)(handler)
+
+        return answer
+
+    host = origins.add(after(1.3, b""))
+    origins.web.put("/slow.jpg", after(1.2, JPEG))
+    origins.web.put("/to", lambda handler: (time.sleep(1.2), send(b"", 302, Location="/slow.jpg")(handler)))
+    assert statuses([f"http://{host}/to"], settings_for(host, deadline=3)) == ["ok"]
 
 
 def test_a_download_that_is_cancelled_while_it_waits_leaves_others_their_robots_txt(origins: Origins):

@@ -290,3 +290,22 @@ def test_a_run_of_two_processes_is_replayed_by_one(tmp_path, trained):
         rows = [row for batch in batches for row in rows_with_labels(batch)]
         pairs, texts = ([row for row in rows if row[0].startswith("text-") == alone] for alone in (False, True))
         assert rows_with_labels(replay(str(root / "runs/two"), step + 1).batch) == pairs + texts
+
+
+def pairs_of(batches: Sequence[Batch]) -> dict[tuple[int, int], tuple]:
+    """(number of the pair in the step, role) -> the row's tokens and boxes."""
+    found, first = {}, 0
+    for batch in batches:
+        labels = zip(batch.labels["anchor"].tolist(), batch.labels["role"].tolist(), strict=True)
+        for row, (anchor, role) in enumerate(labels):
+            tokens = batch.tokens[row, : batch.sizes.tokens[row]].tolist()
+            found[first + anchor, role] = tokens, batch.boxes[row, : batch.sizes.regions[row]].tolist()
+        first += len(batch.labels["right"])
+    return found
+
+
+@pytest.mark.slow
+def test_pairs_of_two_processes_have_the_same_wrong_ones(tmp_path):
+    for step, batches in on_two(tmp_path, "finetune_retrieval", retrieval(tmp_path)).items():
+        found = replay(str(tmp_path / "root/runs/tuned"), step + 1)
+        assert pairs_of([found.batch]) == pairs_of(batches)
