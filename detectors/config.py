@@ -47,9 +47,14 @@ class ImportedFeatures:
     background: Literal["first", "last", "none"] = "first"
     """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's; `none`,
     it is what the others leave to 1."""
+    num_classes: int | None = None
+    """For files that give the class of a region (objects_id) and no probabilities: the number of classes, without the
+    background. Each region then has the probability 1 in its class, as annotated boxes have; none: no class_probs, as
+    masked regions of pre-training need them."""
 
     def __post_init__(self):
         check_choices(self)
+        check(self, self.num_classes is None or self.num_classes >= 1, "num_classes", "at least 1")
 
 
 @dataclass(frozen=True)

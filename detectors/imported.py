@@ -75,9 +75,10 @@ class ImportedDetector:
             "files_sha256": [file.sha256 for file in self._files],
             "match": settings.match,
             "background": settings.background,
+            "num_classes": settings.num_classes,
             "keep_features": keep_features,
         }
-        self.id = detector_id(hashed | {"num_classes": None})  # hashed at first: ids stay what they are
+        self.id = detector_id(hashed)
         self.metadata = hashed | {
             "random_init": False,
             "files": [{"name": file.path.name, "format": file.kind} for file in self._files],
@@ -227,7 +228,12 @@ def _classes(
         return None, np.ones(count, np.int32), scores
     if "objects_conf" in fields:
         scores = _fractions(fields, "objects_conf", count, 1)[:, 0]
-    return None, objects + 1, scores
+    if not (classes := settings.num_classes):
+        return None, objects + 1, scores
+    if count and objects.max() >= classes:
+        raise ValueError(f"has the objects_id {objects.max()}, and imported.num_classes is {classes}")
+    labels = objects + shift
+    return np.eye(1 + classes, dtype=np.float32)[labels], labels, scores
 
 
 def _best(probs: np.ndarray, background: str) -> tuple[np.ndarray, np.ndarray]:

@@ -51,11 +51,17 @@ def one_file(file: Path, images: list[ImageFeatures]) -> Path:
 
 
 # Name of the file, its writer, what else the detector must be told, and what it says of classes: probabilities, each
-# region's class and score (`label`), or nothing.
+# region's class (`one`, with the probability 1), its class and score (`label`), or nothing.
 FORMATS: dict[str, tuple[str, Writer, list[str], str]] = {
     "bottom-up attention": ("f.tsv", write_tsv, [], "nothing"),
     "Python 3's bytes": ("f.tsv", functools.partial(write_tsv, literal=True), [], "nothing"),
     "LXMERT": ("f.tsv", functools.partial(write_tsv, columns=LXMERT), [], "label"),
+    "LXMERT, class by class": (
+        "f.tsv",
+        functools.partial(write_tsv, columns=LXMERT),
+        [f"--imported.num_classes={CLASSES}"],
+        "one",
+    ),
     "TSV with a first line": (
         "f.tsv",
         functools.partial(write_tsv, columns=[*BOTTOM_UP, "classes"], header=True),
@@ -126,8 +132,8 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
             assert regions.class_probs is None
             assert np.array_equal(regions.labels, labels + 1 if says == "label" else np.ones(len(order)))
             continue
-        probs = regions.class_probs_background_first()
-        np.testing.assert_allclose(probs, image.class_probs[order], rtol=1e-3, atol=1e-6)
+        expected = np.eye(1 + CLASSES)[labels + 1] if says == "one" else image.class_probs[order]
+        np.testing.assert_allclose(regions.class_probs_background_first(), expected, rtol=1e-3, atol=1e-6)
         assert np.array_equal(regions.labels_background_first(), labels + 1)
         assert regions.background == (CLASSES if more == LAST else 0)
 
@@ -224,6 +230,31 @@ def test_an_unusable_row_costs_its_image_alone(write: Writer, changes: dict, sta
     assert bad.startswith(status)
 
 
+def test_probabilities_that_are_none_are_as_if_they_were_not_there(tmp_path: Path):
+    """As mmf's conversion leaves them; `objects` are the labels."""
+    image = features_of(1)
+    (regions,) = detector_of(write_lmdb(tmp_path / "f", [image], {"cls_prob": None})).detect([a_sample(1)])
+    assert np.array_equal(regions.labels, image.class_probs[:, 1:].argmax(axis=1) + 1)
+
+
+def test_a_damaged_row_is_a_status_and_a_shard_without_any_usable_row_is_not_committed(tmp_path: Path):
+    file = write_tsv(tmp_path / "f", [features_of(0), features_of(1)])
+    file.write_bytes(file.read_bytes()[:-100])
+    catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)]])
+    main([str(tmp_path / "root"), "captions", "--backend=imported", f"--imported.files={file}", "--keep_features"])
+    rows = rows_of(catalog, identify(config(file)))
+    assert [row["status"] for row in rows] == ["ok", "bad_features"]
+    assert rows[1]["detail"].startswith("f: 000001 has features that are no base64")
+    file = write_tsv(tmp_path / "g", [features_of(9), features_of(0), features_of(1)], changes={"image_w": ""})
+    lines = file.read_bytes().split(b"\r\n")
+    file.write_bytes(b"\r\n".join([lines[0], lines[2].replace(b"000001", b"000000"), *lines[2:]]))
+    with pytest.raises(
+        SystemExit,
+        match="g: 000000 has the image_w '', not a whole number from 1 on, and so in all of the 2 images .* is it the right",
+    ):
+        main([str(tmp_path / "root"), "captions", "--backend=imported", f"--imported.files={file}", "--keep_features"])
+
+
 def plain(content: bytes) -> Writer:
     return lambda file: file.write_bytes(content) and file
 
@@ -254,6 +285,11 @@ def cut(write: Writer, part: str = "") -> Writer:
         (plain(b"1\t9\t9\t1\tAAAA\tAAAA\r\n"), [], "f: its first row, f: 1, has boxes that are no base64"),
         (plain(b"1\t9\t9\t0\t\t\r\n"), [], "f holds no row with boxes"),
         (plain(gzip.compress(b"1\t9")), [], "f is packed by gzip, .*: unpack it"),
+        (
+            lambda file: write_tsv(file, [features_of(1)], LXMERT),
+            ["--imported.num_classes=1"],
+            "f: its first row, f: 000001, has the objects_id [1-7], and imported.num_classes is 1",
+        ),
         (lambda file: without_background(file, [features_of(1)]), [], "whose sum is .*--imported.background=none"),
         (cut(write_json), [], "f is torn or no zip file"),
         (cut(write_lmdb, "data.mdb"), [], "f is cut off: it is smaller than it says"),
