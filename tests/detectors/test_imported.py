@@ -250,7 +250,7 @@ def test_a_damaged_row_is_a_status_and_a_shard_without_any_usable_row_is_not_com
     file.write_bytes(b"\r\n".join([lines[0], lines[2].replace(b"000001", b"000000"), *lines[2:]]))
     with pytest.raises(
         SystemExit,
-        match="g: 000000 has the image_w '', not a whole number from 1 on, and so in all of the 2 images .* is it the right",
+        match="g: 000000 has the image_w '', .*, and so in all of the 2 images .* is it the right",
     ):
         main([str(tmp_path / "root"), "captions", "--backend=imported", f"--imported.files={file}", "--keep_features"])
 
