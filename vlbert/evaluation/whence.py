@@ -41,7 +41,7 @@ from storage.snapshots import read_columns
 from storage.tables import aligned
 from storage.withdrawn import is_among, read_withdrawn
 from training.checkpoint import MODEL
-from training.log import read_lines, read_skipped
+from training.log import read_lines
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import SnapshotSpan, drawn_by_epoch, seed_of
 from vlbert.tasks import make_task, settings_named
@@ -360,7 +360,7 @@ def notes_of(trained: Trained) -> tuple[dict[int, str], dict[str, tuple[int, str
     """
     skipped, unreadable = {}, {}
     for store in trained.roots:
-        for line in read_skipped(store, trained.run):
+        for line in read_lines(store, f"runs/{trained.run}/skipped.jsonl"):
             skipped[line["step"]] = f"the step was skipped: {printable(line['why'])}"
         for line in read_lines(store, f"runs/{trained.run}/unreadable.jsonl"):
             note = f"not read in step {line['step']:,}: {printable(line['reason'])}"
