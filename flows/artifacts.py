@@ -25,7 +25,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
-from flows.prefect_cli import not_waiting
+from flows.prefect_patches import not_waiting
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.manifests import OK
