@@ -66,19 +66,6 @@ def test_a_home_is_served_once(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["server", "worker"])
-def test_all_ends_with_the_server_or_the_worker(tmp_path: Path, part: str):
-    (tmp_path / "prefect.yaml").write_text("name: none\ndeployments: []\n")
-    with operated(tmp_path / "prefect", tmp_path / "prefect.yaml") as server:
-        pid = server.worker() if part == "worker" else server.server()
-        os.kill(pid, signal.SIGKILL)
-        log = tmp_path / "serve.log"
-        wait_until(lambda: f"the {part} ended, and all runs with it; " in log.read_text(), 30, log.read_text)
-        ours = f"PREFECT_HOME={tmp_path / 'prefect'}"
-        wait_until(lambda: not [pid for pid, _, variables in running() if ours in variables.split("\0")], 10)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_free(served: Operated):
     from prefect.automations import Automation
@@ -148,11 +135,18 @@ def test_prefect_takes_the_deployments_of_the_demo(served: Operated):
 
 
 @pytest.mark.slow
-def test_prefect_takes_the_deployments_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("part", ["server", "worker"])
+def test_prefect_takes_the_deployments_of_the_project_and_all_ends_with_the_server_or_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+):
     shutil.copy(PROJECT / "prefect.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     with operated(tmp_path / "prefect", tmp_path / "prefect.yaml") as server:
         check_deployments(server, tmp_path)
+        os.kill(server.worker() if part == "worker" else server.server(), signal.SIGKILL)
+        log, ours = tmp_path / "serve.log", f"PREFECT_HOME={tmp_path / 'prefect'}"
+        wait_until(lambda: f"the {part} ended, and all runs with it; " in log.read_text(), 30, log.read_text)
+        wait_until(lambda: not [pid for pid, _, variables in running() if ours in variables.split("\0")], 10)
 
 
 @pytest.mark.slow
