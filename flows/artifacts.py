@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import quote
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from prefect import get_run_logger
 from prefect.artifacts import MarkdownArtifact
@@ -25,7 +24,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
-from flows.prefect_cli import not_waiting
+from flows.prefect_patches import not_waiting
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.manifests import OK
@@ -36,8 +35,6 @@ Result = TypeVar("Result")
 STAGE_LOG = "stage"  # the last part of the name that a log line of a stage has in Prefect
 _SECONDS = 10.0  # between two changes of an artifact, at least
 _LONGEST = 200  # characters of an example that a table shows
-_COMMONEST = 10  # reasons that a table of counts shows
-_DIFFERING = r"[0-9a-fA-F]{6,}|[0-9]+"  # what differs between two details that give the same reason
 
 
 def stage_logger() -> logging.LoggerAdapter:
@@ -180,37 +177,29 @@ def reporting() -> Iterator[None]:
 
 
 def table_of_counts(catalog: Catalog, stage: str) -> str:
-    """Rows of a stage by status, and the ten commonest reasons why rows are not ok, each with an example."""
+    """Return the rows of a stage by status, each with a share and, unless it is ok, an example of its details."""
     counts, headers = Counter(), catalog.headers(stage)
     for header in headers.values():
         counts.update(header.statuses)
-    with_failures = [shard for shard, header in headers.items() if header.ok_rows < sum(header.statuses.values())]
     rows = [(escaped(s), f"{count:,}", f"{count / counts.total():.1%}") for s, count in counts.most_common()]
     folder = link(catalog.store.where(f"{catalog.dataset}/{stage}"))
     lines = [f"{counts.total():,} rows in {len(headers):,} shards, written to {folder}", ""]
     lines.append(markdown(("status", "rows", "share"), rows))
-    if with_failures:
-        # A list, because a cell of a table does not break its lines: what is long would be out of sight.
-        lines += ["", "The commonest reasons, each with an example:", ""]
-        for status, count, example in commonest_reasons(catalog, stage, with_failures):
-            line = f"- **{escaped(status)}**, {count:,} {'row' if count == 1 else 'rows'}"
-            lines.append(f"{line}: {escaped(example)}" if example else line)
-    return "\n".join(lines)
+    examples = examples_of(catalog, stage, {status for status in counts if status != OK})
+    # A list, because a cell of a table does not break its lines: what is long would be out of sight.
+    lines += [f"- **{escaped(s)}**: {escaped(examples[s])}" for s, _ in counts.most_common() if examples.get(s)]
+    return "\n".join(lines[:3] + [""] * (len(lines) > 3) + lines[3:])
 
 
-def commonest_reasons(catalog: Catalog, stage: str, shards: list[str]) -> list[tuple[str, int, str]]:
-    """(status, rows, the first detail) of the commonest; details that differ in numbers alone are one reason."""
-    rows, examples = Counter(), {}
-    for table in catalog.columns(stage, ["status", "detail"], shards):
-        table = table.filter(pc.not_equal(table["status"], OK))
-        reason = pc.replace_substring_regex(table["detail"], _DIFFERING, "#")
-        groups = pa.table({"status": table["status"], "reason": reason, "detail": table["detail"]})
-        found = groups.group_by(["status", "reason"]).aggregate([("detail", "min"), ("detail", "count")])
-        for group in found.to_pylist():
-            key = group["status"], group["reason"]
-            rows[key] += group["detail_count"]
-            examples.setdefault(key, group["detail_min"])
-    return [(key[0], count, examples[key]) for key, count in rows.most_common(_COMMONEST)]
+def examples_of(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
+    """Return the first detail of each status; reads manifests until each has one."""
+    found = {}
+    for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
+        for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():
+            found.setdefault(row["status"], row["detail"])
+        if found.keys() >= statuses:
+            break
+    return found
 
 
 def table_of_progress(facts: Mapping[str, object]) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
-from flows.engine import NO_SIGN
+from flows.prefect_patches import NO_SIGN
 from flows.supervisor import ChildFailed, run_child
 from storage.programs import Command, Positional
 
@@ -57,17 +57,17 @@ def set_alarms() -> None:
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
 
-    sign, begun = "prefect.flow-run.heartbeat", "prefect.flow-run.Pending"
+    sign, begun, running = (f"prefect.flow-run.{name}" for name in ("heartbeat", "Pending", "Running"))
     ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
     left = ended | {f"prefect.flow-run.{state}" for state in ("Running", "Cancelling", "AwaitingConcurrencySlot")}
     for name, after, expected, seconds, message in (
-        (_ALARM, sign, {sign, *ended}, SILENCE, f"{NO_SIGN} for {SILENCE} s: its process is gone"),
-        (_NEVER_BEGAN, begun, left, BEGINNING, f"{NO_SIGN} in its first {BEGINNING} s: its process is gone"),
+        (_ALARM, {sign, running}, {sign, *ended}, SILENCE, f"{NO_SIGN} for {SILENCE} s: its process is gone"),
+        (_NEVER_BEGAN, {begun}, left, BEGINNING, f"{NO_SIGN} in its first {BEGINNING} s: its process is gone"),
     ):
         wanted = {
             "description": f"made by flows/deploy.py; a run gives a sign of life every {HEARTBEAT} s",
             "trigger": EventTrigger(
-                after={after},
+                after=after,
                 expect=expected,
                 match={"prefect.resource.id": ["prefect.flow-run.*"]},
                 for_each={"prefect.resource.id"},
@@ -116,17 +116,19 @@ def announce(block: str) -> None:
 
 
 def set_automation(name: str, wanted: dict[str, Any]) -> None:
-    """Make the automation of this name, or change it where it differs."""
+    """Make the automation of this name, or change it if it differs: a change forgets which runs it was waiting for."""
     from prefect.automations import Automation
 
+    new = Automation(name=name, **wanted)
     try:
         found = Automation.read(name=name)
     except ValueError:
-        Automation(name=name, **wanted).create()
+        new.create()
         return
-    for field, value in wanted.items():
-        setattr(found, field, value)
-    found.update()
+    if any(getattr(found, field) != getattr(new, field) for field in wanted):
+        for field, value in wanted.items():
+            setattr(found, field, value)
+        found.update()
 
 
 def deploy_file(

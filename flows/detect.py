@@ -3,7 +3,6 @@
 What still needs detecting is what the catalog says, so that the same flow is the scheduled reprocessing of new shards.
 """
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from detectors.config import DetectionConfig
-from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, counts_line, finished
+from detectors.run import IMAGES, STORAGE_UNREACHABLE, identify
 from flows.artifacts import (
     Live,
     name_run,
@@ -41,20 +40,15 @@ from flows.machines import cancel_others, cancel_waiting, start_others
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
 from storage.object_store import StorageUnreachable, open_store
-from storage.safe_json import parse_json
 from storage.settings import arguments_of
 
 SILENCE = 86_400.0  # seconds without a finished shard after which a detector hangs and is ended
 WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because another of its deployment is at work
 
 
-class NoReport(RuntimeError):
-    """The detector's program ended well without the line about the whole stage that it prints last."""
-
-
 @dataclass(frozen=True)
 class Detected:
-    """What a dataset's regions are now; new_shards were added by this run, peak_bytes is the child's memory."""
+    """What a dataset's regions are now; new_shards were added meanwhile, peak_bytes is the child's memory."""
 
     dataset: str
     detector: str
@@ -76,60 +70,52 @@ def detect(
     dataset: str,
     detector: DetectionConfig,
     log: Callable[[str], None] = print,
-    on_shard: Callable[[dict], None] = lambda report: None,
+    on_progress: Callable[[int, Callable[[], int]], None] = lambda shards, left: None,
     silence: float | None = SILENCE,
 ) -> Detected:
-    """Run `vlbert detect` over the dataset; ChildFailed carries its last words. Only from the main thread.
+    """Run `vlbert detect` over the dataset. Only from the main thread.
 
-    No process is started where the catalog says that no shard is left to detect.
-    `on_shard` gets what the detector reports of each shard, with new_shards and new_images, this run's own so far.
-    StorageUnreachable where the storage was out of reach, which another attempt may change.
+    No process is started if the catalog says that no shard is left to detect.
+
+    Args:
+        on_progress: called after each line of the detector with the number of shards that were pending at the start,
+            and a function that asks the catalog how many of them still are.
+
+    Raises:
+        ChildFailed: with the detector's last words.
+        StorageUnreachable: if the storage was out of reach, which another attempt may change.
     """
-    started, progress, sizes = time.monotonic(), Progress(dataset), []
+    started, peak_bytes = time.monotonic(), 0
+    catalog = Catalog(open_store(root, write=False), dataset)
+    stage = f"regions/{identify(detector)}"
+    images = catalog.shards(IMAGES)
+    pending = catalog.pending(IMAGES, stage)
+
+    def left() -> int:
+        return len(catalog.pending(IMAGES, stage, pending)) if pending else 0
 
     def on_line(line: str) -> None:
-        report = _as_report(line) or {}
-        if "stage" in report:
-            sizes.append(report)
-        elif "done" not in report:
-            log(f"{dataset}: {line}")
-        else:
-            log(progress.line(report))
-            on_shard(report | {"new_shards": progress.shards, "new_images": progress.images})
+        log(line if line.startswith(f"{dataset}: ") else f"{dataset}: {line}")
+        on_progress(len(pending), left)
 
-    catalog, peak_bytes = Catalog(open_store(root, write=False), dataset), 0
-    size = finished(catalog, detector)
-    if size is None:
-        command = [sys.executable, "-m", "vlbert", "detect", root, dataset, "--json", *arguments_of(detector)]
+    if pending or not images:  # without any image the program says what is wrong
+        command = [sys.executable, "-m", "vlbert", "detect", root, dataset, *arguments_of(detector)]
         try:
             peak_bytes = run_child(command, on_line, silence=silence).peak_bytes
         except ChildFailed as error:
             if error.returncode == STORAGE_UNREACHABLE:
                 raise StorageUnreachable(str(error)) from error
             raise
-        if not sizes:
-            raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not report which stage it wrote")
-        size = sizes[-1]
-    detected = whole_stage(catalog, size["stage"], progress.shards, time.monotonic() - started, peak_bytes)
-    if size["images"]:
-        log(f"{dataset}: {counts_line(size)}")
-    if not progress.shards:
+    detected = whole_stage(catalog, stage, len(pending) - left(), time.monotonic() - started, peak_bytes)
+    if not pending:
         log(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
     if detected.random_init:
         log(f"{dataset}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")
     return detected
 
 
-def _as_report(line: str) -> dict | None:
-    """A line of JSON that the detector printed; None for any other."""
-    try:
-        return parse_json(line, "a line of the detector")
-    except ValueError:
-        return None
-
-
 def whole_stage(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:
-    """The whole stage as its manifests have it."""
+    """Return the whole stage as its manifests have it."""
     headers = catalog.headers(stage)
     return Detected(
         dataset=catalog.dataset,
@@ -148,19 +134,22 @@ def whole_stage(catalog: Catalog, stage: str, new_shards: int, seconds: float, p
 def detect_dataset(root: str, dataset: str, detector: DetectionConfig, silence: float | None = SILENCE) -> Detected:
     started, progress = time.monotonic(), Live("detecting", dataset)
 
-    def on_shard(report: dict) -> None:
-        seconds = time.monotonic() - started
-        facts = {
-            "shards": f"{report['done']:,} of {report['of']:,}",
-            "images": f"{report['new_images']:,}, {report['new_images'] / seconds:.1f}/s",
-            "time left": f"{seconds / report['done'] * (report['of'] - report['done']) / 60:.0f} min",
-        }
-        if progress.due or report["done"] == report["of"]:
-            progress.show(table_of_progress(facts))
+    def show(shards: int, left: Callable[[], int]) -> None:
+        if progress.due:
+            with reporting():
+                progress.show(table_of_progress(facts_of(shards, left())))
             cancel_repeats()
-        show_progress(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
+        show_progress(lambda: facts_of(shards, left()))
 
-    return detect(root, dataset, detector, stage_logger().info, on_shard, silence)
+    def facts_of(shards: int, left: int) -> dict[str, str]:
+        done, seconds = shards - left, time.monotonic() - started
+        minutes = f"{seconds / done * left / 60:.0f} min" if done else ""
+        return {"step": f"{done:,} of {shards:,} shards", "time left": minutes}
+
+    detected = detect(root, dataset, detector, stage_logger().info, show, silence)
+    if detected.new_shards:
+        progress.show(table_of_progress({"step": f"{detected.new_shards:,} of {detected.new_shards:,} shards"}))
+    return detected
 
 
 def cancel_repeats() -> None:

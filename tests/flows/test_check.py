@@ -203,28 +203,19 @@ REFUSED = [
         ["pretraining.datasets", "'caption'", "captions, held-out, coco"],
     ),
     (
-        {"pretraining": {"datasets": {"captions": 1.0, "held-out": 0.0}}},
-        ["pretraining", "datasets", "'held-out': 0.0", "positive"],
-    ),
-    (
         {"dataset": {"detector": RANDOM}, "pretraining": {"datasets": {"captions": 2.0, "coco": 1.0}}},
-        ["pretraining.datasets", "coco has another detector", "captions"],
+        ["pretraining.datasets", "several detectors", "captions", "coco"],
     ),
-    ({"pretraining": {"held_out": ("held-out", "held-out")}}, ["pretraining", "held_out", "each once"]),
     ({"pretraining": {"held_out": ("held",)}}, ["pretraining.held_out", "'held'"]),
     ({"pretraining": {"text": ("no.txt",)}}, ["pretraining.text", "no.txt"]),
     ({"pretraining": {"vocabulary_captions": ("no.tsv",)}}, ["pretraining.vocabulary_captions", "no.tsv"]),
     ({"pretraining": NO_TEXT | {"vocabulary": "no.txt"}}, ["pretraining.vocabulary", "no.txt"]),
     ({"pretraining": {"recipe": "pretrain"}}, ["pretraining: ", "recipe pretrain,", "finetune_refcoco"]),
     ({"pretraining": {"recipe": "finetune_refcoco --size demo"}}, ["pretraining.recipe", "no pre-training"]),
-    ({"pretraining": {"recipe": ""}}, ["pretraining: ", "no recipe", "pretrain_vlbert"]),
     ({"pretraining": {"recipe": "pretrain_vlbert --size dem"}}, ["pretraining: ", "'dem'", "--size", "'demo'"]),
-    ({"pretraining": {"overrides": ("--step=3",)}}, ["pretraining: ", "--step=3", "--steps"]),
-    ({"pretraining": {"overrides": ("steps=3",)}}, ["pretraining: ", "steps=3"]),
-    ({"pretraining": {"overrides": ("--data.batch=0",)}}, ["pretraining", "batch", "0"]),
     (
         {"pretraining": NO_TEXT | {"overrides": ("--data.text_batch=4",)}},
-        ["pretraining", "--data.text_batch=4", "set text"],
+        ["pretraining", "data.text_batch is 4", "data.text_corpus"],
     ),
     ({"pretraining": {"recipe": "pretrain_vlbert"}}, BERT),
     ({"pretraining": {"overrides": ("--bert=bert-base-uncased",)}}, BERT),
@@ -241,16 +232,10 @@ REFUSED = [
     ),
     ({"finetuning": NO_WEIGHTS | {"checkpoint": "none"}}, ["finetunings[0]", "Fast R-CNN has no weights"]),
     ({"finetuning": ON_NODES}, ["finetunings[0]", "data.batch = 32", "3 processes"]),
-    ({"finetuning": THREE}, ["finetunings[0]", "data.batch = 32", "3 processes"]),
     ({"finetuning": {"dataset": "refcoco"}}, ["finetunings[0].dataset", "'refcoco'"]),
     ({"finetuning": {"folder": "no"}}, ["finetunings[0].folder", "no/refs(unc).p"]),
     ({"finetuning": {"folder": ""}}, ["finetunings[0].folder", "refs(unc).p"]),
-    (
-        {"finetuning": {"recipe": "finetune_refcoco_demi"}},
-        ["finetunings[0]", "recipe finetune_refcoco_demi,", "finetune_refcoco,"],
-    ),
     ({"finetuning": {"recipe": "finetune_refcoco"}}, ["finetunings[0]", "architecture", "pretrain_vlbert_demo"]),
-    ({"finetuning": {"overrides": ("--optimizer.rate=3",)}}, ["finetunings[0]", "--optimizer.rate=3"]),
     ({"finetuning": {"run": "pretrain"}}, ["runs", "pretrain"]),
     ({"finetuning": {"overrides": ("--no_random_init",)}}, ["override --no_random_init", "the setting checkpoint"]),
     *(
@@ -269,26 +254,17 @@ def test_the_pipeline_of_the_demo_passes(pipeline: Pipeline):
     )
 
 
-def test_a_pre_training_on_several_datasets_says_so_to_the_program(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("held_out", [(), ("a", "b")])
+def test_a_pre_training_says_to_the_program_on_which_datasets(monkeypatch: pytest.MonkeyPatch, held_out: tuple):
+    """Without held-out data it does not validate on those of its recipe."""
     given = []
     monkeypatch.setattr(pretrain, "train", lambda root, settings, fields, *rest: given.append(fields))
-    settings = PretrainSettings(datasets={"sbu": 0.8, "cc": 3.0}, held_out=("a", "b"))
-    pretrain.pretrain("r", "w", settings, "abc")
-    _, *arguments = command_of(settings, given[0])
-    assert arguments[:3] == ["--data.datasets", "sbu:0.8", "cc:3.0"]
-    assert arguments[-3:] == ["--data.held_out", "a", "b"]
-    data = override(settings.made, arguments).data
-    assert (data.datasets, data.held_out) == ({"sbu": 0.8, "cc": 3.0}, ("a", "b"))
-
-
-def test_a_pre_training_without_held_out_data_does_not_validate_on_those_of_its_recipe(monkeypatch: pytest.MonkeyPatch):
-    given = []
-    monkeypatch.setattr(pretrain, "train", lambda root, settings, fields, *rest: given.append(fields))
-    settings = PretrainSettings("pretrain_vlbert --size demo")
+    settings = PretrainSettings("pretrain_vlbert --size demo", datasets={"sbu": 0.8, "cc": 3.0}, held_out=held_out)
     assert settings.made.data.held_out == ("held-out",)
-    pretrain.pretrain("r", "w", settings)
+    pretrain.pretrain("r", "w", settings, "abc")
     _, _, _, *arguments = command_of(settings, given[0])
-    assert override(settings.made, arguments).data.held_out is None
+    data = override(settings.made, arguments).data
+    assert (data.datasets, data.held_out) == ({"sbu": 0.8, "cc": 3.0}, held_out or None)
 
 
 @pytest.mark.parametrize(("changes", "named"), REFUSED)
@@ -325,7 +301,7 @@ def test_a_task_without_a_file_or_folder_of_its_own_is_refused(vcr: Pipeline, mi
     else:
         check(*changed(vcr, finetuning={"evaluate": ("val",)}))
         finetuning = dataclasses.replace(finetuning, evaluate=("val", "test"))
-    with pytest.raises(ValueError, match=rf"finetunings\[0\].{setting}: there is no (file|folder) {path}"):
+    with pytest.raises(ValueError, match=rf"finetunings\[0\].{setting}: there is no {path}"):
         check(datasets, pretraining, [finetuning])
 
 

@@ -1,6 +1,5 @@
-"""`make serve`: its deployments, its alarms, what it refuses, and children that it replaces."""
+"""`make serve`: its deployments, its alarms, what it refuses, and how it ends."""
 
-import functools
 import os
 import shutil
 import signal
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,14 +16,13 @@ from uuid import uuid4
 import httpx
 import pytest
 import yaml
-from operated import Operated, operated, wait_until
+from operated import Operated, operated, running, wait_until
 from places import PROJECT
 
 from demo.serve import free_port
 from flows.collect import COMMITTED
 from flows.deploy import _NEVER_BEGAN, BEGINNING, HEARTBEAT, SILENCE, set_alarms
-from flows.serve import _MOST_AT_ONCE, alone, environment, replaceable, worked_for
-from flows.supervisor import background
+from flows.serve import alone, environment
 
 
 def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
@@ -66,67 +63,6 @@ def test_a_home_is_served_once(tmp_path: Path):
             pass
     with alone(tmp_path, free_port(0)):
         pass
-
-
-def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("flows.serve._PAUSE", 0.1)
-    program = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
-    log, after = tmp_path / "log", []
-
-    def pids() -> list[int]:
-        return [int(line) for line in log.read_text().split()]
-
-    start = functools.partial(background, [sys.executable, "-S", "-c", program], log)
-    with replaceable("worker", start, log, lambda: after.append(1)) as (runs, check):
-        wait_until(lambda: log.exists() and pids(), 10)
-        check()
-        assert runs()
-        assert len(pids()) == 1, "one that works is left alone"
-        os.kill(pids()[0], signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while len(pids()) < 2 and time.monotonic() < deadline:
-            check()
-            time.sleep(0.1)
-        assert len(pids()) == 2
-        assert after == [1]
-        os.kill(pids()[1], 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids()[1], 0)
-
-
-def test_a_server_that_cannot_start_is_replaced_while_runs_are_at_work(tmp_path: Path, monkeypatch, capfd):
-    monkeypatch.setattr("flows.serve._PAUSE", 0.01)
-    log = tmp_path / "server.log"
-    start = functools.partial(background, [sys.executable, "-S", "-c", "print('no space'); raise SystemExit(1)"], log)
-    at_work = subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": str(uuid4()), "PATH": os.defpath})
-
-    def replaced(check: Callable[[], None], runs: Callable[[], bool]) -> None:
-        wait_until(lambda: not runs(), 10)
-        check()
-
-    with replaceable("server", start, log) as (runs, check):
-        try:
-            for _ in range(_MOST_AT_ONCE + 1):
-                replaced(check, runs)
-        finally:
-            at_work.kill()
-            at_work.wait()
-        printed = capfd.readouterr().out
-        assert printed.count("the server ended; another one is started; ") == _MOST_AT_ONCE + 1
-        assert "no space" in printed
-        if not worked_for():  # of another test's server on this machine
-            with pytest.raises(RuntimeError, match="the server ended at once 7 times in a row(.|\n)*no space"):
-                replaced(check, runs)
-
-
-def test_ends_far_apart_are_no_reason_to_give_up(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("flows.serve._PAUSE", 0.01)
-    monkeypatch.setattr("flows.serve._AT_ONCE", 0.0)
-    log = tmp_path / "server.log"
-    with replaceable("server", functools.partial(background, ["false"], log), log) as (runs, check):
-        for _ in range(_MOST_AT_ONCE + 1):
-            wait_until(lambda: not runs(), 10)
-            check()
 
 
 @pytest.mark.slow
@@ -199,11 +135,18 @@ def test_prefect_takes_the_deployments_of_the_demo(served: Operated):
 
 
 @pytest.mark.slow
-def test_prefect_takes_the_deployments_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("part", ["server", "worker"])
+def test_prefect_takes_the_deployments_of_the_project_and_all_ends_with_the_server_or_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+):
     shutil.copy(PROJECT / "prefect.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     with operated(tmp_path / "prefect", tmp_path / "prefect.yaml") as server:
         check_deployments(server, tmp_path)
+        os.kill(server.worker() if part == "worker" else server.server(), signal.SIGKILL)
+        log, ours = tmp_path / "serve.log", f"PREFECT_HOME={tmp_path / 'prefect'}"
+        wait_until(lambda: f"the {part} ended, and all runs with it; " in log.read_text(), 30, log.read_text)
+        wait_until(lambda: not [pid for pid, _, variables in running() if ours in variables.split("\0")], 10)
 
 
 @pytest.mark.slow

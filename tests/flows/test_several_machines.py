@@ -171,15 +171,16 @@ def cluster(
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": "2592000",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS": "3",
     }
-    prefect, url = [sys.executable, "-m", "flows.prefect_cli"], f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
     found = Cluster(url, folder, variables, receiver[1])
     with ExitStack() as running:
 
-        def start(name: str, *arguments: str, environment: dict[str, str] = variables) -> None:
-            log = folder / f"{name}.log"
-            running.enter_context(background([*prefect, *arguments], log, environment=environment))
+        def start(name: str, module: str, *arguments: str, environment: dict[str, str] = variables) -> None:
+            command = [sys.executable, "-m", module, *arguments]
+            running.enter_context(background(command, folder / f"{name}.log", environment=environment))
 
-        start("server", "server", "start", "--host", "127.0.0.1", "--port", str(port), environment=serving)
+        at = ["--host", "127.0.0.1", "--port", str(port)]
+        start("server", "flows.prefect_patches", "server", "start", *at, environment=serving)
 
         def answers() -> bool:
             try:
@@ -201,7 +202,7 @@ def cluster(
         ]
         subprocess.run(deploy, check=True, env=variables, cwd=PROJECT, timeout=300)
         for pool in ("cpu", "gpu"):
-            start(pool, "worker", "start", "--pool", pool, "--type", "process", "--name", f"worker-{pool}")
+            start(pool, "prefect", "worker", "start", "--pool", pool, "--type", "process", "--name", f"worker-{pool}")
         yield found
 
 

@@ -138,7 +138,7 @@ def test_counts_by_status_and_the_reasons_are_plain_words(page: Page, names: dic
     expect(link).to_have_attribute("href", f"file://{root}/captions/images")
     expect(shown.get_by_role("row", name="ok 24 75.0%", exact=True)).to_be_visible()
     expect(shown.get_by_role("row", name="http_404 1 3.1%", exact=True)).to_be_visible()
-    expect(shown.get_by_role("listitem").filter(has_text="http_404, 1 row: HTTP 404 Not Found")).to_be_visible()
+    expect(shown.get_by_role("listitem").filter(has_text="http_404: HTTP 404 Not Found")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -169,7 +169,7 @@ def test_progress_ends_with_all_done(page: Page, names: dict[str, str]):
     expect(shown.get_by_role("row", name="time left 0:00", exact=True)).to_be_visible()
     expect(shown.get_by_role("row", name="samples/s")).to_be_visible()
     shown = open_artifact(page, names["detect captions"], "detecting-captions")
-    expect(shown.get_by_role("row", name="shards 4 of 4", exact=True)).to_be_visible()
+    expect(shown.get_by_role("row", name="step 4 of 4 shards", exact=True)).to_be_visible()
 
 
 def test_the_last_metrics_stand_below_what_the_paper_reports(page: Page, names: dict[str, str], root: Path):

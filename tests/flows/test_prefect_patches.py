@@ -1,45 +1,46 @@
-"""The process of a flow run ends with its worker, keeps its concurrency slot, and waits for a server that is away."""
+"""The process of a flow run ends with its worker; one test or two for each patch of flows/prefect_patches.py."""
 
-import contextvars
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 from uuid import UUID, uuid4
 
 import httpx
+import prefect.flow_engine
 import pytest
 from operated import Operated, wait_until
 from places import PROJECT
 from prefect import flow
-from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
+from prefect._internal import control_listener
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.exceptions import TerminationSignal
 from prefect.flow_engine import FlowRunEngine
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelling, Completed, Crashed, Pending, Running
+from prefect.utilities.engine import capture_sigterm
 
 from demo.serve import free_port
-from flows.engine import (
+from flows.prefect_patches import (
     _SHORT_LEASE,
     NO_SIGN,
-    ConcurrencySlot,
-    is_supervisor,
-    once,
+    end_as_cancelled,
+    handle_sigterm_once,
+    keep_slot,
+    renew_slot,
     set_running,
     wrongly_crashed,
 )
-from flows.prefect_cli import _SHORT, not_waiting, wait_for_server
 
 # Stands for a worker: starts a run, says its process id, and waits.
 WORKER = """
@@ -88,27 +89,9 @@ def test_a_run_ends_with_its_worker(tmp_path: Path, name: str, least: float, mos
     assert notes.read_text() == "SIGTERM ", "one, and no second that would interrupt what the first one started"
 
 
-def test_a_supervisor_is_known_by_its_program():
-    program = str(PROJECT / "flows" / "supervisor.py")
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", program, "1", sys.executable, "-c", "import time; time.sleep(600)"],
-        stdin=subprocess.PIPE,
-    )
-    try:
-        wait_until(lambda: is_supervisor(process.pid), 10)  # the kernel shows its command line a moment later
-        assert not is_supervisor(os.getpid())
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(10)
-    assert not is_supervisor(process.pid)
-
-
 class Answers(BaseHTTPRequestHandler):
-    """Away behind a proxy for two requests, then there; /missing is not."""
-
     def do_GET(self) -> None:
-        self.server.requests += 1
-        self.send_response(404 if self.path == "/missing" else 503 if self.server.requests <= 2 else 200)
+        self.send_response(200)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"{}")
@@ -117,115 +100,81 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def answering(port: int, requests: int = 0) -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", port), Answers)
-    server.requests = requests
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
+ASK = """
+import os, sys, time
+from flows.prefect_patches import not_waiting, wait_for_server
+if sys.argv[2] == "patched":
+    wait_for_server()
+from prefect.client.base import PrefectHttpxSyncClient
+time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 100)  # a minute and its hundredth
+with PrefectHttpxSyncClient(trust_env=False) as client:
+    print(client.get(sys.argv[1]).status_code, flush=True)  # one that has never reached a server does not wait
+    sys.stdin.readline()
     try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+        with not_waiting():
+            client.get(sys.argv[1])
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+    print(client.get(sys.argv[1]).status_code, flush=True)
+"""
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Prefect's clients wait, with short pauses, and make no attempts of their own."""
-    for client in (PrefectHttpxSyncClient, PrefectHttpxAsyncClient):
-        monkeypatch.setattr(client, "send", client.send)  # which is put back
-    monkeypatch.setattr("flows.prefect_cli._PAUSE", 0.05)
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
-        wait_for_server()
+@contextmanager
+def answering(port: int) -> Iterator[None]:
+    with ThreadingHTTPServer(("127.0.0.1", port), Answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield
+        server.shutdown()
 
 
-def ask(url: str) -> int:
-    with PrefectHttpxSyncClient(trust_env=False) as client:
-        return client.get(url).status_code
-
-
-async def ask_async(url: str) -> int:
-    async with PrefectHttpxAsyncClient(trust_env=False) as client:
-        return (await client.get(url)).status_code
-
-
-def ask_in_a_loop(url: str) -> int:
-    import asyncio
-
-    return asyncio.run(ask_async(url))
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("asks", [ask, ask_in_a_loop])
-def test_a_request_waits_until_the_server_is_back(asks: Callable[[str], int], caplog: pytest.LogCaptureFixture):
-    port, found = free_port(0), []
-    caplog.set_level(logging.WARNING)
-    here = contextvars.copy_context()  # else the thread would not see the settings, and Prefect itself would ask again
-    ask_it = lambda: found.append(asks(f"http://127.0.0.1:{port}/"))  # noqa: E731
-    asking = threading.Thread(target=here.run, args=(ask_it,), daemon=True)
-    asking.start()
-    time.sleep(0.5)
-    assert not found
-    with answering(port) as server:
-        asking.join(10)
-        assert (found, server.requests) == ([200], 3), "refused, then 503 twice"
-    assert sum("server is away" in record.getMessage() for record in caplog.records) == 1, "one line a minute"
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_request_does_not_wait_for_a_404_nor_in_not_waiting_nor_at_the_end_of_the_process():
+@pytest.mark.parametrize("patched", ["patched", "unpatched"])
+def test_a_request_outlasts_an_outage_of_150_seconds_but_not_in_not_waiting(patched: str):
+    """`wait_for_server`: here a second is a hundredth."""
     port = free_port(0)
-    with answering(port, requests=2), pytest.raises(httpx.HTTPStatusError):
-        ask(f"http://127.0.0.1:{port}/missing")
-    with not_waiting(), pytest.raises(httpx.ConnectError):
-        ask(f"http://127.0.0.1:{port}/")
-
-    for end in (TerminationSignal(signal.SIGTERM), KeyboardInterrupt()):
-        try:
-            raise end
-        except BaseException:  # noqa: BLE001  as Prefect handles it
-            with pytest.raises(httpx.ConnectError):
-                ask(f"http://127.0.0.1:{port}/")
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_request_has_little_time_in_not_waiting():
-    import asyncio
-
-    given = []
-
-    def note(request: httpx.Request) -> None:
-        given.append(request.extensions["timeout"]["read"])
-
-    async def note_async(request: httpx.Request) -> None:
-        note(request)
-
-    async def both(url: str) -> None:
-        async with PrefectHttpxAsyncClient(
-            timeout=60, trust_env=False, event_hooks={"request": [note_async]}
-        ) as client:
-            await client.get(url)
-            with not_waiting():
-                await client.get(url)
-
-    port = free_port(0)
-    with answering(port, requests=2):
-        with PrefectHttpxSyncClient(timeout=60, trust_env=False, event_hooks={"request": [note]}) as client:
-            client.get(f"http://127.0.0.1:{port}/")
-            with not_waiting():
-                client.get(f"http://127.0.0.1:{port}/")
-        asyncio.run(both(f"http://127.0.0.1:{port}/"))
-    assert given == [60, _SHORT] * 2
+    command = [sys.executable, "-c", ASK, f"http://127.0.0.1:{port}/", patched]
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(command, cwd=PROJECT, text=True, **pipes) as asking:
+        with answering(port):
+            assert asking.stdout.readline() == "200\n", asking.stderr.read()
+        asking.stdin.write("\n")
+        asking.stdin.flush()
+        assert asking.stdout.readline() == "ConnectError\n"
+        time.sleep(1.5)
+        with answering(port):
+            printed, _ = asking.communicate(timeout=30)
+    assert (printed, asking.returncode) == (("200\n", 0) if patched == "patched" else ("", 1))
 
 
-def test_a_signal_is_handled_once():
+def test_a_lease_that_cannot_be_renewed_ends_no_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefect.flow_engine, "maintain_concurrency_lease", maintain_concurrency_lease)
+    monkeypatch.setattr("prefect.concurrency._leases._RENEWAL_MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(SyncPrefectClient, "renew_concurrency_lease", Mock(side_effect=httpx.ConnectError("away")))
+
+    def at_work() -> None:
+        with prefect.flow_engine.maintain_concurrency_lease(uuid4(), 300, raise_on_lease_renewal_failure=True):
+            time.sleep(1)
+
+    keep_slot()
+    at_work()
+
+
+def test_a_signal_is_handled_once(monkeypatch: pytest.MonkeyPatch):
     handled = []
-    handler = once(lambda number, frame: handled.append(number))
-    handler(signal.SIGTERM, None)
-    handler(signal.SIGTERM, None)
+    monkeypatch.setattr(
+        "prefect.utilities.engine._prefect_sigterm_handler", lambda number, frame: handled.append(number)
+    )
+    handle_sigterm_once()
+    with capture_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
     assert handled == [signal.SIGTERM]
+
+
+def test_a_run_that_ends_as_cancelled_says_so_to_the_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control_listener, "_intent", None)
+    with pytest.raises(TerminationSignal), capture_sigterm():
+        end_as_cancelled()  # its signal comes at the end of this line
+    assert control_listener.get_intent() == "cancel"
 
 
 @pytest.mark.parametrize(
@@ -302,8 +251,8 @@ def deployed(served: Operated, prefect_server: None) -> Iterator[Deployed]:
 def test_the_lease_of_a_cancelled_run_ends_with_it(
     deployed: Deployed, monkeypatch: pytest.MonkeyPatch, by_server: bool
 ):
-    run, slot = deployed.at_work(), ConcurrencySlot()
-    slot.renew(deployed.client, run)
+    run = deployed.at_work()
+    renew_slot(deployed.client, run, (None, 0.0))
     lease = lease_of(run)
     if by_server:
         deployed.client.set_flow_run_state(run.id, Cancelling())
@@ -318,79 +267,48 @@ def test_the_lease_of_a_cancelled_run_ends_with_it(
 
 
 def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_each_second(deployed: Deployed, monkeypatch):
-    run, slot, renewals = deployed.at_work(), ConcurrencySlot(), []
+    run, renewals, renewed = deployed.at_work(), [], (None, 0.0)
     renew = deployed.client.renew_concurrency_lease
     monkeypatch.setattr(
         deployed.client, "renew_concurrency_lease", lambda *given: renewals.append(given) or renew(*given)
     )
     assert deployed.seconds_left(lease_of(run)) < 3600
     for _ in range(3):
-        slot.renew(deployed.client, run)
+        renewed = renew_slot(deployed.client, run, renewed)
     assert deployed.seconds_left(lease_of(run)) > 86000
     assert len(renewals) == 1
-    monkeypatch.setattr("flows.engine._RENEW", 0.0)
-    slot.renew(deployed.client, run)
+    monkeypatch.setattr("flows.prefect_patches._RENEW", 0.0)
+    renewed = renew_slot(deployed.client, run, renewed)
     assert len(renewals) == 2
     deployed.end(run)
-    slot.renew(deployed.client, deployed.client.read_flow_run(run.id))  # nothing is left to renew
+    renew_slot(deployed.client, deployed.client.read_flow_run(run.id), renewed)  # nothing is left to renew
     assert len(renewals) == 2
 
 
-def test_a_place_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):
-    run, slot = deployed.at_work(), ConcurrencySlot()
-    slot.renew(deployed.client, run)
+def test_a_slot_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):
+    run = deployed.at_work()
+    renewed = renew_slot(deployed.client, run, (None, 0.0))
     deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
-    run = deployed.client.read_flow_run(run.id)
-    slot.renew(deployed.client, run)  # asks for no lease that is gone
-    set_running(deployed.client, run, slot)
+    set_running(deployed.client, deployed.client.read_flow_run(run.id))
     again = deployed.client.read_flow_run(run.id)
     assert lease_of(again) not in (None, lease_of(run))
     assert deployed.seconds_left(lease_of(again)) <= _SHORT_LEASE
-    slot.renew(deployed.client, again)
+    renew_slot(deployed.client, again, renewed)
     assert deployed.seconds_left(lease_of(again)) > 86000
-    assert slot.lease == lease_of(again), "which Cancelling carries"
     assert deployed.places() == 1
     deployed.end(again)
     assert (deployed.places(), deployed.seconds_left(lease_of(again))) == (0, None)
 
 
-def test_a_place_is_taken_once_though_the_state_could_not_be_set(deployed: Deployed, monkeypatch: pytest.MonkeyPatch):
-    run, slot = deployed.taken_for_dead(), ConcurrencySlot()
-
-    def away(*given: object, **named: object) -> None:
-        raise httpx.ConnectError("away")
-
-    with monkeypatch.context() as lost:
-        lost.setattr(deployed.client, "set_flow_run_state", away)
-        with pytest.raises(httpx.ConnectError):
-            set_running(deployed.client, run, slot)
-    set_running(deployed.client, run, slot)
-    assert deployed.places() == 1
-    deployed.end(run)
-    assert deployed.places() == 0
-    assert not leases_of(deployed)
-
-
-def leases_of(deployed: Deployed) -> list[Path]:
-    """Of the deployment's limit."""
-    limit = str(deployed.client.read_global_concurrency_limit_by_name(f"deployment:{deployed.id}").id)
-    return [path for path in deployed.leases.glob("*-*.json") if limit in path.read_text()]
-
-
-@pytest.mark.parametrize("whose", ["another run's", "its own, by an answer that was lost"])
-def test_a_run_without_a_place_frees_none_when_it_ends(deployed: Deployed, whose: str):
-    run, slot = deployed.taken_for_dead(), ConcurrencySlot()
-    if whose == "another run's":
-        deployed.at_work()
-    else:
-        ConcurrencySlot().reacquire(deployed.client, deployed.id)
-    set_running(deployed.client, run, slot)
+def test_a_run_without_a_slot_frees_none_when_it_ends(deployed: Deployed):
+    run = deployed.taken_for_dead()
+    other = deployed.at_work()
+    set_running(deployed.client, run)
     again = deployed.client.read_flow_run(run.id)
     assert again.state.is_running()
-    slot.renew(deployed.client, again)
+    renew_slot(deployed.client, again, (None, 0.0))
     assert deployed.places() == 1
     deployed.end(run)
     assert deployed.places() == 1
     assert deployed.seconds_left(lease_of(again)) is None
-    (left,) = leases_of(deployed)
-    assert deployed.seconds_left(UUID(left.stem)) <= 300, "it is freed by whoever took it, or soon"
+    assert deployed.seconds_left(lease_of(other)) > 0
