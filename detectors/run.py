@@ -9,7 +9,6 @@ Exit status: 0 when no shard is left; 1 when the input or a setting is wrong, wh
 """
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow.compute as pc
-import tyro
 
 from detectors import Detector
 from detectors.config import DetectionConfig
@@ -169,18 +167,6 @@ class Progress:
         return progress_line(self.dataset, report["done"], report["of"], "shards", counts, seconds)
 
 
-def stage_counts(catalog: Catalog, stage: str) -> dict:
-    """Return what became of a stage's rows: `images` with regions, and the count of each status."""
-    statuses = catalog.counts(stage)
-    return {"stage": stage, "images": statuses.get(OK, 0), "statuses": statuses}
-
-
-def counts_line(counts: Mapping[str, Any]) -> str:
-    """Return what `stage_counts` gives, for people."""
-    rows = ", ".join(f"{count:,} {status}" for status, count in counts["statuses"].items())
-    return f"{counts['stage']}, all rows: {rows}"
-
-
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
@@ -229,30 +215,10 @@ def _network(config: DetectionConfig) -> "FasterRCNNConfig":
     return dataclasses.replace(network, **config.network_overrides)
 
 
-def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
-    """Return `stage_counts` if this config leaves nothing to detect, else None.
-
-    None also where anything is wrong: the program then says what. torch is imported only where some detector has been
-    over every shard.
-    """
-    images = set(catalog.shards(IMAGES))
-    stages = {"/".join(info.path.split("/")[1:3]) for info in catalog.store.list(f"{catalog.dataset}/regions/")}
-    if not images or not any(images.issubset(catalog.shards(stage)) for stage in stages):
-        return None
-    try:
-        stage = f"regions/{identify(config)}"
-        if stage not in stages or catalog.pending(IMAGES, stage):
-            return None
-    except (ValueError, OSError):
-        return None
-    return stage_counts(catalog, stage)
-
-
 def detect(
     root: Root,
     dataset: Dataset,
     config: Annotated[DetectionConfig, Flat],
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """Detect regions in every image shard that has none yet from this detector.
 
@@ -264,22 +230,21 @@ def detect(
 
     Args:
         dataset: the images, as they were collected
-        as_json: print lines of JSON instead of those for people
     """
     exit_at_sigterm()
-    line_of = json.dumps if as_json else Progress(dataset).line
-    say = partial(print, flush=True)
+    progress, say = Progress(dataset), partial(print, flush=True)
     try:
         catalog = Catalog(open_store(root), dataset)
         detector = make_detector(config)
         if detector.metadata["random_init"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
-        detect_pending(catalog, detector, lambda report: say(line_of(report)), say)
-        counts = stage_counts(catalog, stage_of(detector))
+        detect_pending(catalog, detector, lambda report: say(progress.line(report)), say)
+        stage = stage_of(detector)
+        rows = ", ".join(f"{count:,} {status}" for status, count in catalog.counts(stage).items())
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(STORAGE_UNREACHABLE)
-    print(json.dumps(counts) if as_json else f"{dataset}: {counts_line(counts)}", flush=True)
+    say(f"{dataset}: {stage}, all rows: {rows}")
 
 
 main = Command("vlbert detect", detect)

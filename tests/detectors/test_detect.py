@@ -23,7 +23,7 @@ from detectors.annotated import AnnotatedDetector
 from detectors.config import DetectionConfig
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
-from detectors.run import detect_pending, detect_shard, finished, main, make_detector, stage_of
+from detectors.run import IMAGES, detect_pending, detect_shard, identify, main, make_detector, stage_of
 from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.manifests import Row
 from storage.sample import Regions, Sample
@@ -239,27 +239,28 @@ RANDOM_INIT = [*NETWORK, "--preset=demo", "--random_init"]
         ([*RANDOM_INIT, "--boxes=given", "--annotations=FILE"], ["--keep_features"]),
     ],
 )
-def test_that_nothing_is_left_is_known_without_a_detector(
-    fields: list[str], other: list[str] | None, tmp_path: Path, capsys
-):
+def test_what_is_left_is_known_without_a_detector(fields: list[str], other: list[str] | None, tmp_path: Path, capsys):
     root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
     fields = [field.replace("=FILE", f"={file}") for field in fields]
     config = parse(DetectionConfig, fields)
     catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
-    assert finished(catalog, config) is None
+
+    def left(config: DetectionConfig) -> list[str]:
+        return catalog.pending(IMAGES, f"regions/{identify(config)}")
+
+    assert left(config) == ["00000", "00001"]
     another = annotations(tmp_path / "b.json", [1])  # a detector that is done
     main([str(root), "captions", "--backend=annotated", f"--annotations={another}"])
-    assert finished(catalog, config) is None
+    assert left(config) == ["00000", "00001"]
     detect_shard(catalog, "00000", make_detector(config))
-    assert finished(catalog, config) is None, "a shard is left"
-    main([str(root), "captions", *fields, "--json"])
-    printed = capsys.readouterr()
-    assert ("random weights" in printed.err) == ("--random_init" in fields)
-    assert finished(catalog, config) == json.loads(printed.out.splitlines()[-1])
+    assert left(config) == ["00001"]
+    main([str(root), "captions", *fields])
+    assert ("random weights" in capsys.readouterr().err) == ("--random_init" in fields)
+    assert left(config) == []
     if other:
-        assert finished(catalog, parse(DetectionConfig, [*fields, *other])) is None
+        assert left(parse(DetectionConfig, [*fields, *other]))
     file.write_text(file.read_text() + " ")
-    assert (finished(catalog, config) is None) == bool(config.annotations), "another file, another detector"
+    assert bool(left(config)) == bool(config.annotations), "another file, another detector"
 
 
 def test_features_and_regressed_boxes_come_back_from_stages_of_their_own(tmp_path: Path):
@@ -278,16 +279,12 @@ def test_features_and_regressed_boxes_come_back_from_stages_of_their_own(tmp_pat
 
 
 def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: pytest.CaptureFixture):
-    for name, form in (("people", []), ("programs", ["--json"])):
-        commit_images(tmp_path / name, [[a_sample(0)], [a_sample(1), a_sample(2)]])
-        file = annotations(tmp_path / "a.json", [0, 1])
-        main([str(tmp_path / name), "captions", *form, "--backend=annotated", f"--annotations={file}"])
-    *people, _, second, stage = capsys.readouterr().out.splitlines()
-    assert len(people) == 3
-    assert people[1].startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
-    assert re.fullmatch(r"captions: regions/\w+, all rows: 1 no_annotation, 2 ok", people[2])
-    assert (json.loads(second)["done"], json.loads(second)["of"]) == (2, 2)
-    assert json.loads(stage)["images"] == 2
+    commit_images(tmp_path, [[a_sample(0)], [a_sample(1), a_sample(2)]])
+    file = annotations(tmp_path / "a.json", [0, 1])
+    main([str(tmp_path), "captions", "--backend=annotated", f"--annotations={file}"])
+    _, shard, stage = capsys.readouterr().out.splitlines()
+    assert shard.startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
+    assert re.fullmatch(r"captions: regions/\w+, all rows: 1 no_annotation, 2 ok", stage)
 
 
 DEMO_NETWORK = ["--preset=demo", "--random_init"]
