@@ -71,15 +71,15 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
         ("Train_GCC-training.tsv", tsv(*SWAPPED), "URL in column 2, caption in column 1"),
         ("no-suffix", tsv(*SWAPPED), "TSV without a header, URL in column 2"),
         ("cc12m.tsv", tsv(*ROWS), "URL in column 1, caption in column 2"),
-        ("cc12m.tsv.gz", gzip.compress(tsv(*ROWS)), "TSV without a header, URL in column 1"),
+        ("cc12m.tsv.gz", gzip.compress(tsv(*ROWS), mtime=0), "TSV without a header, URL in column 1"),
         ("named.tsv", tsv(("caption", "url"), *SWAPPED), "TSV with a header, URL in column url"),
         ("mark.tsv", b"\xef\xbb\xbf" + tsv(("URL", "TEXT"), *ROWS), "URL in column URL, caption in column TEXT"),
         ("list.csv", csv_of(*ROWS), "CSV without a header, URL in column 1"),
         ("list.csv", csv_of(("id", "image_url", "caption"), *((7, *row) for row in ROWS)), "URL in column image_url"),
-        ("list.csv.gz", gzip.compress(csv_of(("url", "caption"), *ROWS)), "CSV with a header"),
+        ("list.csv.gz", gzip.compress(csv_of(("url", "caption"), *ROWS), mtime=0), "CSV with a header"),
         ("captions.txt", csv_of(("url", "caption"), *ROWS), "CSV with a header"),
         ("list.jsonl", lines(*OBJECTS), "JSON lines, URL in column url"),
-        ("list.jsonl.gz", gzip.compress(lines(*OBJECTS)), "JSON lines, URL in column url"),
+        ("list.jsonl.gz", gzip.compress(lines(*OBJECTS), mtime=0), "JSON lines, URL in column url"),
         (
             "part-0.parquet",
             parquet(**LAION),
@@ -165,7 +165,7 @@ BROKEN[20:60] = bytes(40)
         ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "4 columns and no header .* --columns 2 1"),
         ("a.tsv", tsv(("url", "caption", "caption"), ("a", "b", "c")), "url,caption", "2 columns 'caption'"),
         ("a.csv", b"one\ntwo\n", "", "1 columns and no header"),
-        ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9)[:-20], "", r"a\.tsv\.gz is damaged or ends early"),
+        ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9, mtime=0)[:-20], "", r"a\.tsv\.gz is damaged or ends early"),
     ],
 )
 def test_a_list_that_cannot_be_read_is_refused_by_file(
