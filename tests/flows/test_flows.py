@@ -195,7 +195,7 @@ def real_detector() -> str:
     """A program that goes on as the real `vlbert detect`."""
     return (
         f"import os, sys; os.chdir({str(PROJECT)!r}); "
-        "os.execv(sys.executable, [sys.executable, '-m', 'detectors.run', *sys.argv[1:]])"
+        "os.execv(sys.executable, [sys.executable, '-m', 'vlbert', *sys.argv[1:]])"
     )
 
 
@@ -236,9 +236,9 @@ def test_a_dataset_that_fails_keeps_no_other_waiting(
 ):
     shutil.copytree(Path(root) / "captions", Path(root) / "broken")
     (Path(root) / "runs" / "images").mkdir(parents=True)  # no dataset: no shard is in it
-    program = "import sys\nif sys.argv[2] == 'broken':\n    print('no memory'); sys.exit(3)\n"
+    program = "import sys\nif sys.argv[3] == 'broken':\n    print('no memory'); sys.exit(3)\n"
     stand_in(tmp_path, monkeypatch, program + real_detector())
-    with pytest.raises(ChildFailed, match=r"detectors.run .* broken .*\nit failed with exit status 3; its last lines:"):
+    with pytest.raises(ChildFailed, match=r"vlbert detect .* broken .*\nit failed with exit status 3; its last lines:"):
         detect_flow(root, captions(demo_data).detector)
     (stage,) = {path.parent.name for path in Path(root).glob("captions/regions/*/*.parquet")}
     assert len(of(root).shards(f"regions/{stage}")) == 4
