@@ -62,8 +62,7 @@ class PackageMissing(ImportError, ValueError):
     """A package is not installed that only some programs need."""
 
 
-def require(package: str, purpose: str) -> None:
-    """Raises PackageMissing if the package is not installed; it names the extra of pyproject.toml that brings it."""
+def require(package: str, purpose: str, extra: str = "pipeline") -> None:
+    """Raises PackageMissing if the package is not installed. extra: that of pyproject.toml which brings it."""
     if importlib.util.find_spec(package) is None:
-        extra = "attention" if package == "matplotlib" else "pipeline"
         raise PackageMissing(f"{purpose} needs {package}, which is not installed: pip install 'vlbert[{extra}]'")

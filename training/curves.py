@@ -41,7 +41,7 @@ def lines_of(rows: Sequence[dict[str, float]], *words: str) -> Lines:
 
 def draw(panels: dict[str, Lines], width: float = 8.0) -> str:
     """Panels by title, one below the other, in an SVG as a data: URI; the legend has the last value of each line."""
-    require("matplotlib", "drawing curves")
+    require("matplotlib", "drawing curves", "attention")
     from matplotlib import rc_context  # here, because it takes half a second and only training shows curves
     from matplotlib.figure import Figure
 

@@ -251,7 +251,7 @@ def test_a_dataset_that_fails_keeps_no_other_waiting(
     assert (run.name, run.state_type.value) == (f"detect broken, captions by {stage}", "FAILED")
     assert run.tags == ["dataset:broken", "dataset:captions", f"detector:{stage}"]
     assert "ChildFailed" in run.state.message
-    assert set(artifacts) == {"detecting-captions", "regions-captions"}
+    assert set(artifacts) == {"detecting-broken", "detecting-captions", "regions-captions"}
     assert any(line.startswith("broken: ") and "  | no memory" in line for line in logs)
 
 

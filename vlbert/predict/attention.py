@@ -133,7 +133,7 @@ def draw_attention(prediction: Prediction, heads: str | None = None) -> bytes:
 
     It shows the regions with most attention in these panels, and the beginning of a long text.
     """
-    require("matplotlib", "the figure of attention")
+    require("matplotlib", "the figure of attention", "attention")
     from matplotlib.figure import Figure  # without pyplot it needs no display
 
     attention = attention_of(prediction)

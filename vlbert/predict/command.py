@@ -101,7 +101,7 @@ def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
     if attentions and options.text is None and not options.mask_regions:
         raise ValueError("--attention needs a text")
     if attentions:
-        require("matplotlib", "--attention")
+        require("matplotlib", "--attention", "attention")
     predictor = open_predictor(options, fields)
     asked = (options.text, options.choices, options.answer, options.mask_regions)
     prediction = predictor(options.image, *asked, attentions)
@@ -149,7 +149,7 @@ def serve_page(options: Options, fields: Sequence[str]) -> None:
     """Serve the page of --serve, until Ctrl-C."""
     _refuse_unused(options, "serve", "image", "text", "among", "captions", *_OF_PREDICTIONS)
     for package in ("fastapi", "uvicorn"):
-        require(package, "--serve")
+        require(package, "--serve", "serve")
     from vlbert.predict.page import serve  # here, because it needs these
 
     with warnings.catch_warnings(record=True) as caught:
