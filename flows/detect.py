@@ -148,7 +148,7 @@ def detect_dataset(root: str, dataset: str, detector: DetectionConfig, silence: 
 
     detected = detect(root, dataset, detector, stage_logger().info, show, silence)
     if detected.new_shards:
-        progress.show(table_of_progress({"step": f"{detected.new_shards:,} of {detected.new_shards:,} shards"}))
+        progress.show(table_of_progress(facts_of(detected.new_shards, 0)))
     return detected
 
 

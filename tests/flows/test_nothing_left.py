@@ -32,7 +32,6 @@ LEFT = 5.0  # seconds after which no process may be left
 ALARM = 90.0  # seconds after which every run must have ended for the server, too
 # A network of the real size with few proposals: about a second a shard, so that there is something to interrupt.
 SLOW = {"preset": "vg_resnet50", "random_init": True, "network": {"short_side": 320, "post_nms": 20}}
-SLOW |= {"threads": 1}
 STEPS = [
     "--steps=100000",
     "--save_every=10",
