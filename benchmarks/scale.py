@@ -127,7 +127,7 @@ MEASURED: tuple[tuple[str, Work], ...] = (
 
 
 def measure(work: Work, root: str, snapshot: str, folder: str) -> tuple[dict[str, float], Any]:
-    """What the work costs in this process, and what it gives. folder: for the file of the index."""
+    """Return what the work costs in this process, and what it gives. folder: for the files of the index."""
     tempfile.tempdir = folder
     store = CountingStore(open_store(root))
     next(store.list("nothing"), None)  # a client of S3

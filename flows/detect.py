@@ -48,7 +48,7 @@ WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because ano
 
 @dataclass(frozen=True)
 class Detected:
-    """What a dataset's regions are now; new_shards were added meanwhile, peak_bytes is the child's memory."""
+    """The regions of a dataset. new_shards: added by this run; peak_bytes: of the child's memory."""
 
     dataset: str
     detector: str

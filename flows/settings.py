@@ -119,7 +119,7 @@ class PretrainSettings:
     __pydantic_config__ = FORM
 
     recipe: str = "pretrain_vlbert"
-    """Of vlbert/recipes/, with its arguments: `pretrain_vlbert --size large`."""
+    """Recipe of vlbert/recipes/, with its arguments: `pretrain_vlbert --size large`."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
     datasets: Mapping[str, float | None] = field(default_factory=lambda: {"captions": None})
@@ -151,7 +151,7 @@ class PretrainSettings:
 
     @property
     def made(self) -> "Recipe":
-        """What it trains, with its overrides."""
+        """The recipe, with its overrides."""
         return make_recipe_of(self.recipe, self.run, self.overrides)
 
 
@@ -164,7 +164,7 @@ class FinetuneSettings:
     task: Literal["refcoco", "vqa", "vcr", "retrieval"] = "refcoco"
     """Of vlbert/tasks."""
     recipe: str = ""
-    """Of vlbert/recipes/, with its arguments; empty: finetune_TASK."""
+    """Recipe of vlbert/recipes/, with its arguments; empty: finetune_TASK."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
     folder: str = ""
@@ -209,7 +209,7 @@ class FinetuneSettings:
 
     @property
     def made(self) -> "Recipe":
-        """What it trains, with its overrides."""
+        """The recipe, with its overrides."""
         return make_recipe_of(self.recipe_name, self.run, self.overrides)
 
 

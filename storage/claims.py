@@ -185,5 +185,5 @@ class Claims:
 
 
 def _is_live(renewed: float, now: float) -> bool:
-    """Whether the worker of a claim is at work. A claim whose time is EXPIRY ahead is dead: nobody has renewed it."""
+    """Return whether the worker of a claim is at work. One whose time is EXPIRY ahead is dead: none renewed it."""
     return abs(now - renewed) < EXPIRY

@@ -263,7 +263,9 @@ def _shared(snapshot: Snapshot, make: Callable[[], _Arrays]) -> _Arrays:
             if not folder.is_dir():
                 with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as made:
                     for file, array in zip(files, make(), strict=True):
-                        np.save(Path(made, file.name), array)
+                        with Path(made, file.name).open("wb") as out:
+                            np.save(out, array)
+                            os.fsync(out.fileno())  # else a power failure may leave zeros, which look like offsets
                     os.rename(made, folder)
         # As plain arrays: single numbers of a memmap take longer.
         return tuple(np.asarray(np.load(file, mmap_mode="r")) for file in files)

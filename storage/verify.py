@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from storage.catalog import Catalog, sha256_of, temporary_folder
 from storage.digests import is_whole
@@ -122,9 +123,7 @@ def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
                 fault = "is gone"
             elif found[name].size != wanted["bytes"]:
                 fault = differing({"bytes": found[name].size}, wanted)
-            elif (
-                hashed := file_hash(iter(functools.partial(Ranges(store, f"{path}/{name}").read, _PIECE), b""))
-            ) != wanted:
+            elif (hashed := _hash_of(store, f"{path}/{name}")) != wanted:
                 fault = differing(hashed, wanted)
             else:
                 continue
@@ -135,6 +134,11 @@ def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
         return
     except ValueError as error:
         yield str(error)
+
+
+def _hash_of(store: ObjectStore, path: str) -> dict[str, Any]:
+    """Return bytes and sha256 of an object, which is read in pieces."""
+    return file_hash(iter(functools.partial(Ranges(store, path).read, _PIECE), b""))
 
 
 @contextlib.contextmanager

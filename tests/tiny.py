@@ -16,7 +16,7 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Regions, Sample, sample_key
-from storage.settings import arguments_of
+from storage.settings import arguments_of, as_arguments
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.corpus import make_corpus
@@ -154,6 +154,21 @@ VILBERT = dataclasses.replace(
     pooler="product",
 )
 UNICODER_VL = dataclasses.replace(SEPARATE, layers="JJ", whole_image="none", region_segment=True)
+# Arguments that make the model of any recipe as small.
+SMALL_MODEL = as_arguments(
+    {
+        "model.layers": "JJ",
+        "model.hidden_size": 32,
+        "model.num_heads": 2,
+        "model.intermediate_size": 64,
+        "model.geometry_channels": 32,
+        "model.regions.resnet.blocks": (1, 1, 1, 1),
+        "model.regions.resnet.width": 8,
+        "model.regions.roi_size": 4,
+        "model.regions.short_side": 48,
+        "model.regions.long_side": 80,
+    }
+)
 
 
 def tiny_recipe(root: Path, **changes: object) -> Recipe:

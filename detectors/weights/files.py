@@ -116,7 +116,7 @@ def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], conf
 
 @dataclass(frozen=True)
 class WeightMetadata:
-    """What a weight file says of itself; None where it does not."""
+    """Metadata of a weight file; None for each that the file lacks."""
 
     network: FasterRCNNConfig | None
     classes: tuple[str, ...] | None

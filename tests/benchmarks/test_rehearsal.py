@@ -14,7 +14,17 @@ import torch.nn.functional as F
 from places import DATA
 from refcoco_files import write_refcoco
 from retrieval_files import write_retrieval
-from tiny import CHANNELS, TINY_MODEL, UNICODER_VL, VILBERT, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny import (
+    CHANNELS,
+    SMALL_MODEL,
+    TINY_MODEL,
+    UNICODER_VL,
+    VILBERT,
+    commit_samples,
+    tiny_recipe,
+    tiny_root,
+    tiny_sample,
+)
 from tiny_detector import annotated_images
 from tiny_detector import tiny_recipe as detector_recipe
 from torch import Tensor
@@ -45,17 +55,6 @@ from vlbert.tasks.vqa import VQASettings
 from vlbert.train import prepare, train
 
 FLOAT, BLOCK = 4, 512  # bytes: of a number, and of CUDA's allocator
-SMALL = ["--model.layers=JJ", "--model.hidden_size=32", "--model.num_heads=2", "--model.intermediate_size=64"]
-SMALL += [
-    "--model.geometry_channels=32",
-    "--model.regions.resnet.blocks",
-    "1",
-    "1",
-    "1",
-    "1",
-    "--model.regions.resnet.width=8",
-]
-SMALL += ["--model.regions.roi_size=4", "--model.regions.short_side=48", "--model.regions.long_side=80"]
 
 
 # --- standard steps ---------------------------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ def test_a_step_costs_what_it_did(name: str):
 
 def test_each_part_computes_as_many_flops_as_torch_counts_on_the_cpu():
     # With dropout a CPU's attention keeps its weights, which a GPU's computes again.
-    recipe = override(RECIPES["pretrain_vlbert"](), [*SMALL, "--model.dropout=0"])
+    recipe = override(RECIPES["pretrain_vlbert"](), [*SMALL_MODEL, "--model.dropout=0"])
     device, parts = rehearse_training(recipe, 3, 2), Counter()
     for part, one in device.parts():
         parts[part] += one.flops
@@ -405,7 +404,7 @@ def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path,
     measured, report = tmp_path / "measured.json", tmp_path / "report.json"
     measured.write_text(json.dumps({"parts": {"bf16": {"encoder": 2.0, "optimizer": 4.0}}}))
     given = ["--pairs", "4", "--device", "a100", "--measured", str(measured), "--json", str(report)]
-    main(["pretrain_vlbert", *given, *SMALL])
+    main(["pretrain_vlbert", *given, *SMALL_MODEL])
     rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     found = json.loads(report.read_text())
     assert float(rows["encoder"][-2]) == 2.0
@@ -419,7 +418,7 @@ def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path,
     [
         (["--pairs", "0"], "--pairs 0"),
         (["finetune_vqa"], "is no pre-training"),
-        (["--measured", "missing.json", "--pairs", "1", *SMALL], "missing.json"),
+        (["--measured", "missing.json", "--pairs", "1", *SMALL_MODEL], "missing.json"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture):

@@ -334,7 +334,7 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path):
     file = annotations(tmp_path / "a.json", [0])
     endpoint = unreachable()
-    command = [sys.executable, "-m", "vlbert", "detect", "s3://bucket/root", "captions", "--backend=annotated"]
+    command = [sys.executable, "-m", "vlbert", "detect", "s3://bucket/images", "captions", "--backend=annotated"]
     run = subprocess.run(
         [*command, f"--annotations={file}"],
         capture_output=True,
@@ -345,7 +345,7 @@ def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_pa
     )
     assert (run.returncode, run.stdout) == (75, "")
     (line,) = run.stderr.splitlines()
-    assert line.startswith(f"head_bucket of s3://bucket/root/ at {endpoint} failed")
+    assert line.startswith(f"head_bucket of s3://bucket/images/ at {endpoint} failed")
 
 
 def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from places import PROJECT
-from tiny import CLASSES, TINY_MODEL, tiny_sample
+from tiny import CLASSES, SMALL_MODEL, TINY_MODEL, tiny_sample
 
 from benchmarks import train_step
 from benchmarks.plain import PlainPretraining, gradient_errors, padded
@@ -42,22 +42,6 @@ END_TO_END = dataclasses.replace(
 PRECOMPUTED = dataclasses.replace(
     END_TO_END, regions=dataclasses.replace(END_TO_END.regions, features="precomputed", random_init=False)
 )
-SMALL = [
-    "--model.layers=JJ",
-    "--model.hidden_size=32",
-    "--model.num_heads=2",
-    "--model.intermediate_size=64",
-    "--model.geometry_channels=32",
-    "--model.regions.resnet.blocks",
-    "1",
-    "1",
-    "1",
-    "1",
-    "--model.regions.resnet.width=4",
-    "--model.regions.roi_size=4",
-    "--model.regions.short_side=48",
-    "--model.regions.long_side=80",
-]
 
 
 def recipe_of(config: ModelConfig, precision: str = "fp32", **changes: object) -> Recipe:
@@ -141,12 +125,12 @@ def test_in_bfloat16_losses_and_gradients_are_near_those_of_a_plain_program(conf
 
 
 def options(*arguments: str) -> object:
-    return train_step.parsed([*arguments, *SMALL])
+    return train_step.parsed([*arguments, *SMALL_MODEL])
 
 
 def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["--check", "--pairs", "2", *SMALL])
+        main(["--check", "--pairs", "2", *SMALL_MODEL])
     assert ended.value.code == 0
     assert capsys.readouterr().out.count("within") == 2
 
