@@ -9,10 +9,12 @@
 - It asks for its own state each second. If the run or one of its stages is cancelled, it ends within 10 s.
 """
 
+import atexit
 import logging
 import os
 import runpy
 import signal
+import sys
 import threading
 import time
 from datetime import UTC, datetime
@@ -87,6 +89,25 @@ def stages(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
     return client.read_flow_runs(flow_run_filter=below, sort=FlowRunSort.START_TIME_DESC)
 
 
+def run_engine() -> None:
+    """Run Prefect's engine, and end the process with it: taking torch's modules apart would take seconds more."""
+    status = 1
+
+    def leave() -> None:
+        logging.shutdown()  # sends what the server has not yet; it is registered before this, and would come after
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    atexit.register(leave)  # before Prefect registers what is to be done at the end, so it comes behind that
+    try:
+        runpy.run_module("prefect.engine", run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+
+
 if __name__ == "__main__":
     end_with(os.getppid())
     wait_for_server()
@@ -95,4 +116,4 @@ if __name__ == "__main__":
     # The engine itself reports a run as Cancelled, for its worker may be unable to.
     os.environ["PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"] = "true"
     follow_state(UUID(os.environ["PREFECT__FLOW_RUN_ID"]))
-    runpy.run_module("prefect.engine", run_name="__main__")
+    run_engine()
