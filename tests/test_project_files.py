@@ -10,6 +10,12 @@ import pytest
 import yaml
 from places import PROJECT
 
+from detectors.config import DetectionConfig
+from storage.collect.plan import CollectSettings
+from storage.settings import parse
+from training.program import make_recipe
+from vlbert.recipes import RECIPES
+
 PAGES = sorted(
     path.relative_to(PROJECT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in PROJECT.glob(pattern)
 )
@@ -90,3 +96,18 @@ def test_the_forms_of_issues_are_valid():
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-issue-forms", *forms]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
+
+
+def test_the_arguments_of_kubernetes_are_understood():
+    """No cluster runs these files in a test: a field that has gone would be seen by the pod alone."""
+    pods = {}
+    for file in ("stages.yaml", "pretrain.yaml"):
+        for one in yaml.safe_load_all((PROJECT / "docker" / "kubernetes" / file).read_text()):
+            if one["kind"] == "Job":
+                (container,) = one["spec"]["template"]["spec"]["containers"]
+                pods[one["metadata"]["name"]] = [*container.get("command", []), *container.get("args", [])]
+    assert parse(CollectSettings, pods["collect"][3:]).captions == "/data/captions.tsv"
+    assert parse(DetectionConfig, pods["detect"][4:]).batch == 8
+    (arguments,) = (words for words in pods.values() if "vlbert.train" in words)
+    name, *fields = arguments[arguments.index("pretrain_vlbert") :]
+    assert make_recipe(name, fields, RECIPES).data.root == "s3://bucket/vl-root"
