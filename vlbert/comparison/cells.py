@@ -27,7 +27,7 @@ from training.loading import EXPECTED
 from training.program import STOPPED, make_recipe
 from training.stopping import Stopped
 from vlbert.checkpoint import read_config_at
-from vlbert.comparison.plans import Plan, Training
+from vlbert.comparison.plans import PRETRAINING, Plan, Training
 from vlbert.config import Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation
 from vlbert.initial_weights import check_complete
@@ -35,7 +35,6 @@ from vlbert.recipes import RECIPES
 from vlbert.resume import find_complete
 from vlbert.train import train
 
-PRETRAINING = "pretraining"  # the scope, and in names of runs the task, of a pre-training
 # Fields of a training that a comparison sets itself.
 _OWN = ("--run_name", "--init_from", "--data.seed", "--data.root")
 
@@ -44,30 +43,28 @@ _OWN = ("--run_name", "--init_from", "--data.seed", "--data.root")
 class Cell:
     """One training and, of a task, its evaluation.
 
-    task   None: a pre-training
-    needs  the pre-training that it starts from; None: it starts without one
-    steps  of the training
-    split  that it is evaluated on
+    task    None: a pre-training
+    fields  what the command line changes of the recipe, which is made with them
+    needs   the pre-training that it starts from; None: it starts without one
+    split   that it is evaluated on
     """
 
     variant: str
     task: str | None
     seed: int
-    recipe: str
-    run: str
+    recipe: Recipe
     fields: tuple[str, ...]
     needs: "Cell | None"
-    steps: int
     split: str | None
 
     @property
-    def settings(self) -> Recipe:
-        return make_recipe(self.recipe, self.fields, RECIPES)
+    def run(self) -> str:
+        return self.recipe.run
 
     @property
     def checkpoint(self) -> str:
         """The folder of its last checkpoint, under the root."""
-        return folder_of(self.run, self.steps)
+        return folder_of(self.run, self.recipe.steps)
 
     @property
     def evaluation(self) -> str:
@@ -78,21 +75,20 @@ class Cell:
     @property
     def evaluation_changes(self) -> dict[str, Any]:
         """Those that say what is read, and by which model; not the seed, with which the order would change."""
-        changes = named_fields(self.settings, self.fields).items()
+        changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
 
 
-def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
     """All trainings, those that others need before these, a seed after the other.
 
     fields: [SCOPE:]field=value, or [SCOPE:]field of a flag; SCOPE is `pretraining`, a task or a variant, without one it
     is for all. Several words are several values, as a shell splits them. ValueError where a recipe or a field does not
     exist or fit.
     """
-    given = [scoped for one in fields for scoped in _scoped(one, plan)]
-    found = []
-    for seed in seeds:
+    given, found = [_scoped(one, plan) for one in fields], []
+    for seed in plan.seeds:
         pretrained = {
             name: _cell(plan, root, given, name, None, variant.pretraining, seed, None)
             for name, variant in plan.variants.items()
@@ -108,9 +104,9 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str], seeds: Sequence[int])
     return found
 
 
-def _scoped(text: str, plan: Plan) -> list[tuple[str | None, str]]:
-    """The arguments of one field, each with its scope."""
-    name, equals, value = text.partition("=")
+def _scoped(text: str, plan: Plan) -> tuple[str | None, list[str]]:
+    """The scope of one field, and its arguments."""
+    name, _, value = text.partition("=")
     scope, separator, field = name.rpartition(":")
     if separator and scope not in (PRETRAINING, *plan.tasks, *plan.variants):
         raise ValueError(
@@ -118,17 +114,15 @@ def _scoped(text: str, plan: Plan) -> list[tuple[str | None, str]]:
             f"({', '.join(plan.tasks)}) or a variant ({', '.join(plan.variants)})"
         )
     try:
-        words = shlex.split(value)
+        return scope or None, [f"--{field}", *shlex.split(value)]
     except ValueError as error:
         raise ValueError(f"{text}: {error}; quote a value with spaces or quotes as for a shell") from error
-    arguments = [f"--{field}", *words] if len(words) > 1 else [f"--{field}{equals}{''.join(words)}"]
-    return [(scope or None, one) for one in arguments]
 
 
 def _cell(
     plan: Plan,
     root: str,
-    given: Sequence[tuple[str | None, str]],
+    given: Sequence[tuple[str | None, list[str]]],
     variant: str,
     task: str | None,
     training: Training,
@@ -137,7 +131,8 @@ def _cell(
 ) -> Cell:
     run = f"compare-{plan.name}-{variant}-{task or PRETRAINING}-seed{seed}"
     changes = [one.replace("{root}", root) for one in training.changes]
-    changes += [one for scope in (None, task or PRETRAINING, variant) for of, one in given if of == scope]
+    scopes = (None, task or PRETRAINING, variant)
+    changes += [one for scope in scopes for of, arguments in given if of == scope for one in arguments]
     if own := [one for one in changes if one.partition("=")[0] in _OWN]:
         raise ValueError(f"{run}: {own[0]}: a comparison sets this field itself; leave it out")
     changes += [f"--data.root={root}", f"--data.seed={seed}", f"--run_name={run}"]
@@ -145,39 +140,23 @@ def _cell(
     try:
         recipe = make_recipe(training.recipe, changes, RECIPES)
         if task and not needs and not recipe.bert:
-            changes, recipe = [*changes, "--random_init"], dataclasses.replace(recipe, random_init=True)
+            recipe = dataclasses.replace(recipe, random_init=True)
         check_complete(recipe)
     except ValueError as error:
         raise ValueError(f"{run}: {error}") from error
-    split = plan.tasks[task].split if task else None
-    return Cell(variant, task, seed, training.recipe, run, tuple(changes), needs, recipe.steps, split)
-
-
-def check_steps(cell: Cell, root: str) -> None:
-    """ValueError where it was begun with another number of steps: the learning rate would not be that of either."""
-    store = open_store(root, write=False)
-    saved = checkpoints(store, cell.run)
-    try:
-        before = read_config_at(store, saved[-1])["recipe"]["steps"] if saved else cell.steps
-    except (*EXPECTED, OSError):  # the training says what is wrong
-        return
-    if before != cell.steps:
-        raise ValueError(
-            f"{store.where(f'runs/{cell.run}')} was trained with steps = {before}, now they are {cell.steps}, and such "
-            "trainings cannot be compared: set steps back, or delete this folder and those of all trainings of its kind"
-        )
+    return Cell(variant, task, seed, recipe, tuple(changes), needs, plan.tasks[task].split if task else None)
 
 
 def is_done(plan: Plan, cell: Cell, root: str) -> bool:
     """Whether it is trained, from the weights that its pre-training has now, and evaluated. Loads no tensors."""
-    if not find_complete(cell.settings, processes=1):
+    if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
     if cell.needs and read_costs(store, plan, cell).get("start") != _hash_of_start(store, cell.needs):
         return False
     if cell.task is None:
         return True
-    return find_evaluation(cell.settings, store.where(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
+    return find_evaluation(cell.recipe, store.where(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
 def read_costs(store: ObjectStore, plan: Plan, cell: Cell) -> dict[str, Any]:
@@ -225,27 +204,33 @@ def run_cell(plan: Plan, cell: Cell, root: str, output: Path, environment: Mappi
 
 
 def _do(plan: Plan, cell: Cell, root: str) -> None:
-    """Train and evaluate a cell. ValueError where it has a checkpoint that was trained from other weights."""
+    """Train and evaluate a cell. ValueError where it was begun from other weights, or with another number of steps, for
+    which the learning rate had another schedule."""
     world, store = distributed.start(), open_store(root)
-    begun = checkpoints(store, cell.run)
+    begun, where = checkpoints(store, cell.run), store.where(f"runs/{cell.run}")
     spent = {"seconds": 0.0, "cpu_seconds": 0.0} | (read_costs(store, plan, cell) if begun else {})
+    if begun and (steps := read_config_at(store, begun[-1])["recipe"]["steps"]) != cell.recipe.steps:
+        raise ValueError(
+            f"{where} was trained with steps = {steps}, now they are {cell.recipe.steps}, and such trainings cannot be "
+            "compared: set steps back, or delete this folder and those of all trainings of its kind"
+        )
     if cell.needs:
         start = _hash_of_start(store, cell.needs)
         if spent.setdefault("start", start) != start:
             raise ValueError(
                 f"{cell.run} was trained from weights of {cell.needs.run} that are no longer there: it was pre-trained "
-                f"anew since; delete {store.where(f'runs/{cell.run}')}, and it is trained again"
+                f"anew since; delete {where}, and it is trained again"
             )
     store.put(_costs_file(plan, cell), as_json(spent))
     began, cpu = time.monotonic(), _cpu_seconds()
     try:
-        train(cell.settings, world)
+        train(cell.recipe, world)
     finally:
         spent["seconds"] += time.monotonic() - began
         spent["cpu_seconds"] += _cpu_seconds() - cpu
         store.put(_costs_file(plan, cell), as_json(spent))
     if cell.split:
-        evaluate(cell.settings, [store.where(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)
+        evaluate(cell.recipe, [store.where(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)
 
 
 def _cpu_seconds() -> float:

@@ -9,6 +9,7 @@ named with its reason, and the others go on; the exit status is then 1. Writes i
 ROOT/comparisons/PLAN. How to read them: docs/results.md.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -18,8 +19,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,36 +36,20 @@ from storage.programs import Command, Positional
 from storage.progress import clock
 from storage.tables import markdown
 from training.loading import EXPECTED
-from training.log import read_heartbeat
 from training.program import STOPPED
-from vlbert.comparison.cells import Cell, cells_of, check_steps, is_done, run_cell
+from vlbert.comparison.cells import Cell, cells_of, is_done, run_cell
 from vlbert.comparison.page import page, percent
 from vlbert.comparison.plans import Plan, find_plan
 from vlbert.comparison.summary import summarise
 
-_BETWEEN_LINES = 30.0  # seconds between lines about what is running
-_POLL = 0.5  # seconds between looks at the processes
-
-
-@dataclass(eq=False)
-class Running:
-    """A process at work on a cell. slot: which GPU it has."""
-
-    cell: Cell
-    process: BaseProcess
-    slot: int
-    began: float
-    output: Path
-
 
 @dataclass(eq=False)
 class Comparison:
-    """The trainings of a plan: `run` does those that are left, several at a time.
+    """The trainings of a plan: `run` does those that are left, several at a time, each in a process of its own.
 
     jobs    how many at a time; on GPUs each has one of its own, in turn
     report  called with each line of progress
     failed  run -> reason
-    done    names of the runs
     """
 
     plan: Plan
@@ -72,83 +58,66 @@ class Comparison:
     jobs: int
     report: Callable[[str], None]
     failed: dict[str, str] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
     stopping: bool = False
-    _running: list[Running] = field(default_factory=list)
+    _processes: set[BaseProcess] = field(default_factory=set)
+    # multiprocessing keeps lists of all processes, which are not for several threads.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def done(self) -> set[str]:
+        """The runs that are complete."""
+        found = set()
+        for cell in self.cells:  # what others need comes before these
+            if (cell.needs is None or cell.needs.run in found) and is_done(self.plan, cell, self.root):
+                found.add(cell.run)
+        return found
 
     def run(self) -> bool:
         """Do what is left; False where it was told to stop (SIGTERM or SIGINT): what runs then saves."""
-        for cell in self.cells:
-            check_steps(cell, self.root)
-        for cell in self.cells:  # pre-trainings first
-            if (cell.needs is None or cell.needs.run in self.done) and is_done(self.plan, cell, self.root):
-                self.done.add(cell.run)
-        waiting = [cell for cell in self.cells if cell.run not in self.done]
-        self.report(f"{self.plan.name}: {len(self.cells)} trainings, {len(self.done)} of them complete")
-        context = multiprocessing.get_context("forkserver")  # of processes that have torch imported, and nothing done
-        context.set_forkserver_preload(["vlbert.comparison.cells"])
-        with tempfile.TemporaryDirectory() as folder, self._ending():
-            reported = time.monotonic()
-            while waiting or self._running:
-                self._skip_what_cannot_start(waiting)
-                while (cell := self._next(waiting)) is not None:
-                    waiting.remove(cell)
-                    self._start(cell, context, Path(folder))
-                if self._running:
-                    connection.wait([one.process.sentinel for one in self._running], _POLL)
-                for one in [one for one in self._running if not one.process.is_alive()]:
-                    self._running.remove(one)
-                    self._end(one)
-                if time.monotonic() - reported >= _BETWEEN_LINES:
-                    reported = time.monotonic()
-                    self._report_running()
-                if self.stopping and not self._running:
-                    return False
-        return True
+        done, ends, numbers, own = self.done(), {}, itertools.count(), threading.local()
+        self.report(f"{self.plan.name}: {len(self.cells)} trainings, {len(done)} of them complete")
+        # Processes that have torch imported, and nothing done.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["vlbert.comparison.cells"])
+        pool = ThreadPoolExecutor(self.jobs, initializer=lambda: setattr(own, "slot", next(numbers)))
+        with tempfile.TemporaryDirectory() as folder, pool, self._ending():
+            # Pre-trainings first: so each has begun before a fine-tuning waits for it.
+            for cell in sorted(self.cells, key=lambda cell: cell.task is not None):
+                if cell.run not in done:
+                    needed = ends.get(cell.needs.run) if cell.needs else None
+                    ends[cell.run] = pool.submit(self._do, cell, needed, own, Path(folder, f"{cell.run}.log"))
+            for end in ends.values():
+                end.result()
+        return not self.stopping
 
-    def _next(self, waiting: Sequence[Cell]) -> Cell | None:
-        if self.stopping or len(self._running) >= self.jobs:
-            return None
-        return next((cell for cell in waiting if cell.needs is None or cell.needs.run in self.done), None)
-
-    def _skip_what_cannot_start(self, waiting: list[Cell]) -> None:
-        for cell in [cell for cell in waiting if cell.needs and cell.needs.run in self.failed]:
-            waiting.remove(cell)
-            self._fail(cell, f"not started: {cell.needs.run}, from which it starts, failed")
-
-    def _start(self, cell: Cell, context: multiprocessing.context.BaseContext, folder: Path) -> None:
-        slot = next(number for number in range(self.jobs) if number not in {one.slot for one in self._running})
-        threads, output = max(1, len(os.sched_getaffinity(0)) // self.jobs), folder / f"{cell.run}.log"
-        given = self.plan, cell, self.root, output, device_of(slot), threads
-        process = context.Process(target=run_cell, args=given, name=cell.run)
-        process.start()
-        self.report(f"{cell.run}: started")
-        self._running.append(Running(cell, process, slot, time.monotonic(), output))
-
-    def _end(self, one: Running) -> None:
-        status = one.process.exitcode
-        if status == 0:
-            self.done.add(one.cell.run)
-            took = clock(time.monotonic() - one.began)
-            self.report(f"{one.cell.run}: done after {took}; {len(self.done)} of {len(self.cells)}")
-        elif self.stopping or status == STOPPED:
+    def _do(self, cell: Cell, needed: Future[bool] | None, own: threading.local, output: Path) -> bool:
+        """Do one cell after the one that it needs; whether it is done. own.slot: number of the thread, from 0."""
+        if needed and not needed.result() and not self.stopping:
+            return self._fail(cell, f"not started: {cell.needs.run}, from which it starts, failed")
+        threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()
+        given = self.plan, cell, self.root, output, device_of(own.slot), threads
+        process = multiprocessing.get_context("forkserver").Process(target=run_cell, args=given, name=cell.run)
+        with self._lock:
+            if self.stopping:
+                return False
+            self.report(f"{cell.run}: started")
+            process.start()
+            self._processes.add(process)
+        connection.wait([process.sentinel])
+        with self._lock:
+            process.join()
+            self._processes.remove(process)
+        if process.exitcode == 0:
+            self.report(f"{cell.run}: done after {clock(time.monotonic() - began)}")
+            return True
+        if self.stopping or process.exitcode == STOPPED:
             self.stopping = True  # also where only the training was told to
-            self.report(f"{one.cell.run}: stopped; it goes on with the next start")
-        else:
-            self._fail(one.cell, _reason(one, status))
+            self.report(f"{cell.run}: stopped; it goes on with the next start")
+            return False
+        return self._fail(cell, _reason(process.exitcode, output))
 
-    def _fail(self, cell: Cell, reason: str) -> None:
+    def _fail(self, cell: Cell, reason: str) -> bool:
         self.failed[cell.run] = reason
         self.report(f"{cell.run}: FAILED: {reason}")
-
-    def _report_running(self) -> None:
-        store = open_store(self.root, write=False)
-        for one in self._running:
-            try:
-                beat = read_heartbeat(store, one.cell.run)
-            except (*EXPECTED, OSError):  # it is only for the line
-                beat = None
-            self.report(f"{one.cell.run}: step {beat['step'] if beat else 0} of {one.cell.steps}")
+        return False
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -158,19 +127,18 @@ class Comparison:
             before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
+        except BaseException:
+            self._stop()
+            raise
         finally:
-            for one in self._running:
-                one.process.terminate()
-            for one in self._running:
-                one.process.join()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         self.stopping = True
-        for one in self._running:
-            if one.process.is_alive():
-                one.process.terminate()  # SIGTERM: a training saves
+        with self._lock:
+            for process in self._processes:
+                process.terminate()  # SIGTERM: a training saves
 
 
 def device_of(slot: int) -> dict[str, str]:
@@ -180,13 +148,13 @@ def device_of(slot: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if devices else {}
 
 
-def _reason(one: Running, status: int) -> str:
+def _reason(status: int, output: Path) -> str:
     """Why a process failed."""
-    file = one.output.with_suffix(".reason")
+    file = output.with_suffix(".reason")
     if file.exists():
         return file.read_text(encoding="utf-8")
     how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    lines = one.output.read_text(encoding="utf-8", errors="replace").splitlines() if one.output.exists() else []
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines() if output.exists() else []
     return ": ".join([how, *lines[-1:]])
 
 
@@ -206,7 +174,8 @@ def compare(
     """
     root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # as trainings record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
-    comparison = Comparison(plan, root, cells_of(plan, root, fields, seeds or plan.seeds), jobs, report)
+    plan = replace(plan, seeds=tuple(seeds)) if seeds else plan
+    comparison = Comparison(plan, root, cells_of(plan, root, fields), jobs, report)
     if not comparison.run():
         return None
     store, folder = open_store(root), f"comparisons/{plan.name}"
@@ -247,10 +216,6 @@ def compare_plan(
         jobs: trainings at a time; by default one a GPU or, without any, a core
     """
     name, made = f"vlbert compare {plan}", find_plan(plan)
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"--jobs is {jobs}; it must be at least 1")
-    if len({*seeds}) < len(seeds) or min(seeds, default=0) < 0:
-        raise ValueError(f"--seeds are {', '.join(map(str, seeds))}; give different numbers, from 0")
     summary = compare(made, root, fields, seeds, jobs, _print)
     if summary is None:
         print(f"{name}: stopped; start it again, and it goes on", file=sys.stderr, flush=True)

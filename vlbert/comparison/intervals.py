@@ -1,7 +1,6 @@
 """Intervals of means over seeds and examples: a paired bootstrap over the examples, Student's t over the seeds."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,18 +71,3 @@ def t_quantile(freedom: int) -> float:
     density = np.cos(angles) ** (freedom - 1)
     mass = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
     return math.sqrt(freedom) * math.tan(np.interp(_COVERED * mass[-1], mass, angles))
-
-
-def check_same(first: Sequence[tuple[str, str]], second: Sequence[tuple[str, str]], names: tuple[str, str]) -> None:
-    """ValueError where two evaluations are not of the same examples, (key, question), in the same order."""
-    if len(first) != len(second):
-        raise ValueError(
-            f"{names[0]} has {len(first)} examples and {names[1]} {len(second)}: they cannot be compared; see "
-            "problems.jsonl beside them, mend what could not be read, and evaluate both again"
-        )
-    for number, (one, other) in enumerate(zip(first, second, strict=True)):
-        if one != other:
-            raise ValueError(
-                f"example {number} of {names[0]} is {one[1]!r} about {one[0]}, of {names[1]} {other[1]!r} about "
-                f"{other[0]}: they cannot be compared; evaluate both on the same data"
-            )

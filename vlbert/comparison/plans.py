@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from training.program import find_recipe, parse_recipe
-from vlbert.recipes import RECIPES
+from training.program import find_recipe
 
+PRETRAINING = "pretraining"  # the scope, and in names of runs the task, of a pre-training
 _NAME = re.compile(r"[a-z0-9_]+")
 
 
@@ -71,21 +71,15 @@ class Plan:
     paper: str = ""
 
     def __post_init__(self):
+        names = [PRETRAINING, *self.variants, *self.tasks]
         if not (self.variants and self.tasks and self.seeds and len({*self.seeds}) == len(self.seeds)):
             raise ValueError(f"plan {self.name}: name a variant, a task and a seed at least, and no seed twice")
-        scopes = [*self.variants, *self.tasks]
-        for name in (self.name, *scopes):
-            if not _NAME.fullmatch(name) or name == "pretraining" or scopes.count(name) > 1:
-                raise ValueError(
-                    f"{name!r} of plan {self.name} is no name of its own; take small letters, digits and _, not "
-                    "`pretraining`, and no name for both a variant and a task"
-                )
+        for name in (self.name, *names):
+            if not _NAME.fullmatch(name) or names.count(name) > 1:
+                raise ValueError(f"{name!r} of plan {self.name} is no name of its own of small letters, digits and _")
         for name, variant in self.variants.items():
             if other := variant.finetunings.keys() - self.tasks.keys():
-                raise ValueError(
-                    f"variant {name} of plan {self.name} has a fine-tuning for {', '.join(sorted(other))}; the tasks "
-                    f"are {', '.join(self.tasks)}"
-                )
+                raise ValueError(f"variant {name} of plan {self.name} has a fine-tuning for {', '.join(sorted(other))}")
 
 
 # --- on the demo's drawn world: `make compare` makes what they read below data.root -----------------------------------
@@ -93,8 +87,7 @@ class Plan:
 # Words of the captions that only the image tells: demo/scenes.py.
 _DEMO_WORDS = "blue circle cross green purple red ring square star triangle white yellow"
 DEMO_WORDS = tuple(_DEMO_WORDS.split())
-_DEMO_WEIGHTS = "--model.regions.weights={root}/detector.safetensors"
-_DEMO_VOCABULARY = "--vocabulary={root}/text/vocab.txt"
+_DEMO = ("--size=demo", "--vocabulary={root}/text/vocab.txt")
 _DEMO_TASKS = {
     "vqa": ComparedTask("VQA", "val2014", "accuracy"),
     "refcoco": ComparedTask("RefCOCO+", "val", "accuracy_published"),
@@ -110,23 +103,16 @@ _DEMO_FIELDS = {
 _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regions_accuracy_grounding_gap")
 
 
-def _demo(recipe: str, *changes: str) -> Training:
-    """A training whose words are those of the corpus; features that are precomputed need no weights."""
-    made, _ = parse_recipe(recipe, ("--size=demo", *changes), RECIPES)
-    weights = [] if made.model.regions.features == "precomputed" else [_DEMO_WEIGHTS]
-    return Training(recipe, ("--size=demo", *weights, _DEMO_VOCABULARY, *changes))
-
-
 def family_demo() -> Plan:
     """VL-BERT, Unicoder-VL and ViLBERT at equal steps of 32 captions, on the drawn world."""
     # In the 600 steps of the recipes the two others only begin to tell which captions and images belong together.
     longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
     corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
     lines = {
-        "vlbert": ("VL-BERT, end to end", "vlbert", ()),
-        "precomputed": ("VL-BERT, precomputed features", "vlbert", ("--features=precomputed",)),
-        "unicoder_vl": ("Unicoder-VL", "unicoder_vl", ()),
-        "vilbert": ("ViLBERT", "vilbert", ()),
+        "vlbert": ("VL-BERT, end to end", "vlbert", "", ("--model.regions.weights={root}/detector.safetensors",)),
+        "precomputed": ("VL-BERT, precomputed features", "vlbert", "", ("--features=precomputed",)),
+        "unicoder_vl": ("Unicoder-VL", "unicoder_vl", "_unicoder_vl", ()),
+        "vilbert": ("ViLBERT", "vilbert", "_vilbert", ()),
     }
     return Plan(
         name="family_demo",
@@ -134,13 +120,13 @@ def family_demo() -> Plan:
         variants={
             name: Variant(
                 title,
-                _demo(f"pretrain_{model}", *corpus, *features, *longer),
+                Training(f"pretrain_{model}", (*_DEMO, *features, *corpus, *longer)),
                 {
-                    task: _demo(f"finetune_{task}_{model}".removesuffix("_vlbert"), *features, *_DEMO_FIELDS[task])
+                    task: Training(f"finetune_{task}{suffix}", (*_DEMO, *features, *_DEMO_FIELDS[task]))
                     for task in _DEMO_TASKS
                 },
             )
-            for name, (title, model, features) in lines.items()
+            for name, (title, model, suffix, features) in lines.items()
         },
         tasks=_DEMO_TASKS,
         pretraining_metrics=_DEMO_METRICS,

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from storage.object_store import ObjectStore
 from storage.safe_json import parse_json
 from training.log import last_metrics
-from vlbert.comparison.cells import PRETRAINING, Cell, read_costs
-from vlbert.comparison.intervals import REPLICATES, check_same, interval, weighted
-from vlbert.comparison.plans import ComparedTask, Plan
+from vlbert.comparison.cells import Cell, read_costs
+from vlbert.comparison.intervals import REPLICATES, interval, weighted
+from vlbert.comparison.plans import PRETRAINING, ComparedTask, Plan
 from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 
@@ -103,14 +103,13 @@ def _task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> d
 
 
 def _comparable(scored: list[Scored]) -> list[Scored]:
-    """The evaluations of a task; ValueError where two are not of the same examples."""
+    """The evaluations of a task; ValueError where two are not of the same examples in the same order."""
     for one in scored[1:]:
-        names = scored[0].cell.run, one.cell.run
-        check_same(scored[0].examples, one.examples, names)
-        if not np.array_equal(scored[0].weights, one.weights):
+        if one.examples != scored[0].examples or not np.array_equal(one.weights, scored[0].weights):
             raise ValueError(
-                f"the examples of {' and '.join(names)} have not as many ranks each: they cannot be compared; evaluate "
-                "both on the same data"
+                f"{scored[0].cell.run} was evaluated on {len(scored[0].examples)} examples and {one.cell.run} on "
+                f"{len(one.examples)}, and they are not the same: see problems.jsonl beside them, mend what could not "
+                "be read, and evaluate both on the same data"
             )
     return scored
 
@@ -122,14 +121,10 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Scored:
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), where)
     metrics = evaluation["metrics"]
     table = pq.read_table(io.BytesIO(store.get(f"{cell.evaluation}/{PREDICTIONS}")))
-    if task.metric not in metrics or task.column not in table.column_names:
-        raise ValueError(
-            f"{where}: there is no metric {task.metric} with a column {task.column}; it has "
-            f"{', '.join(name for name in metrics if '/' not in name)}, and the predictions "
-            f"{', '.join(table.column_names)}"
-        )
-    if task.chance and task.chance not in metrics:
-        raise ValueError(f"{where}: there is no metric {task.chance}; name another as `chance` in the plan, or None")
+    for name, names in ((task.metric, metrics), (task.column, table.column_names), (task.chance, metrics)):
+        if name is not None and name not in names:
+            whole = ", ".join(other for other in names if "/" not in other)
+            raise ValueError(f"{where}: its evaluation has no {name}, only {whole}; name another in the plan")
     rows = zip(*(table[name].to_pylist() for name in ("key", "question", task.column)), strict=True)
     known = [row for row in rows if row[2] is not None]
     scores = np.array([score_of(value, task.within) for *_, value in known])
@@ -173,7 +168,9 @@ def _costs(plan: Plan, store: ObjectStore, cells: Sequence[Cell]) -> dict[str, d
     """What the trainings of a variant took, means over the seeds: by task."""
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
-        found.setdefault(cell.task or PRETRAINING, []).append({"steps": cell.steps} | read_costs(store, plan, cell))
+        found.setdefault(cell.task or PRETRAINING, []).append(
+            {"steps": cell.recipe.steps} | read_costs(store, plan, cell)
+        )
     return {
         task: {name: _mean([one.get(name) for one in costs]) for name in ("steps", "seconds", "cpu_seconds")}
         for task, costs in found.items()
