@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -30,11 +29,10 @@ from training.distributed import World
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation, load_task_model, main
-from vlbert.evaluation.results import SplitPredictions, problems_of, warnings
+from vlbert.evaluation.results import SplitPredictions, warnings
 from vlbert.evaluation.results_page import worst_and_best
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.tasks.base import Examples
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
@@ -93,13 +91,12 @@ def evaluated(
     run: str = "tuned",
     split: str = "val",
     out: Path | None = None,
-    again: bool = False,
     changes: Mapping[str, object] = MappingProxyType({}),
 ) -> dict:
     given = {"task.folder": str(folder / "refcoco+"), **changes}
     recipe = refcoco_recipe(folder)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=""))
-    return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE, again)
+    return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -128,32 +125,25 @@ def test_a_split_is_evaluated_whole_and_in_its_order(refcoco, tmp_path, capsys):
     assert printed.splitlines()[-1] == f"evaluated val: {tmp_path / 'out'}"
 
 
-def test_an_evaluation_lies_beside_its_run_and_is_repeatable_to_the_byte(copy):
+def test_an_evaluation_lies_beside_its_run_and_is_repeatable_to_the_byte(copy, capsys):
     run = copy / "storage/runs/tuned"
     shutil.copytree(run / "step-0000002", run / "step-0000001")
-    evaluated(copy)
-    folder = run / "evaluations/val-step-0000002"
+    summary, folder = evaluated(copy), run / "evaluations/val-step-0000002"
     before = contents(folder)
-    (folder / "predictions.parquet").unlink()
-    evaluated(copy, again=True)
-    assert contents(folder) == before
-    assert evaluated(copy, "tuned/step-0000002", again=True)["inputs"]["checkpoints"] == ["tuned/step-0000002"]
+    shutil.rmtree(folder)
+    evaluated(copy, "tuned/step-0000002")
     assert contents(folder) == before, "the newest is that one"
-
-
-def test_a_finished_evaluation_is_left_as_it_is_and_its_model_not_read(copy, capsys):
-    summary = evaluated(copy)
-    folder = copy / "storage/runs/tuned/evaluations/val-step-0000002"
-    before = contents(folder)
-    (copy / "storage/runs/tuned/step-0000002/model.safetensors").write_bytes(b"torn")
+    # What is finished is left as it is, and its model is not read.
+    (run / "step-0000002/model.safetensors").write_bytes(b"torn")
     capsys.readouterr()
     assert evaluated(copy) == json.loads(json.dumps(summary))
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == f"evaluated already, with the same settings: {folder}; --again repeats it"
+    assert first.startswith(f"evaluated already, with the same settings: {folder};")
     assert last == f"evaluated val: {folder}"
     assert contents(folder) == before
+    shutil.rmtree(folder)
     with pytest.raises(ValueError, match="model.safetensors is damaged: it has 4 bytes"):
-        evaluated(copy, again=True)
+        evaluated(copy)
 
 
 def test_a_finished_evaluation_is_found(copy):
@@ -174,43 +164,31 @@ def test_a_finished_evaluation_is_found(copy):
         assert find_evaluation(*other) is None
 
 
-def test_an_evaluation_is_not_overwritten_by_another(copy, tmp_path):
+def test_an_evaluation_is_not_overwritten_by_another_and_metrics_json_is_written_last(refcoco, tmp_path):
     out = tmp_path / "out"
-    evaluated(copy, "tuned", "val", out)
-    before = contents(out)
-    with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with split = val, now it is train;"):
-        evaluated(copy, "tuned", "train", out)
-    with pytest.raises(ValueError, match=r"with overrides = \[.*\], now it is \[.*'--task.iou=plain'\]"):
-        evaluated(copy, "tuned", "val", out, changes={"task.iou": "plain"})
-    assert contents(out) == before
-    (out / "mine.txt").write_text("kept")
-    (out / "metrics.json").write_text(json.dumps(json.loads(before["metrics.json"]) | {"files": ["old.csv"]}))
-    (out / "old.csv").touch()
-    evaluated(copy, "tuned", "val", out, again=True)
-    assert contents(out) == before | {"mine.txt": b"kept"}, "the files of the former evaluation are deleted"
-    (out / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"out/metrics.json is not of an evaluation; name another place"):
-        evaluated(copy, "tuned", "val", out)
-
-
-def test_metrics_json_is_written_last(refcoco, tmp_path):
-    out = tmp_path / "out"
-    evaluated(refcoco, out=out)
-    (out / "index.html").unlink()
-    (out / "index.html").mkdir()  # where it cannot be written
-    summary = json.loads((out / "metrics.json").read_text())
-    (out / "metrics.json").write_text(json.dumps(summary | {"files": ["predictions.parquet"]}))
+    (out / "index.html").mkdir(parents=True)  # where it cannot be written
     with pytest.raises(StorageUnreachable, match="index.html"):
-        evaluated(refcoco, out=out, again=True)
+        evaluated(refcoco, out=out)
     assert (out / "predictions.parquet").exists()
     assert not (out / "metrics.json").exists()
+    (out / "index.html").rmdir()
+    evaluated(refcoco, out=out)
+    before = contents(out)
+    with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with split = val, now it is train;"):
+        evaluated(refcoco, "tuned", "train", out)
+    with pytest.raises(ValueError, match=r"with overrides = \[.*\], now it is \[.*'--task.iou=plain'\]"):
+        evaluated(refcoco, out=out, changes={"task.iou": "plain"})
+    assert contents(out) == before
+    (out / "metrics.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"out/metrics.json is not of an evaluation; name another place"):
+        evaluated(refcoco, out=out)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda row: row.pop("score"), "the predictions of RefCOCO have no score; Task.predictions says what"),
-        (lambda row: row.update(own=[1] if row["ref_id"] else "x"), "column own of .* RefCOCO is of no one type"),
+        (lambda row: row.pop("score"), "column score of the predictions of RefCOCO is missing"),
+        (lambda row: row.update(own=[1] if row["ref_id"] else "x"), "column own of .* RefCOCO is missing or of no one"),
     ],
 )
 def test_predictions_with_wrong_columns_are_named(refcoco, tmp_path, monkeypatch, change, named):
@@ -293,12 +271,6 @@ def test_skipped_and_invalid_examples_are_counted_and_named(copy, tmp_path, caps
     warning = "1 of 12 examples are invalid and count as they are, see problems.jsonl"
     assert warning in capsys.readouterr().out
     assert warning in (out / "index.html").read_text()
-    examples = Examples(np.arange(1), None, ("a skipped one",), ("an invalid one",))
-    one = SplitPredictions(open_checkpoint(f"{copy}/storage/runs/tuned"), *[None] * 4, examples, [], [], [], [])
-    lines = [(line["predicted"], line["reason"]) for line in problems_of(one)]
-    assert lines == [(False, "a skipped one"), (True, "an invalid one")]
-    summary["examples"] |= {"skipped": 1}
-    assert "1 examples of the files are skipped, see problems.jsonl" in warnings(summary)
 
 
 @pytest.mark.parametrize(
@@ -359,16 +331,10 @@ def test_two_processes_write_what_one_writes_to_the_byte(refcoco, tmp_path):
     given = as_overrides(refcoco_recipe(refcoco), RECIPES["finetune_refcoco"]())
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
     for processes, done in ((1, 0), (2, 0), (2, 1)):
-        command = [sys.executable, "-m", *(launch if processes == 2 else [])]
-        command += [
-            "vlbert.evaluation.evaluate",
-            "finetune_refcoco",
-            f"{refcoco}/storage/runs/tuned",
-            "val",
-            *given,
-        ]
+        command = [sys.executable, "-m", *(launch if processes == 2 else []), "vlbert.evaluation.evaluate"]
         ended = subprocess.run(
-            [*command, "--out", str(tmp_path / str(processes))],
+            [*command, "finetune_refcoco", f"{refcoco}/storage/runs/tuned", "val", *given]
+            + ["--out", str(tmp_path / str(processes))],
             cwd=PROJECT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,

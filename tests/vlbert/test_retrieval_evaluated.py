@@ -55,12 +55,11 @@ def evaluated(
     folder: Path,
     out: Path | None = None,
     run: str = "tuned",
-    again: bool = False,
     changes: Mapping[str, object] = MappingProxyType({}),
 ) -> dict:
     given = {"task.caption_length": 20, "task.folder": str(folder / "files"), **changes}
     paths = [f"{folder / 'root'}/runs/{run}"]
-    return evaluate(retrieval_recipe(folder), paths, "test", given, out and str(out), ALONE, again)
+    return evaluate(retrieval_recipe(folder), paths, "test", given, out and str(out), ALONE)
 
 
 def rows_in(folder: Path) -> list[dict]:
@@ -113,13 +112,10 @@ def test_an_evaluation_that_was_stopped_goes_on_and_writes_the_same(folder, tmp_
             evaluated(folder, out)
     assert not (out / "metrics.json").exists()
     assert len([*out.glob("blocks-*/*.mp")]) == 2
-    stopped = shutil.copytree(out, tmp_path / "stopped")
     calls = count_calls(monkeypatch)
     evaluated(folder, out)
     assert len(calls) == 1
     assert contents(out) == contents(tmp_path / "whole")
-    evaluated(folder, stopped, again=True)
-    assert len(calls) == 4, "--again takes nothing of what was predicted"
 
 
 @pytest.mark.parametrize(

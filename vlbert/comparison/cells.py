@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-import resource
 import shlex
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -152,22 +150,20 @@ def is_done(plan: Plan, cell: Cell, root: str) -> bool:
     if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
-    if cell.needs and read_costs(store, plan, cell).get("start") != _hash_of_start(store, cell.needs):
+    if cell.needs and _read_start(store, _start_file(plan, cell)) != _hash_of_start(store, cell.needs):
         return False
     if cell.task is None:
         return True
     return find_evaluation(cell.recipe, store.where(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
-def read_costs(store: ObjectStore, plan: Plan, cell: Cell) -> dict[str, Any]:
-    """`seconds` and `cpu_seconds` of a training, over all its starts, but without one that was killed; `start`: the
-    sha256 of the weights of the pre-training that it started from."""
-    path = _costs_file(plan, cell)
-    return parse_json(store.get(path), store.where(path)) if store.exists(path) else {}
+def _read_start(store: ObjectStore, path: str) -> str | None:
+    """The sha256 of the weights of the pre-training that a fine-tuning started from; None before it did."""
+    return parse_json(store.get(path), store.where(path))["start"] if store.exists(path) else None
 
 
-def _costs_file(plan: Plan, cell: Cell) -> str:
-    return f"comparisons/{plan.name}/costs/{cell.run}.json"
+def _start_file(plan: Plan, cell: Cell) -> str:
+    return f"comparisons/{plan.name}/starts/{cell.run}.json"
 
 
 def _hash_of_start(store: ObjectStore, cell: Cell) -> str:
@@ -208,35 +204,22 @@ def _do(plan: Plan, cell: Cell, root: str) -> None:
     which the learning rate had another schedule."""
     world, store = distributed.start(), open_store(root)
     begun, where = checkpoints(store, cell.run), store.where(f"runs/{cell.run}")
-    spent = {"seconds": 0.0, "cpu_seconds": 0.0} | (read_costs(store, plan, cell) if begun else {})
     if begun and (steps := read_config_at(store, begun[-1])["recipe"]["steps"]) != cell.recipe.steps:
         raise ValueError(
             f"{where} was trained with steps = {steps}, now they are {cell.recipe.steps}, and such trainings cannot be "
             "compared: set steps back, or delete this folder and those of all trainings of its kind"
         )
     if cell.needs:
-        start = _hash_of_start(store, cell.needs)
-        if spent.setdefault("start", start) != start:
+        path, start = _start_file(plan, cell), _hash_of_start(store, cell.needs)
+        if begun and _read_start(store, path) != start:
             raise ValueError(
                 f"{cell.run} was trained from weights of {cell.needs.run} that are no longer there: it was pre-trained "
                 f"anew since; delete {where}, and it is trained again"
             )
-    store.put(_costs_file(plan, cell), as_json(spent))
-    began, cpu = time.monotonic(), _cpu_seconds()
-    try:
-        train(cell.recipe, world)
-    finally:
-        spent["seconds"] += time.monotonic() - began
-        spent["cpu_seconds"] += _cpu_seconds() - cpu
-        store.put(_costs_file(plan, cell), as_json(spent))
+        store.put(path, as_json({"start": start}))
+    train(cell.recipe, world)
     if cell.split:
         evaluate(cell.recipe, [store.where(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)
-
-
-def _cpu_seconds() -> float:
-    """Of this process and of its children that have ended: workers that load data."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _stop_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""The page of a comparison: tables with intervals, what differs, and what it took."""
+"""The page of a comparison: tables with intervals, and what differs."""
 
 from collections.abc import Mapping
 from pathlib import Path

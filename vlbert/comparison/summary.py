@@ -1,4 +1,4 @@
-"""What a comparison found, from the files of its runs: means, intervals, pairs, costs."""
+"""What a comparison found, from the files of its runs: means, intervals, pairs."""
 
 import io
 import itertools
@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from storage.object_store import ObjectStore
 from storage.safe_json import parse_json
 from training.log import last_metrics
-from vlbert.comparison.cells import Cell, read_costs
+from vlbert.comparison.cells import Cell
 from vlbert.comparison.intervals import REPLICATES, interval, weighted
-from vlbert.comparison.plans import PRETRAINING, ComparedTask, Plan
+from vlbert.comparison.plans import ComparedTask, Plan
 from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 
@@ -56,7 +56,6 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
                 "title": variant.title,
                 "pretrained": variant.pretraining is not None,
                 "tasks": [*variant.finetunings],
-                "costs": _costs(plan, store, [cell for cell in whole if cell.variant == name]),
             }
             for name, variant in plan.variants.items()
         },
@@ -162,24 +161,6 @@ def _stacked(
     """[seeds, examples], less the scores of another variant, with a plain mean that is the weighted one."""
     scores = np.stack([scored[seed].scores - (less[seed].scores if less else 0.0) for seed in seeds])
     return weighted(scores, scored[seeds[0]].weights)
-
-
-def _costs(plan: Plan, store: ObjectStore, cells: Sequence[Cell]) -> dict[str, dict[str, float | None]]:
-    """What the trainings of a variant took, means over the seeds: by task."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for cell in cells:
-        found.setdefault(cell.task or PRETRAINING, []).append(
-            {"steps": cell.recipe.steps} | read_costs(store, plan, cell)
-        )
-    return {
-        task: {name: _mean([one.get(name) for one in costs]) for name in ("steps", "seconds", "cpu_seconds")}
-        for task, costs in found.items()
-    }
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 def _validated(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:

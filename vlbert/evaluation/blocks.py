@@ -43,14 +43,16 @@ class Blocks:
                 raise ValueError(f"{self.store.where(one.path)} is damaged ({error}); delete it") from error
         return found
 
-    def add(self, first: int, predicted: Predicted) -> None:
-        """Keep the predictions of the batch that begins with this example; they are written with those that follow."""
+    def add(self, first: int, predicted: Predicted) -> bool:
+        """Keep the predictions of the batch that begins with this example: they are written with those that follow.
+        Returns whether they were written."""
         self._unwritten[first] = predicted
-        if time.monotonic() - self._written > _SECONDS:
-            batches = {number: _to_plain(one) for number, one in self._unwritten.items()}
-            data = msgpack.packb(batches, default=_from_array)
-            self.store.put(f"{self.prefix}{min(batches):09d}.mp", data)
-            self._unwritten, self._written = {}, time.monotonic()
+        if time.monotonic() - self._written <= _SECONDS:
+            return False
+        batches = {number: _to_plain(one) for number, one in self._unwritten.items()}
+        self.store.put(f"{self.prefix}{min(batches):09d}.mp", msgpack.packb(batches, default=_from_array))
+        self._unwritten, self._written = {}, time.monotonic()
+        return True
 
 
 def delete_blocks(store: ObjectStore, folder: str) -> None:

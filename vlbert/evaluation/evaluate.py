@@ -9,11 +9,10 @@ joined by a comma, are VCR's runs for answers and for rationales. SPLIT is named
 ...); a task without splits takes the name of a dataset. Fields are the recipe's. By default data.root is the
 checkpoint's, and the task's settings are those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*,
 metrics.json last, or to FOLDER (s3:// too). An evaluation that was stopped goes on where it was. One with the same
-settings that exists already is kept; --again repeats it.
+settings that exists already is kept: delete its folder to repeat it.
 """
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,6 @@ import tyro
 
 from storage.object_store import ObjectStore, open_store
 from storage.programs import Flat, Positional
-from storage.progress import clock
 from storage.settings import differing_fields, from_json, named_fields, override_values, parse, to_json
 from training.checkpoint import MODEL
 from training.distributed import World, from_first, gather_on_first
@@ -56,8 +54,6 @@ from vlbert.tasks import make_task, settings_named, task_of
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.validate import Predicted, because_of, predict_all
-
-_PROGRESS_SECONDS = 30.0  # between lines of progress
 
 
 def load_task_model(
@@ -136,37 +132,35 @@ def evaluate(
     changes: Mapping[str, Any],
     out: str | None,
     world: World,
-    again: bool = False,
 ) -> dict[str, Any]:
     """Evaluates the checkpoints of `paths` on a split. Returns the contents of metrics.json on rank 0, elsewhere {}.
 
-    An evaluation with the same settings that exists already is returned, and no model is read, unless `again`.
-    ValueError where something does not fit: a checkpoint of another task, a missing split, a folder with an evaluation
-    with other settings.
+    An evaluation with the same settings that exists already is returned, and no model is read. ValueError where
+    something does not fit: a checkpoint of another task, a missing split, a folder with an evaluation with other
+    settings.
     """
     task_class = task_of(recipe.task)
     limit = 2 if task_class.joins else 1
     if len(paths) > limit:
         raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes {limit} at most")
-    names = [_find(path, world) for path in paths]
+    # The same on every rank: a run that goes on may write a newer checkpoint meanwhile.
+    names = from_first([_where_of(path) for path in paths] if world.first else None, world)
     root = override_values(recipe, changes).data.root or names[0].rpartition("/runs/")[0]
     if not root:
         raise ValueError("data.root is not set; give --data.root FOLDER or --data.root s3://bucket/prefix")
     inputs = inputs_of(recipe, names, split, changes)
     store, folder = from_first(output_folder(out, names, split, inputs) if world.first else None, world)
     where = store.where(folder.rstrip("/")) if folder else str(out)
-    done = None if again else from_first(world.first and read_summary(store, folder), world)
+    done = from_first(world.first and read_summary(store, folder), world)
     if done:
         if world.first:
-            print(f"evaluated already, with the same settings: {where}; --again repeats it", flush=True)
+            print(f"evaluated already, with the same settings: {where}; delete it to repeat it", flush=True)
             print_summary(done, where)
         return done if world.first else {}
     checkpoints = [open_checkpoint(name) for name in names]
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
         raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
     changes = {**task_class.evaluation, **changes, "data.root": root}
-    if again:
-        from_first(world.first and delete_blocks(store, folder), world)  # before anyone reads them
     blocks = partial(Blocks, store, folder)
     predicted = [_predict(recipe, checkpoint, split, changes, world, inputs, blocks) for checkpoint in checkpoints]
     if not world.first:
@@ -189,20 +183,16 @@ def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str,
     """The contents of metrics.json of an evaluation with these arguments; None where there is none yet, and where
     anything is wrong, which the program then reports."""
     try:
-        store, folder = find_checkpoint(path)
-        names = [store.where(folder).rstrip("/")]
-        store, folder = output_folder(None, names, split, inputs_of(recipe, names, split, changes))
-        return read_summary(store, folder)
+        names = [_where_of(path)]
+        return read_summary(*output_folder(None, names, split, inputs_of(recipe, names, split, changes)))
     except (*EXPECTED, OSError):
         return None
 
 
-def _find(path: str, world: World) -> str:
-    """The checkpoint's folder, the same on every rank: a run that goes on may write a newer one meanwhile."""
-    if not world.first:
-        return from_first(None, world)
+def _where_of(path: str) -> str:
+    """The checkpoint's folder."""
     store, folder = find_checkpoint(path)
-    return from_first(store.where(folder).rstrip("/"), world)
+    return store.where(folder).rstrip("/")
 
 
 def _predict(
@@ -263,16 +253,10 @@ def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world:
     rest = [index for index, first in enumerate(firsts) if first not in before]
     if world.first and before:
         print(f"{len(before)} of {-(-len(data.numbers) // data.size)} batches are predicted already", flush=True)
-    began = printed = time.monotonic()
 
     def after(index: int, predicted: Predicted) -> None:
-        nonlocal printed
-        blocks.add(firsts[index], predicted)
-        now, done = time.monotonic(), rest.index(index) + 1
-        if world.first and now - printed > _PROGRESS_SECONDS:
-            printed, gone = now, now - began
-            left = clock(gone / done * (len(rest) - done))
-            print(f"predicted {done} of {len(rest)} batches  {clock(gone)} gone  {left} left", flush=True)
+        if blocks.add(firsts[index], predicted) and world.first:
+            print(f"predicted {rest.index(index) + 1} of {len(rest)} batches", flush=True)
 
     now = predict_all(model, data, recipe, world, rest, after)
     found = Predicted()
@@ -302,7 +286,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         split: Annotated[str, Positional, tyro.conf.arg(metavar="SPLIT")],
         recipe: Annotated[Recipe, Flat] = base,
         out: str | None = None,
-        again: bool = False,
     ) -> None:
         """Evaluate a checkpoint on all examples of a split.
 
@@ -310,10 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint: ROOT/runs/RUN, or one of its steps; of VCR two, joined by a comma
             split: as the task's files call it
             out: folder to write; needed if CHECKPOINT belongs to no run
-            again: repeat an evaluation with the same settings
         """
         changes, paths = named_fields(recipe, given), checkpoint.split(",")
-        run_in_world(name, lambda world: evaluate(base, paths, split, changes, out, world, again))
+        run_in_world(name, lambda world: evaluate(base, paths, split, changes, out, world))
 
     parse(run, given, name)
 

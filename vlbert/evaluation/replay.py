@@ -2,9 +2,9 @@
 
     vlbert replay CHECKPOINT STEP [--field value ...]
 
-CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or a copy of such a folder: config.json,
-state.json and vocab.txt are enough. STEP counts from 1, as the log does. The batch is the same on any number of
-devices, so a laptop can replay a run of eight GPUs. See docs/operating.md.
+CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or a copy of such a folder. STEP counts from 1,
+as the log does. The batch is the same on any number of devices, so a laptop can replay a run of eight GPUs. See
+docs/operating.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,16 @@ import tyro
 from PIL import Image
 
 from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxes_on
-from storage.object_store import LocalStore, ObjectStore, open_store
+from storage.object_store import open_store
 from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Flat, Positional
 from storage.redact import redacted
-from storage.runs import STATE
 from storage.settings import override_values
 from training.distributed import World
 from training.loading import EXPECTED
 from training.log import Unreadable
 from training.program import find_recipe
-from vlbert.checkpoint import Checkpoint, check_saved, find_checkpoint, read_checkpoint
+from vlbert.checkpoint import Checkpoint, check_saved, open_checkpoint
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.loading import TrainingData, parts_of_step
@@ -46,9 +45,7 @@ _MOST_NAMED = 12  # regions with a label that get their number on the image, bes
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    root: str | None = (
-        None  # folder or s3://bucket/prefix with the shards; none: that of the checkpoint, or its recipe's
-    )
+    root: str | None = None  # folder or s3://bucket/prefix with the shards; none: the checkpoint's, or its recipe's
     text_corpus: str | None = None  # folder of the text corpus; none: as the recipe has it
     folder: str | None = None  # folder with the task's files; none: as the recipe has it
     out: str | None = None  # HTML file to write; none: RUN-step-STEP.html in the working directory
@@ -82,8 +79,7 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
     """
     if settings.recipe:
         find_recipe(settings.recipe, RECIPES)()  # its module tells of the task
-    store, folder = _find(path)
-    checkpoint = read_checkpoint(store, folder, tensors=False)
+    checkpoint = open_checkpoint(path, tensors=False)
     reached = checkpoint.state["step"]
     if not 1 <= step <= reached:
         raise ValueError(
@@ -95,13 +91,6 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
         return _replayed(checkpoint, recipe, step, pixels)
     except EXPECTED as error:
         raise ValueError(f"step {step} of {recipe.run} cannot be replayed: {error}") from error
-
-
-def _find(path: str) -> tuple[ObjectStore, str]:
-    """Find a checkpoint as find_checkpoint does; a copied folder needs no weights."""
-    if "/runs/" not in path and (Path(path) / STATE).is_file():
-        return LocalStore(path), ""
-    return find_checkpoint(path)
 
 
 def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -> Recipe:

@@ -170,30 +170,23 @@ def problems_of(one: SplitPredictions) -> list[dict[str, str | bool | None]]:
 
 def _parquet(rows: Sequence[dict], task: str) -> bytes:
     """The predictions as a Parquet file; ValueError where a column is missing, or of no one type."""
-    names = list(dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)]))
-    lacking = [name for name in _COLUMNS if any(name not in row for row in rows)]
-    if lacking:
-        raise ValueError(
-            f"the predictions of {task} have no {', '.join(lacking)}; Task.predictions says what (vlbert/tasks/base.py)"
-        )
     columns = {}
-    for name in names:
+    for name in dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)]):
         try:
-            columns[name] = pa.array([row.get(name) for row in rows], _COLUMNS.get(name))
-        except pa.ArrowException as error:
-            raise ValueError(f"column {name} of the predictions of {task} is of no one type: {error}") from error
+            values = [row[name] if name in _COLUMNS else row.get(name) for row in rows]
+            columns[name] = pa.array(values, _COLUMNS.get(name))
+        except (KeyError, pa.ArrowException) as error:
+            raise ValueError(
+                f"column {name} of the predictions of {task} is missing or of no one type ({error}); Task.predictions "
+                "says what (vlbert/tasks/base.py)"
+            ) from error
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file, compression="zstd")
     return file.getvalue()
 
 
 def write(store: ObjectStore, folder: str, files: dict[str, bytes], summary: dict[str, Any]) -> None:
-    """Writes metrics.json last, and deletes an older one first: where it is, all files are there."""
-    before = read_summary(store, folder)
-    if before:
-        store.delete(folder + METRICS)
-        for name in before["files"]:
-            store.delete(folder + name)
+    """Writes metrics.json last: where it is, all files are there."""
     for name, data in files.items():
         store.put(folder + name, data)
     store.put(folder + METRICS, (json.dumps(summary, indent=1) + "\n").encode())

@@ -1,6 +1,5 @@
 """The page of an evaluation: its numbers beside the paper's, and the worst and the best samples, drawn."""
 
-import heapq
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,23 +73,18 @@ def _is_region(sample: Sample, boxes: Sequence[dict[str, Any]]) -> bool:
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
-    """The rows with the lowest scores, the surest of them first, and those with the highest; of a split without truths,
-    the least sure and the surest. No row is in both."""
+    """The rows whose answers are surest and wrong, and those that are surest and right; of a split without truths, the
+    least sure and the surest. No row is in both."""
     places = [(number, row) for number, one in enumerate(predicted) for row in range(len(one.rows))]
     scored = [place for place in places if _row(predicted, place)["score"] is not None]
 
-    def worth(place: Place) -> tuple[float, float]:
+    def worth(place: Place) -> float:
         row = _row(predicted, place)
-        return (row["score"], -row["probability"]) if scored else (row["probability"], 0)
+        return (2 * row["score"] - 1 if scored else 1) * row["probability"]
 
-    def best_first(place: Place) -> tuple[float, float]:
-        row = _row(predicted, place)
-        return (-row["score"] if scored else 0, -row["probability"])
-
-    places = scored or places
-    worst = heapq.nsmallest(min(count, (len(places) + 1) // 2), places, worth)
-    best = heapq.nsmallest(min(count, len(places) // 2), set(places) - set(worst), lambda p: (best_first(p), p))
-    return worst, best
+    ordered = sorted(scored or places, key=worth)
+    half = (len(ordered) + 1) // 2
+    return ordered[:half][:count], ordered[half:][::-1][:count]
 
 
 def _row(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import functools
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,7 +119,7 @@ class Trained:
     def run(self) -> str:
         return self.record["run"]
 
-    @functools.cached_property
+    @property
     def uses(self) -> list[list[DataUse]]:
         """Of each dataset what was read, in the order of its epochs."""
         return [
@@ -137,20 +136,15 @@ class Trained:
         places = " or ".join(dict.fromkeys(store.where(path) for store in self.roots))
         raise ValueError(f"{places} is gone; put it back, or name the root that has it: --root=...")
 
-    def draws(self) -> Iterator[tuple[DataUse, np.ndarray, np.ndarray]]:
-        """Yield all that the run took, in its order: what was read, examples (int64 [n]), and the step of each."""
-        batch, seed, chunk = (self.record[name] for name in ("batch", "seed", "chunk"))
-        slots, weights = self.record["step"] * batch, [one["weight"] for one in self.record["data"]]
+    def steps_of(self, number: int) -> np.ndarray:
+        """Return the step, from 1, of each sample that was drawn of dataset `number`, in their order: int32."""
+        slots, weights = self.record["step"] * self.record["batch"], [one["weight"] for one in self.record["data"]]
+        parts = []
         for start in range(0, slots, _AT_ONCE):
-            numbers, draws = interleaved(start, min(_AT_ONCE, slots - start), weights)
-            for number, uses in enumerate(self.uses):
-                ours = np.flatnonzero(numbers == number)
-                if not len(ours):
-                    continue
-                spans, own, steps = [use.span for use in uses], seed_of(seed, number), (start + ours) // batch + 1
-                for index, _, examples in drawn_by_epoch(spans, int(draws[ours[0]]), len(ours), own, chunk):
-                    yield uses[index], examples, steps[: len(examples)]
-                    steps = steps[len(examples) :]
+            datasets, _ = interleaved(start, min(_AT_ONCE, slots - start), weights)
+            steps = (start + np.flatnonzero(datasets == number)) // self.record["batch"] + 1
+            parts.append(steps.astype(np.int32))
+        return np.concatenate(parts)
 
     def samples_of(self, use: DataUse) -> np.ndarray:
         """Return the sample of each example, int64 [examples].
@@ -183,16 +177,13 @@ class Trained:
 
     def _settings(self, kind: type[TaskSettings]) -> TaskSettings:
         """Return those of its task, with the first folder that has its files; ValueError where those are others now."""
-        own, changed = from_json(kind, self.record["settings"], self.run).to_train(), None
-        for one in (*(replace(own, folder=folder) for folder in self.folders), own):
+        own, before = from_json(kind, self.record["settings"], self.run).to_train(), self.record["task_files"]
+        for one in (replace(own, folder=folder) for folder in self.folders):
             if all(Path(one.folder, name).is_file() for name in one.files):
-                try:
-                    one.check_same(self.record["task_files"], self.record["checkpoint"], "name the folder that has it")
+                with contextlib.suppress(ValueError):
+                    one.check_same(before, self.record["checkpoint"], "")
                     return one
-                except ValueError as error:
-                    changed = error
-        if changed:
-            raise changed
+        own.check_same(before, self.record["checkpoint"], "name the folder that has it")
         return own  # whose reader says what is missing
 
 
@@ -270,26 +261,29 @@ def seen(trained: Trained, column: str | None = None, values: frozenset[str] = f
 
     Steps ascend, from 1. A sample that is in several snapshots of its dataset has a row for each.
 
-    ValueError where a snapshot is gone, or the files of the task. Takes 12 bytes for each time that one was taken.
+    ValueError where a snapshot is gone, or the files of the task.
     """
-    rows, samples = {}, {}  # of each use that has one of these samples: its rows, and the sample of each example
-    for use in (use for uses in trained.uses for use in uses):
-        place = trained.store_of(use.dataset, use.stage, use.span.snapshot)
-        rows[use] = _numbered(*place) if column is None else [find(*place, column, values)]
-        if column is None or len(rows[use][0]):
-            samples[use] = trained.samples_of(use)
-    wanted = {use: np.isin(samples[use], rows[use][0]["number"].to_numpy()) for use in samples if column}
-    taken = defaultdict(list)
-    for use, examples, steps in trained.draws() if samples else ():
-        if use in wanted:
-            steps, examples = steps[wanted[use][examples]], examples[wanted[use][examples]]
-        if use in samples and len(examples):
-            taken[use].append((samples[use][examples], steps.astype(np.int32)))
-    for use, parts in taken.items():
-        numbers, steps = (np.concatenate(part) for part in zip(*parts, strict=True))
-        order = np.argsort(numbers, kind="stable")  # so that the steps of a sample ascend
-        for table in rows[use]:
-            yield _with_steps(trained, use, table, numbers[order], steps[order])
+    seed, chunk = trained.record["seed"], trained.record["chunk"]
+    for number, uses in enumerate(trained.uses):
+        places = [trained.store_of(use.dataset, use.stage, use.span.snapshot) for use in uses]
+        rows = [_numbered(*place) if column is None else [find(*place, column, values)] for place in places]
+        if column and not any(len(table) for (table,) in rows):
+            continue  # before the walk through the order
+        all_steps = trained.steps_of(number)
+        ends = [min(use.span.consumed, len(all_steps)) for use in uses[1:]] + [len(all_steps)]
+        for use, tables, end in zip(uses, rows, ends, strict=True):
+            count = end - use.span.consumed
+            if count <= 0 or (column and not len(tables[0])):
+                continue
+            drawn = drawn_by_epoch([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
+            samples = trained.samples_of(use)[np.concatenate([examples for *_, examples in drawn])]
+            steps = all_steps[use.span.consumed : end]
+            if column:
+                wanted = np.isin(samples, tables[0]["number"].to_numpy())
+                samples, steps = samples[wanted], steps[wanted]
+            order = np.argsort(samples, kind="stable")  # so that the steps of a sample ascend
+            for table in tables:
+                yield _with_steps(trained, use, table, samples[order], steps[order])
 
 
 def _with_steps(trained: Trained, use: DataUse, rows: pa.Table, numbers: np.ndarray, steps: np.ndarray) -> pa.Table:

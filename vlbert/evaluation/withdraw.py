@@ -130,21 +130,19 @@ def withdraw_images(
     wanted = [*dict.fromkeys([*url, *(read_urls(urls) if urls else [])])]
     if not wanted:
         raise ValueError("no URL is given: name some, or a file with one a line: --urls FILE")
-    found = open_store(root, write=False)  # makes no folder
-    if next(iter(found.list()), None) is None:
-        raise ValueError(f"{found.where()} holds nothing; see how the root's name is written")
+    if next(iter(open_store(root, write=False).list()), None) is None:  # which makes no folder
+        raise ValueError(f"{root} holds nothing; see how the root's name is written")
     store = open_store(root)
     new, rows, every = withdraw_urls(store, wanted)
     print(f"{len(new.urls):,} URLs are withdrawn now, {len(wanted) - len(new.urls):,} were before", flush=True)
-    listed = {row["url"] for row in rows}
-    missing = [url for url in wanted if url not in listed]
+    missing = [shown_url(url) for url in wanted if url not in {row["url"] for row in rows}]
     if missing:
-        shown = ", ".join(map(shown_url, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
-        print(f"in no list under {store.where()} are {len(missing):,} of them: {shown}", flush=True)
+        print(
+            f"in no list under {store.where()} are {len(missing):,} of them: {', '.join(missing[:_SHOWN])}", flush=True
+        )
     counts = Counter(f"{row['dataset']}/{row['stage']}" for row in rows)
-    if counts:  # a name may be another image's in another dataset
-        shown = ", ".join(f"{count:,} of {place}" for place, count in sorted(counts.items()))
-        print(f"rows that have them: {shown}", flush=True)
+    for place, count in sorted(counts.items()):  # a name may be another image's in another dataset
+        print(f"rows that have them: {count:,} of {place}", flush=True)
     if len(every) > len(wanted):
         print(f"{len(every) - len(wanted):,} more URLs have the same images, and are withdrawn, too", flush=True)
     print("\n".join(sightings(store, every)), flush=True)
