@@ -26,7 +26,7 @@ compare: $(VENV)/installed  ## compares VL-BERT, Unicoder-VL and ViLBERT, three 
 	$(BIN)/python -m demo compare --root "$(ROOT)" --seed $(SEED)
 
 ui: $(VENV)/installed  ## the flow UI over a finished demo, and a worker: its deployments can be run again
-	$(BIN)/python -m demo ui --root "$(ROOT)" --port $(PORT)
+	$(BIN)/python -m vlbert serve --deployments "$(ROOT)/prefect.yaml" --home "$(ROOT)/prefect" --port $(PORT)
 
 serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of prefect.yaml
 	$(BIN)/python -m vlbert serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))

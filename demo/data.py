@@ -10,7 +10,7 @@ import dataclasses
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -82,10 +82,6 @@ class DemoDataSettings:
     text_lines: int = 2000  # lines of text.txt
     task_train: int = 400  # images that the tasks ask about, to learn from
     task_held_out: int = 100  # such images in each of val, testA and testB
-
-    def __post_init__(self) -> None:
-        if min(dataclasses.astuple(self)) < 0 or not self.train_scenes:
-            raise ValueError(f"no field may be negative, and train_scenes not 0: {self}")
 
     @property
     def task_images(self) -> list[tuple[int, str]]:
@@ -170,11 +166,12 @@ def draw_into(
 def draw_captioned(data: DemoData) -> None:
     """images/, annotations.json, train.tsv and held_out.tsv."""
     data.images.mkdir(parents=True, exist_ok=True)
-    coco = coco_file()
-    for number, scene, _, rng in captioned_scenes(data.settings):
+    coco, captions = coco_file(), []
+    for number, scene, words, rng in captioned_scenes(data.settings):
         draw_into(coco, data.images, number, scene, rng)
+        captions.append(words)
     data.annotations.write_text(json.dumps(coco))
-    write_caption_lists(data)
+    write_caption_lists(data, captions)
 
 
 def captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
@@ -185,13 +182,13 @@ def captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, s
         yield number, scene, caption(rng, scene), rng
 
 
-def write_caption_lists(data: DemoData) -> None:
+def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:
     """train.tsv, with the broken rows in random positions, and held_out.tsv: caption TAB url.
 
     A "duplicate" is a copy of a good row of the same shard of ROWS_PER_SHARD rows, or of any where that shard has none.
     """
     settings = data.settings
-    rows = [f"{words}\t{data.base_url}/images/{image_name(n)}\n" for n, _, words, _ in captioned_scenes(settings)]
+    rows = [f"{words}\t{data.base_url}/images/{image_name(number)}\n" for number, words in enumerate(captions)]
     train, held_out = rows[: settings.train_scenes], rows[settings.train_scenes :]
     rng = np.random.default_rng([settings.seed, _BROKEN_STREAM])
     broken = rng.permutation(len(train) + settings.broken_rows)[: settings.broken_rows].tolist()
@@ -249,11 +246,8 @@ def read_demo_data(folder: Path) -> DemoData:
     if not file.exists():
         raise ValueError(f"{folder} holds no demo data (no {DESCRIPTION}); draw them: python -m demo.data {folder}")
     description = json.loads(file.read_text())
-    if description.get("version") != DATA_VERSION:
-        raise ValueError(
-            f"{file} is of version {description.get('version')}, this code draws {DATA_VERSION}: remove {folder} and "
-            "draw again"
-        )
+    if description["version"] != DATA_VERSION:
+        raise ValueError(f"{file} is of another version than this code draws: remove {folder}, and draw again")
     return DemoData(Path(folder), DemoDataSettings(**description["settings"]), description["port"])
 
 
@@ -262,19 +256,17 @@ def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT
 
     ValueError where data of other settings or of another version are there. An interrupted drawing is done again.
     """
-    if (Path(folder) / DESCRIPTION).exists():
+    data = DemoData(Path(folder), settings, port)
+    if data.description.exists():
         data = read_demo_data(folder)
         if data.settings != settings:
             raise ValueError(f"{folder} holds demo data of other settings: {data.settings}, not {settings}")
         return data
-    data = DemoData(Path(folder), settings, port)
     draw_captioned(data)
     write_text(data)
     draw_tasks(data)
     description = {"version": DATA_VERSION, "settings": dataclasses.asdict(settings), "port": port}
-    partial = data.description.with_suffix(".partial")
-    partial.write_text(json.dumps(description, indent=2) + "\n")
-    partial.replace(data.description)
+    data.description.write_text(json.dumps(description, indent=2) + "\n")
     return data
 
 

@@ -7,8 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from demo.data import DemoData
 from demo.scenes import COLOURS, SHAPES
 from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
@@ -32,7 +30,6 @@ NAMES = {"with": "with pre-training", "without": "without"}  # of STARTS
 
 SCENES, MOST_BOXES, MOST_NAMES = 8, 12, 6  # held-out scenes, and boxes and names drawn in one
 RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # examples of a task; where there are fewer of one kind, more of the other
-LONGEST_TEXT = 300  # characters of a caption, URL or detail
 RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # of one colour or one shape, which captions name equally often
 
 
@@ -51,7 +48,6 @@ def write_report(
     store, pipeline, runs = open_store(str(root), write=False), pipelines[0], runs_of(pipelines[0])
     seeds = [numbers_of(each) for each in pipelines]
     shown = {name: task for name, task in DEMO_TASKS.items() if name in seeds[0]}
-    ranked = sorted(detector["classes"], key=lambda one: -one["average_precision"])
     log = {
         role: {kind: read_metrics(store, run, kind) for kind in ("training", "validation")}
         for role, run in runs.items()
@@ -61,11 +57,11 @@ def write_report(
         "data": data.settings,
         "datasets": {name: (what, statuses(store, name)) for name, what in DATASETS.items()},
         "meanings": {status: status.meaning for status in Status},
-        "detector": detector | {"ranked": [*ranked[:3], *ranked[-3:]]},
+        "detector": detector,
         "grounding": grounding(pipeline.pretrained.metrics, predictions["pretrain"]),
         "random_guess": RANDOM_GUESS,
         "steps": log["pretrain"]["validation"][-1]["step"],
-        "scenes": held_out_scenes(store, data, f"regions/{pipeline.pretrained.detector}"),
+        "scenes": held_out_scenes(store, f"regions/{pipeline.pretrained.detector}"),
         "most_boxes": MOST_BOXES,
         "curves": {title: draw({"": lines}, width=4.6) for title, lines in curves_of(shown, log).items()},
         "tasks": [
@@ -86,10 +82,10 @@ def write_report(
         "longest": max(seconds for _, seconds in stages),
         "root": shlex.quote(str(root)),
     }
-    page = render(Path(__file__).parent / "report.html.j2", values, percent=percent, cut=cut, whole="{:,}".format)
-    partial, file = root / "report.html.partial", root / "report.html"
-    partial.write_text(page, encoding="utf-8")
-    return partial.replace(file)
+    page = render(Path(__file__).parent / "report.html.j2", values, percent=percent, whole="{:,}".format)
+    file = root / "report.html"
+    file.write_text(page, encoding="utf-8")
+    return file
 
 
 def read_predictions(store: ObjectStore, run: str) -> list[dict]:
@@ -134,19 +130,20 @@ def joint(root: Path, pipelines: "Sequence[PipelineResult]") -> list[dict[str, f
 # --- scenes and examples ----------------------------------------------------------------------------------------------
 
 
-def held_out_scenes(store: ObjectStore, data: DemoData, stage: str) -> list[dict]:
-    """The first held-out scenes with the regions that were found, beside the objects that were drawn."""
-    catalog, drawn = Catalog(store, "held-out"), annotated_boxes(data)
+def held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
+    """The first held-out scenes with the regions that were found: boxes in turning colours, the first of them named."""
+    catalog, shown = Catalog(store, "held-out"), []
     names = catalog.manifest(stage, catalog.shards(stage)[0]).meta["config"]["classes"]
-    shown = []
     for sample in islice(samples_of(catalog, stage), SCENES):
         labels = [names[label - 1] for label in sample.regions.labels_background_first().tolist()]
-        found = list(zip(sample.regions.boxes[:MOST_BOXES], labels, strict=False))
+        boxes = [
+            (box, BOX_COLOURS[i % len(BOX_COLOURS)], labels[i] if i < MOST_NAMES else "")
+            for i, box in enumerate(sample.regions.boxes[:MOST_BOXES])
+        ]
         scores = zip(labels, sample.regions.scores.tolist(), strict=True)
         shown.append(
             {
-                "found": draw_named(sample, found),
-                "drawn": draw_named(sample, drawn[sample.url.rpartition("/")[2]]),
+                "image": data_uri(draw_boxes(sample, boxes)),
                 "caption": sample.caption,
                 "labels": [f"{label} {score:.2f}" for label, score in scores],
             }
@@ -154,50 +151,19 @@ def held_out_scenes(store: ObjectStore, data: DemoData, stage: str) -> list[dict
     return shown
 
 
-def draw_named(sample: Sample, boxes: Sequence[tuple[np.ndarray, str]]) -> str:
-    """The image with boxes in turning colours, the first of them with their names; a data URI."""
-    coloured = [
-        (box, BOX_COLOURS[i % len(BOX_COLOURS)], name if i < MOST_NAMES else "") for i, (box, name) in enumerate(boxes)
-    ]
-    return data_uri(draw_boxes(sample, coloured))
-
-
-def annotated_boxes(data: DemoData) -> dict[str, list[tuple[np.ndarray, str]]]:
-    """Image file -> (box xyxy, category) of every object that was drawn into a captioned scene."""
-    coco = json.loads(data.annotations.read_text(encoding="utf-8"))
-    names = {category["id"]: category["name"] for category in coco["categories"]}
-    images = {image["id"]: image["file_name"] for image in coco["images"]}
-    boxes: dict[str, list[tuple[np.ndarray, str]]] = {name: [] for name in images.values()}
-    for one in coco["annotations"]:
-        x, y, width, height = one["bbox"]
-        boxes[images[one["image_id"]]].append((np.array([x, y, x + width, y + height]), names[one["category_id"]]))
-    return boxes
-
-
 def examples(
     store: ObjectStore, pipeline: "PipelineResult", task: str, predictions: dict[str, list[dict]]
 ) -> list[dict]:
     """Answers of the run with pre-training: the first right and the first wrong ones, drawn."""
     rows = predictions[run_of(task, "with")]
-    without = {(row["key"], row["question"]): is_right(row) for row in predictions[run_of(task, "without")]}
     right, wrong = [row for row in rows if is_right(row)], [row for row in rows if not is_right(row)]
     wrong = wrong[: max(WRONG_SHOWN, RIGHT_SHOWN + WRONG_SHOWN - len(right))]
     chosen = right[: RIGHT_SHOWN + WRONG_SHOWN - len(wrong)] + wrong
     detector = {one.run: one.detector for one in pipeline.finetuned}[runs_of(pipeline)[run_of(task, "with")]]
-    wanted, samples = {row["key"] for row in chosen}, {}
-    for sample in samples_of(Catalog(store, "coco"), f"regions/{detector}"):
-        if sample.key in wanted:
-            samples[sample.key] = sample
-            if len(samples) == len(wanted):
-                break
-    return [
-        {
-            "row": row,
-            "image": draw_answer(samples[row["key"]], row),
-            "without": "right" if without[row["key"], row["question"]] else "wrong",
-        }
-        for row in chosen
-    ]
+    wanted = {row["key"] for row in chosen}
+    found = samples_of(Catalog(store, "coco"), f"regions/{detector}")
+    samples = {sample.key: sample for sample in found if sample.key in wanted}
+    return [{"row": row, "image": draw_answer(samples[row["key"]], row)} for row in chosen]
 
 
 def is_right(row: dict) -> bool:
@@ -244,7 +210,3 @@ def values(rows: Sequence[dict], metric: str) -> list[tuple[float, float]]:
 
 def percent(share: float | None, digits: int = 0) -> str:
     return "–" if share is None else f"{100 * share:.{digits}f}\N{NARROW NO-BREAK SPACE}%"
-
-
-def cut(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"

@@ -21,12 +21,11 @@ SPLITS = ("train", "val", "testA", "testB")  # RefCOCO+'s, of the images; the tw
 # The part of COCO that an image of each split would be of; VQA's splits have these names.
 PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "test2015"}
 ANSWERS = "answers_vqa.txt"
-VCR_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}
+SPLITS_OF_OTHERS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}  # VCR's and retrieval's
 VCR_MOVIE = "drawn_world"  # the folder in vcr1images
 VCR_OBJECT = "kite"  # what every shape is to VCR, whose objects have COCO's classes: kites come in all shapes
 ITEMS = 2  # of VCR about an image, each about another object
 RETRIEVAL_FILE = "dataset_demo.json"
-RETRIEVAL_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,9 @@ def _metadata_name(file_name: str) -> str:
 
 def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
     """Items of all splits, those of the test without labels, and the metadata of all images."""
-    lines, files = {split: [] for split in VCR_SPLITS.values()}, {}
+    lines, files = {split: [] for split in SPLITS_OF_OTHERS.values()}, {}
     for image in images:
-        things, split = image.scene.objects, VCR_SPLITS[image.split]
+        things, split = image.scene.objects, SPLITS_OF_OTHERS[image.split]
         files[f"vcr1images/{_metadata_name(image.file_name)}"] = _json(_metadata(image))
         rng = np.random.default_rng([*seed, image.number])
         for number, item in enumerate(questions.items(rng, [thing.appearance for thing in things], ITEMS)):
@@ -199,7 +198,7 @@ def retrieval_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[st
                 "sentids": list(ids),
                 "imgid": number,
                 "sentences": sentences,
-                "split": RETRIEVAL_SPLITS[image.split],
+                "split": SPLITS_OF_OTHERS[image.split],
                 "filename": image.file_name,
             }
         )

@@ -9,38 +9,32 @@ import json
 import os
 import pickle
 import re
-import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 from places import SHARED
 
 from demo import data
 from demo.data import BROKEN_KINDS, DemoDataSettings, draw_demo_data, read_demo_data
-from demo.scenes import COLOURS, SHAPES, Appearance, Scene, SceneObject
+from demo.scenes import COLOURS, SHAPES
 from demo.serve import DemoServer, free_port
 from demo.task_files import RETRIEVAL_FILE
 from vlbert.datasets import refcoco, retrieval, vcr, vqa
 
 PARTS = DemoDataSettings(
-    train_scenes=240, held_out_scenes=60, broken_rows=16, text_lines=200, task_train=90, task_held_out=30
+    train_scenes=90, held_out_scenes=30, broken_rows=16, text_lines=9, task_train=40, task_held_out=15
 )
 TINY = DemoDataSettings(train_scenes=12, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
 OBJECT = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
-LOCATION_WORDS = set(
-    ["left", "right", "top", "bottom", "above", "below", "under", "over", "middle", "center", "next", "near"]
-)
+LOCATION_WORDS = {"left", "right", "top", "bottom", "above", "below", "under", "over", "middle", "center", "next"}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +79,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annotations):
     assert captions.keys() == annotations.keys()
-    assert len(captions) == 300
+    assert len(captions) == 120
     for name, caption in captions.items():
         named = [" ".join(pair) for pair in OBJECT.findall(caption)]
         assert sorted(named) == sorted(a["category"] for a in annotations[name]), (name, caption)
@@ -93,38 +87,6 @@ def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annota
         # No word of the image stands anywhere else: nothing can be copied.
         visual = [word for word in caption.split() if word in data.VISUAL_WORDS]
         assert len(visual) == 2 * len(named), caption
-
-
-def test_retrieval_has_five_captions_of_each_image_that_name_its_objects(drawn):
-    splits = retrieval.read_splits(drawn.retrieval / RETRIEVAL_FILE)
-    assert {name: len(images) for name, images in splits.items()} == {"train": 90, "val": 30, "test": 60}
-    objects = by_file_name(drawn.refcoco_instances)
-    for name, captions in (item for images in splits.values() for item in images.items()):
-        assert len({*captions}) == 5
-        for caption in captions:
-            named = sorted(" ".join(pair) for pair in OBJECT.findall(caption))
-            assert named == sorted(a["category"] for a in objects[name]), (name, caption)
-
-
-# ---- images and boxes ----
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("striped", [False, True])
-def test_box_is_tight_around_the_drawn_pixels(tmp_path, shape, striped):
-    """Found again in the JPEG by colour alone: the background is muted, the object is not."""
-    thing = SceneObject(Appearance("red", shape, striped, big=True), 70.3, 101.7, radius=27, turn=0.0, stripe_angle=0.5)
-    scene = Scene((thing,), dark=True)
-    rng = np.random.default_rng(1)
-    [annotation] = data.draw_into(data.coco_file(), tmp_path, 5, scene, rng)
-    image = np.asarray(Image.open(tmp_path / "000005.jpg"), np.int16)
-    assert image.shape == (168, 224, 3)
-    red = image[..., 0] - image[..., 1:].max(2) > 45
-    columns, rows = np.flatnonzero(red.any(0)), np.flatnonzero(red.any(1))
-    x, y, width, height = annotation["bbox"]
-    edges = np.array([x, y, x + width, y + height]) - [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
-    assert np.abs(edges).max() <= 2, edges
-    assert annotation["area"] == pytest.approx(red.sum(), rel=0.15)
 
 
 def test_annotation_files_are_coco(drawn):
@@ -146,34 +108,17 @@ def test_annotation_files_are_coco(drawn):
 # ---- lists ----
 
 
-def test_broken_rows_are_spread_over_the_train_rows(drawn):
+def test_the_lists_have_every_scene_once_and_all_kinds_of_broken_rows(drawn):
     rows = drawn.train_tsv.read_text().splitlines()
-    assert len(rows) == PARTS.train_scenes + PARTS.broken_rows
-    broken = [i for i, row in enumerate(rows) if "/broken/" in row]
-    kinds = collections.Counter(rows[i].split("/broken/")[1].split("/")[0] for i in broken)
+    kinds = collections.Counter(row.split("/broken/")[1].split("/")[0] for row in rows if "/broken/" in row)
     assert kinds == dict.fromkeys(set(BROKEN_KINDS) - {"duplicate"}, 2)
-    assert len(rows) - len(set(rows)) == 2  # the duplicates
-    assert max(broken) - min(broken) > len(rows) / 2
-    assert len({rows[i].rpartition("/")[2] for i in broken}) == len(broken)
     good = [row for row in dict.fromkeys(rows) if "/broken/" not in row]
-    urls = [f"http://127.0.0.1:8791/images/{i:06d}.jpg" for i in range(PARTS.train_scenes)]
-    assert sorted(row.split("\t")[1] for row in good) == urls
-    held_out = drawn.held_out_tsv.read_text().splitlines()
-    assert [row.split("\t")[1] for row in held_out] == [
-        f"http://127.0.0.1:8791/images/{i:06d}.jpg" for i in range(PARTS.train_scenes, 300)
-    ]
-
-
-def test_a_duplicate_is_in_the_shard_of_its_original(tmp_path):
-    for seed in range(2):
-        settings = DemoDataSettings(seed=seed, train_scenes=530, broken_rows=160)
-        drawn = data.DemoData(tmp_path, settings, 8791)
-        data.write_caption_lists(drawn)
-        rows = drawn.train_tsv.read_text().splitlines()
-        shards = [rows[start : start + data.ROWS_PER_SHARD] for start in range(0, len(rows), data.ROWS_PER_SHARD)]
-        assert len(rows) == 690
-        assert len(rows) - len(set(rows)) == 20
-        assert sum(len(shard) - len(set(shard)) for shard in shards) == 20
+    urls = [f"http://127.0.0.1:8791/images/{i:06d}.jpg" for i in range(120)]
+    assert sorted(row.split("\t")[1] for row in good) == urls[:90]
+    assert [row.split("\t")[1] for row in drawn.held_out_tsv.read_text().splitlines()] == urls[90:]
+    # A duplicate is in the shard of its original.
+    shards = [rows[start : start + data.ROWS_PER_SHARD] for start in range(0, len(rows), data.ROWS_PER_SHARD)]
+    assert sum(len(shard) - len(set(shard)) for shard in shards) == len(rows) - len(set(rows)) == 2
 
 
 # ---- RefCOCO+ ----
@@ -199,70 +144,18 @@ def test_an_expression_fits_its_object_and_no_other(drawn):
     assert lengths.keys() >= {1, 2, 3}
 
 
-def test_the_image_alone_does_not_tell_which_object_is_meant(drawn):
-    """Neither its position in the file, nor its size, nor how many objects are like it gives the target away."""
-    found = by_file_name(drawn.refcoco_instances)
-    ranks = collections.defaultdict(list)
-    for reference in load_references(drawn):
-        objects = found[data.task_image_name(reference["image_id"], reference["split"])]
-        target = [a["id"] for a in objects].index(reference["ann_id"])
-        categories = [set(a["category"].split()) for a in objects]
-        likeness = [sum(len(a & b) for b in categories) for a in categories]
-        for name, values in (("order", range(len(objects))), ("likeness", likeness)):
-            values = np.array(values)
-            ranks[name].append((values < values[target]).mean() - (values > values[target]).mean())
-        areas = np.array([a["area"] for a in objects])
-        ranks["area"].append((areas < areas[target]).mean() - (areas > areas[target]).mean())
-    for name, values in ranks.items():
-        assert abs(np.mean(values)) < 3.5 * np.std(values) / np.sqrt(len(values)), name
-
-
 def test_references_match_the_instances(drawn):
     references = load_references(drawn)
     coco = json.loads(drawn.refcoco_instances.read_text())
     by_id = {a["id"]: a for a in coco["annotations"]}
-    split_of = {reference["image_id"]: reference["split"] for reference in references}
-    assert collections.Counter(split_of.values()) == {"train": 90, "val": 30, "testA": 30, "testB": 30}
-    counts = collections.Counter(reference["image_id"] for reference in references)
-    assert set(counts.values()) == {1, 2}, "two objects, or the only one of the split's shapes"
-    assert all(split_of[reference["image_id"]] == reference["split"] for reference in references)
     for reference in references:
         annotation = by_id[reference["ann_id"]]
-        assert annotation["image_id"] == reference["image_id"]
-        assert annotation["category_id"] == reference["category_id"]
+        assert (annotation["image_id"], annotation["category_id"]) == (reference["image_id"], reference["category_id"])
         assert reference["sent_ids"] == [s["sent_id"] for s in reference["sentences"]]
         shape = coco["categories"][annotation["category_id"] - 1]["name"].split()[1]
         assert shape in {"testA": SHAPES[:3], "testB": SHAPES[3:]}.get(reference["split"], SHAPES)
-        assert all(s["tokens"] == s["sent"].split() for s in reference["sentences"])
     for field in ("ref_id", "ann_id"):
         assert len({reference[field] for reference in references}) == len(references)
-    caption_images = {image["file_name"] for image in json.loads(drawn.annotations.read_text())["images"]}
-    assert not caption_images & {image["file_name"] for image in coco["images"]}
-
-
-def test_references_are_written_as_published(drawn):
-    """Protocol 0, and the very fields of the official files (those of the conformance data)."""
-    assert drawn.refcoco_refs.read_bytes().startswith(b"(lp")
-    official = SHARED / "conformance" / "refcoco_plus" / "data" / "refcoco+"
-    if not official.exists():
-        pytest.skip(f"the conformance data is not here: {official}")
-    read = [
-        pickle.loads((folder / "refs(unc).p").read_bytes(), encoding="latin1") for folder in (official, drawn.refcoco)
-    ]
-    theirs, ours = (field_types(references[0]) for references in read)
-    assert ours == theirs
-    theirs, ours = (field_types(references[0]["sentences"][0]) for references in read)
-    assert ours == theirs
-    read = [json.loads((folder / "instances.json").read_text()) for folder in (official, drawn.refcoco)]
-    for key in ("images", "annotations", "categories"):
-        theirs, ours = (field_types(instances[key][0]) for instances in read)
-        # They also say where a photograph came from.
-        wanted = theirs.keys() - {"license", "coco_url", "flickr_url", "date_captured"}
-        assert {field: ours[field] for field in wanted} == {field: theirs[field] for field in wanted}
-
-
-def field_types(record: dict) -> dict[str, type]:
-    return {field: type(value) for field, value in record.items()}
 
 
 # ---- the images of the tasks, and VQA ----
@@ -290,7 +183,10 @@ def test_every_task_has_its_images_and_no_image_is_of_two_splits(drawn, vqa_ques
     expressions = {split: set(by_file) for split, by_file in refcoco.read_expressions(drawn.refcoco).items()}
     questions = {split: {one.image for one in of} for split, of in vqa_questions.items()}
     choices = {split: {one.image for one in of} for split, of in items.items()}
-    assert (len(expressions["train"]), len(expressions["val"])) == (90, 30)
+    assert (len(expressions["train"]), len(expressions["val"])) == (40, 15)
+    captions = retrieval.read_splits(drawn.retrieval / RETRIEVAL_FILE)
+    assert {name: len(images) for name, images in captions.items()} == {"train": 40, "val": 15, "test": 30}
+    assert {len({*five}) for images in captions.values() for five in images.values()} == {5}
     train, val, test = (
         questions["train2014"] | choices["train"],
         questions["val2014"] | choices["val"],
@@ -315,19 +211,8 @@ def test_every_task_has_its_images_and_no_image_is_of_two_splits(drawn, vqa_ques
 def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_test_none(vqa_questions):
     known = [*vqa_questions["train2014"], *vqa_questions["val2014"]]
     assert {len(one.answers) for one in known} == {10}
-    agreeing = [one.answers.count(one.ground_truth) for one in known]
-    assert set(agreeing) == {7, 8, 9, 10}
-    assert 0.6 < np.mean([count == 10 for count in agreeing]) < 0.8
+    assert {one.answers.count(one.ground_truth) for one in known} == {7, 8, 9, 10}
     assert {one.answers for one in vqa_questions["test2015"]} == {()}
-    assert {(one.answer_type, one.question_type) for one in known} == {
-        ("other", "what color is the"),
-        ("other", "what"),
-        ("number", "how many"),
-        ("yes/no", "is there a"),
-    }
-    assert all(one.text.lower().startswith(one.question_type) for one in known)
-    ids = [one.question_id for of in vqa_questions.values() for one in of]
-    assert len(ids) == len(set(ids))
 
 
 def test_the_right_answer_is_true_of_the_scene(vqa_questions, things):
@@ -346,25 +231,7 @@ def test_the_right_answer_is_true_of_the_scene(vqa_questions, things):
                 "yes" if " ".join(words[3:]) in [thing["category"] for thing in objects] else "no"
             )
         checked[one.question_type] += 1
-    assert min(checked.values()) > 100
-
-
-def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, Sequence[str]]]) -> list[str]:
-    """The answers of a reader without images: of the choices, the one most often right beside these words."""
-    seen = collections.Counter((word, answer) for text, answer in learned for word in set(text.split()))
-    return [
-        max(choices, key=lambda answer: sum(seen[word, answer] for word in set(text.split())))
-        for text, choices in questions
-    ]
-
-
-def test_the_words_of_a_question_do_not_tell_a_colour_or_a_shape(vqa_questions):
-    for kind, options in (("what color is the", COLOURS), ("what", SHAPES)):
-        learned = [(one.text, one.ground_truth) for one in vqa_questions["train2014"] if one.question_type == kind]
-        held_out = [one for one in vqa_questions["val2014"] if one.question_type == kind]
-        guesses = guessed_by_words(learned, [(one.text, list(options)) for one in held_out])
-        right = np.mean([a == one.ground_truth for a, one in zip(guesses, held_out, strict=True)])
-        assert right < 1 / 6 + 3.5 * np.sqrt(5 / 36 / len(held_out)), kind
+    assert min(checked.values()) > 40
 
 
 # ---- VCR ----
@@ -392,10 +259,25 @@ def test_the_right_choices_are_true_of_the_scene_and_the_others_are_not(items, t
         assert colours[one] not in [choice[-2] for choice in line["rationale_choices"]]
 
 
+def field_types(record: dict) -> dict[str, type]:
+    return {field: type(value) for field, value in record.items()}
+
+
 def test_the_files_have_the_fields_of_the_official_ones(drawn):
+    """Of the conformance data; RefCOCO+'s is a pickle of protocol 0."""
+    assert drawn.refcoco_refs.read_bytes().startswith(b"(lp")
     official = SHARED / "conformance"
     if not official.exists():
         pytest.skip(f"the conformance data is not here: {official}")
+    folders = official / "refcoco_plus" / "data" / "refcoco+", drawn.refcoco
+    theirs, ours = (pickle.loads((one / "refs(unc).p").read_bytes(), encoding="latin1")[0] for one in folders)
+    assert field_types(ours) == field_types(theirs)
+    assert field_types(ours["sentences"][0]) == field_types(theirs["sentences"][0])
+    theirs, ours = (json.loads((one / "instances.json").read_text()) for one in folders)
+    for key in ("images", "annotations", "categories"):  # they also say where a photograph came from
+        wanted = field_types(theirs[key][0]).items()
+        elsewhere = {"license", "coco_url", "flickr_url", "date_captured"}
+        assert {one for one in wanted if one[0] not in elsewhere} <= field_types(ours[key][0]).items()
     theirs, ours = (
         [json.loads((folder / name).read_text().splitlines()[0]) for name in ("val.jsonl", test)]
         for folder, test in ((official / "vcr", "test_like.jsonl"), (drawn.vcr, "test.jsonl"))
@@ -411,8 +293,6 @@ def test_the_files_have_the_fields_of_the_official_ones(drawn):
         ours = json.loads(next(drawn.vqa.glob(f"*val2014_{kind}.json")).read_text())
         assert theirs.keys() == ours.keys()
         assert field_types(theirs[kind][0]) == field_types(ours[kind][0])
-        if kind == "annotations":
-            assert field_types(theirs[kind][0]["answers"][0]) == field_types(ours[kind][0]["answers"][0])
 
 
 # ---- drawing again ----
@@ -454,16 +334,10 @@ def test_data_of_other_settings_or_of_another_version_are_refused(tmp_path):
     with pytest.raises(ValueError, match="demo data of other settings: .*seed=0.*, not .*seed=1"):
         draw_demo_data(tmp_path, dataclasses.replace(TINY, seed=1))
     drawn.description.write_text(json.dumps(json.loads(drawn.description.read_text()) | {"version": 0}))
-    with pytest.raises(ValueError, match=r"demo.json is of version 0.*remove"):
+    with pytest.raises(ValueError, match=r"demo.json is of another version.*remove"):
         draw_demo_data(tmp_path, TINY)
     with pytest.raises(ValueError, match="draw them: python -m demo.data"):
         read_demo_data(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize(("field", "value"), [("train_scenes", 0), ("seed", -1), ("task_held_out", -1)])
-def test_settings_that_cannot_be_drawn_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field}={value}"):
-        DemoDataSettings(**{field: value})
 
 
 # ---- the server ----
@@ -480,18 +354,6 @@ def fetch(server: DemoServer, path: str) -> tuple[int, str, bytes]:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
 
-def test_every_good_url_of_the_lists_leads_to_its_image(tmp_path):
-    drawn = draw_demo_data(tmp_path, TINY, free_port(0))
-    rows = (drawn.train_tsv.read_text() + drawn.held_out_tsv.read_text()).splitlines()
-    urls = {row.split("\t")[1] for row in rows if "/broken/" not in row}
-    with DemoServer(tmp_path) as server:
-        for url in urls:
-            assert url.startswith(server.base_url)
-            image = (drawn.images / url.rpartition("/")[2]).read_bytes()
-            assert fetch(server, url.removeprefix(server.base_url)) == (200, "image/jpeg", image)
-    assert len(urls) == 14
-
-
 @pytest.mark.parametrize(
     "path", ["/", "/images/", "/images/999999.jpg", "/images/../train.tsv", "/images/..%2ftrain.tsv"]
     + ["/broken/404/000301.jpg", "/broken/unknown/000301.jpg", "/demo.json"],
@@ -502,7 +364,8 @@ def test_the_server_finds_nothing_else(server, path):
     assert error.value.code == 404
 
 
-def test_broken_urls_misbehave_as_they_say(server):
+def test_good_urls_lead_to_their_image_and_broken_ones_misbehave_as_they_say(drawn, server):
+    assert fetch(server, "/images/000007.jpg") == (200, "image/jpeg", (drawn.images / "000007.jpg").read_bytes())
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
         fetch(server, "/broken/dropped/000302.jpg")
     assert fetch(server, "/broken/html/000303.jpg")[:2] == (200, "text/html; charset=utf-8")
@@ -513,7 +376,7 @@ def test_broken_urls_misbehave_as_they_say(server):
     _, content_type, body = fetch(server, "/broken/bomb/000305.png")
     assert (content_type, struct.unpack(">II", body[16:24])) == ("image/png", (30_000, 30_000))
     assert len(body) < 200
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
     connection.request("GET", "/broken/private-redirect/000306.jpg")
     answer = connection.getresponse()
     assert (answer.status, answer.getheader("Location")) == (302, "http://10.255.255.1/000306.jpg")
@@ -521,7 +384,6 @@ def test_broken_urls_misbehave_as_they_say(server):
 
 
 def test_a_slow_answer_does_not_keep_the_server_from_stopping(drawn):
-    threads = set(threading.enumerate())
     with DemoServer(drawn.root, port=0) as server:
         answer = urllib.request.urlopen(server.base_url + "/broken/slow/000307.jpg", timeout=5)
         assert int(answer.headers["Content-Length"]) > 1000
@@ -529,11 +391,9 @@ def test_a_slow_answer_does_not_keep_the_server_from_stopping(drawn):
         assert fetch(server, "/images/000000.jpg")[0] == 200  # others are served meanwhile
         started = time.monotonic()
     assert time.monotonic() - started < 2
-    with pytest.raises(http.client.IncompleteRead):
-        answer.read()
-    assert not set(threading.enumerate()) - threads
+    answer.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", server.port), timeout=2)
+        socket.create_connection(("127.0.0.1", server.server_port), timeout=2)
 
 
 def test_a_taken_port_is_named_and_avoided(drawn):
@@ -545,15 +405,3 @@ def test_a_taken_port_is_named_and_avoided(drawn):
         with pytest.raises(ValueError, match=f"port {taken} is taken"):
             DemoServer(drawn.root, taken)
     assert free_port(taken) == taken
-
-
-def test_the_program_serves_quietly_until_it_is_stopped(tmp_path):
-    port = draw_demo_data(tmp_path, TINY, free_port(0)).port
-    command = [sys.executable, "-m", "demo.serve", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline().startswith(f"serving {tmp_path} at http://127.0.0.1:{port}")
-    # A client that leaves during an answer is no error.
-    urllib.request.urlopen(f"http://127.0.0.1:{port}/broken/slow/1.jpg", timeout=5).close()
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=10) == ("", "")
-    assert process.returncode == 0

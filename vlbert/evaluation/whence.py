@@ -282,8 +282,9 @@ def seen(trained: Trained, column: str | None = None, values: frozenset[str] = f
                 wanted = np.isin(samples, tables[0]["number"].to_numpy())
                 samples, steps = samples[wanted], steps[wanted]
             order = np.argsort(samples, kind="stable")  # so that the steps of a sample ascend
+            samples, steps = samples[order], steps[order]
             for table in tables:
-                yield _with_steps(trained, use, table, samples[order], steps[order])
+                yield _with_steps(trained, use, table, samples, steps)
 
 
 def _with_steps(trained: Trained, use: DataUse, rows: pa.Table, numbers: np.ndarray, steps: np.ndarray) -> pa.Table:
