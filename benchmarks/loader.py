@@ -1,7 +1,6 @@
 """How fast the data path is: reading, decoding and masking, order, index, text; beside webdataset's own reader.
 
     python -m benchmarks.loader [--samples 4000 --rounds 5] [--json FILE]
-    python -m benchmarks.loader --bucket s3://bucket/empty      # reads of a bucket alone, with and without a cache
 
 Shards are drawn and committed as the stages commit them: JPEGs of 500 x 375 pixels, 36 regions with the distribution
 over 1,600 classes that a detector leaves. Contenders read them in turns, from the page cache, on one thread. Speeds are
@@ -16,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +26,6 @@ import webdataset
 
 from benchmarks.measure import in_turns, machine, parser, shown, timed, write_json
 from benchmarks.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
-from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.manifests import Header
 from storage.object_store import ObjectStore, open_store
@@ -121,48 +119,6 @@ def full_speed(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
 
     found = rates({"examples": examples}, rounds)
     return [Line("read, decode, resize to 600/1000, mask", found["examples"], "images/s/core", 200)]
-
-
-class Counted:
-    """A store that counts its requests for ranges."""
-
-    def __init__(self, store: ObjectStore):
-        self._store, self.requests = store, 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-    def get_range(self, path: str, offset: int, length: int) -> bytes:
-        self.requests += 1
-        return self._store.get_range(path, offset, length)
-
-
-def bucket_speed(committed: ShardSamples, folder: Path, rounds: int, batch: int = 256) -> list[Line]:
-    """Batches in random order, as a loading worker reads them: by range requests, and from a filled cache."""
-    lines = []
-    cache = ShardCache(committed.store, folder, 1 << 40)
-    readers = {"range requests": (None, 1), "range requests, data.chunk=8": (None, 8), "data.cache, filled": (cache, 1)}
-    for name, (copies, chunk) in readers.items():
-        samples = ShardSamples(counted := Counted(committed.store), committed.index, copies)
-        if copies:
-            spent = timed(copies.fill)
-            lines.append(Line("filling data.cache", sum(samples.index.tar_bytes) / spent.wall / 1e6, "MB/s"))
-        epochs = itertools.count()
-
-        def epoch(samples: ShardSamples = samples, chunk: int = chunk, epochs: Iterator[int] = epochs) -> int:
-            order = shuffled(np.arange(len(samples)), 0, CAPTIONS, next(epochs), len(samples), chunk).tolist()
-            for start in range(0, len(order), batch):
-                assert not [one for one in samples.samples(order[start : start + batch]) if isinstance(one, ValueError)]
-            return len(samples)
-
-        turns = in_turns({name: epoch}, rounds)[name]
-        read = sum(spent.result for spent in turns)
-        lines += [
-            Line(name, statistics.median(spent.result / spent.cpu for spent in turns), "samples/CPU-s"),
-            Line("  by the wall's clock", statistics.median(spent.result / spent.wall for spent in turns), "samples/s"),
-            Line("  requests", counted.requests / read, "a sample"),
-        ]
-    return lines
 
 
 def order_speed(n: int, rounds: int) -> list[Line]:
@@ -263,9 +219,6 @@ def text_speed(folder: Path, tokens: int, rounds: int) -> list[Line]:
 
 def measured(options: argparse.Namespace) -> list[Line]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        if options.bucket:
-            samples = committed(options.bucket, options.samples, options.per_shard)
-            return bucket_speed(samples, Path(folder) / "cache", options.rounds)
         samples = committed(f"{folder}/root", options.samples, options.per_shard)
         lines = read_speed(samples, options.rounds)
         lines += full_speed(samples, options.images, options.rounds)
@@ -283,11 +236,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--tokens", type=int, default=50_000_000, help="tokens of the text corpus (%(default)s)")
     command.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
     command.add_argument("--folder", type=Path, help="where shards are written meanwhile; else the temporary folder")
-    command.add_argument("--bucket", metavar="ROOT", help="an empty root in a bucket: measure its reads, no more")
     options = command.parse_args(arguments)
     warnings.filterwarnings("ignore", module="webdataset")
     lines = measured(options)
-    print(shown([[line.what, f"{line.value:,.4g}", line.unit, line.verdict] for line in lines]))
+    head = ["what", "measured", "", "wanted"]
+    print(shown([head, *([line.what, f"{line.value:,.4g}", line.unit, line.verdict] for line in lines)]))
     figures = [asdict(line) | {"value": float(f"{line.value:.5g}"), "verdict": line.verdict} for line in lines]
     write_json(options.json, {"machine": machine(), "lines": figures})
     sys.exit(int(any(line.verdict.startswith("FAIL") for line in lines)))

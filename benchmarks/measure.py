@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from storage.tables import aligned
+
 if TYPE_CHECKING:
     import torch
 
@@ -72,18 +74,9 @@ def machine(device: "torch.device | str" = "cpu") -> dict[str, Any]:
     }
 
 
-def shown(table: Table, markdown: bool = False) -> str:
-    """The table for a terminal, its first column to the left; or for a page."""
-    if markdown:
-        head, *rows = ([*row] for row in table)
-        rule = ["---"] + ["---:"] * (len(head) - 1)
-        return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for first, *others in table:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
+def shown(table: Table) -> str:
+    """The table for a terminal; its first row is the head."""
+    return "\n".join(aligned(table[0], table[1:]))
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:

@@ -73,7 +73,7 @@ def other_lines(report: dict[str, Any]) -> list[str]:
     return [*lines, *report["notes"]]
 
 
-def step_tables(report: dict[str, Any], markdown: bool) -> str:
+def step_tables(report: dict[str, Any]) -> str:
     where, recipe = report["machine"], report["recipe"]
     settings = [name for name in ("compile", "activation_checkpointing") if recipe[name]]
     lines = [
@@ -82,10 +82,10 @@ def step_tables(report: dict[str, Any], markdown: bool) -> str:
         f"{where['gpu'] or where['cpu']}, {where['cores']} cores, {where['threads']} threads, torch {where['torch']}, "
         f"{where['date']}",
         "",
-        shown(contenders_table(report), markdown),
+        shown(contenders_table(report)),
     ]
     for name in report["parts"]:
-        lines += ["", f"{name}:", "", shown(parts_table(report, name), markdown)]
+        lines += ["", f"{name}:", "", shown(parts_table(report, name))]
     return "\n".join([*lines, "", *other_lines(report)])
 
 

@@ -234,7 +234,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     command.add_argument("--check", action="store_true", help="hold losses and gradients against the plain path")
     command.add_argument("--losses", type=int, metavar="STEPS", help="losses of so many steps, in each precision")
-    command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
     options, options.fields = command.parse_known_args(arguments)
     options.precision = [name for name in options.precision.split(",") if name]
     unknown = [name for name in options.precision if name not in PRECISIONS]
@@ -251,13 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.check:
             report = check_report(options)
-            text = shown(check_table(report), options.markdown)
+            text = shown(check_table(report))
         elif options.losses:
             report = losses_report(options)
-            text = shown(losses_table(report), options.markdown)
+            text = shown(losses_table(report))
         else:
             report = step_report(options)
-            text = step_tables(report, options.markdown)
+            text = step_tables(report)
     except (ValueError, OSError) as error:
         sys.exit(f"python -m benchmarks.train_step: {error}")
     print(text, flush=True)

@@ -44,8 +44,8 @@ SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
 LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, less that with another scene's image
 BUDGET = (360, 1800)  # seconds that `make demo` and `make demo-full` may take on two cores: a goal, not a gate
-# A line of a flow or task run in the worker's log.
-LOGGED = re.compile(r"^[\d:.]+ \| \w+ +\| (?:Flow|Task) run '.*?' - (.*)$", re.MULTILINE)
+# A line of the worker's log that a stage wrote (flows.artifacts.stage_logger), and not Prefect.
+LOGGED = re.compile(r"^[\d:.]+ \| \w+ +\| prefect\.\w+\.stage - (.*)$", re.MULTILINE)
 
 
 class Stage(NamedTuple):
@@ -156,7 +156,7 @@ def again(what: str, root: Path, seed: int = 0) -> str:
 def run_deployment(deployment: str, parameters: dict, log: Path) -> "PipelineResult | TrainedDetector":
     """The result of a deployment that is run with these of its parameters set anew.
 
-    Prints what flows and tasks write to the worker's log meanwhile. RuntimeError where it does not complete.
+    Prints what stages write to the worker's log meanwhile. RuntimeError where it does not complete.
     """
     from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
     from prefect.deployments import run_deployment as start

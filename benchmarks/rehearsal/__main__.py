@@ -88,7 +88,7 @@ def training_report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         f"{recipe.name}, {recipe.precision}: {options.pairs} pairs and {texts} text rows a step on one {card.name}, "
         "predicted",
         "",
-        shown(parts_table(parts, measured), options.markdown),
+        shown(parts_table(parts, measured)),
         "",
         f"{options.pairs / seconds:,.0f} pairs/s; memory: {device.held_at_start / 1e9:.1f} GB between steps, "
         f"{device.peak / 1e9:.1f} at most",
@@ -104,7 +104,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--pairs", type=int, default=128, help="a step (%(default)s)")
     command.add_argument("--texts", type=int, help="text-only rows a step (as many as pairs, if the recipe has any)")
     command.add_argument("--measured", type=Path, metavar="FILE", help="the JSON of benchmarks.train_step on the card")
-    command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     # Only the first argument may be the recipe: others without -- are values of fields, which argparse does not know.
     recipe = "pretrain_vlbert" if not given or given[0].startswith("-") else given.pop(0)

@@ -80,11 +80,13 @@ def test_the_gates_of_a_comparison_name_the_model_and_what_it_did_not_learn(summ
     assert all(re.search(one, message) for one, message in zip(named, messages, strict=True))
 
 
-def test_what_flows_and_tasks_log_is_found_in_the_log_of_the_worker():
+def test_what_stages_log_is_found_in_the_log_of_the_worker():
+    from flows.artifacts import STAGE_LOG  # which imports prefect
+
     log = (
-        "12:00:01.123 | INFO    | prefect.flow_runs.worker - Worker 'w' submitting flow run 'a'\n"
-        "12:00:02.456 | INFO    | Flow run 'collect captions' - pretrain is complete: é\n"
-        "Traceback\n12:00:03.000 | WARNING | Task run 'collect-0' - captions: 4 of 9 shards collected\n"
+        "12:00:01.123 | INFO    | Flow run 'collect captions' - Beginning flow run\n"
+        f"12:00:02.456 | INFO    | prefect.flow_runs.{STAGE_LOG} - pretrain is complete: é\n"
+        f"Traceback\n12:00:03.000 | WARNING | prefect.task_runs.{STAGE_LOG} - captions: 4 of 9 shards collected\n"
     )
     assert demo.LOGGED.findall(log) == ["pretrain is complete: é", "captions: 4 of 9 shards collected"]
 
