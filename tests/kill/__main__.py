@@ -2,12 +2,11 @@
 
     python -m tests.kill [--seed N] [--kills 100] [--training-kills 12]
 
-Exits with status 1 if something was torn, lost, double or not as in an uninterrupted run.
+Ends with an error if something was torn, lost, double or not as in an uninterrupted run.
 """
 
 import argparse
 import importlib
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,18 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         root, seen, workers = options.rank_of
         from tests.kill import training  # not above: writers are forked, and torch would come with them
 
-        return training.trained(Path(root), Path(seen), int(workers))
-    failed = False
+        training.trained(Path(root), Path(seen), int(workers))
+        return
     for name, kills in (("writer", options.kills), ("training", options.training_kills)):
         if kills:
             with tempfile.TemporaryDirectory(prefix="kill-") as folder:
                 check = importlib.import_module(f"tests.kill.{name}").check
-                faults = check(Path(folder), options.seed, kills, lambda line: print(line, flush=True))
-            print(
-                f"{name}, {kills} kills, seed {options.seed}: {len(faults)} faults", *faults, sep="\n    ", flush=True
-            )
-            failed = failed or bool(faults)
-    sys.exit(failed)
+                check(Path(folder), options.seed, kills, lambda line: print(line, flush=True))
+            print(f"{name}, {kills} kills, seed {options.seed}: no fault", flush=True)
 
 
 if __name__ == "__main__":

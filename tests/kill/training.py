@@ -17,13 +17,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
-from torch import Tensor
 
 from storage.object_store import open_store
 from storage.runs import read_state
@@ -73,37 +69,21 @@ def trained(root: Path, seen: Path, workers: int) -> None:
     run_in_world("killed_training", work)
 
 
-def digest(*arrays: Tensor) -> str:
-    """Return 16 hex digits over the bytes, shapes and dtypes of tensors."""
-    state = hashlib.sha256()
-    for array in arrays:
-        array = np.ascontiguousarray(array.numpy())
-        state.update(f"{array.dtype} {array.shape}".encode())
-        state.update(array.tobytes())
-    return state.hexdigest()[:16]
-
-
 def sample_digests(batch: Batch) -> Iterator[tuple[str, str]]:
     """Yield (key, digest of all that it became without its padding) of each sample of a batch, in order."""
-    counts, length = batch.sizes.labelled, batch.tokens.shape[1]
+    counts = batch.sizes.labelled
     answers = iter(batch.labels["words"].split(counts["word_label_mask"]))
-    answered = iter((batch.labelled["word_label_mask"] % length).split(counts["word_label_mask"]))
+    answered = iter((batch.labelled["word_label_mask"] % batch.tokens.shape[1]).split(counts["word_label_mask"]))
     classes = iter(batch.labels["region_classes"].split(counts["region_label_mask"]))
     for row, key in enumerate(batch.keys):
-        words, regions = batch.text_mask[row], batch.region_mask[row]
+        words, regions, image = batch.text_mask[row], batch.region_mask[row], int(batch.image_of[row])
         parts = [batch.tokens[row][words], next(answered), next(answers)]
         parts += [batch.boxes[row][regions], batch.region_masked[row][regions], next(classes)]
-        image = int(batch.image_of[row])
-        if image >= 0:
-            parts.append(batch.image(image))
-        yield key, digest(*parts)
+        parts += [batch.image(image)] if image >= 0 else []
+        yield key, hashlib.sha256(repr([part.tolist() for part in parts]).encode()).hexdigest()[:16]
 
 
 # --- the harness ------------------------------------------------------------------------------------------------------
-
-
-class Trouble(Exception):
-    """A training that did not do what it had to."""
 
 
 class Attempt:
@@ -130,63 +110,45 @@ class Attempt:
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
-    def finish(self) -> None:
-        """Wait for its end, which must be a good one."""
-        code = self.ended("no end")
-        if code:
-            raise self.trouble(f"ended with {code}")
-
-    def end(self, number: signal.Signals, step: int, rank: int | None, delay: float) -> None:
-        """Send this signal to the rank, or to torchrun, so many seconds after `step` began. All must end."""
-        self.wait_until(lambda: self.step() >= step, f"was to be ended in step {step}")
-        time.sleep(delay)
-        if number == signal.SIGKILL:
-            self.kill(rank)
-            return
-        os.kill(self.process.pid if rank is None else int((self.folder / f"{rank}.pid").read_text()), number)
-        code = self.ended("goes on after SIGTERM")
-        if code == 0 or "; the next start goes on from " not in (self.folder / "log.txt").read_text():
-            raise self.trouble(f"ended with {code} after SIGTERM")
-
-    def kill_in_save(self, root: Path, step: int) -> None:
-        """Kill torchrun and all ranks, once the writing of a checkpoint has begun after `step` has."""
-        self.wait_until(lambda: self.step() >= step, f"was to be ended in step {step}")
-        before = half_written(root)
-        # Without a pause: it takes milliseconds.
-        self.wait_until(lambda: half_written(root) - before, f"was to be killed in a save after step {step}", 0)
-        self.kill(None)
-
     def wait_until(self, came: Callable[[], object], otherwise: str, pause: float = 0.01) -> None:
         end = time.monotonic() + WAIT
         while not came():
             if self.process.poll() is not None or time.monotonic() > end:
-                self.kill(None)
-                raise self.trouble(otherwise)
+                raise self.fault(otherwise)
             time.sleep(pause)
 
+    def begin(self, step: int) -> None:
+        """Wait until every rank has begun this step."""
+        self.wait_until(lambda: self.step() >= step, f"was to be ended in step {step}")
+
     def kill(self, rank: int | None) -> None:
-        """Kill now; torchrun must end the ranks that are left and itself."""
+        """Kill a rank, or torchrun and all ranks; torchrun must end the ranks that are left and itself."""
         if rank is None:
             self.process.kill()
         for file in self.folder.glob("*.pid" if rank is None else f"{rank}.pid"):
             with suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
-        self.ended("torchrun goes on after the kill")
+        self.ended()
 
-    def ended(self, otherwise: str) -> int:
+    def ended(self) -> int:
         """Wait for its end and return its status."""
         try:
             return self.process.wait(WAIT)
         except subprocess.TimeoutExpired:
-            for file in self.folder.glob("*.pid"):
-                with suppress(ProcessLookupError):
-                    os.kill(int(file.read_text()), signal.SIGKILL)
-            self.process.kill()
-            raise self.trouble(f"{otherwise}, {WAIT:g} s long") from None
+            raise self.fault(f"no end, {WAIT:g} s long") from None
 
-    def trouble(self, what: str) -> Trouble:
+    def finish(self) -> "Attempt":
+        """Wait for its end, which must be a good one."""
+        if code := self.ended():
+            raise self.fault(f"ended with {code}")
+        return self
+
+    def fault(self, what: str) -> AssertionError:
+        """Return what was wrong; no process is left."""
+        if self.process.poll() is None:
+            self.kill(None)
         last_words = (self.folder / "log.txt").read_text(errors="replace")[-2000:]
-        return Trouble(f"{self.folder}: {what}, came to step {self.step()}: {last_words}")
+        return AssertionError(f"{self.folder}: {what}, came to step {self.step()}: {last_words}")
 
 
 def run_killed(root: Path, worlds: Sequence[int], draw: random.Random, say: Say) -> list[Attempt]:
@@ -199,14 +161,16 @@ def run_killed(root: Path, worlds: Sequence[int], draw: random.Random, say: Say)
         if step is None:
             attempt.finish()
             continue
-        rank, delay = draw.choice([None, draw.randrange(size)]), draw.uniform(0, 0.1)
-        saving = rank is None and step < STEPS - SAVE_EVERY  # before the last save
-        if saving:
-            attempt.kill_in_save(root, step)
+        rank, half = draw.choice([None, draw.randrange(size)]), ""
+        attempt.begin(step)
+        if rank is None and step < STEPS - SAVE_EVERY:  # in the next save; without a pause, for it takes milliseconds
+            before = half_written(root)
+            attempt.wait_until(lambda: half_written(root) - before, "was to be killed in a save", 0)  # noqa: B023
         else:
-            attempt.end(signal.SIGKILL, step, rank, delay)
+            time.sleep(draw.uniform(0, 0.1))
+        attempt.kill(rank)
+        half = f", half written: {', '.join(half_written(root))}" if rank is None else ""
         who = "torchrun and all ranks" if rank is None else f"rank {rank}"
-        half = f", half written: {', '.join(half_written(root))}" if saving else ""
         say(f"{root.parent.name}: {size} processes, {workers} workers: {who} killed in step {attempt.step()}{half}")
     return attempts
 
@@ -227,34 +191,28 @@ def in_order(attempt: Attempt) -> dict[int, list[tuple[str, str]]]:
     return {step: sorted(rows, key=lambda row: row[0].startswith("text-")) for step, rows in whole.items()}
 
 
-def differences(reference: Attempt, attempts: Sequence[Attempt]) -> list[str]:
-    """Return the steps that took other samples, or made others of them, than the training that nobody stopped."""
-    expected, faults, met = in_order(reference), [], set()
+def check_samples(reference: Attempt, attempts: Sequence[Attempt]) -> None:
+    """AssertionError where a step took other samples, or made others of them, than in the training that nobody
+    stopped."""
+    expected, met = in_order(reference), set()
     for attempt in attempts:
         for step, rows in in_order(attempt).items():
             met.add(step)
-            if rows != expected[step]:
-                faults.append(f"{attempt.folder}: step {step} has other samples, or other masks")
-    return faults + [f"{attempts[0].folder.parent}: step {step} is missing" for step in expected.keys() - met]
+            assert rows == expected[step], f"{attempt.folder}: step {step} has other samples, or other masks"
+    assert met == expected.keys(), f"{attempts[0].folder.parent}: steps {expected.keys() - met} are missing"
 
 
-def not_once_an_epoch(root: Path, training: Attempt) -> list[str]:
-    """Return the epochs of a training in which a sample does not come exactly once."""
+def check_epochs(root: Path, training: Attempt) -> None:
+    """AssertionError where a sample does not come exactly once in an epoch."""
     rows = in_order(training)
     keys = [key for step in sorted(rows) for key, _ in rows[step] if not key.startswith("text-")]
     spans = json.loads((last_checkpoint(root) / "state.json").read_text())["data"][0]["snapshots"]
-    faults = []
-    if [span["examples"] for span in spans] != [FIRST, FIRST + MORE]:
-        faults.append(f"{root.parent.name}: the shard that was committed on the way did not enter: {spans}")
+    assert [span["examples"] for span in spans] == [FIRST, FIRST + MORE], f"the new shard did not enter: {spans}"
     for span, end in zip(spans, [*(s["consumed"] for s in spans[1:]), len(keys)], strict=True):
-        n, everything = (
-            span["examples"],
-            {tiny_sample(number, regions=1 + number % 3).key: 1 for number in range(span["examples"])},
-        )
-        for number, start in enumerate(range(span["consumed"], end - n + 1, n), span["epoch"]):
-            if Counter(keys[start : start + n]) != everything:
-                faults.append(f"{root.parent.name}: epoch {number} does not hold every sample once")
-    return faults
+        n = span["examples"]
+        everything = sorted(tiny_sample(number, regions=1 + number % 3).key for number in range(n))
+        for start in range(span["consumed"], end - n + 1, n):
+            assert sorted(keys[start : start + n]) == everything, f"not every sample once from {start} on"
 
 
 def last_checkpoint(root: Path) -> Path:
@@ -274,69 +232,54 @@ def last_state(root: Path) -> dict:
     return found
 
 
-def unequal(before: Path, after: Path) -> list[str]:
-    """Return which files of the trainings in two roots differ, though they should be equal to the bit."""
+def check_equal(before: Path, after: Path) -> None:
+    """AssertionError where a file of the trainings in two roots differs that should be equal to the bit."""
     names = [f"step-{STEPS:07d}/{name}" for name in ("model.safetensors", "optimizer.safetensors")]
-    faults = [
-        f"{after.parent.name}: its {name} is not that of {before.parent.name}"
-        for name in [*names, "predictions.jsonl"]
-        if (before / "runs" / RUN / name).read_bytes() != (after / "runs" / RUN / name).read_bytes()
-    ]
-    if last_state(before) != last_state(after):
-        faults.append(f"{after.parent.name}: its state.json is not that of {before.parent.name}")
-    pairs = list(itertools.zip_longest(measured(before), measured(after)))
-    return faults + [f"{after.parent.name}: {b} became {a}" for b, a in pairs if b != a][:3]
+    for name in [*names, "predictions.jsonl"]:
+        one, other = (root / "runs" / RUN / name for root in (before, after))
+        assert one.read_bytes() == other.read_bytes(), f"{other} is not {one}"
+    assert last_state(before) == last_state(after)
+    for one, other in itertools.zip_longest(measured(before), measured(after)):
+        assert one == other, f"{after.parent.name}: {one} became {other}"
 
 
 def check(
     folder: Path, seed: int, kills: int, say: Say, worlds: Sequence[Sequence[int]] = ((2, 3, 1), (4, 1, 2))
-) -> list[str]:
-    """Train in `folder` and return what was wrong, if anything.
+) -> None:
+    """Train in `folder`; AssertionError tells what was wrong.
 
     Trains undisturbed, over each of `worlds`, killed at each change, and in one world, killed until it were `kills` in
     all.
     """
-    draw, began, faults = random.Random(seed), time.monotonic(), []
+    draw, began = random.Random(seed), time.monotonic()
     left = kills - sum(len(sizes) - 1 for sizes in worlds)
-    runs = {"whole": [2]} | ({"killed": [2] * (left + 1)} if left > 0 else {})
-    runs |= {"-".join(map(str, sizes)): sizes for sizes in worlds}
-    for name, sizes in runs.items():
-        root = tiny_root(folder / name, FIRST, HELD_OUT)  # one each: the other shard must be new to all
-        try:
-            attempts = run_killed(root, sizes, draw, say)
-        except Trouble as error:
-            faults.append(str(error))
-            if name == "whole":
-                return faults
-            continue
-        if name == "whole":
-            whole = attempts[0]
-        found = differences(whole, attempts)
-        found += not_once_an_epoch(root, whole) if name == "whole" else []
-        found += unequal(whole.folder.parents[1], root) if name == "killed" else []
-        say(f"{name}: {'; '.join(found[:3]) or 'as it should be'} ({time.monotonic() - began:.0f} s)")
-        faults += found
-    return faults
+    reference = tiny_root(folder / "whole", FIRST, HELD_OUT)  # a root each: the other shard must be new to all
+    (whole,) = run_killed(reference, [2], draw, say)
+    check_epochs(reference, whole)
+    for sizes in [*worlds, *([[2] * (left + 1)] if left > 0 else [])]:
+        name = "-".join(map(str, sizes))
+        root = tiny_root(folder / name, FIRST, HELD_OUT)
+        check_samples(whole, run_killed(root, sizes, draw, say))
+        if {*sizes} == {2}:  # the same world
+            check_equal(reference, root)
+        say(f"{name}: as it should be ({time.monotonic() - began:.0f} s)")
 
 
-def check_stopped(folder: Path, seed: int, size: int, rank: int | None, say: Say) -> list[str]:
-    """Train in `folder` on so many processes, undisturbed and stopped by SIGTERM in a random step.
-
-    Returns what was wrong, if anything.
-    """
+def check_stopped(folder: Path, seed: int, size: int, rank: int | None, say: Say) -> None:
+    """Train in `folder` on so many processes, undisturbed and stopped by SIGTERM in a random step, sent to a rank or to
+    torchrun; AssertionError tells what was wrong."""
     draw = random.Random(seed)
     whole, stopped = (tiny_root(folder / name, FIRST, HELD_OUT) for name in ("whole", "stopped"))
-    try:
-        first = Attempt(whole, 0, size, 1)
-        first.finish()
-        second = Attempt(stopped, 0, size, 1)
-        second.end(signal.SIGTERM, draw.randrange(1, STEPS - 2), rank, draw.uniform(0, 0.1))
-        say(f"{'torchrun' if rank is None else f'rank {rank}'} of {size} told to stop in step {second.step()}")
-        saved = [int(file.parent.name[5:]) for file in (stopped / "runs" / RUN).glob("step-*/state.json")]
-        if max(saved, default=0) not in (second.step(), second.step() + 1):
-            return [f"{stopped}: the last checkpoint is of step {max(saved, default=0)}"]
-        third = Attempt(stopped, 1, size, 0)
-        third.finish()
-    except Trouble as error:
-        return [str(error)]
-    return differences(first, [second, third]) + unequal(whole, stopped)
+    first, second = Attempt(whole, 0, size, 1).finish(), Attempt(stopped, 0, size, 1)
+    second.begin(draw.randrange(1, STEPS - 2))
+    time.sleep(draw.uniform(0, 0.1))
+    process = second.process.pid if rank is None else int((second.folder / f"{rank}.pid").read_text())
+    os.kill(process, signal.SIGTERM)
+    code = second.ended()
+    if code == 0 or "; the next start goes on from " not in (second.folder / "log.txt").read_text():
+        raise second.fault(f"ended with {code} after SIGTERM")
+    say(f"{'torchrun' if rank is None else f'rank {rank}'} of {size} told to stop in step {second.step()}")
+    saved = [int(file.parent.name[5:]) for file in (stopped / "runs" / RUN).glob("step-*/state.json")]
+    assert max(saved, default=0) in (second.step(), second.step() + 1), saved
+    check_samples(first, [second, Attempt(stopped, 1, size, 0).finish()])
+    check_equal(whole, stopped)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import FrameType
@@ -42,7 +42,6 @@ STAGES = ("images", f"regions/{DETECTOR}")
 _CALLS = ["open", "write", "sendfile", "fsync", "link", "replace", "unlink", "mkdir", "close"]
 _CALLS += ["sendall", "send", "recv_into"]
 _LIFE = 0.7  # of the time or the system calls that all the work takes: what a writer lives at most
-_WRITERS = {"local": 2, "s3": 1}  # writers at a time: moto decides no races, so two there would prove nothing
 
 
 def made_sample(row: int, variant: int) -> Sample:
@@ -134,79 +133,87 @@ def monitored(fate: Fate, counts: Synchronized) -> Iterator[None]:
 
 
 class Reader:
-    """Looks at all that is visible, again and again; remembers what it saw, for nothing may go or change."""
+    """Looks at all that is visible, again and again; remembers what it saw, for nothing may go or change.
+
+    AssertionError, ValueError or ObjectMissing tells what is wrong.
+    """
 
     def __init__(self, store: ObjectStore):
         self.store, self.catalog = store, Catalog(store, "captions")
         self.seen: dict[tuple[str, str], str] = {}
-        self.faults: list[str] = []
         self.looks = 0
 
     def look(self) -> None:
-        """One look at every shard and snapshot; what is wrong is added to `faults`."""
+        """One look at every shard and snapshot."""
         self.looks += 1
         found = {}
         for stage in STAGES:
             for shard in self.catalog.shards(stage):
-                try:
-                    found[stage, shard] = self._shard(stage, shard)
-                except (ValueError, ObjectMissing) as error:
-                    self.faults.append(f"visible, but not whole: {error}")
+                found[stage, shard] = self._shard(stage, shard)
             prefix = f"captions/{stage}/snapshots/"
-            for info in self.store.list(prefix):
-                try:
-                    name = info.path.removeprefix(prefix).removesuffix(".parquet")
-                    index = self.catalog.pinned(stage, name)
-                    if len(index.keys()) != len(index):
-                        raise ValueError(f"{info.path} has {len(index.keys())} keys for {len(index)} samples")
-                except ValueError as error:
-                    self.faults.append(f"a snapshot is not whole: {error}")
+            for info in list(self.store.list(prefix)):
+                index = self.catalog.pinned(stage, info.path.removeprefix(prefix).removesuffix(".parquet"))
+                assert len(index.keys()) == len(index), (
+                    f"{info.path} has {len(index.keys())} keys, {len(index)} samples"
+                )
         for shard, sha256 in self.seen.items():
-            if found.get(shard) != sha256:
-                self.faults.append(f"{shard} was visible and has {'changed' if shard in found else 'gone'}")
+            assert found.get(shard) == sha256, f"{shard} was visible and has {'changed' if shard in found else 'gone'}"
         self.seen |= found
 
     def _shard(self, stage: str, shard: str) -> str:
-        """The hash of the manifest of a shard that is found to be whole; ValueError tells what is wrong."""
-        manifest, expected = self.catalog.manifest(stage, shard), made_rows(int(shard))
-        table = manifest.table.to_pylist()
-        if [(line["row"], line["key"], line["status"]) for line in table] != [
-            (r.row, r.key, r.status) for r in expected
-        ]:
-            raise ValueError(f"{manifest.tar}: its manifest has other rows than were given")
-        samples = list(self.catalog.read(stage, shard))
+        """The hash of the manifest of a shard that is found to be whole."""
+        manifest = self.catalog.manifest(stage, shard)
+        table, samples = manifest.table.to_pylist(), list(self.catalog.read(stage, shard))
+        assert [(line["row"], line["key"], line["status"]) for line in table] == [
+            (row.row, row.key, row.status) for row in made_rows(int(shard))
+        ], f"{manifest.tar}: its manifest has other rows than were given"
         ok = [line for line in table if line["status"] == "ok"]
-        if [sample.key for sample in samples] != [line["key"] for line in ok]:
-            raise ValueError(f"{manifest.tar} has other samples than its manifest has rows")
-        if len({sample.caption.partition(", ")[2] for sample in samples}) != 1:
-            raise ValueError(f"{manifest.tar} mixes the samples of several writers")
-        last = ok[-1]
-        span = read_span(self.store.get_range(manifest.tar, last["offset"], last["length"]))
-        if (span.key, span.image) != (samples[-1].key, samples[-1].image):
-            raise ValueError(f"{manifest.tar} has another sample at byte {last['offset']}")
+        assert [sample.key for sample in samples] == [line["key"] for line in ok], f"{manifest.tar} has other samples"
+        writers = {sample.caption.partition(", ")[2] for sample in samples}
+        assert len(writers) == 1, f"{manifest.tar} mixes the samples of several writers"
+        span = read_span(self.store.get_range(manifest.tar, ok[-1]["offset"], ok[-1]["length"]))
+        assert (span.key, span.image) == (samples[-1].key, samples[-1].image), f"{manifest.tar}: another last sample"
         return manifest.sha256
+
+    def check_files(self) -> None:
+        """Every tar is what its name says; every file is an object or what a put leaves behind."""
+        for info in list(self.store.list()):
+            with suppress(ObjectMissing):
+                if info.path.endswith(".tar"):
+                    sha256 = hashlib.sha256(self.store.get(info.path)).hexdigest()
+                    assert info.path.endswith(f"-{sha256[:12]}.tar"), f"{info.path} is torn: its sha256 is {sha256}"
+        if isinstance(self.store, LocalStore):
+            known = {self.store.where(info.path) for info in self.store.list()}
+            known |= {str(file) for file, _ in self.store.leftovers()}
+            files = {str(file) for file in Path(self.store.where()).rglob("*") if file.is_file()}
+            assert files <= known, f"{files - known} are neither objects nor what a put leaves"
+
+    def check_end(self) -> None:
+        """Everything must be there once, and `gc` must leave nothing else."""
+        self.look()
+        for stage in STAGES:
+            rows = [row for table in self.catalog.columns(stage, ["row"]) for row in table["row"].to_pylist()]
+            assert rows == list(range(SHARDS * ROWS)), f"{stage} has rows {rows} in the end"
+        assert not self.catalog.pending(*STAGES)
+        collect_garbage(self.store, -60, delete=True)
+        left, leftovers = [info.path for info in self.store.list()], list(self.store.leftovers())
+        assert (len(left), leftovers) == (len(STAGES) * (2 * SHARDS + 1), []), f"gc left {left} and {leftovers}"
+        assert list(verify(Inventory(self.store))) == []
+        self.look()
 
 
 def check(
     folder: Path, seed: int, kills: int, say: Callable[[str], None], roots: Sequence[str] = ("local", "s3")
-) -> list[str]:
-    """Return the faults that `kills` kills of writers brought to light, as many on each kind of root."""
+) -> None:
+    """Kill writers `kills` times, as often on each kind of root; errors as those of a Reader."""
     from tests.s3 import SETTINGS, s3_server  # not above: the fork server imports this file
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which would print every request
-    faults = []
     for number, kind in enumerate(roots):
         part = kills // len(roots) + (number < kills % len(roots))
         with s3_server("bucket") if kind == "s3" else nullcontext() as endpoint:
-            started, before = time.monotonic(), len(faults)
             environment = SETTINGS | {"AWS_ENDPOINT_URL": endpoint} if endpoint else {}
-            killer = _Killer(kind, folder, environment, random.Random(f"{seed} {kind}"))
-            faults += [f"{kind}: {fault}" for fault in killer.run(part)]
-            say(
-                f"{kind}: {killer.killed} kills over {killer.roots} roots, {killer.looks} looks, "
-                f"{len(faults) - before} faults, {time.monotonic() - started:.0f} s"
-            )
-    return faults
+            say(_Killer(kind, folder, environment, random.Random(f"{seed} {kind}")).run(part))
 
 
 class _Killer:
@@ -214,19 +221,32 @@ class _Killer:
 
     def __init__(self, kind: str, folder: Path, environment: dict[str, str], chance: random.Random):
         self.kind, self.folder, self.environment, self.chance = kind, folder, environment, chance
-        self.killed = self.roots = self.looks = 0
+        self.killed, self.duration, self.calls = 0, 1.0, {}
+        self.most = 2 if kind == "local" else 1  # writers at a time: moto decides no races
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir(parents=True, exist_ok=True)
         # Processes that are forked from a small, quiet one start at once, and inherit no lock of a thread of ours.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([__name__, "boto3"])
-        self.duration, self.calls = 1.0, {}
 
-    def run(self, kills: int) -> list[str]:
-        self._time_a_whole_life()
-        faults = []
-        while self.killed < kills and len(faults) < 20:
-            self.roots += 1
-            faults += self._one_root(self._root(f"{self.roots}"), kills)
-        return faults
+    def run(self, kills: int) -> str:
+        """Kill so many; what was done."""
+        for name in ("first", "second"):  # the very first has to wait for the fork server
+            began = time.monotonic()
+            counts = self._whole_life(self._root(name))
+            self.duration = time.monotonic() - began
+        self.calls = {name: count for name, count in zip(_CALLS, counts, strict=True) if count}
+        roots = looks = 0
+        while self.killed < kills:
+            roots += 1
+            root = self._root(str(roots))
+            reader = Reader(open_store(root))
+            while self.killed < kills and self._one_life(root, reader):
+                reader.check_files()
+            self._whole_life(root)
+            reader.check_end()
+            looks += reader.looks
+        return f"{self.kind}: {self.killed} kills over {roots} roots, {looks} looks"
 
     def _root(self, name: str) -> str:
         return str(self.folder / f"root-{name}") if self.kind == "local" else f"s3://bucket/{self.folder.name}/{name}"
@@ -235,46 +255,24 @@ class _Killer:
         self, root: str, start: float = 0, call: str | None = None
     ) -> tuple[multiprocessing.Process, Synchronized]:
         counts = self.context.Array("i", len(_CALLS), lock=False)
-        temporary = self.folder / "temporary"
-        temporary.mkdir(parents=True, exist_ok=True)
         number = 1 + int(self.chance.random() * _LIFE * self.calls.get(call, 0))
         fate = Fate(start, call, number, after=self.chance.random() < 0.5)
-        arguments = root, self.chance.randrange(2), str(temporary), self.environment, fate, counts
+        arguments = root, self.chance.randrange(2), str(self.temporary), self.environment, fate, counts
         process = self.context.Process(target=writer, args=arguments)
         process.start()
         return process, counts
 
-    def _time_a_whole_life(self) -> None:
-        for _ in range(2 if self.kind == "local" else 1):  # the very first has to wait for the fork server
-            started = time.monotonic()
-            process, counts = self._start(self._root(f"timing-{time.monotonic_ns()}"))
-            process.join()
-            self.duration = time.monotonic() - started
-            self.calls = {name: count for name, count in zip(_CALLS, counts, strict=True) if count}
-            if process.exitcode:
-                raise RuntimeError(f"a writer that nobody killed ended with {process.exitcode}")
-
-    def _one_root(self, root: str, kills: int) -> list[str]:
-        reader = Reader(open_store(root))
-        while self.killed < kills:
-            alive = self._one_life(root, reader)
-            reader.look()
-            reader.faults += _strangers(reader.store)
-            if not alive or reader.faults:
-                break
-        process, _ = self._start(root)
+    def _whole_life(self, root: str) -> Synchronized:
+        """Write all that is left; the system calls that it took."""
+        process, counts = self._start(root)
         process.join()
-        if process.exitcode:
-            reader.faults.append(f"the last writer ended with {process.exitcode}")
-        reader.look()
-        _check_the_end(reader)
-        self.looks += reader.looks
-        return reader.faults
+        assert process.exitcode == 0, f"a writer that nobody killed ended with {process.exitcode}"
+        return counts
 
     def _one_life(self, root: str, reader: Reader) -> bool:
         """Start writers and kill them; return whether a kill met one that was alive."""
         processes, at_calls, start = [], self.chance.random() < 0.5, time.monotonic() + 0.05
-        for _ in range(self.chance.randint(1, _WRITERS[self.kind])):
+        for _ in range(self.chance.randint(1, self.most)):
             call = self.chance.choice(list(self.calls)) if at_calls else None  # each as often, however rare it is
             processes.append(self._start(root, start, call)[0])
         delay = start - time.monotonic() + self.chance.random() * self.duration * _LIFE
@@ -285,46 +283,10 @@ class _Killer:
             reader.look()
         for timer in timers:
             timer.cancel()
-        met = 0
         for process in processes:
             process.join()
-            met += process.exitcode == -signal.SIGKILL
-            if process.exitcode not in (0, -signal.SIGKILL):
-                reader.faults.append(f"a writer ended with {process.exitcode}")
-        self.killed += met
-        return met > 0
-
-
-def _check_the_end(reader: Reader) -> None:
-    """Everything must be there once, and `gc` must leave nothing else."""
-    store, catalog, faults = reader.store, reader.catalog, reader.faults
-    for stage in STAGES:
-        rows = [row for table in catalog.columns(stage, ["row"]) for row in table["row"].to_pylist()]
-        if rows != list(range(SHARDS * ROWS)):
-            faults.append(f"{stage} has rows {rows} in the end")
-    if catalog.pending(*STAGES):
-        faults.append(f"{catalog.pending(*STAGES)} are pending in the end")
-    collect_garbage(store, -60, delete=True)
-    left = [info.path for info in store.list()]
-    if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(store.leftovers()):
-        faults.append(f"gc left {left} and {list(store.leftovers())}")
-    faults += verify(Inventory(store))
-    reader.look()
-
-
-def _strangers(store: ObjectStore) -> list[str]:
-    """Tars that are not what their names say, and files that are neither objects nor leftovers of a put."""
-    faults = []
-    for info in store.list():
-        try:
-            if info.path.endswith(".tar"):
-                sha256 = hashlib.sha256(store.get(info.path)).hexdigest()
-                if not info.path.endswith(f"-{sha256[:12]}.tar"):
-                    faults.append(f"{info.path} is torn: its sha256 is {sha256[:12]}...")
-        except ObjectMissing:
-            continue
-    if isinstance(store, LocalStore):
-        known = {store.where(info.path) for info in store.list()} | {str(file) for file, _ in store.leftovers()}
-        files = (str(file) for file in Path(store.where()).rglob("*") if file.is_file())
-        faults += [f"{file} is neither an object nor what a put leaves" for file in files if file not in known]
-    return faults
+        ends = [process.exitcode for process in processes]
+        assert {*ends} <= {0, -signal.SIGKILL}, f"writers ended with {ends}"
+        self.killed += ends.count(-signal.SIGKILL)
+        reader.look()
+        return -signal.SIGKILL in ends

@@ -16,10 +16,7 @@ from loaded import rows_in_order
 from programs import ended, launched
 from refcoco_files import write_refcoco
 from retrieval_files import retrieval_recipe, retrieval_root
-from seeded import seeded_fractions
 from tiny import (
-    CHANNELS,
-    SEPARATE,
     TINY_MODEL,
     as_overrides,
     commit_more,
@@ -203,22 +200,7 @@ def retrieval(folder: Path) -> Recipe:
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, held_out=None))
 
 
-def precomputed(folder: Path) -> Recipe:
-    """Unicoder-VL's: regions of precomputed features, whose images the page decodes all the same."""
-    samples = [tiny_sample(i) for i in range(8)]
-    features = [seeded_fractions(f"features of {i}", 2, CHANNELS).astype(np.float16) for i in range(8)]
-    regions = [dataclasses.replace(one.regions, features=f) for one, f in zip(samples, features, strict=True)]
-    samples = [dataclasses.replace(one, regions=r) for one, r in zip(samples, regions, strict=True)]
-    commit_samples(folder / "root", "captions", samples)
-    task = PretrainingSettings(regions=RegionMasking(probability=0.6))
-    return finetuning(folder / "root", "captions", task, model=dataclasses.replace(SEPARATE, layers="JJ"))
-
-
-SHOWN = {
-    refcoco: r"target: [01, ]+<",
-    retrieval: "anchor: 0",
-    precomputed: r"region_classes: \d \(1\.00\)",
-}
+SHOWN = {refcoco: r"target: [01, ]+<", retrieval: "anchor: 0"}
 
 
 @pytest.mark.slow

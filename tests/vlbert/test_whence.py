@@ -217,9 +217,6 @@ def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path
     assert replay(f"{root}/runs/two", 1, ReplaySettings(folder=str(tmp_path / "second"))).examples
     with pytest.raises(ValueError, match=changed + ".*put it back, or start another run: --run_name=NAME"):
         train(dataclasses.replace(again, steps=3), ALONE, two)
-    shutil.copytree(tmp_path / "second", root / "refcoco", dirs_exist_ok=True)
-    train(dataclasses.replace(again, steps=3), ALONE, two)
-    shutil.copytree(tmp_path / "first", root / "refcoco", dirs_exist_ok=True)
     # What the checkpoint saw is not known for certain.
     lines = withdrawn(root, tiny_sample(5, regions=3).url)
     assert any(line.startswith("not known of ") and "runs/two/step-0000002: which images two" in line for line in lines)
@@ -328,7 +325,6 @@ def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
         lines = withdrawn(root, f"--urls={tmp_path / 'urls.txt'}")
         assert lines[0] == f"{new} URLs are withdrawn now, {2 - new} were before"
         assert lines[1].endswith("are 1 of them: http://example.org/nowhere.jpg")
-        assert lines[2:4] == [f"rows that have them: 1 of {dataset}/{STAGE}" for dataset in ("captions", "other")]
         assert ("1 more URLs have the same images, and are withdrawn, too" in lines) == (new == 2)
         table = [line.split() for line in lines if line.startswith("runs/")]
         assert table == [["runs/one/step-0000004", "one", "1", "of", "3" if new else "2", "3"]]

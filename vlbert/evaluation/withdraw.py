@@ -8,7 +8,6 @@ are written again without them. URLs are compared as they stand in the lists. Th
 interrupted, and prints the same list. docs/provenance.md says what is not reached.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -140,9 +139,6 @@ def withdraw_images(
         print(
             f"in no list under {store.where()} are {len(missing):,} of them: {', '.join(missing[:_SHOWN])}", flush=True
         )
-    counts = Counter(f"{row['dataset']}/{row['stage']}" for row in rows)
-    for place, count in sorted(counts.items()):  # a name may be another image's in another dataset
-        print(f"rows that have them: {count:,} of {place}", flush=True)
     if len(every) > len(wanted):
         print(f"{len(every) - len(wanted):,} more URLs have the same images, and are withdrawn, too", flush=True)
     print("\n".join(sightings(store, every)), flush=True)
