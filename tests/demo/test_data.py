@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 from places import SHARED
 
-from demo import data
+from demo import data, serve
 from demo.data import BROKEN_KINDS, DemoDataSettings, draw_demo_data, read_demo_data
 from demo.scenes import COLOURS, SHAPES
 from demo.serve import DemoServer, free_port
@@ -383,12 +383,16 @@ def test_good_urls_lead_to_their_image_and_broken_ones_misbehave_as_they_say(dra
     connection.close()
 
 
-def test_a_slow_answer_does_not_keep_the_server_from_stopping(drawn):
+def test_a_slow_answer_does_not_keep_the_server_from_stopping(drawn, monkeypatch):
+    monkeypatch.setattr(serve, "DRIP_SECONDS", 0.3)
     with DemoServer(drawn.root, port=0) as server:
         answer = urllib.request.urlopen(server.base_url + "/broken/slow/000307.jpg", timeout=5)
         assert int(answer.headers["Content-Length"]) > 1000
         assert answer.read(1) == b"\xff"
+        started = time.monotonic()
         assert fetch(server, "/images/000000.jpg")[0] == 200  # others are served meanwhile
+        answer.read(2)
+        assert time.monotonic() - started > 0.3
         started = time.monotonic()
     assert time.monotonic() - started < 2
     answer.close()
