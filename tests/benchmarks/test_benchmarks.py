@@ -38,6 +38,14 @@ def loaded(report: dict[str, Any], printed: str) -> None:
     assert sum(line["bar"] is not None for line in report["lines"]) == 6
 
 
+def scaled(report: dict[str, Any], printed: str) -> None:
+    small, large = (report["rows"][rows] for rows in ("2000", "4000"))
+    assert large["status"]["requests"] - small["status"]["requests"] == 20  # one a shard; one in a hundred comes later
+    assert large["pin a snapshot"]["requests"] - small["pin a snapshot"]["requests"] == 20
+    for what in ("open an index, first process", "open an index, second process"):
+        assert large[what]["requests"] == small[what]["requests"]
+
+
 # Program -> arguments, and what must hold of its JSON and of what it prints.
 PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
     "detect": (["--preset", "demo", "--count", "1", "--rounds", "1"], detected),
@@ -47,13 +55,14 @@ PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
         + ["--rounds", "1"],
         loaded,
     ),
+    "scale": (["--rows", "2000", "4000", "--per-shard", "100"], scaled),
 }
-# A bar that a busy machine, or so small a run, does not meet ends these with status 1; they take some seconds each.
+# A bar that a busy machine, or so small a run, does not meet ends these with status 1.
 WITH_BARS = {"download", "loader"}
 
 
 @pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=pytest.mark.slow) if name in WITH_BARS else name for name in PROGRAMS]
+    "program", [name if name == "detect" else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
 )
 def test_the_command_runs_in_small(program: str, tmp_path: Path, capfd: pytest.CaptureFixture):
     arguments, check = PROGRAMS[program]

@@ -449,11 +449,11 @@ def vqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def vqa_recipe(folder: Path, held_out: tuple[str, ...] | None = None) -> Recipe:
+def vqa_recipe(folder: Path, held_out: tuple[str, ...] | None = None, **changes: object) -> Recipe:
     settings = VQASettings(str(folder / "vqa"), answers=len(LISTED), question_length=40)
     data = DataConfig(root=str(folder / "storage"), datasets={"vqa": None}, held_out=held_out, batch=4, workers=0)
     fresh = FRESH | {"run_name": "tuned", "task": settings, "data": data, "vocabulary_size": 60}
-    return tiny_recipe(folder / "storage", **fresh)
+    return tiny_recipe(folder / "storage", **fresh | changes)
 
 
 def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp_path):
@@ -471,6 +471,22 @@ def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp
     assert predictions(tmp_path / "none") == before
     model, _ = load_task_model(open_checkpoint(f"{folder}/storage/runs/tuned"), {"task.folder": "nowhere"})
     assert model.task.answers == LISTED
+
+
+def test_a_training_goes_on_only_with_the_answer_list_of_its_head(vqa, tmp_path):
+    folder = copied(vqa, tmp_path)
+    shutil.rmtree(folder / "storage" / "runs")
+    train(vqa_recipe(folder), ALONE)
+    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join([*LISTED[:2], *LISTED[:1:-1]]))
+    start = f"{folder}/storage/runs/tuned/step-0000001"
+    started = vqa_recipe(folder, run_name="more", init_from=start, random_init=False)
+    other = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left'"
+    changed = f"{folder}/vqa/answers_vqa.txt has changed: {start} was trained with another one"
+    for recipe, named in ((vqa_recipe(folder, steps=2), changed), (started, other)):
+        with pytest.raises(ValueError, match=re.escape(named)):
+            train(recipe, ALONE)
+    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))
+    assert train(started, ALONE) is not None
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
