@@ -93,7 +93,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Manifest(Header):
-    """One committed shard: its header, and its rows as a table (SCHEMA)."""
+    """One committed shard: its header, and its rows as a table (SCHEMA, or the columns of it that were read)."""
 
     table: pa.Table
 
@@ -143,21 +143,9 @@ def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: s
         raise ValueError(f"{where}: row {row.row} ({row.key}) is ok, but there is no sample for it")
 
 
-def facts_of(sample: Sample) -> tuple[int, int, int | None, str]:
-    """What the row of a sample says of it: width, height, number of regions, and sha256 of the downloaded image."""
-    return sample.width, sample.height, None if sample.regions is None else len(sample.regions), sample.sha256
-
-
-def checked_meta(meta: dict, where: str) -> dict:
-    """The meta as JSON will return it; ValueError if JSON cannot hold it."""
-    try:
-        return json.loads(json.dumps(meta, sort_keys=True, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: meta cannot be written as JSON: {error}") from error
-
-
 def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
-    """The manifest; spans and facts are those of the ok rows, `metadata` holds stage, shard, tar and meta.
+    """The manifest; spans and facts (width, height, regions, sha256) are those of the ok rows, `metadata` holds stage,
+    shard, tar and meta.
 
     The same arguments give the same bytes (under one version of pyarrow, which writes its name into them).
     """
@@ -177,7 +165,7 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
 
 def table_bytes(table: pa.Table, header: dict) -> bytes:
     """The manifest with these rows, a table of SCHEMA, and this header."""
-    text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(header, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sink = io.BytesIO()
     with pq.ParquetWriter(
         sink,

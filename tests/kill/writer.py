@@ -324,7 +324,7 @@ def _strangers(store: ObjectStore) -> list[str]:
         except ObjectMissing:
             continue
     if isinstance(store, LocalStore):
-        known = {store.where(info.path) for info in store.list()} | {str(file) for file, _ in store.leftovers()}
+        known = {store.where(info.path) for info in store.list()} | {info.path for info in store.leftovers()}
         files = (str(file) for file in Path(store.where()).rglob("*") if file.is_file())
         faults += [f"{file} is neither an object nor what a put leaves" for file in files if file not in known]
     return faults

@@ -122,7 +122,8 @@ def test_readers_see_the_newest_revision_and_earlier_ones_stay(catalog):
     revisions = catalog.revisions("images", "00000")
     assert [one.revision for one in revisions] == list(range(1, 12))
     assert [one.meta.get("replaces") for one in revisions] == [None, *(one.sha256 for one in revisions[:-1])]
-    assert catalog.manifest_of("images", revisions[0].name).table == first.table
+    (again,) = catalog.each("images", [revisions[0].name], first.table.column_names)
+    assert again == first
     assert catalog.shards("images") == ["00000", "00001"]
     assert all(catalog.store.get(name) == data for name, data in before.items())
     assert len(catalog.pinned("images", index.snapshot.id)) == 8
@@ -235,8 +236,6 @@ def test_rows_and_samples_must_match_in_order(local, samples, rows, message):
     [
         ("regions/other", "00000", True, {}, f"row 0 .* has regions of detector {DETECTOR}, but the stage is"),
         (REGIONS, "00000", False, {}, "row 0 .* has no regions"),
-        ("images", "00000", False, {"a": float("nan")}, "00000.parquet: meta cannot be written as JSON"),
-        ("images", "00000", False, {"a": b"x"}, "00000.parquet: meta cannot be written as JSON"),
         ("image", "00000", False, {}, "'image' is not a stage"),
         ("regions", "00000", False, {}, "'regions' is not a stage"),
         ("regions/a/b", "00000", False, {}, "'regions/a/b' is not a stage"),
@@ -314,11 +313,10 @@ def test_invalid_manifests_are_named(local):
     table = pq.read_table(io.BytesIO(data))
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
-        (sealed_parquet(table, {}), "is not a manifest"),
+        (sealed_parquet(table, {}), "is damaged or not a manifest"),
         (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 5: use the code"),
         (b'{"version": 1}', "is damaged or not a manifest"),
         (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
-        (rewritten(table.drop_columns(["detail"]), header), "has columns"),
     ]:
         local.store.put("captions/images/00001.parquet", wrong)
         with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:

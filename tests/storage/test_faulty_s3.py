@@ -49,7 +49,7 @@ def work(root: str, shards: int, workers: int) -> tuple[dict[str, bytes], list]:
     ranges = [catalog.store.get_range(*place) for place in places]
     assert list(verify(Inventory(catalog.store))) == []
     assert collect_garbage(catalog.store, -60, delete=True) == ["nothing to delete"]
-    read = [index.keys(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.store)[:3]]]
+    read = [index.urls(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.store)[:3]]]
     return {info.path: catalog.store.get(info.path) for info in catalog.store.list()}, read
 
 
@@ -125,7 +125,7 @@ def test_a_refused_request_stops_at_once_and_tells_of_the_credentials(calm, tmp_
     store = open_store(f"s3://bucket/{tmp_path.name}")
     calm.plan("GET", "/a", status, status)
     with pytest.raises(
-        StorageUnreachable, match=rf"{tmp_path.name}/a at .*renew their session token.* again"
+        StorageUnreachable, match=rf"{tmp_path.name}/a at .*session token may have expired.* again"
     ) as refused:
         store.get("a")
     assert refused.value.http_status == int(status)

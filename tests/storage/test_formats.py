@@ -184,12 +184,11 @@ def test_the_golden_snapshot_reads_to_these_values():
     assert (index.tars, index.tar_bytes) == ((TAR,), (10240,))
     assert index.tar_sha256[0].startswith("6d277ce0f700")
     assert (index.shard.tolist(), index.offset.tolist(), index.length.tolist()) == ([0, 0], [0, 3072], [3072, 3072])
-    assert index.keys() == ["f17f635f1028ec2eb17d", "9abcd6e6cf1cf0b3855c"]
     assert index.urls() == [f"http://example.org/images/00000{i}.jpg" for i in (3, 4)]
-    (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions", "license"])
+    (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions", "key", "license"])
     assert [tuple(line.values()) for line in table.to_pylist()] == [
-        (0, 7, 16, 8, 2, "CC BY 4.0"),
-        (0, 9, 16, 8, 0, None),
+        (0, 7, 16, 8, 2, "f17f635f1028ec2eb17d", "CC BY 4.0"),
+        (0, 9, 16, 8, 0, "9abcd6e6cf1cf0b3855c", None),
     ]
     metadata = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
     header = Catalog(store, "captions").headers(STAGE)["00000"]

@@ -20,7 +20,8 @@ from storage.collect.plan import CollectSettings
 from storage.settings import (
     FORM,
     Weights,
-    arguments_of,
+    as_arguments,
+    changed_fields,
     from_json,
     named_fields,
     override,
@@ -203,8 +204,8 @@ OUTER = st.builds(
 @settings(max_examples=50, deadline=None)
 @given(OUTER, OUTER)
 def test_settings_round_trip_through_command_lines_and_json(config: Outer, base: Outer):
-    assert override(base, arguments_of(config, base)) == config
-    assert parse(Outer, arguments_of(config)) == config
+    assert override(base, as_arguments(changed_fields(config, base))) == config
+    assert parse(Outer, as_arguments(changed_fields(config))) == config
     assert from_json(Outer, json.loads(json.dumps(to_json(config))), "here") == config
 
 
