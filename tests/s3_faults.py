@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def _pass_on(self) -> None:
-        body = self._body()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.server.fault(self.command, self.path)
         if fault.isdigit():
             error = _ERROR.format("SlowDown" if fault == "503" else "Refused")
@@ -104,18 +104,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(status, headers, answer, cut=fault == "truncated")
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
-
-    def _body(self) -> bytes:
-        """The body of the request as it came, with the framing of its chunks where it has some."""
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while True:
-            parts.append(self.rfile.readline())
-            size = int(parts[-1].split(b";")[0], 16)
-            parts.append(self.rfile.read(size + 2))  # the last one is empty
-            if size == 0:
-                return b"".join(parts)
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         conditional = "If-None-Match" in self.headers

@@ -5,7 +5,6 @@ import io
 import json
 import resource
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 
 import pyarrow.compute as pc
@@ -17,7 +16,7 @@ from storage.catalog import Catalog, ShardIndex
 from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.inventory import Inventory
 from storage.manifests import Row
-from storage.object_store import LocalStore, ObjectMissing, ObjectStore, StorageUnreachable, open_store
+from storage.object_store import LocalStore, ObjectMissing, ObjectStore, StorageUnreachable
 from storage.sample import Sample
 from storage.shards import read_span
 from storage.verify import verify
@@ -66,19 +65,6 @@ def test_a_manifest_has_every_row_and_finds_every_sample(catalog):
             assert place == [None] * 5
     assert [as_dict(sample) for sample in catalog.read(REGIONS, "00002")] == [as_dict(sample) for sample in samples]
     assert names(catalog.store) == sorted([manifest.tar, f"captions/{REGIONS}/00002.parquet"])
-
-
-def test_the_same_samples_give_the_same_bytes(catalog, tmp_path):
-    other = Catalog(open_store(str(tmp_path / "other")), "captions")
-    for each in (catalog, other):
-        commit(each, 0, config={"b": 1, "a": 2})
-        detect(each, 0)
-        if each is catalog:
-            time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the bytes
-    assert len(names(catalog.store)) == 4
-    assert names(catalog.store) == names(other.store)
-    for name in names(other.store):
-        assert catalog.store.get(name) == other.store.get(name)
 
 
 def test_a_shard_without_an_ok_row_has_a_manifest_and_no_tar(catalog):

@@ -156,16 +156,3 @@ def test_each_shard_is_made_once_by_two_that_take_turns_and_the_last_waits_for_t
     assert list(ours) == list(theirs) == []
     assert sorted(made) == SHARDS
     assert list(catalog.store.list()) == []
-
-
-def test_the_shard_of_a_worker_that_dies_is_taken_over_by_one_that_waits(tmp_path):
-    store, made = Dated(LocalStore(str(tmp_path))), []
-    claims_of(store).take(["00000"])
-
-    def dies(line):
-        store.ahead = EXPIRY + 60
-
-    for shard, left in claims_of(store).each(["00000"], lambda shards: [s for s in shards if s not in made], dies):
-        assert left == 0
-        made.append(shard)
-    assert made == ["00000"]

@@ -122,11 +122,9 @@ def test_pins_skip_checkpoints_that_a_training_removes_meanwhile(local):
     ("arguments", "named"),
     [
         (["status", "ROOT/typo"], "cannot read the folder ROOT/typo: "),
-        (["gc", "ROOT/typo", "--delete"], "cannot read the folder ROOT/typo: "),
         (["verify", "ROOT", "typo"], "typo holds no committed shard"),
         (["verify", "ROOT"], "nothing is committed under ROOT"),
-        *((["gc", "ROOT", f"--grace={hours}"], f"--grace is {float(hours)}; give") for hours in ("nan", "inf", "-1")),
-        (["gc", "ROOT", "--grace=day"], "Error parsing --grace: could not convert string to float: 'day'"),
+        (["gc", "ROOT", "--grace=nan"], "--grace is nan; give hours"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path, capsys, arguments, named):
@@ -312,24 +310,14 @@ class Taken(LocalStore):
         return super().list(prefix)
 
 
-def test_a_tar_that_is_put_again_meanwhile_stays(local):
-    tar = "captions/images/00000-0123456789ab.tar"
-    local.store.put(tar, b"left behind")
-    set_age(local.store, tar, 48)
-    assert collect_garbage(local.store, 24 * HOUR, delete=False)[-1].startswith("1 thing, ")
-    late = Taken(local.store.root, tar, b"left behind")
-    assert collect_garbage(late, 24 * HOUR, delete=True) == ["nothing to delete"]
-    assert local.store.exists(tar)
-
-
-def test_a_tar_that_is_named_meanwhile_stays(local):
+def test_a_tar_that_is_put_again_or_named_meanwhile_stays(local):
     tar, path = commit(local, 0), "captions/images/00000.parquet"
     manifest = local.store.get(path)
     local.store.delete(path)
-    set_age(local.store, tar, 48)
-    late = Taken(local.store.root, path, manifest)  # by a writer that had put its tar two days before
-    assert collect_garbage(late, 24 * HOUR, delete=True) == ["nothing to delete"]
-    assert local.store.exists(tar)
+    for late in ((tar, local.store.get(tar)), (path, manifest)):  # of a writer that had put its tar two days before
+        set_age(local.store, tar, 48)
+        assert collect_garbage(Taken(local.store.root, *late), 24 * HOUR, delete=True) == ["nothing to delete"]
+        assert local.store.exists(tar)
     local.store.delete(path)
     assert "deleted" in collect_garbage(local.store, 24 * HOUR, delete=True)[-1]
     assert not local.store.exists(tar)
