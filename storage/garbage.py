@@ -25,7 +25,7 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
     now = store.now()
     found = [(_INTERRUPTED, info) for info in store.leftovers()]
     inventory = Inventory(store)
-    pinned = {(pin.dataset, pin.stage, pin.snapshot) for pin in inventory.pins()}
+    pinned = inventory.pins()
     named, withdrawn = _tars_of_manifests(inventory, now - grace)
     for (dataset, stage), snapshots in inventory.snapshots.items():
         for name, info in snapshots.items():

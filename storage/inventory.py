@@ -3,7 +3,6 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog
@@ -20,18 +19,6 @@ TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 _BEST = re.compile(r"runs/(.+)/best\.json")
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A snapshot that a checkpoint names; `use`: what for, such as `epoch 3 on`."""
-
-    run: str
-    step: int
-    dataset: str
-    stage: str
-    snapshot: str
-    use: str
 
 
 class Inventory:
@@ -70,37 +57,29 @@ class Inventory:
         shards = self.manifests[dataset, stage]
         return Catalog(self.store, dataset).each(stage, [names_of(shards[shard])[-1] for shard in sorted(shards)])
 
-    def pins(self) -> list[Pin]:
-        """What the checkpoints of all runs pin."""
+    def pins(self) -> set[tuple[str, str, str]]:
+        """Dataset, stage and id of each snapshot that a checkpoint names."""
         while True:
             try:
-                return [pin for run, steps in sorted(self.states.items()) for pin in self._pins_of(run, steps)]
+                return {pin for steps in self.states.values() for path in steps.values() for pin in self._pins_of(path)}
             except ObjectMissing:  # a running training has removed one since the listing, after it wrote a newer one
                 self.states = _states(self.store)
 
-    def _pins_of(self, run: str, steps: dict[int, str]) -> Iterator[Pin]:
-        for step, path in sorted(steps.items()):
-            state = read_state(self.store, path.removesuffix(f"/{STATE}"))
-            try:
-                for use, data in _uses(state):
-                    for entry in data.get("snapshots", [data]):
-                        names = data["dataset"], data["stage"], entry["snapshot"]
-                        yield Pin(run, step, *names, use or f"epoch {entry['epoch']} on")
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{self.store.where(path)} is not a state that this code can read ({error!r}); remove the "
-                    "checkpoint's folder if it is not needed"
-                ) from error
-
-
-def _uses(state: dict) -> Iterator[tuple[str, dict]]:
-    """What for a checkpoint needs data, and which. A detector's training reads no shards: its `data` is a hash."""
-    lists = [("", state.get("data")), ("validation", state.get("held_out"))]
-    before = state.get("init_from")
-    while before:  # so that the way back to what it started from stays
-        lists.append((f"whence, by {before.get('run')}", before.get("data")))
-        before = before.get("init_from")
-    return ((use, data) for use, datasets in lists if isinstance(datasets, list) for data in datasets)
+    def _pins_of(self, path: str) -> Iterator[tuple[str, str, str]]:
+        state: dict | None = read_state(self.store, path.removesuffix(f"/{STATE}"))
+        try:
+            while state:  # so that the way back to what it started from stays
+                for used in (state.get("data"), state.get("held_out")):
+                    # A detector's training reads no shards: its `data` is the hash of its annotations.
+                    for data in used if isinstance(used, list) else []:
+                        for entry in data.get("snapshots", [data]):
+                            yield data["dataset"], data["stage"], entry["snapshot"]
+                state = state.get("init_from")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self.store.where(path)} is not a state that this code can read ({error!r}); remove the "
+                "checkpoint's folder if it is not needed"
+            ) from error
 
 
 def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
@@ -118,9 +97,9 @@ def names_of(revisions: dict[int, ObjectInfo]) -> list[str]:
 
 
 def status(store: ObjectStore) -> list[str]:
-    """Stages, snapshots and what the newest checkpoint of each training run pins, as tables."""
+    """Stages and snapshots, and whether a checkpoint pins them, as tables."""
     inventory = Inventory(store)
-    stages, snapshots = [], []
+    stages, snapshots, pinned = [], [], inventory.pins()
     for dataset, stage in sorted(inventory.manifests):
         size, statuses, shards = 0, Counter(), inventory.manifests[dataset, stage]
         for header in inventory.headers(dataset, stage):
@@ -132,20 +111,11 @@ def status(store: ObjectStore) -> list[str]:
         for info in sorted(found.values(), key=lambda info: (info.modified, info.path)):
             snapshot, _ = read_snapshot(store, info.path)
             counts = f"{len(snapshot.shards):,}", f"{snapshot.ok_rows:,}"
-            snapshots.append((dataset, stage, snapshot.id, *counts, megabytes(info.size), date_of(info.modified)))
-    pins = [
-        (pin.run, f"{pin.step:,}", pin.dataset, pin.stage, pin.snapshot, pin.use)
-        for pin in inventory.pins()
-        if pin.step == max(inventory.states[pin.run])
-    ]
+            used = "yes" if (dataset, stage, snapshot.id) in pinned else "no"
+            snapshots.append((dataset, stage, snapshot.id, *counts, megabytes(info.size), date_of(info.modified), used))
     lines = aligned(("dataset", "stage", "shards", "rows", "MB", "rows by status"), stages)
-    for names, rows in (
-        (("dataset", "stage", "snapshot", "shards", "samples", "MB", "written (UTC)"), snapshots),
-        (("run", "step", "dataset", "stage", "snapshot", "for"), pins),
-    ):
-        if rows:
-            lines += ["", *aligned(names, rows)]
-    return lines
+    names = "dataset", "stage", "snapshot", "shards", "samples", "MB", "written (UTC)", "pinned"
+    return [*lines, "", *aligned(names, snapshots)] if snapshots else lines
 
 
 def megabytes(size: int) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from storage.catalog import Catalog, readable, temporary_folder
 from storage.digests import sha256_of
-from storage.manifests import OK, Header, Row, check_rows, manifest_bytes, matched
+from storage.manifests import OK, Header, Row, manifest_bytes, matched
 from storage.sample import Sample
 from storage.shards import write_shard
 from storage.withdrawn import WITHDRAWN, read_withdrawn
@@ -35,7 +35,6 @@ def commit_shard(
     if catalog.store.exists(path):
         return False
     where = catalog.store.where(path)
-    check_rows(rows, where)
     withdrawn = read_withdrawn(catalog.store)
     facts, gone = [], set()
 

@@ -325,17 +325,6 @@ def test_of_many_writers_one_wins(tmp_path):
     assert len([file for file in (tmp_path / "a").iterdir()]) == 20  # and no temporary file
 
 
-def test_roots_whose_names_begin_alike_are_two(root):
-    one, other = open_store(root), open_store(f"{root}-2")
-    for number, store in enumerate((one, other)):
-        assert store.put("captions/images/00000.parquet", b"%d" % number, if_absent=True)
-        store.put(f"{number}", b"")
-    assert paths(one) == ["0", "captions/images/00000.parquet"]
-    assert paths(other) == ["1", "captions/images/00000.parquet"]
-    other.delete("captions/images/00000.parquet")
-    assert one.get("captions/images/00000.parquet") == b"0"
-
-
 def test_objects_can_be_sent_to_another_process(store):
     store.put("a", b"1")
     assert pickle.loads(pickle.dumps(store)).get("a") == b"1"

@@ -12,21 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from seeded import DETECTOR, as_dict, shard_of
+from seeded import as_dict, commit, shard_of
 from stores import Recorded
 
 from storage.catalog import Catalog
-from storage.catalog.commit import commit_shard
 from storage.manifests import Header
 from storage.object_store import LocalStore, open_store
 from storage.shards import read_span
 from storage.snapshots import read_index, write_snapshot
-
-REGIONS = f"regions/{DETECTOR}"
-
-
-def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> None:
-    assert commit_shard(catalog, stage, f"{number:05d}", *shard_of(number, regions=stage != "images"), meta)
 
 
 def file_of(snapshot_id: str, stage: str = "images") -> str:

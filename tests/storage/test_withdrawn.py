@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from seeded import DETECTOR, as_dict, put_checkpoint, seeded_regions, seeded_sample, shard_of
+from seeded import REGIONS, as_dict, commit, detect, put_checkpoint, seeded_regions, seeded_sample, shard_of
 from stores import Recorded
 
 from storage.cache import ShardCache
@@ -18,17 +18,14 @@ from storage.sample import Sample
 from storage.verify import verify
 from storage.withdrawn import Withdrawn, read_withdrawn, withdraw
 
-REGIONS = f"regions/{DETECTOR}"
 STAGES = ("images", REGIONS)
 DAY = 86400.0
 
 
-def commit(catalog: Catalog, number: int) -> None:
+def commit_both(catalog: Catalog, number: int) -> None:
     """Images, and their regions made from them."""
-    name = f"{number:05d}"
-    assert commit_shard(catalog, "images", name, *shard_of(number), {"config": {"max_side": 1024}})
-    meta = {"source": catalog.manifest("images", name).as_source(), "random_init": False}
-    assert commit_shard(catalog, REGIONS, name, *shard_of(number, regions=True), meta)
+    assert commit(catalog, number, config={"max_side": 1024})
+    assert detect(catalog, number)
 
 
 def samples_of(shards: range) -> list[Sample]:
@@ -108,7 +105,7 @@ def test_a_damaged_list_is_named_and_stops_commits(local):
     (path,) = (info.path for info in local.store.list())
     local.store.put(path, local.store.get(path).replace(b"1.jpg", b"2.jpg"))
     with pytest.raises(ValueError, match=rf"{path} is damaged.*put it back from a copy, or delete it"):
-        commit(local, 0)
+        commit_both(local, 0)
     assert path in "".join(faults(local.store))
 
 
@@ -140,7 +137,7 @@ def test_what_is_withdrawn_while_a_shard_is_committed_is_taken_out_of_it(local):
 
 def test_revisions_lose_the_samples_and_keep_the_others_byte_for_byte(local):
     for number in range(3):
-        commit(local, number)
+        commit_both(local, number)
     store, samples, gone = local.store, samples_of(range(3)), {1, 2, 9}
     before = {stage: local.pin(stage) for stage in STAGES}
     pin_in_a_checkpoint(store, before[REGIONS].id)
@@ -172,7 +169,7 @@ def test_revisions_lose_the_samples_and_keep_the_others_byte_for_byte(local):
 
 def test_a_shard_of_which_nothing_is_left(local):
     for number in range(2):
-        commit(local, number)
+        commit_both(local, number)
     before, samples = local.pin(REGIONS), samples_of(range(2))
     pin_in_a_checkpoint(local.store, before.id)
     withdraw_all(local, *samples[:4])
@@ -188,7 +185,7 @@ def test_a_shard_of_which_nothing_is_left(local):
 
 def test_revisions_of_every_kind_follow_each_other(local):
     """Withdrawn, requested again with another row that is ok, and withdrawn again."""
-    commit(local, 0)
+    commit_both(local, 0)
     samples, first = samples_of(range(1)), local.pin(REGIONS)
     pin_in_a_checkpoint(local.store, first.id)
     withdraw_all(local, samples[2])
@@ -210,7 +207,7 @@ def test_revisions_of_every_kind_follow_each_other(local):
 
 
 def test_copies_of_a_cache_go_when_the_next_run_opens_it(local, tmp_path):
-    commit(local, 0)
+    commit_both(local, 0)
     remote, samples, snapshot = Recorded(local.store, remote=True), samples_of(range(1)), local.pin(REGIONS).id
     cache = ShardCache(remote, tmp_path / "cache", 10**9)
     opened(remote, snapshot, cache=cache)
@@ -225,7 +222,7 @@ def test_copies_of_a_cache_go_when_the_next_run_opens_it(local, tmp_path):
 
 
 def test_verify_names_a_shard_that_still_has_them(local):
-    commit(local, 0)
+    commit_both(local, 0)
     withdraw(local.store, [samples_of(range(1))[0].url])
     assert [
         fault.partition(" has images that were withdrawn; type `vlbert withdraw`")[1] != ""
@@ -272,7 +269,7 @@ def test_a_kill_at_any_write_loses_nothing_and_the_next_run_finishes(tmp_path, a
     for left in range(100):
         root = str(tmp_path / f"{left}")
         catalog = Catalog(open_store(root), "captions")
-        commit(catalog, 0)
+        commit_both(catalog, 0)
         first = catalog.pin(REGIONS)
         pin_in_a_checkpoint(catalog.store, first.id)
         try:
