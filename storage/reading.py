@@ -59,7 +59,7 @@ class ShardSamples:
     ):
         self.store, self.cache, self.patience = store, cache, patience
         sizes = {info.path: info.size for info in store.list(f"{index.folder}/")}
-        gone = {number for number, tar in enumerate(index.tars) if not self._is_there(tar, sizes)}
+        gone = not all(self._is_there(tar, sizes) for tar in index.tars)
         self.index = index = follow_revisions(index, gone)
         # ValueError for a tar that is missing or torn: at the start that is better than after hours.
         for tar, size in zip(index.tars, index.tar_bytes, strict=True):

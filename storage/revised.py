@@ -5,7 +5,6 @@ same samples at other offsets. Those that were withdrawn are unreadable.
 """
 
 import dataclasses
-from collections.abc import Collection
 from itertools import islice
 
 import numpy as np
@@ -17,11 +16,11 @@ from storage.snapshots import ShardIndex, read_columns, shard_of
 from storage.withdrawn import read_withdrawn
 
 
-def follow_revisions(index: ShardIndex, gone: Collection[int]) -> ShardIndex:
-    """The index of a snapshot as it can be read now.
+def follow_revisions(index: ShardIndex, gone: bool) -> ShardIndex:
+    """The index of a snapshot as it can be read now; its arrays are this process's own then.
 
-    Shards that lost a sample since, and those whose tar is `gone` (numbers of tars), are read from their newest
-    revision, if there is a newer one. Its arrays are this process's own then.
+    Shards that lost a sample since are read from their newest revision. gone: a tar is, perhaps of a withdrawal that
+    was taken back later.
     """
     store = index.store
     if not gone and not read_withdrawn(store):
@@ -45,7 +44,7 @@ def follow_revisions(index: ShardIndex, gone: Collection[int]) -> ShardIndex:
         places = {row["key"]: row for row in manifest.ok().to_pylist()}
         own = dict(enumerate(islice(keys, first[number + 1] - first[number]), first[number]))
         lost = {i: key for i, key in own.items() if key not in places}
-        if not lost and number not in gone:
+        if not lost:
             continue
         withdrawn |= lost
         for i in own.keys() - lost.keys():

@@ -325,6 +325,18 @@ def test_the_tar_of_a_shard_that_is_revised_meanwhile_stays(local, monkeypatch):
     assert local.store.exists(tar)
 
 
+def test_the_tar_of_the_revision_before_goes_once_nobody_can_be_about_to_pin_it(local):
+    commit(local, 0)
+    before = local.manifest("images", "00000")
+    samples, rows = shard_of(0)
+    samples = [dataclasses.replace(sample, flags=("made again",)) for sample in samples]
+    assert commit_shard(local, "images", "00000", samples, rows, {}, before)
+    set_age(local.store, before.tar, 48)
+    assert find_garbage(local.store, 24 * HOUR) == []
+    set_age(local.store, "captions/images/00000.r2.parquet", 25)
+    assert [(what, info.path) for what, info in find_garbage(local.store, 24 * HOUR)] == [("orphan tar", before.tar)]
+
+
 class Hasty(LocalStore):
     """A folder in which `gc` deletes the first tar as soon as it is put."""
 
