@@ -14,7 +14,7 @@ from demo.task_files import ANSWERS
 from flows.supervisor import run_child
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
-from storage.settings import arguments_of
+from storage.settings import as_arguments, changed_fields
 from vlbert.comparison.compare import compare, table
 from vlbert.comparison.plans import PLANS
 
@@ -57,7 +57,7 @@ def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
     with DemoServer(data.root):
         for name, source in sources_of(data).items():
             collect(str(root), CollectSettings(name, **source), log)
-    detection = arguments_of(detection_of_demo(weights, keep_features=True))
+    detection = as_arguments(changed_fields(detection_of_demo(weights, keep_features=True)))
     for name in sources_of(data):
         run_child([*program, "vlbert", "detect", root, name, *detection], log)
 

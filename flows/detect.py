@@ -40,7 +40,7 @@ from flows.machines import cancel_others, cancel_waiting, start_others
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
 from storage.object_store import StorageUnreachable, open_store
-from storage.settings import arguments_of
+from storage.settings import as_arguments, changed_fields
 
 SILENCE = 86_400.0  # seconds without a finished shard after which a detector hangs and is ended
 WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because another of its deployment is at work
@@ -99,7 +99,7 @@ def detect(
         on_progress(len(pending), left)
 
     if pending or not images:  # without any image the program says what is wrong
-        command = [sys.executable, "-m", "vlbert", "detect", root, dataset, *arguments_of(detector)]
+        command = [sys.executable, "-m", "vlbert", "detect", root, dataset, *as_arguments(changed_fields(detector))]
         try:
             peak_bytes = run_child(command, on_line, silence=silence).peak_bytes
         except ChildFailed as error:

@@ -1,6 +1,6 @@
 """Claims: which worker is at work on which shard, so that any number of machines make each shard once.
 
-    ROOT/<dataset>/<stage>/claims/<shard>.txt     who is at work on a shard: host and process
+    ROOT/<dataset>/<stage>/claims/<shard>.txt     who is at work on a shard: host, process and a random mark
 
 A worker puts a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that was
 not renewed for EXPIRY seconds is dead, and another worker replaces it. Ages are differences between times of the
@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
-from storage.safe_json import printable
 
 EXPIRY = 120.0  # seconds after which a claim that was not renewed is dead
 RENEWAL = 20.0  # seconds between two renewals: several may fail before a claim expires
 POLLS = 1.0, 30.0  # seconds between looks at the shards that others are at work on: at first, and at most
 _SAY = 60.0  # seconds between two lines about them
-CLAIM = re.compile(r"(.+)/claims/(\d{5})\.txt")  # stage, shard
+_CLAIM = re.compile(r"/claims/(\d{5})\.txt$")
 
 
 def exit_at_sigterm() -> None:
@@ -53,34 +52,19 @@ class Claims:
 
     def __init__(self, store: ObjectStore, stage: str):
         self.store, self.stage = store, stage.removesuffix("/")
-        self.worker = f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}"
         self.held: set[str] = set()
-        self._content = self.worker.encode()
+        self._content = f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(8)}".encode()
         self._lock = threading.Lock()  # a claim that is put or released is not renewed meanwhile
         self._end = threading.Event()
 
-    def workers(self, now: float) -> dict[str, str]:
-        """Shard -> host and process of the worker that is at work on it; one listing, and a request for each.
-
-        now: seconds since 1970, by the storage's clock.
-        """
-        found = {}
-        for shard, renewed in self._listed().items():
-            with contextlib.suppress(ObjectMissing):  # it was released since the listing
-                if _is_live(renewed, now):
-                    found[shard] = printable(str(self.store.get(self._path(shard)), "utf-8", "replace"))[:100]
-        return found
-
     def take(self, shards: Sequence[str]) -> str | None:
         """Claim one of these shards, a random one of those that nobody is at work on; None if there is none."""
-        listed, now = self._listed(), self.store.now()
-        free_first = sorted(random.sample(shards, len(shards)), key=listed.__contains__)
-        for shard in free_first:
-            if shard in self.held:
+        live = self._live()
+        for shard in sorted(random.sample(shards, len(shards)), key=live.__contains__):  # without a claim first
+            if shard in self.held or live.get(shard):
                 continue
-            if shard in listed:
-                # By a look of its own: since the listing another may have replaced the claim.
-                if any(_is_live(renewed, now) for renewed in self._listed(shard).values()):
+            if shard in live:
+                if any(self._live(shard).values()):  # since the listing another has replaced the claim
                     continue
                 self.store.delete(self._path(shard))
             if self._put(shard):
@@ -141,13 +125,12 @@ class Claims:
         """
         due, pause = time.monotonic(), POLLS[0]
         while True:
-            left, workers = pending(shards), self.workers(self.store.now())
-            others = [shard for shard in left if shard in workers]
+            left, live = pending(shards), self._live()
+            others = [shard for shard in left if live.get(shard)]
             if not others or not for_all and len(others) < len(shards):
                 return left
             if time.monotonic() >= due:
-                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-                say(f"waiting for shard {others[0]}, at which {workers[others[0]]} is at work{more}")
+                say(f"waiting for {len(others):,} shards that other workers have claimed, such as {others[0]}")
                 due = time.monotonic() + _SAY
             time.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, POLLS[1])
@@ -178,12 +161,12 @@ class Claims:
                 self.held.remove(shard)
         return ours
 
-    def _listed(self, shard: str = "") -> dict[str, float]:
-        """Shard -> when its claim was written, in seconds since 1970; of all shards, or of one."""
+    def _live(self, shard: str = "") -> dict[str, bool]:
+        """Shard -> whether the worker of its claim is at work; of all shards that are claimed, or of one.
+
+        A claim whose time is EXPIRY ahead is dead: none renewed it.
+        """
         infos = self.store.list(f"{self.stage}/claims/{shard}")
-        return {found[2]: info.modified for info in infos if (found := CLAIM.fullmatch(info.path))}
-
-
-def _is_live(renewed: float, now: float) -> bool:
-    """Return whether the worker of a claim is at work. One whose time is EXPIRY ahead is dead: none renewed it."""
-    return abs(now - renewed) < EXPIRY
+        renewed = {found[1]: info.modified for info in infos if (found := _CLAIM.search(info.path))}
+        now = self.store.now()
+        return {shard: abs(now - time) < EXPIRY for shard, time in renewed.items()}

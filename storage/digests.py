@@ -6,6 +6,8 @@ carry one, and where the digests of the other files are.
 
 import hashlib
 import mmap
+from pathlib import Path
+from typing import BinaryIO
 
 from storage.safe_json import shown
 
@@ -17,6 +19,14 @@ _MARKS = (f'"{OWN_SHA256}": "'.encode(), f"{OWN_SHA256}\x18@".encode())
 
 class OtherVersion(ValueError):
     """A file that another version of this code wrote: it is not damaged, and nothing needs to be removed."""
+
+
+def sha256_of(file: Path | BinaryIO) -> str:
+    """Of a file's bytes, as hex digits."""
+    if isinstance(file, Path):
+        with file.open("rb") as stream:
+            return sha256_of(stream)
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_version(found: object, version: int, where: str) -> None:

@@ -3,61 +3,30 @@
 `vlbert catalog gc` lists or deletes it.
 """
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from storage.catalog import Catalog
-from storage.claims import EXPIRY
-from storage.inventory import MANIFEST, TAR, Inventory, date_of, megabytes
+from storage.inventory import TAR, Inventory, date_of, megabytes, names_of
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.snapshots import read_snapshot
 from storage.tables import aligned
 from storage.withdrawn import read_withdrawn
 
-
-@dataclass(frozen=True)
-class Garbage:
-    """Something that nothing names any more; modified in seconds since 1970, by the storage's clock.
-
-    remove() checks again; False if it stays, because it was written again or is named now.
-    """
-
-    what: str
-    where: str
-    size: int
-    modified: float
-    remove: Callable[[], bool]
+_INTERRUPTED = "interrupted put"  # a file of this machine; all else are objects
 
 
-def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
-    """What may be deleted: nothing names it, and it is older than `grace` seconds by the storage's clock; and tars of
-    earlier revisions with images that were withdrawn, however young.
+def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
+    """What may be deleted, each with its kind: nothing names it, and it is older than `grace` seconds by the storage's
+    clock; and tars of earlier revisions with images that were withdrawn, however young.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
-    their stage, images of shards that a collection left in progress, claims of workers that are gone, and what
-    interrupted puts left.
+    their stage, images of shards that a collection left in progress, and what interrupted puts left.
     """
     now = store.now()
-    left = list(store.leftovers())
+    found = [(_INTERRUPTED, info) for info in store.leftovers()]
     inventory = Inventory(store)
-    pinned = {(pin.dataset, pin.stage, pin.snapshot) for pin in inventory.pins()}
-    found = [
-        Garbage("interrupted put", str(file), status.st_size, status.st_mtime, functools.partial(_unlink, file))
-        for file, status in left
-    ]
-    named = set()
-    for (dataset, stage), manifests in inventory.manifests.items():
-        catalog = Catalog(store, dataset)
-        for shard, header in catalog.each_header(stage, sorted(manifests)):
-            named.add(header.tar)
-            if header.revision != int(MANIFEST.fullmatch(manifests[shard].path)[4] or 1):  # committed since the listing
-                named |= {earlier.tar for earlier in catalog.revisions(stage, shard)}
-    for dataset, stage, shard in inventory.replaced:
-        # A reader of the revision before may be about to pin it.
-        if now - inventory.manifests[dataset, stage][shard].modified <= grace:
-            named |= {header.tar for header in Catalog(store, dataset).revisions(stage, shard)}
+    pinned = inventory.pins()
+    named, withdrawn = _tars_of_manifests(inventory, now - grace)
     for (dataset, stage), snapshots in inventory.snapshots.items():
         for name, info in snapshots.items():
             used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)
@@ -65,53 +34,51 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
                 _, shards = read_snapshot(store, info.path)
                 named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards if shard["tar"]}
             else:
-                found.append(_object("unpinned snapshot", store, info))
-    withdrawn = _withdrawn_tars(inventory)
-    named |= withdrawn  # which are deleted for another reason
-    found += [_object("orphan tar", store, info) for path, info in inventory.tars.items() if path not in named]
-    found += [_object("partial shard", store, info) for info in inventory.partials]
-    claims = [info for infos in inventory.claims.values() for info in infos if now - info.modified > EXPIRY]
-    found += [_object("dead claim", store, info) for info in claims]
-    images = [_object("withdrawn images", store, inventory.tars[tar]) for tar in sorted(withdrawn)]
-    return images + [one for one in found if now - one.modified > grace]
+                found.append(("unpinned snapshot", info))
+    found += [("orphan tar", info) for path, info in inventory.tars.items() if path not in named | withdrawn]
+    found += [("partial shard", info) for info in inventory.partials]
+    images = [("withdrawn images", inventory.tars[tar]) for tar in sorted(withdrawn & inventory.tars.keys())]
+    return images + [(what, info) for what, info in found if now - info.modified > grace]
 
 
-def _withdrawn_tars(inventory: Inventory) -> set[str]:
-    """Tars of earlier revisions that hold images which were withdrawn. Snapshots that name one are read from the newest
-    revision: storage/revised.py."""
-    store = inventory.store
-    withdrawn, found = read_withdrawn(store), set()
-    for dataset, stage, shard in inventory.replaced if withdrawn else ():
+def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
+    """The tars that manifests name, and those of earlier revisions that hold images which were withdrawn.
+
+    Snapshots that name one of the latter are read from the newest revision (storage/revised.py). since: a reader of the
+    revision before one that is as young may be about to pin it.
+    """
+    store, named, with_images = inventory.store, set(), set()
+    withdrawn = read_withdrawn(store)
+    for (dataset, stage), shards in inventory.manifests.items():
         catalog = Catalog(store, dataset)
-        names = [header.name for header in catalog.revisions(stage, shard)]
-        *earlier, newest = catalog.each_manifest(stage, names)
-        if not any(withdrawn.among(newest.ok()).to_pylist()):
-            found |= {one.tar for one in earlier if any(withdrawn.among(one.ok()).to_pylist())} - {newest.tar}
-    return found & inventory.tars.keys()
+        named |= {header.tar for header in inventory.headers(dataset, stage)}
+        for revisions in shards.values():
+            young = revisions[max(revisions)].modified >= since
+            if len(revisions) == 1 or not (young or withdrawn):
+                continue
+            *earlier, newest = catalog.each(stage, names_of(revisions), ["url", "sha256", "status"])
+            if young:
+                named |= {one.tar for one in earlier}
+            if withdrawn and not any(withdrawn.among(newest.ok()).to_pylist()):
+                with_images |= {one.tar for one in earlier if any(withdrawn.among(one.ok()).to_pylist())} - {newest.tar}
+    return named, with_images
 
 
-def _unlink(file: Path) -> bool:
-    file.unlink(missing_ok=True)
+def _remove(store: ObjectStore, what: str, info: ObjectInfo) -> bool:
+    """Delete something after another look; False if it stays, because it was written again or is named now."""
+    if what == _INTERRUPTED:
+        Path(info.path).unlink(missing_ok=True)
+        return True
+    if info not in store.list(info.path):  # deleted, or with a new date: a writer uses it now
+        return False
+    if (tar := TAR.fullmatch(info.path)) and _names(store, *tar.groups(), info.path):
+        return False  # by a writer that paused for the whole grace time
+    store.delete(info.path)
     return True
 
 
-def _object(what: str, store: ObjectStore, info: ObjectInfo) -> Garbage:
-    def remove() -> bool:
-        if info not in store.list(info.path):  # deleted, or with a new date: a writer uses it now
-            return False
-        if _named_by_a_manifest(store, info.path):  # by a writer that paused for the whole grace time
-            return False
-        store.delete(info.path)
-        return True
-
-    return Garbage(what, store.where(info.path), info.size, info.modified, remove)
-
-
-def _named_by_a_manifest(store: ObjectStore, path: str) -> bool:
-    tar = TAR.fullmatch(path)
-    if tar is None:
-        return False
-    dataset, stage, shard = tar.groups()
+def _names(store: ObjectStore, dataset: str, stage: str, shard: str, path: str) -> bool:
+    """Whether the manifest of the shard names this tar."""
     try:
         return Catalog(store, dataset).headers(stage, [shard])[shard].tar == path
     except ObjectMissing:
@@ -120,15 +87,19 @@ def _named_by_a_manifest(store: ObjectStore, path: str) -> bool:
 
 def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
     """A line for each thing that may be deleted; with `delete` it is deleted, unless a last check finds it in use."""
-    found = find_garbage(store, grace)
-    rows, size = [], 0
-    for one in found:
-        if delete and not one.remove():
-            continue
-        rows.append((one.what, megabytes(one.size), date_of(one.modified), one.where))
-        size += one.size
-    if not rows:
+    found = [(what, info) for what, info in find_garbage(store, grace) if not delete or _remove(store, what, info)]
+    if not found:
         return ["nothing to delete"]
+    rows = [
+        (
+            what,
+            megabytes(info.size),
+            date_of(info.modified),
+            info.path if what == _INTERRUPTED else store.where(info.path),
+        )
+        for what, info in found
+    ]
     things = "1 thing" if len(rows) == 1 else f"{len(rows):,} things"
     done = "deleted" if delete else "to delete: run again with --delete"
-    return [*aligned(("what", "MB", "written (UTC)", "where"), rows), f"{things}, {megabytes(size)} MB {done}"]
+    size = megabytes(sum(info.size for _, info in found))
+    return [*aligned(("what", "MB", "written (UTC)", "where"), rows), f"{things}, {size} MB {done}"]

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise, zip_longest
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -93,7 +94,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Manifest(Header):
-    """One committed shard: its header, and its rows as a table (SCHEMA)."""
+    """One committed shard: its header, and its rows as a table (SCHEMA, or the columns of it that were read)."""
 
     table: pa.Table
 
@@ -107,57 +108,25 @@ class Manifest(Header):
         return self.table.filter(pc.equal(self.table["status"], OK))
 
 
-def check_rows(rows: Sequence[Row], where: str) -> None:
-    """ValueError names a row that breaks the order, has no status, or has the key of another ok row."""
-    if not rows:
-        raise ValueError(f"{where}: a shard without rows cannot be committed; give it every input row, ok or not")
-    owners = {}
-    for i, row in enumerate(rows):
-        if i and row.row <= rows[i - 1].row:
-            raise ValueError(f"{where}: row {row.row} follows row {rows[i - 1].row}; give each row once, in order")
-        if not row.status:
-            raise ValueError(f"{where}: row {row.row} has no status; say ok or why not")
-        if row.status == OK and owners.setdefault(row.key, row.row) != row.row:
-            raise ValueError(
-                f"{where}: rows {owners[row.key]} and {row.row} are both ok with key {row.key}; keep one and give the "
-                "other a status"
-            )
-
-
 def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str) -> Iterator[Sample]:
-    """The samples, each checked against its ok row."""
-    detector = stage.partition("/")[2]
-    expected = (row for row in rows if row.status == OK)
-    for sample in samples:
-        row = next(expected, None)
-        if row is None:
-            raise ValueError(f"{where}: sample {sample.key} comes after the last ok row; mark its row as ok")
-        if sample.key != row.key:
-            raise ValueError(f"{where}: row {row.row} is ok with key {row.key}, but its sample is {sample.key}")
-        if detector and (sample.regions is None or sample.regions.detector != detector):
-            found = "no regions" if sample.regions is None else f"regions of detector {sample.regions.detector}"
-            raise ValueError(f"{where}: row {row.row} ({row.key}) has {found}, but the stage is {stage}")
+    """The samples of the ok rows. ValueError names a row that is not in ascending order, or not that of its sample."""
+    for before, row in pairwise(rows):
+        if row.row <= before.row:
+            raise ValueError(f"{where}: row {row.row} follows row {before.row}; give each row once, in order")
+    detector = stage.partition("/")[2] or None
+    for row, sample in zip_longest((row for row in rows if row.status == OK), samples):
+        expected = "no row that is ok" if row is None else f"row {row.row} with key {row.key}"
+        found = "no sample" if sample is None else f"sample {sample.key}"
+        if row is None or sample is None or row.key != sample.key:
+            raise ValueError(f"{where}: where {expected} is due, there is {found}")
+        if (None if sample.regions is None else sample.regions.detector) != detector:
+            raise ValueError(f"{where}: {found} of {expected} has no regions of {stage}")
         yield sample
-    row = next(expected, None)
-    if row is not None:
-        raise ValueError(f"{where}: row {row.row} ({row.key}) is ok, but there is no sample for it")
-
-
-def facts_of(sample: Sample) -> tuple[int, int, int | None, str]:
-    """What the row of a sample says of it: width, height, number of regions, and sha256 of the downloaded image."""
-    return sample.width, sample.height, None if sample.regions is None else len(sample.regions), sample.sha256
-
-
-def checked_meta(meta: dict, where: str) -> dict:
-    """The meta as JSON will return it; ValueError if JSON cannot hold it."""
-    try:
-        return json.loads(json.dumps(meta, sort_keys=True, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: meta cannot be written as JSON: {error}") from error
 
 
 def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
-    """The manifest; spans and facts are those of the ok rows, `metadata` holds stage, shard, tar and meta.
+    """The manifest; spans and facts (width, height, regions, sha256) are those of the ok rows, `metadata` holds stage,
+    shard, tar and meta.
 
     The same arguments give the same bytes (under one version of pyarrow, which writes its name into them).
     """
@@ -177,7 +146,7 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
 
 def table_bytes(table: pa.Table, header: dict) -> bytes:
     """The manifest with these rows, a table of SCHEMA, and this header."""
-    text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(header, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sink = io.BytesIO()
     with pq.ParquetWriter(
         sink,

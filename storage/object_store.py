@@ -27,11 +27,12 @@ _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}")
 _REQUESTS = 7  # attempts of one request, by botocore: if one in ten fails, one in ten million fails for good
 _FOLDERS = 100  # attempts to make a folder that others remove at the same time
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that ends early
-# Of requests whose credentials are wrong or have expired, among others; servers do not tell one from the other.
-_REFUSED = (400, 401, 403)
-_ACCESS = (
-    "check the credentials (AWS_ACCESS_KEY_ID, ~/.aws), renew their session token if it has expired, and give them "
-    "access to the bucket (s3:PutObject for writers)"
+_PIECE = 2**24  # bytes of an object that a stream fetches at a time
+# Servers do not tell wrong credentials, expired ones and those without a right from each other.
+_HINT = (
+    "Check the network, AWS_ENDPOINT_URL, that the bucket exists, and the credentials (AWS_ACCESS_KEY_ID, ~/.aws), "
+    "whose session token may have expired or lack a right (s3:PutObject for writers), then run again: what is "
+    "committed stays"
 )
 
 # What can be put.
@@ -97,8 +98,11 @@ class ObjectStore(Protocol):
     def now(self) -> float:
         """Seconds since 1970 by the clock that dates the objects; by this machine's if a folder is not writable."""
 
-    def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Temporary files of killed writers, and of active ones; only their age tells which. A bucket has none."""
+    def leftovers(self) -> Iterator[ObjectInfo]:
+        """Temporary files of killed writers, and of active ones; only their age tells which. A bucket has none.
+
+        Their paths are those of files of this machine.
+        """
 
 
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
@@ -266,11 +270,12 @@ class LocalStore:
         except OSError:  # a reader may not write, and `gc` must work on full disks
             return time.time()
 
-    def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def leftovers(self) -> Iterator[ObjectInfo]:
         for file in self._folder.rglob(".*"):
             if _TEMPORARY.fullmatch(file.name):
                 with contextlib.suppress(FileNotFoundError):  # its writer has finished since the walk
-                    yield file, file.stat()
+                    status = file.stat()
+                    yield ObjectInfo(str(file), status.st_size, status.st_mtime)
 
     def _remove(self, file: Path) -> None:
         """Remove the file and, if it was the last one, its folder: a bucket has no empty folders either."""
@@ -383,6 +388,12 @@ class Ranges(io.RawIOBase):
         buffer[:length] = self._store.get_range(self._path, self._position, length)
         self._position += length
         return length
+
+
+def open_object(store: ObjectStore, path: str) -> BinaryIO:
+    """Open the object for reading: its file, or a stream of pieces from the bucket. Raises OSError or ObjectMissing."""
+    file = store.local_path(path)
+    return io.BufferedReader(Ranges(store, path), _PIECE) if file is None else file.open("rb")
 
 
 def _endpoint() -> str:
@@ -517,7 +528,7 @@ class S3Store:
         answer = self._call("head_bucket", "")
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
-    def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def leftovers(self) -> Iterator[ObjectInfo]:
         return iter(())  # unfinished uploads in parts go by a lifecycle rule of the bucket: docs/operating.md
 
     def _key(self, path: str) -> str:
@@ -543,12 +554,7 @@ class S3Store:
         )
         session = Session()
         session.register_component("data_loader", _loader())
-        try:
-            return boto3.session.Session(botocore_session=session).client("s3", config=config)
-        except ValueError as error:  # an endpoint that is no URL
-            raise StorageUnreachable(
-                f"cannot use {self.where()}: {redacted(str(error))}. Check AWS_ENDPOINT_URL"
-            ) from error
+        return boto3.session.Session(botocore_session=session).client("s3", config=config)
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
         """One request."""
@@ -562,17 +568,13 @@ class S3Store:
 
         try:
             yield
-        except (BotoCoreError, ClientError) as error:
-            status, hint = None, "check the network, AWS_ENDPOINT_URL and the credentials (AWS_ACCESS_KEY_ID, ~/.aws)"
-            if isinstance(error, ClientError):
-                status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-                if path and error.response["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
-                    raise ObjectMissing(f"there is no object {path} under {self.root}") from error
-                hint = "create the bucket" if status == 404 else _ACCESS if status in _REFUSED else "try again later"
+        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
+            answer = error.response if isinstance(error, ClientError) else {}
+            if path and answer and answer["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
+                raise ObjectMissing(f"there is no object {path} under {self.root}") from error
             raise StorageUnreachable(
-                f"{operation} of {self.where(path)} at {_endpoint()} failed: {redacted(str(error))}. To go on: {hint}, "
-                "then run again: what is committed stays",
-                status,
+                f"{operation} of {self.where(path)} at {_endpoint()} failed: {redacted(str(error))}. {_HINT}",
+                answer["ResponseMetadata"]["HTTPStatusCode"] if answer else None,
             ) from error
 
     def _read(self, path: str, **byte_range: str) -> bytes:

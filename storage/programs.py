@@ -8,10 +8,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from storage.settings import flag_hint
-
-_WRONG_ARGUMENTS = 2  # tyro's exit status
-
 # The arguments of many commands.
 Positional = tyro.conf.Positional
 Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
@@ -45,10 +41,6 @@ class Command:
                 )
             else:
                 tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
-        except SystemExit as ended:
-            if ended.code == _WRONG_ARGUMENTS:
-                print(flag_hint(sys.argv[1:] if arguments is None else arguments), end="", file=sys.stderr)
-            raise
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         except self.expected as error:

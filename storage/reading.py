@@ -4,6 +4,7 @@ From a folder, or from the tars in a cache, with one pread each. From a bucket w
 request and several requests at a time, so that training needs no disk.
 """
 
+import contextlib
 import functools
 import io
 import os
@@ -12,11 +13,9 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
-
-import numpy as np
+from typing import Protocol
 
 from storage.cache import ShardCache
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
@@ -31,7 +30,6 @@ _JOINED = 8 << 20  # bytes, at most, of a request for several neighbours
 _GAP = 64 << 10  # bytes, at most, between two samples that one request reads
 _PATIENCE = 300.0  # seconds: longer than a server takes to start again
 _LONGEST_PAUSE = 30.0  # seconds between two tries
-_Read = TypeVar("_Read")
 
 
 class Samples(Protocol):
@@ -48,63 +46,39 @@ class Samples(Protocol):
         """A sample per number, in their order, or why it is invalid. Other errors are raised, and stop the run: a
         missing tar, or a server that cannot be reached."""
 
-    def past_cache(self, number: int) -> Sample | None:
-        """The sample again, not from a cache; None if there is no cache."""
-
 
 class ShardSamples:
     """The samples of committed shards, read through the byte-offset index (pread, or range requests on S3).
 
-    Samples that were withdrawn are invalid; if their tars go meanwhile, the others are read from the newest revision.
-    patience: seconds for which a read is repeated while the storage does not answer.
+    Samples that were withdrawn since are invalid, and the others are read from where they are now. patience: seconds
+    for which a read is repeated while the storage does not answer.
     """
 
     def __init__(
         self, store: ObjectStore, index: ShardIndex, cache: ShardCache | None = None, patience: float = _PATIENCE
     ):
         self.store, self.cache, self.patience = store, cache, patience
+        sizes = {info.path: info.size for info in store.list(f"{index.folder}/")}
+        gone = not all(self._is_there(tar, sizes) for tar in index.tars)
+        self.index = index = follow_revisions(index, gone)
+        # ValueError for a tar that is missing or torn: at the start that is better than after hours.
+        for tar, size in zip(index.tars, index.tar_bytes, strict=True):
+            if size and (sizes.get(tar, size) != size or not self._is_there(tar, sizes)):
+                raise ValueError(
+                    f"{store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {size}: it is torn "
+                    f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
+                )
+        self._where = [store.where(tar) for tar in index.tars]
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        # Kept open, and shared with forked workers: pread moves no position.
+        self._files: dict[int, io.FileIO] = {}
         self._opening = threading.Lock()  # held while `_files` changes
-        self._pinned = index
-        self._read_from(*self._current())
-
-    def _current(self) -> tuple[ShardIndex, dict[str, int]]:
-        """The index as it can be read now, and the sizes of all objects of its stage; one listing."""
-        folder = self._pinned.path.rpartition("snapshots/")[0]
-        sizes = {info.path: info.size for info in self.store.list(folder)}
-        gone = {n for n, tar in enumerate(self._pinned.tars) if not self._is_there(tar, sizes)}
-        return follow_revisions(self._pinned, gone), sizes
+        if cache is not None:
+            cache.want(index, sizes)
 
     def _is_there(self, tar: str, sizes: dict[str, int]) -> bool:
         # Network file systems list late what was written last.
         return tar in sizes or self.store.exists(tar)
-
-    def _read_from(self, index: ShardIndex, sizes: dict[str, int]) -> None:
-        """ValueError if a tar is missing or too short: at the start that is better than after hours."""
-        # Samples lie in their tar in the order of the index: the last one has its end.
-        last = np.searchsorted(index.shard, np.arange(len(index.tars), dtype=index.shard.dtype), "right") - 1
-        ends = index.offset[last].astype(np.int64) + index.length[last]
-        for number, (_, offset, length) in index.moved.items():
-            ends[number] = (offset + length).max(initial=0)
-        for tar, end in zip(index.tars, ends.tolist(), strict=True):
-            if sizes.get(tar, end) < end or (end and not self._is_there(tar, sizes)):
-                raise ValueError(
-                    f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {end}: it is torn "
-                    f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
-                )
-        self.index, self._where = index, [self.store.where(tar) for tar in index.tars]
-        # Kept open, and shared with forked workers: pread moves no position.
-        self._files: dict[int, io.FileIO] = {}
-        if self.cache is not None:
-            self.cache.want(index, sizes)
-
-    def _find_moved(self) -> bool:
-        """Look for the samples of tars that are gone. Returns True if they are elsewhere. No other thread may read."""
-        index, sizes = self._current()
-        if index.tars == self.index.tars:
-            return False
-        self._read_from(index, sizes)
-        return True
 
     @functools.cached_property
     def urls(self) -> list[str]:
@@ -130,29 +104,8 @@ class ShardSamples:
         """A sample per number, in their order, or the ValueError that says why it is invalid.
 
         Neighbours in a tar are read together; from a bucket with several requests at a time. StorageUnreachable if the
-        bucket does not answer.
+        bucket does not answer, ObjectMissing if a tar is gone.
         """
-        return self._wherever(lambda: self._samples(numbers))
-
-    def past_cache(self, number: int) -> Sample | None:
-        """A sample from the store; a cached copy that differs is removed. None if there is no cache.
-
-        For a sample whose JPEG does not decode. ValueError as `sample`.
-        """
-        if self.cache is None or number in self.index.withdrawn:
-            return None
-        return self._wherever(lambda: self._past_cache(*self._span(number)))
-
-    def _wherever(self, read: Callable[[], _Read]) -> _Read:
-        """What `read` returns; again if a tar is gone and its samples are elsewhere."""
-        try:
-            return read()
-        except ObjectMissing:
-            if not self._find_moved():
-                raise
-        return read()
-
-    def _samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         groups = self._neighbours(numbers)
         if len(groups) < 2 or self.store.local_path("any") is not None:
             answers = [self._together(group) for group in groups]
@@ -194,45 +147,26 @@ class ShardSamples:
         for number, (_, offset, length) in spans.items():
             try:
                 data = block[offset - start : offset - start + length]
-                found[number] = read_span(data, self._name(tar, offset))
+                found[number] = read_span(data, f"{self._where[tar]} at byte {offset}")
             except ValueError as error:
-                found[number] = error if self.cache is None else self._from_store(tar, offset, length)
+                found[number] = error
         return found
-
-    def _from_store(self, tar: int, offset: int, length: int) -> Sample | ValueError:
-        try:
-            return self._past_cache(tar, offset, length)
-        except ValueError as error:
-            return error
-
-    def _past_cache(self, tar: int, offset: int, length: int) -> Sample:
-        committed = self._read_store(tar, offset, length)
-        if committed != self.read(tar, offset, length):
-            self._forget(tar)  # the copy is damaged
-        return read_span(committed, self._name(tar, offset))
 
     def _span(self, number: int) -> tuple[int, int, int]:
         """Number of the tar, offset and length in bytes."""
-        index, tar = self.index, int(self.index.shard[number])
-        if tar in index.moved:
-            first, offset, length = index.moved[tar]
-            return tar, int(offset[number - first]), int(length[number - first])
-        return tar, int(index.offset[number]), int(index.length[number])
-
-    def _name(self, tar: int, offset: int) -> str:
-        return f"{self._where[tar]} at byte {offset}"
+        index = self.index
+        return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
 
     def read(self, tar: int, offset: int, length: int) -> bytes:
         """Exactly these bytes of tar number `tar`: from a local file if there is one, else from the bucket."""
         file = self._files.get(tar) or self._open(tar)
         if file is not None:
-            try:
+            with contextlib.suppress(OSError):  # a failing disk, or a file that was replaced on NFS
                 data = os.pread(file.fileno(), length, offset)
-            except OSError:
-                data = b""  # a failing disk, or a file that was replaced on NFS
-            if len(data) == length:
-                return data
-            self._forget(tar)
+                if len(data) == length:
+                    return data
+            with self._opening:
+                self._files.pop(tar, None)
         return self._read_store(tar, offset, length)
 
     def _read_store(self, tar: int, offset: int, length: int) -> bytes:
@@ -241,6 +175,11 @@ class ShardSamples:
         while True:
             try:
                 return self.store.get_range(self.index.tars[tar], offset, length)
+            except ObjectMissing as error:
+                raise ObjectMissing(
+                    f"{error} any more, as after a withdrawal and `vlbert catalog gc --delete`: start the run again, "
+                    "and it reads the newest revisions"
+                ) from error
             except StorageUnreachable as error:
                 left = end - time.monotonic()
                 if left <= 0 or (error.http_status is not None and error.http_status < 500):
@@ -253,7 +192,7 @@ class ShardSamples:
 
     def _open(self, tar: int) -> io.FileIO | None:
         """The tar as a file of this machine, None if there is none."""
-        file = None if self.cache is None else self.cache.open(self.index.tars[tar], self.index.tar_bytes[tar])
+        file = None if self.cache is None else self.cache.open(self.index.tars[tar])
         path = self.store.local_path(self.index.tars[tar]) if file is None else None
         if path is not None:
             try:
@@ -266,10 +205,3 @@ class ShardSamples:
                     self._files.pop(next(iter(self._files)))  # closed once nobody reads from it
                 self._files[tar] = file
         return file
-
-    def _forget(self, tar: int) -> None:
-        """Stop reading a tar from its local file, which is unreadable, too short or holds an invalid sample."""
-        with self._opening:
-            self._files.pop(tar, None)
-        if self.cache is not None:
-            self.cache.remove(self.index.tars[tar])

@@ -5,65 +5,58 @@ same samples at other offsets. Those that were withdrawn are unreadable.
 """
 
 import dataclasses
-from collections.abc import Collection
+from itertools import islice
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from storage.catalog import Catalog
-from storage.manifests import Manifest
-from storage.snapshots import ShardIndex, read_columns, read_rows, shard_of
+from storage.snapshots import ShardIndex, read_columns, shard_of
 from storage.withdrawn import read_withdrawn
 
 
-def follow_revisions(index: ShardIndex, gone: Collection[int] = ()) -> ShardIndex:
-    """The index of a snapshot as it can be read now.
+def follow_revisions(index: ShardIndex, gone: bool) -> ShardIndex:
+    """The index of a snapshot as it can be read now; its arrays are this process's own then.
 
-    Shards that lost a sample since, and those whose tar is `gone` (numbers of tars), are read from their newest
-    revision, if there is a newer one.
+    Shards that lost a sample since are read from their newest revision. gone: a tar is, perhaps of a withdrawal that
+    was taken back later.
     """
     store = index.store
     if not gone and not read_withdrawn(store):
         return index
-    dataset, _, stage = index.path.rpartition("/snapshots/")[0].partition("/")
+    dataset, _, stage = index.folder.partition("/")
     catalog = Catalog(store, dataset)
     newest = catalog.newest(stage)
     names = {number: newest.get(shard_of(name), name) for number, name in enumerate(index.manifests)}
-    revised = [number for number, name in enumerate(index.manifests) if names[number] != name]
-    starts = np.searchsorted(index.shard, np.arange(len(index.tars) + 1, dtype=index.shard.dtype)).tolist()
-    rows = _rows_of(index, [range(starts[number], starts[number + 1]) for number in revised])
+    revised = {number: name for number, name in names.items() if name != index.manifests[number]}
+    shards = pa.array([int(shard_of(name)) for name in revised.values()], pa.int32())
+    keys = (
+        key
+        for table in read_columns(store, index.path, ["shard", "key"])
+        for key in table.filter(pc.is_in(table["shard"], value_set=shards))["key"].to_pylist()
+    )
+    first = np.searchsorted(index.shard, np.arange(len(index.tars) + 1, dtype=np.uint32)).tolist()
     tars, sha256, sizes = list(index.tars), list(index.tar_sha256), list(index.tar_bytes)
-    moved, lost = {}, []
-    manifests = catalog.each_manifest(stage, [names[number] for number in revised])
-    for number, ours, manifest in zip(revised, rows, manifests, strict=True):
-        offset, length = _places(manifest, ours)
-        if number not in gone and (offset >= 0).all():
+    offset, length, withdrawn = index.offset.copy(), index.length.copy(), {}
+    manifests = catalog.each(stage, list(revised.values()), ["key", "status", "offset", "length"])
+    for number, manifest in zip(revised, manifests, strict=True):
+        places = {row["key"]: row for row in manifest.ok().to_pylist()}
+        own = dict(enumerate(islice(keys, first[number + 1] - first[number]), first[number]))
+        lost = {i: key for i, key in own.items() if key not in places}
+        if not lost:
             continue
-        moved[number] = starts[number], offset, length
-        lost += (starts[number] + np.flatnonzero(offset < 0)).tolist()
+        withdrawn |= lost
+        for i in own.keys() - lost.keys():
+            offset[i], length[i] = places[own[i]]["offset"], places[own[i]]["length"]
         tars[number] = manifest.tar or tars[number]  # of which no sample is read
         sha256[number], sizes[number] = manifest.tar_sha256, manifest.tar_bytes
-    keys = [row["key"] for row in read_rows(store, index.path, lost)] if lost else []
     return dataclasses.replace(
         index,
         tars=tuple(tars),
         tar_sha256=tuple(sha256),
         tar_bytes=tuple(sizes),
-        moved=moved,
-        withdrawn=dict(zip(lost, keys, strict=True)),
+        offset=offset,
+        length=length,
+        withdrawn=withdrawn,
     )
-
-
-def _rows_of(index: ShardIndex, samples: list[range]) -> list[np.ndarray]:
-    """The numbers of the input rows of these samples of a snapshot, int64; the ranges ascend."""
-    if not samples:
-        return []
-    found = np.concatenate([table["row"].to_numpy() for table in read_columns(index.store, index.path, ["row"])])
-    return [found[each.start : each.stop] for each in samples]
-
-
-def _places(manifest: Manifest, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the samples of these rows are in the tar of a manifest: offsets, -1 if a row has none, and lengths."""
-    row, offset, length = (manifest.ok()[name].to_pylist() for name in ("row", "offset", "length"))
-    known = dict(zip(row, zip(offset, length, strict=True), strict=True))
-    found = np.array([known.get(one, (-1, 0)) for one in rows.tolist()], np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]

@@ -73,7 +73,10 @@ class Folder:
             raise ValueError(f"{self.where_of(name)} is gone; {way_out(self.store, self.path)}") from error
         wanted = self.hashes.get(name)
         if wanted is not None and (found := file_hash([data])) != wanted:
-            raise ValueError(f"{self.where_of(name)} {differing(found, wanted)}; {way_out(self.store, self.path)}")
+            raise ValueError(
+                f"{self.where_of(name)} is damaged: its sha256 is {found['sha256'][:12]}..., not "
+                f"{wanted['sha256'][:12]}...; {way_out(self.store, self.path)}"
+            )
         return data
 
     def json(self, name: str) -> dict[str, Any]:
@@ -82,13 +85,6 @@ class Folder:
 
     def _path_of(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
-
-
-def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What is wrong with a file whose hash differs from that in state.json."""
-    if found["bytes"] != wanted["bytes"]:
-        return f"is damaged: it has {found['bytes']} bytes, but {wanted['bytes']} were written"
-    return f"is damaged: its sha256 is {found['sha256'][:12]}..., but {wanted['sha256'][:12]}... was written"
 
 
 def open_folder(store: ObjectStore, path: str) -> Folder:
@@ -119,36 +115,14 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
 
 
 def way_out(store: ObjectStore, path: str) -> str:
-    """What to do about a damaged file of this folder; names another checkpoint of the run, if there is one."""
-    step = _STEP.fullmatch(path)
-    if not step:
+    """What to do about a damaged file of this folder."""
+    where = store.where(path)
+    if _STEP.fullmatch(path):
         return (
-            f"copy {store.where(path)} again; if the change was intended, remove its {STATE}, or `files` from its "
-            f"{CONFIG}"
+            f"put it back from a copy, or remove {where}: the run then resumes from the checkpoint before it, or from "
+            "the beginning"
         )
-    run = step[1].removeprefix("runs/")
-    sound = [other for other in checkpoints(store, run) if other != path and _looks_sound(store, other)]
-    before, where = [other for other in sound if other < path], store.where(path)
-    if before:
-        return (
-            f"put it back from a copy, or use the checkpoint before it, {store.where(before[-1])}: name that one, or "
-            f"remove {where}, and the run resumes from there"
-        )
-    if sound:
-        return f"put it back from a copy, or name {store.where(sound[-1])}, the newest of this run"
-    return (
-        f"put it back from a copy; the run has no other checkpoint: if you remove {where}, it starts from the beginning"
-    )
-
-
-def _looks_sound(store: ObjectStore, path: str) -> bool:
-    """Whether state.json is undamaged and the files have its sizes; one listing and one read."""
-    sizes = {info.path.removeprefix(f"{path}/"): info.size for info in store.list(f"{path}/")}
-    try:
-        files = read_sealed(store.get(f"{path}/{STATE}"), path)["files"]
-    except (ObjectMissing, ValueError, KeyError):
-        return False
-    return all(sizes.get(name) == recorded["bytes"] for name, recorded in files.items())
+    return f"copy {where} again; if the change was intended, remove its {STATE}, or `files` from its {CONFIG}"
 
 
 # --- JSON with its own digest -----------------------------------------------------------------------------------------

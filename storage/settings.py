@@ -10,7 +10,7 @@ import io
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
@@ -74,7 +74,7 @@ def parse(
         with contextlib.redirect_stderr(printed):
             return make(prog="", add_help=False)
     except SystemExit:
-        raise ValueError(f"{_text_of_box(printed.getvalue())}{flag_hint(arguments or [])}") from None
+        raise ValueError(_text_of_box(printed.getvalue())) from None
 
 
 def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
@@ -86,15 +86,6 @@ def _text_of_box(printed: str) -> str:
     """What tyro prints in a box, as one line without the box's title."""
     _, *lines = [line.strip("│ ") for line in printed.splitlines() if any(map(str.isalnum, line))] or [""]
     return " ".join(lines).partition(" For full helptext")[0]
-
-
-def flag_hint(arguments: Sequence[str]) -> str:
-    """How a flag is set, where an argument may give it a value, as --json=true; "" where none does.
-
-    tyro has only the value as an unrecognized option.
-    """
-    given = [one for one in arguments if re.fullmatch(r"--\S+=(true|false|yes|no|on|off)", one, re.IGNORECASE)]
-    return f" A flag takes no value: in place of {', '.join(given)} give --NAME or --no_NAME\n" if given else ""
 
 
 def _weights(texts: list[str]) -> dict[str, float | None]:
@@ -142,14 +133,6 @@ def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def arguments_of(config: Any, base: Any = None) -> list[str]:
-    """Return the command line of the fields in which the config differs from `base`, or from their defaults.
-
-    The inverse of override(base, ...), and of parse.
-    """
-    return as_arguments(dict(_changes(config, base)))
-
-
 def as_arguments(values: Mapping[str, Any]) -> list[str]:
     """Return the command line that sets these dotted fields."""
     found = []
@@ -166,25 +149,21 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def changed_fields(config: Any) -> list[str]:
-    """Dotted names of the fields that do not have their defaults."""
-    return [path for path, _ in _changes(config)]
+def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str, Any]:
+    """Return the dotted plain fields that differ from `base`, or from their defaults, each with its value.
 
-
-def _changes(config: Any, base: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) of each plain field that differs from `base`, or from its default."""
+    override(base, as_arguments(...)) of them gives the config again.
+    """
+    found = {}
     for field in dataclasses.fields(config):
         path, value = f"{prefix}{field.name}", getattr(config, field.name)
-        before = _default_of(field) if base is None else getattr(base, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        before = default if base is None else getattr(base, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _changes(value, before if dataclasses.is_dataclass(before) else None, f"{path}.")
+            found |= changed_fields(value, before if dataclasses.is_dataclass(before) else None, f"{path}.")
         elif value != before:
-            yield path, value
-
-
-def _default_of(field: dataclasses.Field) -> Any:
-    """The default of a dataclass's field; MISSING if it has none."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            found[path] = value
+    return found
 
 
 def override_values(config: Any, values: dict[str, Any]) -> Any:

@@ -11,8 +11,6 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +44,7 @@ SNAPSHOT_SCHEMA = pa.schema(
 FROM_MANIFEST = SNAPSHOT_SCHEMA.names[1:]  # columns of a manifest
 LARGE = 2**20  # samples; each process holds a smaller index in its own memory
 _GROUP = 2**17  # rows of a row group, which are decoded together
+_SPAN = np.dtype([("offset", np.int64), ("length", np.int32), ("shard", np.uint32)])  # of a sample, 16 bytes
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,9 @@ class ShardIndex:
     offset      int64  [S]  bytes
     length      int32  [S]  bytes: ObjectStore.get_range(tars[shard], offset, length) -> shards.read_span
     store, path the snapshot's file
-    moved       of each of `tars` that is not the one of the snapshot: number of its first sample, and the offsets and
-                lengths of its samples, in place of those above
     withdrawn   number -> key of the samples that were withdrawn since; they cannot be read (storage/revised.py)
 
-    The arrays are read-only. All processes of a machine share those of a large snapshot, as files in TMPDIR.
+    All processes of a machine share the arrays of a large snapshot, as a file in TMPDIR.
     """
 
     snapshot: Snapshot
@@ -101,7 +98,6 @@ class ShardIndex:
     length: np.ndarray
     store: ObjectStore
     path: str
-    moved: Mapping[int, tuple[int, np.ndarray, np.ndarray]] = field(default_factory=dict)
     withdrawn: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -112,19 +108,9 @@ class ShardIndex:
         """That of the stage, relative to the root."""
         return self.path.rpartition("/snapshots/")[0]
 
-    def keys(self) -> list[str]:
-        """The key of each sample; read at each call, because the keys take more memory than all the rest."""
-        return self._strings("key")
-
     def urls(self) -> list[str]:
-        """The URL of each sample (of imported images, the file name); read at each call, as keys are."""
-        return self._strings("url")
-
-    def _strings(self, column: str) -> list[str]:
-        values = []
-        for table in read_columns(self.store, self.path, [column]):
-            values += table.column(column).to_pylist()
-        return values
+        """The URL of each sample (of imported images, the file name); a long list, so it is read at each call."""
+        return [url for table in read_columns(self.store, self.path, ["url"]) for url in table["url"].to_pylist()]
 
 
 def _metadata(stage: str, headers: Sequence[Header]) -> dict:
@@ -216,19 +202,16 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
         snapshot, shards = _footer(file, store.where(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
 
-        def spans() -> _Arrays:
-            offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
-            start = 0
+        def spans() -> np.ndarray:
+            found, start = np.empty(snapshot.ok_rows, _SPAN), 0
             for table in _groups(file, store.where(path), ["offset", "length"]):
-                offset[start : start + len(table)] = table["offset"].to_numpy()
-                length[start : start + len(table)] = table["length"].to_numpy()
+                for name in ("offset", "length"):
+                    found[name][start : start + len(table)] = table[name].to_numpy()
                 start += len(table)
-            number = np.repeat(np.arange(len(shards), dtype=np.uint32), [shard["rows"] for shard in shards])
-            for array in (offset, length, number):
-                array.setflags(write=False)
-            return offset, length, number
+            found["shard"] = np.repeat(np.arange(len(shards), dtype=np.uint32), [shard["rows"] for shard in shards])
+            return found
 
-        offset, length, number = _shared(snapshot, spans)
+        found = spans() if snapshot.ok_rows < LARGE else _shared(snapshot, spans)
     folder = path.rpartition("/snapshots/")[0]
     return ShardIndex(
         snapshot=snapshot,
@@ -236,43 +219,37 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
         tars=tuple(f"{folder}/{shard['tar']}" for shard in shards),
         tar_sha256=tuple(shard["tar_sha256"] for shard in shards),
         tar_bytes=tuple(shard["tar_bytes"] for shard in shards),
-        shard=number,
-        offset=offset,
-        length=length,
+        shard=found["shard"],
+        offset=found["offset"],
+        length=found["length"],
         store=store,
         path=path,
     )
 
 
-_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # offset, length and shard of a ShardIndex
+def _shared(snapshot: Snapshot, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """The spans of a large snapshot: a file in TMPDIR, which one process of the machine makes and all map.
 
-
-def _shared(snapshot: Snapshot, make: Callable[[], _Arrays]) -> _Arrays:
-    """The arrays of a snapshot's index. Those of a large one are files in TMPDIR, which one process of the machine
-    makes and all map; if there can be none, as on a full disk, this process holds its own."""
-    if snapshot.ok_rows < LARGE:
-        return make()
-    folder = Path(tempfile.gettempdir(), f"vlbert-index-{os.getuid()}", snapshot.id)
-    files = [folder / f"{name}.npy" for name in ("offset", "length", "shard")]
+    ValueError names a file that cannot be made.
+    """
+    folder = Path(tempfile.gettempdir(), f"vlbert-index-{os.getuid()}")
+    file = folder / f"{snapshot.id}.npy"
     try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        if folder.parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder.parent} is another user's")
-        with open(folder.parent / "lock", "w") as lock:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} is another user's")
+        with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.is_dir():
-                with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as made:
-                    for file, array in zip(files, make(), strict=True):
-                        with Path(made, file.name).open("wb") as out:
-                            np.save(out, array)
-                            os.fsync(out.fileno())  # else a power failure may leave zeros, which look like offsets
-                    os.rename(made, folder)
-        # As plain arrays: single numbers of a memmap take longer.
-        return tuple(np.asarray(np.load(file, mmap_mode="r")) for file in files)
-    except (OSError, ValueError) as error:
-        shutil.rmtree(folder, ignore_errors=True)  # the next process makes it again
-        print(f"this process holds its own index, as {folder} cannot be used: {error}", file=sys.stderr, flush=True)
-        return make()
+            if not file.exists():
+                with file.with_suffix(".part").open("wb") as out:
+                    np.save(out, make())
+                    os.fsync(out.fileno())  # else a power failure may leave zeros, which look like offsets
+                os.rename(out.name, file)
+        return np.asarray(np.load(file, mmap_mode="r"))  # single numbers of a memmap take longer
+    except StorageUnreachable:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot make the index {file}: {error}. Set TMPDIR to a folder with more space") from error
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -281,23 +258,10 @@ def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Itera
         yield from _groups(file, store.where(path), columns)
 
 
-def read_rows(store: ObjectStore, path: str, numbers: Sequence[int]) -> list[dict]:
-    """shard, row, key, url and license of these samples of a snapshot, ascending; errors as of read_snapshot."""
-    rows, wanted = [], np.array(numbers, np.int64)
-    with _opened(store, path) as file:
-        groups = np.unique(wanted // _GROUP).tolist()
-        for group, table in zip(
-            groups, _groups(file, store.where(path), ["shard", "row", "key", "url", "license"], groups), strict=True
-        ):
-            rows += table.take(pa.array(wanted[wanted // _GROUP == group] - group * _GROUP)).to_pylist()
-    return rows
-
-
-def _groups(
-    file: pq.ParquetFile, where: str, columns: Sequence[str], only: Sequence[int] | None = None
-) -> Iterator[pa.Table]:
-    for group in range(file.num_row_groups) if only is None else only:
-        table = file.read_row_group(group, columns=list(columns), use_threads=False)
+def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+    for group in range(file.num_row_groups):
+        with _named(where):
+            table = file.read_row_group(group, columns=list(columns), use_threads=False)
         # The checksums cover a page's content, but not the number of rows in its header.
         if len(table) != min(_GROUP, file.metadata.num_rows - group * _GROUP):
             raise ValueError(f"{where} is damaged: row group {group} has {len(table)} rows; {_WAY_OUT}")
@@ -325,11 +289,17 @@ _WAY_OUT = "put it back as it was, or start another run, which pins a new one"
 @contextlib.contextmanager
 def _opened(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
     """A Parquet file of the storage; what goes wrong while it is open is a ValueError that names it."""
-    where, local = store.where(path), store.local_path(path)
-    try:
+    local = store.local_path(path)
+    with _named(store.where(path)):
         # pre_buffer: neighbouring columns in one request.
         source = {"source": Ranges(store, path), "pre_buffer": True} if local is None else {"source": local}
         yield pq.ParquetFile(**source, memory_map=local is not None, page_checksum_verification=True)
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    try:
+        yield
     except StorageUnreachable:
         raise
     except (ObjectMissing, FileNotFoundError) as error:

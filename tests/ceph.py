@@ -4,7 +4,6 @@ python tests/ceph.py COMMAND...      runs the command with this gateway as AWS_E
 """
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a program
 
 import boto3
 import pytest
-from botocore.config import Config
 from s3 import SETTINGS, certificate, environment
 from tools import skip_without
 
@@ -59,9 +57,6 @@ osd_pool_default_pg_num = 4
 osd_pool_default_pgp_num = 4
 osd_pool_default_pg_autoscale_mode = off
 rgw_frontends = beast endpoint=127.0.0.1:{http} ssl_endpoint=127.0.0.1:{https} ssl_certificate={certificate}
-rgw_s3_auth_use_sts = true
-rgw_sts_key = 0123456789abcdef
-rgw_sts_min_session_duration = 1
 """
 
 
@@ -77,22 +72,6 @@ class Gateway:
         """The environment in which boto3 finds it."""
         return SETTINGS | {"AWS_ENDPOINT_URL": getattr(self, scheme), "AWS_CA_BUNDLE": str(self.certificate)}
 
-    def session(self, seconds: int) -> dict[str, str]:
-        """New credentials that expire after so many seconds, as STS's answer has them."""
-        with environment(**self.variables()):
-            # botocore asks for at least 900.
-            sts = boto3.session.Session().client("sts", config=Config(parameter_validation=False))
-            return sts.assume_role(RoleArn=_ROLE, RoleSessionName="test", DurationSeconds=seconds)["Credentials"]
-
-
-_ROLE = "arn:aws:iam:::role/tests"
-
-
-def _policy(**statement: object) -> str:
-    """As JSON without spaces, which Ceph 16 refuses."""
-    statement = {"Effect": "Allow", **statement}
-    return json.dumps({"Version": "2012-10-17", "Statement": [statement]}, separators=(",", ":"))
-
 
 @contextlib.contextmanager
 def ceph(folder: Path, *buckets: str) -> Iterator[Gateway]:
@@ -105,11 +84,6 @@ def ceph(folder: Path, *buckets: str) -> Iterator[Gateway]:
         with environment(**gateway.variables()):
             for bucket in buckets:
                 boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
-            iam = boto3.session.Session().client("iam")
-            trust = _policy(Principal={"AWS": ["arn:aws:iam:::user/tests"]}, Action=["sts:AssumeRole"])
-            iam.create_role(RoleName="tests", Path="/", AssumeRolePolicyDocument=trust)
-            all_of_s3 = _policy(Action="s3:*", Resource="arn:aws:s3:::*")
-            iam.put_role_policy(RoleName="tests", PolicyName="all", PolicyDocument=all_of_s3)
         yield gateway
 
 
@@ -147,7 +121,7 @@ def _start(folder: Path, stack: contextlib.ExitStack) -> Gateway:
     key, secret = SETTINGS["AWS_ACCESS_KEY_ID"], SETTINGS["AWS_SECRET_ACCESS_KEY"]
     names = ["--uid=tests", "--display-name=tests", f"--access-key={key}", f"--secret-key={secret}"]
     _wait(f"http://127.0.0.1:{http}", gateway, folder)
-    once("radosgw-admin", "user", "create", *names, "--caps=roles=*")
+    once("radosgw-admin", "user", "create", *names)
     return Gateway(f"http://127.0.0.1:{http}", f"https://127.0.0.1:{https}", made)
 
 

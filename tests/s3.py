@@ -4,17 +4,14 @@ import contextlib
 import datetime
 import ipaddress
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.server import ThreadedMotoServer
-from werkzeug.serving import make_server
 
 SETTINGS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -53,30 +50,6 @@ def s3_server(*buckets: str) -> Iterator[str]:
             yield endpoint
     finally:
         server.stop()
-
-
-@contextlib.contextmanager
-def https_s3_server(folder: Path, bucket: str) -> Iterator[list[Mapping[str, str]]]:
-    """The same over https, with a certificate of its own in `folder`; the headers of every request that came."""
-    file, came = certificate(folder), []
-    app = DomainDispatcherApplication(create_backend_app)
-
-    def note(environ: dict, answer: object) -> object:
-        came.append({n[5:].replace("_", "-").lower(): v for n, v in environ.items() if n.startswith("HTTP_")})
-        came[-1][":method"] = environ["REQUEST_METHOD"]
-        return app(environ, answer)
-
-    server = make_server("127.0.0.1", 0, note, threaded=True, ssl_context=(file, file))
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        endpoint = f"https://127.0.0.1:{server.server_port}"
-        with environment(**SETTINGS, AWS_ENDPOINT_URL=endpoint, AWS_CA_BUNDLE=str(file)):
-            boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
-            came.clear()
-            yield came
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def certificate(folder: Path) -> Path:

@@ -1,78 +1,61 @@
-"""A proxy before an S3 server with the faults of networks: 503s, resets, bodies cut short, slow starts.
+"""A proxy before an S3 server with the faults of networks that a test plans: statuses, resets, bodies cut short.
 
 A real TCP server. It lets conditional writes through one at a time, because moto itself decides no races.
 """
 
 import contextlib
 import http.client
-import random
 import socket
 import struct
 import threading
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 from s3 import environment
 
-# Shares of all requests. `reset before`: the server never hears of it; `reset after`: it did it, the answer is lost.
-FAULTS = {"503": 0.05, "reset before": 0.02, "reset after": 0.02, "truncated": 0.02, "slow": 0.05}
 _ERROR = '<?xml version="1.0"?><Error><Code>{}</Code><Message>as the test plans</Message></Error>'
 
 
 class FaultyS3(ThreadingHTTPServer):
-    """The proxy; `happened` counts what it did to requests, `strip` names headers that it takes away from them."""
+    """The proxy; `strip` names headers that it takes away from requests."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, server: str, seed: int, faults: Mapping[str, float], strip: frozenset[str] = frozenset()):
+    def __init__(self, server: str, strip: frozenset[str]):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.behind = urlsplit(server).netloc
-        self.faults, self.strip = dict(faults), {name.lower() for name in strip}
-        self.happened: Counter[str] = Counter()
+        self.behind, self.strip = urlsplit(server).netloc, {name.lower() for name in strip}
         self.planned: list[tuple[str, str, str]] = []
         self.one_at_a_time = threading.Lock()
-        self._chance, self._deciding = random.Random(seed), threading.Lock()
 
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
     def plan(self, method: str, part: str, *faults: str) -> None:
-        """The next requests of this method whose path holds `part` suffer these, one each: a fault or a status."""
+        """The next requests of this method whose path holds `part` suffer these, one each: a status, or a fault.
+
+        `reset before`: the server never hears of it; `reset after`: it did it, and the answer is lost; `truncated`.
+        """
         self.planned += [(method, part, fault) for fault in faults]
 
     def fault(self, method: str, path: str) -> str:
         """What is to happen to this request; `none` for nothing."""
-        with self._deciding:
-            for one in self.planned:
-                if one[0] == method and one[1] in path:
-                    self.planned.remove(one)
-                    return self._counted(one[2])
-            left = self._chance.random()
-            for name, share in self.faults.items():
-                left -= share
-                if left < 0:
-                    return self._counted(name)
-            return self._counted("none")
-
-    def _counted(self, fault: str) -> str:
-        self.happened[fault] += 1
-        return fault
+        for one in self.planned:
+            if one[0] == method and one[1] in path:
+                self.planned.remove(one)
+                return one[2]
+        return "none"
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # a client that went away
 
 
 @contextlib.contextmanager
-def faulty(
-    server: str, seed: int = 0, faults: Mapping[str, float] = FAULTS, strip: frozenset[str] = frozenset()
-) -> Iterator[FaultyS3]:
+def faulty(server: str, strip: frozenset[str] = frozenset()) -> Iterator[FaultyS3]:
     """The proxy, which boto3 finds through the environment meanwhile."""
-    proxy = FaultyS3(server, seed, faults, strip)
+    proxy = FaultyS3(server, strip)
     thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
@@ -89,33 +72,19 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def _pass_on(self) -> None:
-        body = self._body()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.server.fault(self.command, self.path)
         if fault.isdigit():
             error = _ERROR.format("SlowDown" if fault == "503" else "Refused")
-            return self._answer(int(fault), {"Content-Type": "application/xml"}, error.encode())
+            return self._answer(int(fault), [("Content-Type", "application/xml")], error.encode())
         if fault == "reset before":
             return self._reset()
-        if fault == "slow":
-            time.sleep(0.2)
         status, headers, answer = self._ask(body)
         if fault == "reset after" or (fault == "truncated" and not answer):
             return self._reset()
         return self._answer(status, headers, answer, cut=fault == "truncated")
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
-
-    def _body(self) -> bytes:
-        """The body of the request as it came, with the framing of its chunks where it has some."""
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while True:
-            parts.append(self.rfile.readline())
-            size = int(parts[-1].split(b";")[0], 16)
-            parts.append(self.rfile.read(size + 2))  # the last one is empty
-            if size == 0:
-                return b"".join(parts)
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         conditional = "If-None-Match" in self.headers
@@ -132,17 +101,15 @@ class _Handler(BaseHTTPRequestHandler):
             finally:
                 connection.close()
 
-    def _answer(
-        self, status: int, headers: Mapping[str, str] | list[tuple[str, str]], body: bytes, cut: bool = False
-    ) -> None:
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, cut: bool = False) -> None:
         self.send_response_only(status)
-        length = None
-        for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        length = str(len(body))
+        for name, value in headers:
             if name.lower() == "content-length":
                 length = value  # of HEAD it is the object's
             elif name.lower() not in ("transfer-encoding", "connection"):
                 self.send_header(name, value)
-        self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(body)))
+        self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if cut else body)

@@ -16,6 +16,8 @@ import pytest
 
 import storage.sample
 import storage.shards
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
 from storage.digests import BLANK, OWN_SHA256, seal
 from storage.manifests import Row
 from storage.object_store import ObjectStore
@@ -29,6 +31,7 @@ JPEG = base64.b64decode(
     "NVFsqBiZWpIjc30w7f2K/9k="
 )
 DETECTOR = "0123456789ab"
+REGIONS = f"regions/{DETECTOR}"
 
 
 def seeded_fractions(seed: str, *shape: int) -> np.ndarray:
@@ -99,6 +102,16 @@ def shard_of(number: int, size: int = 6, regions: bool = False) -> tuple[list[Sa
             rows.append(Row(i, sample.key, "ok", "", sample.url))
             samples.append(sample)
     return samples, rows
+
+
+def commit(catalog: Catalog, number: int, stage: str = "images", **meta: object) -> bool:
+    """Commit shard `number`, its rows and samples those of shard_of; whether it was the first."""
+    return commit_shard(catalog, stage, f"{number:05d}", *shard_of(number, regions=stage != "images"), meta)
+
+
+def detect(catalog: Catalog, number: int) -> bool:
+    """Commit the regions of a shard that is committed."""
+    return commit(catalog, number, REGIONS, source=catalog.manifest("images", f"{number:05d}").as_source())
 
 
 def as_dict(sample: Sample) -> dict:

@@ -16,7 +16,7 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Regions, Sample, sample_key
-from storage.settings import arguments_of, as_arguments
+from storage.settings import as_arguments, changed_fields
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.corpus import make_corpus
@@ -202,7 +202,7 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
 
 def as_overrides(recipe: Recipe, of: Recipe) -> list[str]:
     """The command line's overrides that turn the recipe `of` into `recipe` (its name aside)."""
-    return arguments_of(dataclasses.replace(recipe, name=of.name), of)
+    return as_arguments(changed_fields(dataclasses.replace(recipe, name=of.name), of))
 
 
 def urls(samples: list, withdrawn: tuple[str, ...] = ()) -> SimpleNamespace:

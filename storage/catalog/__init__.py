@@ -19,17 +19,15 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.digests import check_version, is_whole
-from storage.manifests import MANIFEST_VERSION, OK, SCHEMA, Header, Manifest
+from storage.manifests import MANIFEST_VERSION, SCHEMA, Header, Manifest
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
@@ -41,7 +39,6 @@ STAGE_NAME = re.compile(r"images|regions/[A-Za-z0-9][A-Za-z0-9_.-]*")
 SHARD_NAME = re.compile(r"\d{5}")
 MANIFEST_FILE = re.compile(r"(\d{5})(?:\.r([1-9]\d*))?\.parquet")
 _SNAPSHOT = re.compile(r"[0-9a-f]{16}")
-_Read = TypeVar("_Read")
 _READERS = 16  # manifests fetched at a time: each is small, and S3 answers in tens of milliseconds
 
 
@@ -80,50 +77,29 @@ class Catalog:
     def revisions(self, stage: str, shard: str) -> list[Header]:
         """The header of each revision of a shard, the newest last; [] if it is not committed."""
         self.manifest_path(stage, shard)
-        return [self._read_header(stage, name)[1] for name in self._names(stage, shard).get(shard, [])]
+        return list(self.each(stage, self._names(stage, shard).get(shard, [])))
 
     def manifest(self, stage: str, shard: str) -> Manifest:
         """The newest manifest of one shard; ObjectMissing if it is not committed."""
-        return self.manifest_of(stage, self.newest(stage, [shard])[shard])
+        return self._read(stage, self.newest(stage, [shard])[shard], SCHEMA.names)
 
-    def manifest_of(self, stage: str, name: str) -> Manifest:
-        """The manifest of this name, as of a revision: Header.name."""
-        data, header = self._read_header(stage, name)
-        table = pq.read_table(io.BytesIO(data)).replace_schema_metadata(None)
-        if not table.schema.equals(SCHEMA):
-            raise ValueError(f"{self.where(stage, name)} has columns {table.schema.names}, not {SCHEMA.names}")
-        return Manifest(**vars(header), table=table)
+    def each(self, stage: str, names: Sequence[str], columns: Sequence[str] = ()) -> Iterator[Manifest]:
+        """The manifests of these names (Header.name), in order, several fetched at a time, with these columns only."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            for start in range(0, len(names), 4 * _READERS):  # some at a time, so that answers do not pile up
+                yield from pool.map(lambda name: self._read(stage, name, columns), names[start : start + 4 * _READERS])
 
     def headers(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, Header]:
-        """The headers of the newest manifests, several fetched at a time: of all shards, or of these."""
-        return dict(self.each_header(stage, shards))
-
-    def each_header(self, stage: str, shards: Sequence[str] | None = None) -> Iterator[tuple[str, Header]]:
-        """The same one by one: each takes kilobytes."""
-        return self._headers(stage, self.newest(stage, shards))
-
-    def _headers(self, stage: str, names: Mapping[str, str]) -> Iterator[tuple[str, Header]]:
-        return zip(names, _each(lambda name: self._read_header(stage, name)[1], list(names.values())), strict=True)
-
-    def each_manifest(self, stage: str, names: Sequence[str]) -> Iterator[Manifest]:
-        """The manifests of these names one by one, several fetched at a time."""
-        return _each(lambda name: self.manifest_of(stage, name), names)
+        """The headers of the newest manifests, by shard: of all shards, or of these."""
+        return {header.shard: header for header in self.each(stage, [*self.newest(stage, shards).values()])}
 
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """These columns of the manifests, shard by shard, several fetched at a time: of all shards, or of these."""
-
-        def load(name: str) -> pa.Table:
-            return pq.read_table(io.BytesIO(self._bytes(stage, name)), columns=list(columns), use_threads=False)
-
-        return _each(load, list(self.newest(stage, shards).values()))
+        """These columns of the newest manifests, shard by shard: of all shards, or of these."""
+        return (one.table for one in self.each(stage, [*self.newest(stage, shards).values()], columns))
 
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
         """The samples of a committed shard in the order of its rows; ValueError as `read_each` or at an invalid one."""
-        return self.samples_of(self.manifest(stage, shard))
-
-    def samples_of(self, manifest: Manifest) -> Iterator[Sample]:
-        """The same of a revision."""
-        return map(_readable, self.read_each(manifest))
+        return map(readable, self.read_each(self.manifest(stage, shard)))
 
     def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:
         """The samples of a committed shard, in the order of this manifest's rows, each or why it is invalid.
@@ -132,21 +108,14 @@ class Catalog:
         """
         if manifest.tar is None:
             return iter(())
-        where = self.store.where(manifest.tar)
-        file = self.store.local_path(manifest.tar)
+        where, redo = self.store.where(manifest.tar), self._redo(manifest.stage, manifest.name)
         try:
-            if file is None:
-                source = self.store.get(manifest.tar)
-                sha256 = hashlib.sha256(source).hexdigest()
-            else:
-                source, sha256 = file, sha256_of(file)
-        except (ObjectMissing, FileNotFoundError) as error:
-            raise ValueError(f"{where} is gone; {self._redo(manifest.stage, manifest.name)}") from error
-        if sha256 != manifest.tar_sha256:
-            raise ValueError(
-                f"{where} is damaged: its sha256 is {sha256[:12]}...; {self._redo(manifest.stage, manifest.name)}"
-            )
-        return read_shard(source, where)
+            data = self.store.get(manifest.tar)
+        except ObjectMissing as error:
+            raise ValueError(f"{where} is gone; {redo}") from error
+        if (sha256 := hashlib.sha256(data).hexdigest()) != manifest.tar_sha256:
+            raise ValueError(f"{where} is damaged: its sha256 is {sha256[:12]}...; {redo}")
+        return read_shard(data, where)
 
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
         """The shards of `source` (of all, or of these) that are still to be made in `target`, sorted.
@@ -159,26 +128,24 @@ class Catalog:
         wanted = sorted(committed) if shards is None else sorted(committed.keys() & set(shards))
         both = [shard for shard in wanted if shard in done]
         pending = [shard for shard in wanted if shard not in done]
-        for (shard, ours), (_, made) in zip(
-            self._headers(source, {shard: committed[shard][-1] for shard in both}),
-            self._headers(target, {shard: done[shard][-1] for shard in both}),
+        for ours, made in zip(
+            self.each(source, [committed[shard][-1] for shard in both]),
+            self.each(target, [done[shard][-1] for shard in both]),
             strict=True,
         ):
             found = made.meta.get("source") or {}
-            if (found.get("stage"), found.get("shard")) != (source, shard):
+            if (found.get("stage"), found.get("shard")) != (source, ours.shard):
                 raise ValueError(
                     f"{self.where(target, made.name)} was made from {found}, not from {self.where(source, ours.name)}; "
                     f"{self._redo(target, made.name)}"
                 )
             if found["content"] != ours.content:
-                pending.append(shard)
+                pending.append(ours.shard)
         return sorted(pending)
 
     def counts(self, stage: str) -> dict[str, int]:
         """Rows by status, over all shards."""
-        total = Counter()
-        for _, header in self.each_header(stage):
-            total.update(header.statuses)
+        total = sum((Counter(header.statuses) for header in self.headers(stage).values()), Counter())
         return dict(sorted(total.items()))
 
     def pin(self, stage: str) -> Snapshot:
@@ -186,15 +153,10 @@ class Catalog:
 
         Reads each manifest once.
         """
-
-        def load(name: str) -> tuple[Header, pa.Table]:
-            data, header = self._read_header(stage, name)
-            table = pq.read_table(io.BytesIO(data), columns=[*FROM_MANIFEST, "status"], use_threads=False)
-            return header, table.filter(pc.equal(table["status"], OK))
-
+        manifests = self.each(stage, [*self.newest(stage).values()], [*FROM_MANIFEST, "status"])
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
-            snapshot = write_snapshot(file, stage, _each(load, list(self.newest(stage).values())))
+            snapshot = write_snapshot(file, stage, ((one, one.ok()) for one in manifests))
             # Where it is already, it gets a new date, so that `gc` does not delete it before the first checkpoint names
             # it. A damaged one is replaced.
             self.store.put(self._snapshot_path(stage, snapshot.id), file)
@@ -226,32 +188,28 @@ class Catalog:
     def _redo(self, stage: str, shard: str) -> str:
         return f"to make it again, delete {self.where(stage, shard)} and run the stage"
 
-    def _bytes(self, stage: str, name: str) -> bytes:
-        """The bytes of a manifest; ValueError if they are not those that were committed."""
-        data = self.store.get(self.manifest_path(stage, name))
-        if not is_whole(data):
+    def _read(self, stage: str, name: str, columns: Sequence[str] = ()) -> Manifest:
+        """A manifest with these columns of its table. ValueError if it is not the one that was committed under this
+        name."""
+        data, where = self.store.get(self.manifest_path(stage, name)), self.where(stage, name)
+        footer = pq.read_metadata(io.BytesIO(data)).metadata if is_whole(data) else {}
+        if b"manifest" not in footer:
             raise ValueError(
-                f"{self.where(stage, name)} is damaged or not a manifest: its {len(data)} bytes differ from those that "
-                f"were committed. Put it back as it was; {self._redo(stage, name)}"
+                f"{where} is damaged or not a manifest: its {len(data)} bytes are not those that were committed. Put "
+                f"it back as it was; {self._redo(stage, name)}"
             )
-        return data
-
-    def _read_header(self, stage: str, name: str) -> tuple[bytes, Header]:
-        """A manifest's bytes and the header in its footer; ValueError if they do not fit its name."""
-        data, where = self._bytes(stage, name), self.where(stage, name)
-        shard, _, revision = name.partition(".r")
-        try:
-            footer = pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]
-            header = parse_json(footer, where, fix=self._redo(stage, name))
-        except (pa.ArrowException, OSError, KeyError, TypeError) as error:
-            raise ValueError(f"{where} is not a manifest ({error!r}); {self._redo(stage, name)}") from error
+        header = parse_json(footer[b"manifest"], where)
         check_version(header.get("version"), MANIFEST_VERSION, where)
         check_version(header.get("shard_version"), SHARD_VERSION, f"the tar of {where}")
+        shard, _, revision = name.partition(".r")
         if (header["stage"], header["shard"]) != (stage, shard):
             raise ValueError(
                 f"{where} is the manifest of shard {header['shard']} of {header['stage']}: move it back there"
             )
-        return data, Header(
+        table = SCHEMA.empty_table()
+        if columns:
+            table = pq.read_table(io.BytesIO(data), columns=list(columns), use_threads=False)
+        return Manifest(
             shard=shard,
             stage=stage,
             tar=header["tar"] and self.path(stage, header["tar"]),
@@ -262,13 +220,8 @@ class Catalog:
             meta=header["meta"],
             sha256=hashlib.sha256(data).hexdigest(),
             revision=int(revision or 1),
+            table=table.replace_schema_metadata(None),
         )
-
-
-def sha256_of(file: Path) -> str:
-    """Of a file's bytes, as hex digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -286,17 +239,10 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         ) from error
 
 
-def _readable(sample: Sample | BadSample) -> Sample:
+def readable(sample: Sample | BadSample) -> Sample:
     if isinstance(sample, BadSample):
         raise sample
     return sample
-
-
-def _each(read: Callable[[str], _Read], shards: Sequence[str]) -> Iterator[_Read]:
-    """read(shard) for each, in order, some at a time."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        for start in range(0, len(shards), 4 * _READERS):  # some at a time, so that answers do not pile up
-            yield from pool.map(read, shards[start : start + 4 * _READERS])
 
 
 def datasets_with(store: ObjectStore, stage: str) -> list[str]:

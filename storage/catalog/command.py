@@ -16,7 +16,7 @@ OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET",
 
 
 def print_status(root: Root) -> None:
-    """Print stages, rows by status, snapshots, and what each training run pinned."""
+    """Print stages, rows by status, and snapshots, with those that checkpoints pin."""
     _print(status(open_store(root, write=False)), root)
 
 

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from storage.catalog import Catalog, sha256_of, temporary_folder
-from storage.manifests import OK, Header, Row, check_rows, checked_meta, facts_of, manifest_bytes, matched
+from storage.catalog import Catalog, readable, temporary_folder
+from storage.digests import sha256_of
+from storage.manifests import OK, Header, Row, manifest_bytes, matched
 from storage.sample import Sample
 from storage.shards import write_shard
 from storage.withdrawn import WITHDRAWN, read_withdrawn
@@ -34,8 +35,7 @@ def commit_shard(
     if catalog.store.exists(path):
         return False
     where = catalog.store.where(path)
-    check_rows(rows, where)
-    recorded, withdrawn = checked_meta(meta, where), read_withdrawn(catalog.store)
+    withdrawn = read_withdrawn(catalog.store)
     facts, gone = [], set()
 
     def stored() -> Iterator[Sample]:
@@ -43,7 +43,8 @@ def commit_shard(
             if withdrawn.has(sample.url, sample.sha256):
                 gone.add(sample.key)
             else:
-                facts.append(facts_of(sample))
+                regions = None if sample.regions is None else len(sample.regions)
+                facts.append((sample.width, sample.height, regions, sample.sha256))
                 yield sample
 
     with temporary_folder("commit-") as folder:
@@ -56,8 +57,8 @@ def commit_shard(
             # Also if a killed writer left the same tar: with a new date, `gc` does not delete it.
             catalog.store.put(catalog.path(stage, tar), file)
         if gone:
-            left_out = dataclasses.replace
-            rows = [left_out(r, status=WITHDRAWN) if r.status == OK and r.key in gone else r for r in rows]
+            lost = dataclasses.replace
+            rows = [lost(r, status=WITHDRAWN) if r.status == OK and r.key in gone else r for r in rows]
         if content is None:
             same = replaces is not None and replaces.tar_sha256 == tar_sha256
             content = replaces.content if same else tar_sha256
@@ -68,7 +69,7 @@ def commit_shard(
             "tar_sha256": tar_sha256,
             "tar_bytes": tar_bytes,
             "content": content,
-            "meta": recorded,
+            "meta": meta,
         }
         if catalog.store.put(path, manifest_bytes(rows, spans, facts, metadata), if_absent=True):
             # `gc` may have deleted it, because it had read the old date just before.
@@ -92,6 +93,6 @@ def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
     manifest = catalog.manifest(stage, shard)
     if not any(read_withdrawn(catalog.store).among(manifest.ok()).to_pylist()):
         return False
-    samples = catalog.samples_of(manifest)
+    samples = map(readable, catalog.read_each(manifest))
     meta = {name: value for name, value in manifest.meta.items() if name != "replaces"}
     return commit_shard(catalog, stage, shard, samples, manifest.rows(), meta, manifest, manifest.content)

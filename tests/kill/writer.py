@@ -184,7 +184,7 @@ class Reader:
                     assert info.path.endswith(f"-{sha256[:12]}.tar"), f"{info.path} is torn: its sha256 is {sha256}"
         if isinstance(self.store, LocalStore):
             known = {self.store.where(info.path) for info in self.store.list()}
-            known |= {str(file) for file, _ in self.store.leftovers()}
+            known |= {info.path for info in self.store.leftovers()}
             files = {str(file) for file in Path(self.store.where()).rglob("*") if file.is_file()}
             assert files <= known, f"{files - known} are neither objects nor what a put leaves"
 

@@ -431,7 +431,7 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
     }
     new, index = of(root).pin(IMAGES), of(root).pinned(IMAGES, old.id)
     assert (old.ok_rows, new.ok_rows) == (3, 4)
-    assert len(index.keys()) == 3
+    assert len(index) == 3
     assert list(verify(Inventory(open_store(str(root))))) == []
     pin = {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}
     put_checkpoint(open_store(str(root)), "runs/run/step-0000001", {"held_out": [pin]})

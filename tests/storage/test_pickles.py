@@ -4,8 +4,6 @@ import codecs
 import os
 import pickle
 import re
-import runpy
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,27 +28,11 @@ class Calls:
         return self.reduced
 
 
-def of_a_file(file: Path, write: Callable[[Path], object]) -> str:
-    write(file)
-    return str(file)
-
-
 # Things that make the folder or file `mark` when they are unpickled, by what they name.
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "system": lambda mark: Calls(os.system, f"mkdir {mark}"),
-    "mkdir": lambda mark: Calls(os.mkdir, str(mark)),
     "eval": lambda mark: Calls(eval, f"__import__('os').mkdir({str(mark)!r})"),
-    "call": lambda mark: Calls(subprocess.call, ["mkdir", str(mark)]),
-    "run_path": lambda mark: Calls(
-        runpy.run_path, of_a_file(mark.with_suffix(".py"), lambda f: f.write_text(f"__import__('os').mkdir('{mark}')"))
-    ),
     "loads": lambda mark: Calls(pickle.loads, pickle.dumps(Calls(os.mkdir, str(mark)))),
-    "load": lambda mark: Calls(
-        np.load,
-        of_a_file(mark.with_suffix(".npy"), lambda f: np.save(f, np.array([Calls(os.mkdir, str(mark))], object))),
-        None,
-        True,
-    ),
     "memmap": lambda mark: Calls(np.memmap, str(mark), "uint8", "w+", 0, (1,)),
     "getattr": lambda mark: Calls(np.ndarray.tofile, np.ones(3), str(mark)),
 }

@@ -24,7 +24,6 @@ from storage.sample import (
     jpeg_size,
     pack_regions,
     to_members,
-    unpack_regions,
 )
 
 
@@ -63,23 +62,12 @@ def test_a_sample_comes_back_from_its_members_exactly(
     assert as_dict(from_members(sample.key, members)) == as_dict(sample)
 
 
-def test_strided_arrays_are_stored_in_order():
-    wide = np.arange(24, dtype=np.float32).reshape(3, 8)
-    regions = Regions(wide[:, ::2], wide[:, 1], np.int32([1, 2, 3]), "d")
-    back = unpack_regions(pack_regions(regions))
-    assert not back.boxes.flags.writeable
-    assert back.boxes.tolist() == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
-    assert back.scores.tolist() == [1, 9, 17]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"boxes": np.zeros((2, 4))},
-        {"boxes": np.zeros((2, 5), np.float32)},
         {"scores": np.zeros(3, np.float32)},
         {"labels": np.zeros(2, np.int64)},
-        {"class_probs": np.zeros((3, 4), np.float16)},
         {"attributes": np.zeros((2, 1), np.int32)},
         {"scores": None},
     ],
@@ -134,22 +122,16 @@ CORRUPT = {
     "an unknown array": (packed(masks=["<f4", [0], b""]), r"unknown arrays \['masks'\]"),
     "scores of another byte order": (packed(scores=[">f4", [3], bytes(12)]), r"regions.scores .* '>f4'"),
     "json torn": (member("json", b'{"version": 1'), r"\.json"),
-    "version of another type": (metadata(version=True), "version"),
     "caption as a number": (metadata(caption=3), "caption"),
     "caption absent": (metadata(caption=...), "caption"),
-    "url as a list": (metadata(url=["http://h/"]), "url"),
-    "sha256 as a number": (metadata(sha256=0), "sha256"),
     "flags as a text": (metadata(flags="resized"), "flags"),
     "flags of numbers": (metadata(flags=[1]), "flags"),
     "an unknown field": (metadata(width_=1), "width_"),
-    "extra as a list": (metadata(extra=[1]), "extra"),
     "extra of a list": (metadata(extra={"NSFW": [1]}), "extra has 'NSFW'"),
     "width 10^9": (metadata(width=10**9), "width"),
-    "width as a fraction": (metadata(width=16.0), "width"),
     "height true": (metadata(height=True), "height"),
     "height of another image": (metadata(height=9), "height"),
     "jpg empty": (member("jpg", b""), r"\.jpg"),
-    "jpg ends in its header": (member("jpg", JPEG[:20]), r"\.jpg"),
     "jpg ends in its size": (member("jpg", JPEG[: JPEG.index(b"\xff\xc0") + 7]), r"\.jpg"),
     "jpg without pixels": (member("jpg", size_in_header(0, 8)), r"\.jpg"),
     "jpg of another size": (member("jpg", size_in_header(17, 8)), "width"),
@@ -157,44 +139,30 @@ CORRUPT = {
         lambda members: metadata(width=60000, height=60000)(members) | {"jpg": size_in_header(60000, 60000)},
         f"width.*{MAX_PIXELS}",
     ),
-    "mp empty": (member("mp", b""), r"\.mp"),
     "mp of another type": (member("mp", msgpack.packb([1])), r"\.mp"),
     "mp torn": (lambda members: members | {"mp": members["mp"][:-1]}, r"\.mp"),
     "mp nested deep": (member("mp", b"\x91" * 10**5), r"\.mp"),
     "mp that asks for gigabytes": (member("mp", b"\xdd\x7f\xff\xff\xff" * 100), r"\.mp"),
-    "mp with bytes as a key": (member("mp", msgpack.packb({b"version": 1})), "version"),
     "mp with an ext": (packed(detector=msgpack.ExtType(5, b"x")), r"\.mp"),
     "regions of another version": (packed(version=2), "version"),
-    "version absent": (packed(version=...), "version"),
-    "detector absent": (packed(detector=...), "detector"),
     "detector empty": (packed(detector=""), "detector"),
-    "background absent": (packed(background=...), "background"),
-    "background 99": (packed(background=99), "background"),
     "background negative": (packed(background=-1), "background"),
-    "background as a fraction": (packed(background=0.0), "background"),
     "background 2^63": (packed(background=2**63, class_probs=...), "background"),
     "boxes absent": (packed(boxes=...), "boxes"),
-    "boxes without bytes": (packed(boxes=["<f4", [3, 4]]), "boxes"),
     "boxes of another dtype": (packed(boxes=["<f8", [3, 4], bytes(96)]), "boxes"),
     "boxes cut short": (packed(boxes=["<f4", [3, 4], bytes(47)]), "boxes"),
     "scores of a negative shape": (packed(scores=["<f4", [-1], bytes(12)]), "scores"),
     "boxes of a shape that overflows": (packed(boxes=["<f4", [2**62, 4], bytes(48)]), "boxes"),
-    "boxes of a shape of texts": (packed(boxes=["<f4", ["3", "4"], bytes(48)]), "boxes"),
     "boxes of no shape": (packed(boxes=["<f4", [], bytes(4)]), "boxes"),
-    "scores of two sides": (packed(scores=["<f4", [3, 1], bytes(12)]), "scores"),
     "attributes alone": (packed(attribute_scores=...), "attribute_scores"),
-    "class_probs without columns": (packed(class_probs=["<f2", [3, 0], b""]), "background"),
 }
 # Of the numbers: what no reader takes, and no writer writes.
 WRONG = {
     "a box of 1e30": (number("boxes", (1, 2), 1e30), r"boxes\[1\]"),
     "a box left of the image": (number("boxes", (2, 0), -0.5), r"boxes\[2\]"),
-    "a box above the image": (number("boxes", (0, 1), -1e-30), r"boxes\[0\]"),
     "a box right of the image": (number("boxes", (1, 2), 16.01), r"boxes\[1\]"),
-    "a box below the image": (number("boxes", (1, 3), 8.01), r"boxes\[1\]"),
     "a box that is no number": (number("boxes", (1, 0), np.nan), r"boxes\[1\]"),
     "a box without width": (number("boxes", (1, slice(None)), [3, 1, 3, 2]), r"boxes\[1\]"),
-    "a box upside down": (number("boxes", (1, slice(None)), [1, 3, 2, 2]), r"boxes\[1\]"),
     "a label out of class_probs": (number("labels", (2,), 6), r"labels\[2\]"),
     "a negative label": (number("labels", (0,), -1), r"labels\[0\]"),
     "a label of the background": (number("labels", (1,), 5), r"labels\[1\]"),
@@ -203,14 +171,11 @@ WRONG = {
     "a score that is no number": (number("scores", (2,), np.nan), r"scores\[2\]"),
     "a class_prob that is no number": (number("class_probs", (1, 4), np.nan), r"class_probs\[1, 4\]"),
     "a negative class_prob": (number("class_probs", (0, 0), -6e-8), r"class_probs\[0, 0\]"),
-    "a class_prob over 1": (number("class_probs", (0, 0), 1.001), r"class_probs\[0, 0\]"),
     "a negative attribute": (number("attributes", (2,), -1), r"attributes\[2\]"),
     "an attribute_score over 1": (number("attribute_scores", (2,), 2), r"attribute_scores\[2\]"),
     "an infinite feature": (number("features", (0, 2), np.inf), r"features\[0, 2\]"),
     "a feature at minus infinity": (number("features", (1, 0), -np.inf), r"features\[1, 0\]"),
-    "a feature that is no number": (number("features", (2, 1), np.nan), r"features\[2, 1\]"),
 }
-# What only a program can hand to the writer.
 
 
 @pytest.mark.parametrize(("change", "named"), CORRUPT.values(), ids=CORRUPT)

@@ -10,17 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detectors import recipes
-from detectors.config import DetectionConfig, NetworkOverrides
-from detectors.faster_rcnn import FasterRCNNConfig
-from detectors.resnet import RESNET101
-from detectors.select import SelectionSettings
 from storage.collect.download import DownloadSettings
-from storage.collect.plan import CollectSettings
 from storage.settings import (
     FORM,
     Weights,
-    arguments_of,
+    as_arguments,
+    changed_fields,
     from_json,
     named_fields,
     override,
@@ -30,14 +25,9 @@ from storage.settings import (
 )
 from training.optimizer import OptimizerConfig
 from training.program import make_recipe
-from vlbert.config import DataConfig, ModelConfig, RegionConfig
-from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.config import DataConfig, ModelConfig
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES, all_recipes
-from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.tasks.refcoco import RefCOCOSettings
-from vlbert.tasks.vcr import VCRSettings
-from vlbert.tasks.vqa import VQASettings
 
 GIVEN = """--steps 1000 --model.hidden_size=96 --model.num_heads 8 --optimizer.learning_rate 3e-4
     --model.regions.resnet.blocks 3 4 6 3 --task.words.no_whole_words --task.max_elements None --model.geometry corners
@@ -71,16 +61,12 @@ def test_a_command_line_changes_fields_at_every_depth_all_at_once():
     ("arguments", "named"),
     [
         ("--optimiser.learning_rate 1", "--optimiser.learning_rate"),
-        ("--optimizer.learning_rat 1", " --optimizer.learning_rate FLOAT at the end of warm-up"),
-        ("--task.folder x", "--task.folder"),  # another task's
         ("steps", "Unrecognized options: steps"),
         ("--steps many", "--steps"),
         ("--model.geometry polar", "('centre', 'corners')"),
         ("--data.datasets a a", "a is there twice"),
         ("--data.datasets a:much", "'much'"),
         ("--data.datasets a b:1", "DataConfig.datasets is {'a': None, 'b': 1.0}"),
-        ("--model.hidden_size 0", "ModelConfig.hidden_size is 0"),
-        ("--model.dropout 1", "ModelConfig.dropout is 1.0"),
         ("--model.num_heads 7", "ModelConfig.num_heads is 7; it must be a divisor of hidden_size = 768"),
         ("--task.words.masked 1.5", "shares"),
         ("--task.max_elements 2", "max_elements is 2"),
@@ -98,30 +84,7 @@ def test_a_wrong_argument_is_named(arguments: str, named: str):
         override(RECIPES["pretrain_vlbert"](), arguments.split())
 
 
-SETTINGS = [
-    RegionConfig(),
-    ModelConfig(),
-    DataConfig(),
-    OptimizerConfig(),
-    RECIPES["pretrain_vlbert"](),
-    PretrainingSettings(),
-    WordMasking(),
-    RegionMasking(),
-    VCRSettings(),
-    VQASettings(),
-    RefCOCOSettings(),
-    CollectSettings("captions", images="folder"),
-    DownloadSettings(),
-    DetectionConfig(preset="demo", random_init=True),
-    NetworkOverrides(),
-    recipes.DataConfig(),
-    recipes.SamplingConfig(),
-    recipes.ValidationConfig(),
-    recipes.DetectorRecipe("detector"),
-    FasterRCNNConfig(),
-    RESNET101,
-    SelectionSettings(),
-]
+SETTINGS = [ModelConfig(), DataConfig(), OptimizerConfig(), RECIPES["pretrain_vlbert"](), DownloadSettings()]
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=lambda config: f"{type(config).__module__}.{type(config).__name__}")
@@ -135,12 +98,6 @@ def test_counts_are_not_negative_numbers_are_finite(config):
             given = (value, *getattr(config, field.name)[1:]) if many else value
             with pytest.raises(ValueError, match=rf"\b{field.name}\b"):
                 dataclasses.replace(config, **{field.name: given})
-
-
-@pytest.mark.parametrize("value", ["polar", None])
-def test_a_choice_is_one_of_those_declared(value):
-    with pytest.raises(ValueError, match="ModelConfig.geometry is .*must be one of centre, corners"):
-        dataclasses.replace(ModelConfig(), geometry=value)
 
 
 @pytest.mark.parametrize("name", all_recipes())
@@ -203,8 +160,8 @@ OUTER = st.builds(
 @settings(max_examples=50, deadline=None)
 @given(OUTER, OUTER)
 def test_settings_round_trip_through_command_lines_and_json(config: Outer, base: Outer):
-    assert override(base, arguments_of(config, base)) == config
-    assert parse(Outer, arguments_of(config)) == config
+    assert override(base, as_arguments(changed_fields(config, base))) == config
+    assert parse(Outer, as_arguments(changed_fields(config))) == config
     assert from_json(Outer, json.loads(json.dumps(to_json(config))), "here") == config
 
 

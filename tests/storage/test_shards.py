@@ -3,14 +3,13 @@
 import dataclasses
 import io
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
 from seeded import as_dict, seeded_regions, seeded_sample
 
 from storage.sample import BadSample, Sample, to_members
-from storage.shards import Span, index_shard, read_shard, read_span, write_shard
+from storage.shards import Span, read_shard, read_span, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,6 @@ def test_a_shard_returns_its_samples_in_order(samples, shard):
     file, _ = shard
     expected = [as_dict(sample) for sample in samples]
     assert [sample["key"] for sample in expected] != sorted(sample["key"] for sample in expected)
-    assert [as_dict(sample) for sample in read_shard(file)] == expected
     assert [as_dict(sample) for sample in read_shard(file.read_bytes())] == expected
 
 
@@ -63,21 +61,9 @@ def test_webdataset_reads_the_same_members(samples, shard):
         assert {name: data for name, data in record.items() if not name.startswith("__")} == to_members(sample)
 
 
-def test_the_same_samples_give_the_same_bytes(samples, shard, tmp_path):
-    file, spans = shard
-    time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the headers
-    assert write_shard(iter(samples), tmp_path / "other.tar") == spans
-    assert (tmp_path / "other.tar").read_bytes() == file.read_bytes()
-    with tarfile.open(file, "r:") as tar:
-        for info in tar:
-            assert (info.mtime, info.mode, info.uid, info.gid, info.uname, info.gname) == (0, 0o644, 0, 0, "", "")
-            assert (info.type, info.pax_headers) == (tarfile.REGTYPE, {})
-
-
 def test_a_span_is_exactly_one_sample(samples, shard):
     file, spans = shard
     data = file.read_bytes()
-    assert index_shard(file) == spans
     assert [span.key for span in spans] == [sample.key for sample in samples]
     assert spans[0].offset == 0
     for span, following in zip(spans, spans[1:], strict=False):
@@ -104,18 +90,14 @@ def test_a_shifted_span_is_refused(shard):
             read_span(data[start:stop], "it")
 
 
-def test_a_torn_tar_is_refused(shard, tmp_path):
+def test_a_torn_tar_is_refused(shard):
     file, spans = shard
     data = file.read_bytes()
-    torn = tmp_path / "torn.tar"
     inside = range(0, len(data), 1331)
     boundaries = [span.offset for span in spans[:3]] + [spans[-1].offset + spans[-1].length, len(data) - 1]
     for length in sorted({*inside, *boundaries, len(data) // 10240 // 2 * 10240, len(data) - 512}):
-        torn.write_bytes(data[:length])
-        with pytest.raises(ValueError, match=r"torn\.tar is torn: .* write the shard again"):
-            list(read_shard(torn))
-        with pytest.raises(ValueError, match=r"torn\.tar is torn"):
-            index_shard(torn)
+        with pytest.raises(ValueError, match=r"mine is torn: .* write the shard again"):
+            list(read_shard(data[:length], "mine"))
     with pytest.raises(ValueError, match="no end of archive"):
         list(read_shard(data[:-1] + b"x"))
 
@@ -177,7 +159,6 @@ def test_members_round_trip_around_block_sizes(size, tmp_path):
     comment = size - len(first.image) - 2  # of a JPEG: its length counts itself, but not the marker
     image = first.image[:2] + b"\xff\xfe" + comment.to_bytes(2, "big") + bytes(comment - 2) + first.image[2:]
     first = dataclasses.replace(first, image=image)
-    spans = write_shard([first, second], tmp_path / "00000.tar")
+    write_shard([first, second], tmp_path / "00000.tar")
     assert len(image) == size
-    assert [sample.image for sample in read_shard(tmp_path / "00000.tar")] == [image, second.image]
-    assert index_shard(tmp_path / "00000.tar") == spans
+    assert [one.image for one in read_shard((tmp_path / "00000.tar").read_bytes())] == [image, second.image]

@@ -254,7 +254,7 @@ def test_damage_of_a_checkpoint_is_named_with_the_one_before_it(saved_twice, fil
         store.delete(f"{last}/{file}")
         if changed is not None:
             store.put(f"{last}/{file}", changed)
-        named = f"{re.escape(store.where(f'{last}/{file}'))} is .*the checkpoint before it, {store.where(first)}: "
+        named = f"{re.escape(store.where(f'{last}/{file}'))} is .*or remove {store.where(last)}: the run then resumes"
         with pytest.raises(ValueError, match=f"^{named}"):
             train(saved_twice, ALONE)
         if file != "optimizer.safetensors":  # of which they need nothing
@@ -279,7 +279,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_removed_one(saved_twice, tmp
     (first / "optimizer.safetensors").write_bytes(b"")
     for damaged in (last, root / "runs/run/step-0000003"):
         (damaged / "state.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match=r"has no other checkpoint: if you remove .*/step-0000003, it starts"):
+    with pytest.raises(ValueError, match=r"or remove .*/step-0000003: the run then resumes from .* the beginning"):
         open_checkpoint(str(root / "runs/run"))
 
 

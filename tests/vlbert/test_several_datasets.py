@@ -227,7 +227,7 @@ def test_new_shards_of_one_dataset_enter_at_its_epoch_and_a_resumed_run_repeats_
     assert saved(root, "whole") == [captioned, more]
 
     # What gc keeps: snapshots of both datasets.
-    pins = {(pin.dataset, pin.snapshot) for pin in Inventory(open_store(str(root))).pins()}
+    pins = {(dataset, snapshot) for dataset, _, snapshot in Inventory(open_store(str(root))).pins()}
     assert {("captions", captioned["snapshots"][0]["snapshot"])} | {
         ("more", span["snapshot"]) for span in more["snapshots"]
     } == pins

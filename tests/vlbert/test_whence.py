@@ -158,7 +158,7 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
             f"{root}/runs/pretrain/step-0000012: 12 steps of 8 of captions (18 examples, 2 snapshots, 66.7%" in second
         )
         # Its snapshots stay.
-        pins = {pin.snapshot for pin in Inventory(open_store(str(root))).pins()}
+        pins = {snapshot for _, _, snapshot in Inventory(open_store(str(root))).pins()}
         collect_garbage(open_store(str(root)), 0, delete=True)
         assert exported(root, "refcoco", tmp_path / "all.parquet") == both
         assert len(pins) >= 3

@@ -67,14 +67,8 @@ class ExampleSource:
 
     def read(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
         """The Example of each (epoch, question), in order, or why there is none."""
-        numbers = [int(self.examples.samples[number]) for _, number in slots]
-        found = []
-        for sample, number, slot in zip(self.samples.samples(numbers), numbers, slots, strict=True):
-            example = self._example(sample, *slot, step)
-            if isinstance(example, Unreadable) and isinstance(sample, Sample):
-                example = self._without_cache(number, slot, step) or example
-            found.append(example)
-        return found
+        samples = self.samples.samples([int(self.examples.samples[number]) for _, number in slots])
+        return [self._example(sample, *slot, step) for sample, slot in zip(samples, slots, strict=True)]
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
         """The first of these that can be read; ValueError after MOST_UNREADABLE that cannot."""
@@ -85,14 +79,6 @@ class ExampleSource:
             if tried == MOST_UNREADABLE:
                 break
         raise ValueError(f"{tried} examples in a row cannot be read, the last because {found.reason}")
-
-    def _without_cache(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
-        """The Example of a sample that was read and does not decode, read again past the cache; None: no cache."""
-        try:
-            sample = self.samples.past_cache(number)
-        except ValueError as error:
-            sample = error
-        return None if sample is None else self._example(sample, *slot, step)
 
     def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
         if isinstance(sample, ValueError):
