@@ -231,15 +231,6 @@ def test_vilbert_reads_as_many_regions_as_in_training(vilbert, root):
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_prediction_shows_itself_in_a_line_and_in_a_notebook(pretrained, sample):
-    answered, regions = pretrained(sample, "a [MASK] star"), pretrained(sample)
-    for prediction in (answered, regions):
-        assert f"{len(prediction.names)} regions" in repr(prediction)
-        shown = Image.open(io.BytesIO(prediction._repr_png_()))
-        assert np.array_equal(np.asarray(shown), np.asarray(prediction.draw()))
-    assert answered.answer in repr(answered)
-
-
 def test_regions_are_named_by_the_detectors_classes(pretrained, sample):
     regions, classes = sample.regions, pretrained.detector.metadata["classes"]
     names = [f"{number} {classes[label]}" for number, label in enumerate(regions.labels, 1)]
@@ -263,13 +254,11 @@ WRONG = [  # run, arguments, what is named
     ("pretraining", ("a [MASK]", "--out", "nowhere/x.png"), "there is no folder nowhere"),
     ("pretraining", ("a [MASK]", "--out", "x.html"), "name a .png or .jpg file"),
     ("pretraining", ("a [MASK]", "--out", "{root}/photo.jpg"), "is the image itself; name another file"),
+    ("pretraining", ("--attention",), "give a text, and attentions=True"),
     ("pretraining", ("a [MASK]", "--task.nonsense=1"), "nonsense"),
     ("pretraining", ("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
-    ("vilbert", ("a [MASK]", "--heads", "3.3", "--detector", str(WEIGHTS)), "layer 3 has heads 0 to 2"),
-    ("pretraining", ("--attention",), "--attention needs a text"),
     ("pretraining", ("--choices", "x"), "choices and answers belong to a question"),
     ("pretraining", ("a [MASK]", "--recipe", "nowhere:none"), "nowhere cannot be imported"),
-    ("pretraining", ("a [MASK]", "--serve"), "image has no use beside --serve"),
     ("vcr-answers", ("why", "--choices", "a", "b"), "2 choices are given; VCR chooses between 4"),
     ("vcr-answers", ("why", "--choices", *FOUR, "--answer", "x"), "this model chooses answers; give no answer"),
     ("vcr-rationales", ("why", "--choices", *FOUR), "this model chooses rationales; give the answer"),
@@ -286,16 +275,6 @@ def test_a_wrong_command_line_is_one_line(root, run, arguments, named, capsys):
     assert "\n" not in str(stopped.value)
     assert capsys.readouterr().out == "", "nothing is printed before it"
     assert (root / "photo.jpg").read_bytes() == photo
-
-
-@pytest.mark.parametrize(("model", "room"), [(STARTED, 14), (VILBERT, 16)], ids=["J", "TXTVX"])
-def test_a_text_longer_than_the_models_positions_is_refused(root, tmp_path, model, room):
-    model, task = dataclasses.replace(model, max_positions=16), PretrainingSettings(max_elements=None)
-    detector = recorded(demo_detector(keep_features=model.regions.features == "precomputed"))
-    short = Predictor(str(save_model(tmp_path, "short", task, detector, model=model)), WEIGHTS)
-    assert short(root / "photo.jpg", "a " * (room - 3) + "[MASK]").answer  # [CLS], [MASK] and [SEP] are three
-    with pytest.raises(ValueError, match=rf"has {room + 1} tokens with .*, the model has room for {room} .max_posit"):
-        short(root / "photo.jpg", "a " * (room - 2) + "[MASK]")
 
 
 OWN_TASK = """
