@@ -80,6 +80,7 @@ class Predictor:
         regions_alone = text is None and not mask_regions
         annotation = None if regions_alone else self.task.annotation_for(text or "", choices, answer, mask_regions)
         sample = image if isinstance(image, Sample) else self.detect(image)
+        assert sample.regions is not None  # `detect` gives a sample that has some
         classes = self.detector.metadata.get("classes")
         names = region_names(sample.regions, classes)
         if regions_alone:
