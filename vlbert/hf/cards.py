@@ -31,11 +31,9 @@ from storage.snapshots import read_snapshot
 from training.loading import EXPECTED
 from training.log import read_metrics
 from vlbert.checkpoint import Checkpoint, open_checkpoint
-from vlbert.config import Recipe
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results import METRICS, name_of, read_summary
 from vlbert.tasks import settings_named
-from vlbert.variants import rules_of
 
 README = "README.md"
 UNKNOWN = "not recorded"
@@ -63,7 +61,6 @@ def model_card(path: str) -> str:
         "state": state,
         "results": _results(checkpoint, store, run),
         "recipe": recipe and to_json(recipe),
-        "variant": recipe and _variant(recipe),
         "start": start and _without_folder(start),
         "before": _runs_before(state),
         "stages": [
@@ -100,15 +97,6 @@ def _results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> lis
             about += ", on which it was trained." if one["trained_on_this_split"] else "."
             found.append({"about": about, "metrics": one["metrics"]})
     return found
-
-
-def _variant(recipe: Recipe) -> str:
-    """Whether the rules that differ between the paper and the published code are set as in the one or the other."""
-    values, rules = flat(to_json(recipe)), rules_of(recipe)
-    paper, published = (
-        sum(values.get(rule.field) == getattr(rule, kind) for rule in rules) for kind in ("paper", "published")
-    )
-    return f"of {len(rules)} rules {paper} are the paper's and {published} the published code's (docs/variants.md)"
 
 
 def _runs_before(state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,19 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from transformers.utils.generic import ModelOutput
 
 from storage.runs import as_json
 from vlbert.checkpoint import TASK, Checkpoint, load_model
 from vlbert.data.batch import Batch
 from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.inputs import to_batch
-from vlbert.hf.outputs import (
-    VLBertForPreTrainingOutput,
-    VLBertForVisualCommonsenseReasoningOutput,
-    VLBertModelOutput,
-    VLBertTaskOutput,
-)
+from vlbert.hf.outputs import VLBertOutput
 from vlbert.initial_weights import start_head
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.predict.ranking import ranking_recipe
@@ -78,7 +72,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """The table of words."""
         return self.vlbert.embedding.words
 
-    def forward(self, *inputs: Tensor, labels: Tensor | None = None, **named: Any) -> ModelOutput | tuple:
+    def forward(self, *inputs: Tensor, labels: Tensor | None = None, **named: Any) -> VLBertOutput | tuple:
         """Inputs: see vlbert/hf/inputs.py; VLBertProcessor makes them. Labels: see the class.
 
         output_attentions, output_hidden_states, return_dict: None for the config's value; return_dict=False gives a
@@ -105,7 +99,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """The batch with its labels, given those arguments of `forward` that are not None."""
         return batch
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> ModelOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         """What `forward` returns, but loss, states and attentions; each class has its own."""
         raise NotImplementedError
 
@@ -196,8 +190,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
 class VLBertModel(VLBertPreTrainedModel):
     """The encoder: vectors of words and of regions. It takes no labels."""
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertModelOutput:
-        return VLBertModelOutput(encoded.text, encoded.regions)
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+        return VLBertOutput(last_hidden_state=encoded.text, visual_last_hidden_state=encoded.regions)
 
 
 class VLBertForPreTraining(VLBertPreTrainedModel):
@@ -234,10 +228,10 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
         related = first.new_zeros(0, dtype=torch.int64) if sentence_image_labels is None else sentence_image_labels
         return _with_labels(batch, "related", first, related=related)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertForPreTrainingOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         rows = torch.arange(len(batch), device=batch.tokens.device)
         has_pair = self.head.relationship is not None and batch.boxes.shape[1] > 0
-        return VLBertForPreTrainingOutput(
+        return VLBertOutput(
             prediction_logits=self.head.words(self.vlbert, encoded.text),
             region_logits=self.head.regions(encoded.regions),
             relationship_logits=self.head.related(encoded, rows) if has_pair else None,
@@ -277,8 +271,8 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
         found = {} if labels is None else {"scores": labels.float(), "class": labels[labels.any(dim=1)].argmax(dim=1)}
         return _with_labels(batch, "answer", place == position, **found)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertTaskOutput:
-        return VLBertTaskOutput(logits=self.task.logits(self.head, encoded, batch))
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+        return VLBertOutput(logits=self.task.logits(self.head, encoded, batch))
 
 
 class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
@@ -310,9 +304,9 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
         batch = replace(batch, region_classes=torch.where(asked, region_labels, batch.region_classes))
         return _with_labels(batch, "region_label_mask", asked)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertForVisualCommonsenseReasoningOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         contextual = self.task.settings.region_loss == "contextual"
-        return VLBertForVisualCommonsenseReasoningOutput(
+        return VLBertOutput(
             logits=self.task.logits(self.head, encoded, batch),
             region_logits=self.head.classes(encoded.regions) if contextual else None,
         )
@@ -332,9 +326,9 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
         found = {} if labels is None else {"target": labels[candidate].float()}
         return _with_labels(batch, "candidate", candidate, **found)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertTaskOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         scores = self.task.scores(self.head, encoded, batch)
-        return VLBertTaskOutput(logits=self.task.by_region(scores, batch, -torch.inf))
+        return VLBertOutput(logits=self.task.by_region(scores, batch, -torch.inf))
 
 
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
@@ -353,8 +347,8 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
         anchor, role = labels.unbind(dim=1)
         return replace(batch, labels={"anchor": anchor, "role": role, "right": role[role == 0]})
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertTaskOutput:
-        return VLBertTaskOutput(logits=self.head(encoded))
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+        return VLBertOutput(logits=self.head(encoded))
 
 
 def _with_labels(batch: Batch, name: str, where: Tensor, **labels: Tensor) -> Batch:

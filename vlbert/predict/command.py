@@ -84,8 +84,6 @@ def _changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
 def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
     """Print and draw the prediction of the command line."""
     file = output_file(options)
-    if options.attention:
-        require("matplotlib", "--attention", "attention")
     asked = (options.text, options.choices, options.answer, options.mask_regions)
     prediction = open_predictor(options, fields)(options.asked[0], *asked, options.attention)
     figure = draw_attention(prediction) if options.attention else None
@@ -100,14 +98,10 @@ def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
 
 
 def output_file(options: Options) -> Path:
-    """The file to draw the prediction into. ValueError where that is the image itself, or no folder."""
+    """The file to draw the prediction into. ValueError where that is the image itself."""
     what = "answer" if options.text is not None or options.mask_regions else "regions"
     image = Path(options.asked[0])
     out = options.out or image.with_name(f"{image.stem}-{what}.png")
-    if options.out and not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}")
-    if out.suffix.lower() not in (".png", ".jpg", ".jpeg"):
-        raise ValueError(f"--out {out}: name a .png or .jpg file")
     if out.resolve() == image.resolve():
         raise ValueError(f"--out {out} is the image itself; name another file")
     return out

@@ -19,7 +19,6 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
 
 from detectors.drawing import colour_of, ink_on
 from storage.sample import Sample
@@ -76,7 +75,6 @@ def page_app(predictor: Predictor) -> FastAPI:
     app.middleware("http")(_guard)
     for kind in (ValueError, OSError):
         app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": str(error)}, 400))
-    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))
 
     @app.get("/", response_class=HTMLResponse)
     def html() -> str:
