@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from released import (
-    DECODER,
     MULTI_TASK,
     PRETRAINED,
     WORDS,
@@ -34,7 +33,6 @@ from training.optimizer import make_optimizer
 from vlbert.checkpoint import model_files, open_checkpoint, read_model, save_checkpoint
 from vlbert.config import ModelConfig, Recipe, architecture
 from vlbert.evaluation.evaluate import load_task_model
-from vlbert.initial_weights import make_model
 from vlbert.model.vlbert import VLBert
 from vlbert.published.checkpoints import NO_HINTS, Hints
 from vlbert.published.convert import KEPT, REPORT, main, to_ours, to_theirs, understand
@@ -263,7 +261,6 @@ DEAD = "bert.encoder.c_layer.2.biOutput.q_dense1.weight"
 V_CLASSIFIER = ("0.dense.weight", "0.dense.bias", "0.LayerNorm.weight", "0.LayerNorm.bias", "2.weight", "2.bias")
 WRONG = [  # file, changed tensors (None: missing), what is named
     ("vqa_base", {"vlbert.adapter.weight": torch.zeros(1)}, "vlbert.adapter.weight: no model of this kind has it"),
-    ("vqa_base", {"bn9.num_batches_tracked": torch.tensor(1)}, "bn9.num_batches_tracked: no model of this kind has it"),
     (
         "vqa_base",
         {"final_mlp.2.bias": None, "more": torch.zeros(1)},
@@ -271,22 +268,16 @@ WRONG = [  # file, changed tensors (None: missing), what is named
     ),
     ("pretrain_base_prec", {"object_mask_visual_embedding.weight": None}, "object_mask_visual_.*weight: it is missing"),
     ("vcr_base_q2a", {"vlbert._module.pooler.dense.bias": None}, "vlbert._module.pooler.dense.bias: it is missing"),
-    ("vcr_base_q2a", {"cnn_loss_reg.2.weight": None}, "cnn_loss_reg.2.weight: it is missing"),
     ("pretrain_base_prec", {V_DECODER: torch.zeros(200, 64)}, f"{V_DECODER}: it differs from its copy"),
-    ("vqa_base", {V_QUERY: torch.zeros(64, 65)}, rf"{V_QUERY}: it is \[64, 65\] and should be \[64, 64\]"),
     ("vqa_base", {V_QUERY: torch.zeros(64, 64).double()}, f"{V_QUERY}: it is float64; float32, float16, bfl"),
     ("vqa_base", {V_QUERY: torch.full((64, 64), torch.nan)}, f"{V_QUERY}: it holds NaN or infinity"),
     ("vqa_base", {V_WORDS: torch.zeros(3)}, rf"{V_WORDS} is \(3,\) and should be a matrix"),
     ("vqa_base", {V_WORDS: None}, f"has no {V_WORDS}, so it is no VL-BERT of the authors"),
     ("vqa_base", {f"final_mlp.{name}": None for name in V_CLASSIFIER}, "neither pre-training's heads .* nor a classif"),
-    ("older names", {"bert.adapter.weight": torch.zeros(1)}, "bert.adapter.weight: no model of this kind has it"),
     ("older names", {QUERY: None}, f"{QUERY}: it is missing"),
-    ("older names", {"cls.predictions.bias": None}, "cls.predictions.bias: it is missing"),
-    ("older names", {"bert.v_pooler.dense.bias": None}, "bert.v_pooler.dense.bias: it is missing"),
     ("older names", {WORD_TABLE: None}, f"it has no {WORD_TABLE}, so it is no ViLBERT of the authors"),
     ("6 layers", {DEAD: torch.zeros(3)}, rf"{DEAD}: it is \[3\] and should be \[128, 128\]"),
     ("6 layers", {DEAD: torch.full((128, 128), torch.inf)}, f"{DEAD}: it holds NaN or infinity"),
-    ("6 layers", {DECODER: torch.zeros(200, 64)}, f"{DECODER}: it differs from its copy"),
     (
         "6 layers",
         {"bert.embeddings.LayerNorm.gamma": torch.zeros(64)},
@@ -299,7 +290,6 @@ WRONG = [  # file, changed tensors (None: missing), what is named
         "it has 12 layers of text, 6 of regions and 7 of co-attention; published models have",
     ),
     ("VQA", {"vil_prediction.main.0.bias": None}, "vil_prediction.main.0.bias: it is missing"),
-    ("VQA", {"vil_logit.bias": torch.tensor([torch.nan])}, "vil_logit.bias: it holds NaN or infinity"),
     ("VQA", {"vil_prediction.main.3.weight_v": torch.zeros(3129, 9)}, r"weight_v: it is \[3129, 9\] and should be"),
 ]
 
@@ -500,57 +490,6 @@ def test_a_checkpoint_of_our_own_run_becomes_a_file_of_theirs(converted, tmp_pat
     again = read_model(tmp_path / "again").model
     assert again.keys() == whole.state_dict().keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.state_dict().items())
-
-
-@needs_key_lists
-@pytest.mark.parametrize(
-    ("settings", "pretrained", "part", "source"),
-    [
-        (RefCOCOSettings(), "pretrain_base_e2e", "transform", "region_transform"),
-        (VCRSettings(max_tokens=32), "pretrain_base_e2e", "region_transform", "region_transform"),
-        (
-            VQASettings(answers_from_words=False, question_length=32),
-            "pretrain_base_prec",
-            "transform",
-            "word_transform",
-        ),
-    ],
-)
-def test_fine_tuning_takes_vl_bert_and_one_transform_and_all_else_is_new(converted, settings, pretrained, part, source):
-    _, folder, _ = converted(pretrained)
-    start = read_model(folder)
-    model = dataclasses.replace(
-        start.model_config, regions=dataclasses.replace(start.model_config.regions, random_init=True)
-    )
-    recipe = Recipe(name="finetune", task=settings, model=model, init_from=str(folder))
-    task = make_task(settings, WORDS, 1600)
-    fresh = make_model(dataclasses.replace(recipe, init_from=None), task, WORDS, None, None, print)
-    started = make_model(recipe, task, WORDS, start, None, print).state_dict()
-    taken = {f"head.{part}.{name}": tensor for name, tensor in start.part(f"head.{source}.").items()}
-    assert taken
-    for name, tensor in started.items():
-        if name.startswith("vlbert."):
-            expected = start.model[name]
-            if "segments" in name and isinstance(settings, VCRSettings):  # VCR makes sentence B of A
-                expected, tensor = expected[[0, 2]], tensor[[0, 2]]
-        else:
-            expected = taken.pop(name, fresh.state_dict()[name])
-        assert torch.equal(tensor, expected), name
-    assert not taken
-
-
-@pytest.mark.parametrize("name", ["6 layers", "encoder alone"])
-def test_a_run_starts_from_a_vilbert(converted, name):
-    saved, lines = read_model(converted(name)[1]), []
-    recipe = Recipe(name="pretrain", task=PAIRS, model=saved.model_config, init_from=saved.where)
-    task = make_task(recipe.task, WORDS, 1600)
-    started = make_model(recipe, task, WORDS, saved, None, lines.append).state_dict()
-    taken = [key for key in started if name == "6 layers" or key.startswith("vlbert.")]
-    assert all(torch.equal(started[key], saved.model[key]) for key in taken)
-    assert lines == [f"VL-BERT from {saved.where}, of its head {'all' if name == '6 layers' else 'nothing'}"]
-    other = dataclasses.replace(saved.model_config, layers="T" * 4 + "XTV" * 8)
-    with pytest.raises(ValueError, match="has another architecture than recipe pretrain: model.layers is TTTTTT"):
-        make_model(dataclasses.replace(recipe, model=other), task, WORDS, saved, None, print)
 
 
 def test_the_command_converts_both_ways(tmp_path, capsys):

