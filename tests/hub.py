@@ -1,6 +1,5 @@
-"""A folder that a local server gives out, and takes, as the Hugging Face hub does."""
+"""A folder that a local server gives out as the Hugging Face hub does."""
 
-import base64
 import functools
 import http.server
 import json
@@ -16,8 +15,7 @@ from huggingface_hub import constants
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder as the hub lists and gives them out, /<owner>/<name>/resolve/<revision>/<file>, and as it takes
-    commits, whose files are all in the request."""
+    """Files of a folder as the hub lists and gives them out, /<owner>/<name>/resolve/<revision>/<file>."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     requested: list[str] = []
@@ -44,26 +42,6 @@ class Hub(http.server.SimpleHTTPRequestHandler):
             for file in files
         ]
         return self.answer({"id": name[1], "sha": self.commit} if name[2] == "revision/main" else tree)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        url = f"http://{self.headers['Host']}"
-        if self.path == "/api/repos/create":
-            return self.answer({"url": f"{url}/{json.loads(body)['organization']}/{json.loads(body)['name']}"})
-        if self.path == "/api/validate-yaml":
-            return self.answer({"errors": [], "warnings": []})
-        name = re.fullmatch(r"/api/models/(.+)/(preupload|commit)/main", self.path)
-        if name and name[2] == "preupload":
-            files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
-            return self.answer({"files": [one | {"shouldIgnore": False, "oid": None} for one in files]})
-        if name is None:
-            return self.send_error(404)
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                file = Path(self.directory, name[1], line["value"]["path"])
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(base64.b64decode(line["value"]["content"]))
-        return self.answer({"commitUrl": f"{url}/{name[1]}/commit/{self.commit}", "commitOid": self.commit})
 
     def answer(self, content: dict | list) -> None:
         data = json.dumps(content).encode()

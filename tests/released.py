@@ -24,7 +24,6 @@ KINDS = (
     "vqa_base",
     "refcoco_base",
 )
-needs_vilbert = pytest.mark.skipif(not VILBERT.is_dir(), reason=f"{VILBERT} is not there")
 needs_key_lists = pytest.mark.skipif(not KEY_LISTS.is_file(), reason=f"{KEY_LISTS} is not there")
 WORDS = Vocabulary([*SPECIALS, "a", "dog", "on", "sofa", *(f"word{i}" for i in range(191))])
 

@@ -49,14 +49,10 @@ def edit(file: Path, change: Callable[[Any], Any]) -> None:
 VQA = "vqa/v2_OpenEnded_mscoco_synthetic"
 EDITED = [  # file, change, what is printed
     ("vqa/expected_official_eval.json", lambda e: e["perQuestion"].update({"1004000": 30.01}), "ours '30.00', expect"),
-    (f"{VQA}_results.json", lambda rows: rows[0].update(answer="no"), "1001000: ours '0.00', expected '100.00'"),
     (f"{VQA}_results.json", lambda rows: rows.pop(), "NOT COMPARED: KeyError"),
-    ("vqa/expected_normalise.json", lambda rows: rows[50].update(after_punctuation="!"), "after punctuation"),
     ("vqa/expected_vlbert_soft_targets.json", lambda e: e["cases"][2]["target"].update(no=0.7), "cases[2]: ours"),
-    ("retrieval/expected.json", lambda e: e["full"]["t2i_rank0"].reverse(), "rank, all images"),
     ("retrieval/expected.json", lambda e: e["five_fold_mean"]["i2t"].update(medr=1.5), "i2t medr: ours 1.4, expected"),
     ("rois/expected.json", lambda e: e["cases"][0]["expected"]["0.2"]["keep_indices"].reverse(), "case_01.npz at 0.2"),
-    ("conceptual_captions/expected_rows.json", lambda e: e["rows"][12].update(caption="quote"), "12: ours"),
     ("geometry/expected_4x512.npy", lambda array: array[1, 2, 3:].__iadd__(1e-3), "1: ours 0.00"),
 ]
 
@@ -75,7 +71,6 @@ def test_a_value_that_differs_is_named_and_fails(
 DAMAGED = [  # folder, damage, what is printed
     ("vqa", lambda folder: (folder / "expected_normalise.json").write_text('[{"input": '), "JSONDecodeError"),
     ("vqa", lambda folder: (folder / "expected_else.json").write_text("{}"), "of no kind that is known"),
-    ("vqa", lambda folder: (folder / "normalise_inputs.json").unlink(), "holds 0 files *inputs.json"),
     ("conceptual_captions", lambda folder: (folder / "expected_rows.json").unlink(), "0 of 0 values agree"),
 ]
 

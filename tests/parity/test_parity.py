@@ -14,7 +14,7 @@ from places import DATA
 
 from tests.parity import vilbert
 from tests.parity.__main__ import main
-from tests.parity.cases import Row, apart, find_cases
+from tests.parity.cases import Row, apart
 
 HERE = DATA / "parity"
 
@@ -63,16 +63,13 @@ def test_a_folder_without_a_case_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
-        (".npz", lambda data: b""),
-        (".npz", lambda data: b"PK\x03\x04 torn"),
         (".npz", lambda data: data[: len(data) // 2]),
         (".npz", None),
-        (".json", lambda data: b"\xff\xfe\x00"),
         (".json", lambda data: b"[" * 100_000),
         (".json", lambda data: data.replace(b"param_order_for_grad", b"param_order")),
         (".json", None),
     ],
-    ids=["empty npz", "no zip", "torn npz", "gone npz", "binary", "deep", "unnamed", "gone"],
+    ids=["torn npz", "gone npz", "torn json", "unnamed", "gone json"],
 )
 def test_a_damaged_case_is_named_in_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture, kind: str, damage: Callable[[bytes], bytes] | None
@@ -85,12 +82,6 @@ def test_a_damaged_case_is_named_in_its_line(
     assert ends(tmp_path) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("vqa_prec")]
     assert " NOT RUN: " in line
-
-
-def test_an_unreadable_json_beside_any_arrays_is_a_damaged_case(tmp_path: Path):
-    (tmp_path / "case.json").write_text("{")
-    np.savez(tmp_path / "case.npz", a=np.zeros(1))
-    assert [found.format for found in find_cases(tmp_path)] == ["damaged"]
 
 
 def test_a_detector_whose_description_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -134,17 +125,13 @@ def test_all_cases_of_vilbert_pass(capsys: pytest.CaptureFixture):
 @pytest.mark.parametrize(
     ("name", "array", "index"),
     [
-        ("pretrain_paper", "inter/T1", (0, 0, 0)),
         ("pretrain_paper", "inter/X0.regions", (1, 2, 3)),
-        ("pretrain_paper", "out/prediction_scores_v", (0, 1, 2)),
         ("pretrain_paper", "out/next_sentence_loss", ()),
-        ("vqa_paper", "out/vil_prediction", (0, 3)),
         ("vqa_paper", "out/vision_logit", (0, 1, 0)),
         ("refcoco_paper", "out/selected", (0,)),
         ("refcoco_paper", "grad/dot", (5,)),
         ("retrieval_paper", "out/zero_shot_scores", (0, 0)),
         ("vcr_paper", "out/choice_logits", (0, 1)),
-        ("single_stream_paper", "out/linguisic_prediction", (0, 0, 0)),
     ],
 )
 def test_a_case_of_vilbert_that_differs_does_not_pass(tmp_path: Path, name: str, array: str, index: tuple):

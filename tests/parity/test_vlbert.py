@@ -4,7 +4,6 @@ Two cases lie in tests/data/parity; all nine, and the figures of single componen
 """
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,13 +18,12 @@ from torch import nn
 from detectors.resnet import ResNetConfig
 from tests.parity.cases import Found, find_cases, weights
 from tests.parity.vlbert import losses, report, run
-from tests.parity.vlbert_cases import VLBertCase, describe
+from tests.parity.vlbert_cases import VLBertCase
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Example, ImageInput, TextInput, collate
 from vlbert.data.images import resized
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.fast_rcnn import FastRCNN
-from vlbert.published.vlbert import PublishedVLBert
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 HERE = DATA / "parity"
@@ -58,13 +56,6 @@ def test_our_model_computes_what_the_authors_code_computes_in_each_precision(
     assert row.passes, str(row)
 
 
-def test_the_two_cases_that_are_here_are_found():
-    assert [(case.format, case.name) for case in CASES] == [
-        ("vlbert", "pretrain_multitask_prec"),
-        ("vlbert", "vqa_prec"),
-    ]
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Callable[..., Path]:
     """A case, that of VQA, with its json and arrays changed by `change(metadata, arrays)`."""
@@ -88,7 +79,6 @@ def _add(name: str, index: tuple, difference: float) -> Callable[[dict, dict], N
     return change
 
 
-SEED = ("seed", lambda metadata, arrays: metadata.update(seed_offset=1))
 DIFFERENT = [  # what is changed, change, precision
     ("logit", _add("out/label_logits", (1, 7), 3e-5), "fp32"),
     ("inference", _add("infer/label_logits", (0, 0), 3e-5), "fp32"),
@@ -98,14 +88,10 @@ DIFFERENT = [  # what is changed, change, precision
     ("norm", _add("grad/l2", (20,), 1.0), "fp32"),
     ("projection", _add("grad/dot", (20,), 1.0), "fp32"),
     ("gradient of ours alone", _add("grad/l2", (20,), np.nan), "fp32"),
-    (*SEED, "fp32"),
-    ("setting", lambda metadata, arrays: metadata["config"]["NETWORK"].update(NO_GROUNDING=True), "fp32"),
     ("tensor", lambda metadata, arrays: metadata["tensors"].pop(), "fp32"),
     ("array", lambda metadata, arrays: arrays.pop("in/question"), "fp32"),
     ("input", _add("inter/encoder.input", (2, 3, 5), 0.3), "bf16"),
-    ("loss", _add("out/ans_loss", (), 30.0), "bf16"),
-    ("norm", _add("grad/l2", (20,), 2.0), "bf16"),
-    (*SEED, "bf16"),
+    ("seed", lambda metadata, arrays: metadata.update(seed_offset=1), "bf16"),
 ]
 
 
@@ -115,7 +101,7 @@ def test_a_case_that_differs_or_cannot_be_run_does_not_pass(
 ):
     row = report(copy(change), what, precision)
     assert not row.passes, str(row)
-    assert bool(row.differences) == (what not in ("setting", "tensor", "array", "gradient of ours alone"))
+    assert bool(row.differences) == (what not in ("tensor", "array", "gradient of ours alone"))
 
 
 def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
@@ -125,12 +111,6 @@ def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
     assert rounded.encoded.dtype == torch.float32
     found = rounded.task.losses(rounded.vlbert, rounded.head, rounded.output, rounded.batch)
     assert {loss.dtype for loss, _ in found.values() if loss.requires_grad} == {torch.float32}
-
-
-def test_a_row_stays_one_line_whatever_the_error_says(copy: Callable[..., Path]):
-    row = report(copy(lambda metadata, arrays: metadata.update(case="of\nno kind")), "changed")
-    assert not row.passes
-    assert "case of no kind begins with none of pretrain, vcr, vqa, refcoco" in str(row)
 
 
 def test_weights_follow_the_rule_beside_them():
@@ -145,86 +125,10 @@ def test_weights_follow_the_rule_beside_them():
     assert filled("zero", "bn.num_batches_tracked").dtype == np.int64
 
 
-@pytest.mark.parametrize("rule", ["banana", "0.02", "2+0.02n", "1+|0.02n", "0.0.2n", "-0.02n", "n", None, 0.02])
+@pytest.mark.parametrize("rule", ["banana", "0.02", "2+0.02n", "1+|0.02n", None])
 def test_a_weight_whose_rule_is_unknown_is_refused(rule: str | float | None):
     with pytest.raises(ValueError, match="some.weight is to be filled by the rule"):
         weights({"tensors": [{"name": "some.weight", "shape": [2], "rule": rule}]})
-
-
-def _described(folder: Path, name: str, switches: dict) -> None:
-    """Describe a case with other switches; those of VLBERT begin with it."""
-    metadata = json.loads((folder / f"{name}.json").read_text())
-    network = metadata["config"]["NETWORK"]
-    for key, value in switches.items():
-        (network["VLBERT"] if key.startswith("VLBERT.") else network)[key.removeprefix("VLBERT.")] = value
-    shapes = {PublishedVLBert.plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in metadata["tensors"]}
-    describe(VLBertCase(name, metadata, {}), shapes)
-
-
-@pytest.mark.parametrize("name", ["vqa_prec", "pretrain_multitask_prec"])
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {"SOME_NEW": False},
-        {"VLBERT.new": 1},
-        {"BLIND": True},
-        {"VLBERT.hidden_act": "relu"},
-        {"VLBERT.pos_embedding_frozen": True},
-        {"VLBERT.visual_ln": False},
-        {"VLBERT.with_pooler": True},
-        {"VLBERT.visual_size": 48},
-        {"IMAGE_FINAL_DIM": 48},
-        {"VLBERT.vocab_size": 30522},
-        {"VLBERT.num_hidden_layers": 3},
-        {"VLBERT.hidden_size": 128},
-        {"IMAGE_FEAT_PRECOMPUTED": False},
-    ],
-    ids=lambda switches: next(iter(switches)),
-)
-def test_switches_that_are_unknown_or_contradict_the_tensors_are_refused_by_name(name: str, switches: dict):
-    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
-        _described(HERE, name, switches)
-
-
-@needs_shared
-@pytest.mark.parametrize(
-    ("name", "switches"),
-    [
-        ("pretrain_multitask_e2e", {"IMAGE_NUM_LAYERS": 50}),
-        ("pretrain_multitask_e2e", {"MASK_RAW_PIXELS": False}),
-        ("pretrain_multitask_e2e", {"WITH_REL_LOSS": True}),
-        ("pretrain_multitask_e2e", {"WITH_MLM_LOSS": False}),
-        ("pretrain_multitask_e2e", {"IMAGE_FROZEN_BACKBONE_STAGES": [1, 3]}),
-        ("vcr_q2a_e2e", {"IMAGE_NUM_LAYERS": 50}),
-        ("vcr_q2a_e2e", {"VLBERT.with_pooler": False}),
-        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 1}),
-        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 3}),
-        ("vcr_q2a_e2e", {"CLASSIFIER_TYPE": "2fc"}),
-        ("vcr_q2a_e2e", {"CNN_LOSS_TOP": False}),
-        ("vcr_q2a_e2e", {"CNN_LOSS_WEIGHT": 0.5}),
-        ("vcr_q2a_e2e_softmax_variant", {"VLBERT.object_word_embed_mode": 2}),
-        ("refcoco_e2e", {"IMAGE_FEAT_PRECOMPUTED": True}),
-    ],
-    ids=str,
-)
-def test_switches_of_other_networks_and_tasks_are_held_against_the_tensors(name: str, switches: dict):
-    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
-        _described(SHARED, name, switches)
-
-
-@pytest.mark.parametrize(
-    ("name", "switches"),
-    [
-        ("vqa_prec", {"MASK_RAW_PIXELS": False}),
-        ("vqa_prec", {"IMAGE_NUM_LAYERS": 50, "IMAGE_FROZEN_BACKBONE_STAGES": [1, 2, 5]}),
-        ("vqa_prec", {"VLBERT.object_word_embed_mode": 1, "WITH_MVRC_LOSS": False}),
-        ("pretrain_multitask_prec", {"MASK_RAW_PIXELS": False, "CLASSIFIER_TYPE": "1fc"}),
-        ("pretrain_multitask_prec", {"CNN_LOSS_WEIGHT": 0.5, "IMAGE_FROZEN_BACKBONE_STAGES": []}),
-    ],
-    ids=str,
-)
-def test_switches_that_a_model_does_not_read_may_say_anything(name: str, switches: dict):
-    _described(HERE, name, switches)
 
 
 @needs_shared

@@ -73,7 +73,7 @@ class Ours:
     encoded: Tensor
     output: Encoded
     losses: dict[str, float]
-    rename: Callable[[str], str | None]
+    names: dict[str, str]  # their plain name of a tensor -> ours
 
 
 @contextmanager
@@ -121,7 +121,8 @@ def run(case: VLBertCase, precision: str = "fp32") -> Ours:
     sum(losses.values()).backward()
     losses = {name: float(loss.detach()) for name, loss in losses.items()}
     embedded, encoded = seen["embedded"], seen["encoded"]
-    return Ours(precision, task, vlbert, head, batch, embedded, encoded, output, losses, what.ours())
+    names = {entry["theirs"]: entry["ours"] for entry in what.entries() if "ours" in entry}
+    return Ours(precision, task, vlbert, head, batch, embedded, encoded, output, losses, names)
 
 
 def _up_to_rounding(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -217,16 +218,10 @@ def losses(case: VLBertCase, ours: Ours) -> list[tuple[float, float]]:
 
 def gradients(case: VLBertCase, ours: Ours) -> dict[str, Tensor | None]:
     """Return our gradient by their name of each parameter."""
-    parameters = {
-        f"{part}.{name}": parameter
-        for part, module in (("vlbert", ours.vlbert), ("head", ours.head))
-        for name, parameter in module.named_parameters()
-    }
-    found = {}
-    for name in case.metadata["param_order_for_grad"]:
-        parameter = parameters.get(ours.rename(PublishedVLBert.plain_name(name)) or "")
-        found[name] = None if parameter is None else parameter.grad
-    return found
+    model = nn.ModuleDict({"vlbert": ours.vlbert, "head": ours.head})
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    order = case.metadata["param_order_for_grad"]
+    return {name: gradients.get(ours.names.get(PublishedVLBert.plain_name(name), "")) for name in order}
 
 
 def check_boxes(case: VLBertCase, ours: Ours) -> None:

@@ -17,97 +17,25 @@ from vlbert.published.vlbert import PublishedVLBert
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.tasks.refcoco import RefCOCO
-from vlbert.tasks.vcr import VCR
+from vlbert.tasks.vcr import VCR, VCRSettings
 from vlbert.tasks.vqa import VQA
 
 SPECIAL_IDS = dict(zip(SPECIALS, (0, 100, 101, 102, 103), strict=True))  # BERT's, which the cases use
-KINDS = ("pretrain", "vcr", "vqa", "refcoco")  # how the name of a case may begin
-
-# The switches of theirs that we know. One that is not here may change what is computed, and who does not know it could
-# only guess: it is refused. Below DATASET, TRAIN, VAL and TEST stands how the inputs were made, which a case brings.
-_NETWORK = """
-ANSWER_FIRST ANS_LOSS_TYPE ANS_LOSS_WEIGHT BERT_ALIGN_ANSWER BERT_ALIGN_QUESTION BERT_FROZEN BERT_MODEL_NAME
-BERT_PRETRAINED BERT_PRETRAINED_EPOCH BERT_USE_LAYER BERT_WITH_MLM_LOSS BERT_WITH_NSP_LOSS BLIND CLASSIFIER_DROPOUT
-CLASSIFIER_HIDDEN_SIZE CLASSIFIER_PRETRAINED CLASSIFIER_SIGMOID CLASSIFIER_SIGMOID_LOSS_POSITIVE_WEIGHT
-CLASSIFIER_TYPE CNN_LOSS_TOP CNN_LOSS_WEIGHT CNN_REG_DROPOUT ENABLE_CNN_REG_LOSS FOR_MASK_VL_MODELING_PRETRAIN
-IMAGE_C5_DILATED IMAGE_FEAT_PRECOMPUTED IMAGE_FINAL_DIM IMAGE_FROZEN_BACKBONE_STAGES IMAGE_FROZEN_BN IMAGE_NUM_LAYERS
-IMAGE_PRETRAINED IMAGE_PRETRAINED_EPOCH IMAGE_SEMANTIC IMAGE_STRIDE_IN_1x1 LOAD_REL_HEAD MASK_RAW_PIXELS
-MLM_LOSS_NORM_IN_BATCH_FIRST MVRC_LOSS_NORM_IN_BATCH_FIRST NO_GROUNDING NO_OBJ_ATTENTION OUTPUT_CONV5 PARTIAL_PRETRAIN
-PARTIAL_PRETRAIN_PREFIX_CHANGES PARTIAL_PRETRAIN_SEGMB_INIT PIXEL_MEANS PIXEL_STDS QA_ONE_SENT
-REPLACE_OBJECT_CHANGE_LABEL VLBERT WITH_MLM_LOSS WITH_MVRC_LOSS WITH_REL_LOSS
-"""
-_VLBERT = """
-attention_probs_dropout_prob from_scratch hidden_act hidden_dropout_prob hidden_size initializer_range input_size
-input_transform_type intermediate_size max_position_embeddings num_attention_heads num_hidden_layers
-obj_pos_id_relative object_word_embed_mode pos_embedding_frozen position_padding_idx type_vocab_size visual_ln
-visual_region_classes visual_scale_object_init visual_scale_text_init visual_size vocab_size with_pooler
-word_embedding_frozen
-"""
-_KNOWN = {*_NETWORK.split(), *(f"VLBERT.{key}" for key in _VLBERT.split())}
-# Those of which ours has one value only, or of which no more is known.
-_ONLY = {
-    "BERT_FROZEN": False,
-    "BERT_WITH_MLM_LOSS": False,
-    "BERT_WITH_NSP_LOSS": False,
-    "BLIND": False,
-    "FOR_MASK_VL_MODELING_PRETRAIN": False,
-    "IMAGE_SEMANTIC": False,
-    "NO_GROUNDING": False,
-    "NO_OBJ_ATTENTION": False,
-    "OUTPUT_CONV5": False,
-    "VLBERT.hidden_act": "gelu",
-    "VLBERT.input_transform_type": 1,
-    "VLBERT.obj_pos_id_relative": True,
-    "VLBERT.pos_embedding_frozen": False,
-    "VLBERT.position_padding_idx": -1,
-    "VLBERT.word_embedding_frozen": False,
-}
-_ONLY_PRETRAINING = {"WITH_MLM_LOSS": True, "WITH_MVRC_LOSS": True}  # fine-tuning reads none of these
-_ONLY_FINE_TUNING = {  # pre-training reads none of these
-    "ANSWER_FIRST": False,
-    "ANS_LOSS_TYPE": "bce",
-    "ANS_LOSS_WEIGHT": 1.0,
-    "CLASSIFIER_SIGMOID_LOSS_POSITIVE_WEIGHT": 1.0,
-    "CNN_LOSS_WEIGHT": 1.0,
-    "QA_ONE_SENT": False,
-}
-_CLASSIFIERS = {"1fc": ("linear",), "2fc": ("two_layers",), "mlm": ("words", "regions")}
 
 
 class VLBertCase(Case):
     """A pair of files of the authors' VL-BERT."""
 
     @property
-    def kind(self) -> str:
-        """Which of KINDS it is. Raises ValueError if it is none."""
-        kind = self.metadata["case"].split("_")[0]
-        if kind not in KINDS:
-            raise ValueError(f"case {self.metadata['case']} begins with none of {', '.join(KINDS)}")
-        return kind
-
-    @property
     def network(self) -> dict[str, Any]:
-        """config.NETWORK, and what stands below its VLBERT as VLBERT.*."""
-        network = self.metadata["config"]["NETWORK"]
-        return network | {f"VLBERT.{key}": value for key, value in network["VLBERT"].items()}
+        """config.NETWORK."""
+        return self.metadata["config"]["NETWORK"]
 
 
 def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedVLBert:
-    """Return what the case is, from its tensors and its configuration.
-
-    Raises ValueError naming a switch that we do not know or have not, or that says other than the tensors.
-    """
+    """Return what the case is, from its tensors and, where these do not tell, from its configuration."""
     network = case.network
-    _refuse_switches(case)
-    what = PublishedVLBert.understand(shapes, Hints((network["VLBERT.num_attention_heads"],)))
-    for key, derived in _from_tensors(case, what, shapes).items():
-        if network[key] != derived:
-            raise ValueError(f"config.NETWORK.{key} is {network[key]}, and the tensors say {derived}")
-    frozen = [stage for stage in network["IMAGE_FROZEN_BACKBONE_STAGES"] if stage]
-    if what.model.regions.features == "precomputed":
-        frozen = []
-    elif frozen != [*range(1, len(frozen) + 1)]:
-        raise ValueError(f"config.NETWORK.IMAGE_FROZEN_BACKBONE_STAGES is {frozen}; ours freezes the first so many")
+    what = PublishedVLBert.understand(shapes, Hints((network["VLBERT"]["num_attention_heads"],)))
     regions = dataclasses.replace(
         what.model.regions,
         resnet=dataclasses.replace(
@@ -116,61 +44,15 @@ def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedV
             res5_dilated=network["IMAGE_C5_DILATED"],
             norm="frozen" if network["IMAGE_FROZEN_BN"] else "batch",
         ),
-        frozen_stages=len(frozen),
+        frozen_stages=max(network["IMAGE_FROZEN_BACKBONE_STAGES"], default=0),
         padding="batch",  # a case brings its images in one tensor, VCR's too
     )
     task = what.task
-    if case.kind == "vcr":
+    if isinstance(task, VCRSettings):
         loss = "sigmoid" if network["CLASSIFIER_SIGMOID"] else "softmax"
         region_loss = task.region_loss if network["ENABLE_CNN_REG_LOSS"] else "none"
         task = dataclasses.replace(task, loss=loss, region_loss=region_loss)
     return dataclasses.replace(what, model=dataclasses.replace(what.model, regions=regions), task=task)
-
-
-def _refuse_switches(case: VLBertCase) -> None:
-    network = case.network
-    unknown = sorted(network.keys() - _KNOWN)
-    if unknown:
-        names = ", ".join(f"config.NETWORK.{key}" for key in unknown)
-        raise ValueError(f"unknown to us, which may change what is computed: {names}")
-    for key, wanted in (_ONLY | (_ONLY_PRETRAINING if case.kind == "pretrain" else _ONLY_FINE_TUNING)).items():
-        if network.get(key, wanted) != wanted:
-            raise ValueError(f"config.NETWORK.{key} is {network[key]}; ours has no other than {wanted}")
-    if case.kind == "vcr" and network["VLBERT.object_word_embed_mode"] == 3:
-        raise ValueError("config.NETWORK.VLBERT.object_word_embed_mode is 3 (mean word embedding); ours has 1 and 2")
-
-
-def _from_tensors(case: VLBertCase, what: PublishedVLBert, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Derive the switches that the model of the case reads from its tensors. Others may have any value."""
-    network, model, task = case.network, what.model, what.task
-    visual_size = model.visual_embedding_size or model.hidden_size
-    derived = {
-        "IMAGE_FEAT_PRECOMPUTED": model.regions.features == "precomputed",
-        "IMAGE_FINAL_DIM": visual_size,
-        "VLBERT.hidden_size": model.hidden_size,
-        "VLBERT.intermediate_size": model.intermediate_size,
-        "VLBERT.max_position_embeddings": model.max_positions,
-        "VLBERT.num_hidden_layers": len(model.layers),
-        "VLBERT.visual_ln": model.visual_norm == "layer_norm",
-        "VLBERT.visual_size": visual_size,
-        "VLBERT.vocab_size": what.vocab_size,
-        "VLBERT.with_pooler": any(name.startswith("vlbert.pooler.") for name in shapes),
-    }
-    end_to_end = model.regions.features == "end_to_end"
-    if end_to_end:
-        derived["IMAGE_NUM_LAYERS"] = 3 * sum(model.regions.resnet.blocks) + 2  # as ResNets are named
-    if case.kind == "pretrain" and end_to_end:
-        derived["MASK_RAW_PIXELS"] = model.regions.masking == "pixels"
-    if case.kind == "pretrain" and network["WITH_REL_LOSS"]:
-        derived["WITH_REL_LOSS"] = task.relationship
-    if case.kind == "vcr":
-        derived["VLBERT.object_word_embed_mode"] = 1 if model.region_classes else 2
-        if network["ENABLE_CNN_REG_LOSS"]:
-            derived["ENABLE_CNN_REG_LOSS"] = task.region_loss != "none"
-            derived["CNN_LOSS_TOP"] = task.region_loss == "contextual"
-    if case.kind in ("vcr", "vqa") and task.classifier not in _CLASSIFIERS.get(network["CLASSIFIER_TYPE"], ()):
-        derived["CLASSIFIER_TYPE"] = next(kind for kind, ours in _CLASSIFIERS.items() if task.classifier in ours)
-    return derived
 
 
 def vocabulary(size: int) -> Vocabulary:

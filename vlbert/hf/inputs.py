@@ -15,12 +15,10 @@ What Hugging Face has no name for has that of Batch, padded to [B, R] or [B, cho
 region_classes, cells and, by image, averaged_over. By default no word names a region, none is masked, and so on.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from vlbert.data.batch import Batch, Sizes, groups_of_shape
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 
 
 def to_batch(
@@ -38,81 +36,52 @@ def to_batch(
     averaged_over: Tensor | None = None,
     cells: Tensor | None = None,
 ) -> Batch:
-    """The Batch, without labels; `keys` are numbers, one a text. ValueError where the inputs do not fit together."""
+    """Return the Batch, without labels; its keys are numbers. ValueError where the inputs do not fit together.
+
+    Pixels stay on their device; all else is collated on the CPU.
+    """
     if input_ids.ndim not in (2, 3):
         raise ValueError(
             f"input_ids is {list(input_ids.shape)}; it must be [texts, tokens] or [texts, choices, tokens]"
         )
-    if boxes is not None and boxes.dtype in (torch.bfloat16, torch.float16):
-        raise ValueError(f"boxes are {boxes.dtype}, which rounds pixels; move inputs with .to(device), without a dtype")
-    count, choices = len(input_ids), 1 if input_ids.ndim == 2 else input_ids.shape[1]
-    tokens = input_ids.flatten(0, -2)
-    text_mask = _mask(attention_mask, input_ids, "attention_mask").flatten(0, -2)
-    region_mask = _region_mask(count, pixel_values, visual_embeds, visual_attention_mask, boxes, input_ids.device)
-    regions = region_mask.sum(dim=1).tolist()
-    if pixel_values is not None:
-        _check_pixels(pixel_values)
-        if image_sizes is None:
-            image_sizes = torch.tensor([pixel_values.shape[2:]] * count, device=input_ids.device)
-        if boxes is None:
-            high, wide = (image_sizes - 1).float().unbind(dim=1)
-            boxes = torch.stack([torch.zeros_like(wide), torch.zeros_like(wide), wide, high], dim=1)[:, None]
-    if region_mask.shape[1] and (boxes is None or image_sizes is None):
-        raise ValueError("visual_embeds need boxes, in pixels of the resized image, and image_sizes, (height, width)")
-    sizes = {} if image_sizes is None else {i: tuple(image_sizes[i].tolist()[::-1]) for i in range(count) if regions[i]}
-    groups = [list(sizes)] if pixel_values is None else groups_of_shape(sizes)
-    order = [i for group in groups for i in group]  # image order
-    number = {image: p for p, image in enumerate(order)}
-    real = region_mask[order].flatten().nonzero()[:, 0]
-    rows = [row // choices for row in range(len(tokens))]
-
-    def of_rows(values: Tensor | None, like: Tensor) -> Tensor:
-        return like.repeat_interleave(choices, 0) if values is None else values.repeat_interleave(choices, 0)
-
-    def of_real_regions(values: Tensor | None, axes: int) -> Tensor:
-        found = tokens.new_zeros((0,) * axes) if values is None else values[order].flatten(0, 1)[real]
-        return found.float()
-
-    def texts(values: Tensor | None) -> Tensor:
-        return torch.zeros_like(tokens) if values is None else values.flatten(0, -2)
-
-    def numbers(values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=tokens.device)
-
-    nothing = torch.zeros_like(region_mask)
-    return Batch(
-        keys=[str(i) for i in range(count)],
-        metadata=[{} for _ in range(count)],
-        tokens=tokens,
-        text_mask=text_mask,
-        segments=texts(token_type_ids),
-        token_region=texts(token_region),
-        boxes=of_rows(boxes, region_mask[:, :, None].expand(-1, -1, 4)).float(),
-        region_mask=of_rows(region_mask, nothing),
-        region_masked=of_rows(region_masked, nothing).bool(),
-        region_classes=of_rows(region_classes, nothing).long(),
-        pixels=() if pixel_values is None else tuple(_group(pixel_values, group, sizes) for group in groups if group),
-        image_sizes=numbers([sizes[i] for i in order]).reshape(-1, 2),
-        averaged_over=numbers([max(1, regions[i] - 1) for i in order])
-        if averaged_over is None
-        else averaged_over[order].clamp(min=1),
-        covered=boxes.new_zeros(len(order), 0, 4) if order else torch.zeros(0, 0, 4, device=tokens.device),
-        covered_mask=torch.zeros(len(order), 0, dtype=torch.bool, device=tokens.device),
-        image_of=numbers([number.get(i, -1) for i in rows]),
-        image_rows=numbers([i * choices for i in order]),
-        real_regions=real,
-        features=of_real_regions(visual_embeds, 2),
-        cells=of_real_regions(cells, 3),
-        counted=numbers(list(range(len(tokens)))),
-        labelled={},
-        labels={},
-        sizes=Sizes(
-            tokens=tuple(text_mask.sum(dim=1).tolist()),
-            regions=tuple(regions[i] for i in rows),
-            labelled={},
-            images=tuple(sizes[i] for i in order),
-        ),
+    of_images = {"pixel_values": pixel_values, "visual_embeds": visual_embeds, "boxes": boxes}
+    of_images |= {"visual_attention_mask": visual_attention_mask, "image_sizes": image_sizes}
+    _check_images(len(input_ids), {name: one for name, one in of_images.items() if one is not None})
+    by_text = input_ids.reshape(len(input_ids), -1, input_ids.shape[-1])  # (B, choices, T)
+    lengths = _lengths(attention_mask, by_text, "attention_mask")
+    tokens, segments, named = (
+        (torch.zeros_like(input_ids) if one is None else one).reshape(by_text.shape).cpu().numpy()
+        for one in (input_ids, token_type_ids, token_region)
     )
+    if pixel_values is not None and image_sizes is None:
+        image_sizes = torch.tensor([pixel_values.shape[2:]] * len(input_ids))
+    if pixel_values is not None and boxes is None:
+        high, wide = (image_sizes - 1).float().unbind(dim=1)
+        boxes = torch.stack([torch.zeros_like(wide), torch.zeros_like(wide), wide, high], dim=1)[:, None]
+    like = torch.zeros(len(input_ids), 0 if boxes is None else boxes.shape[1])
+    regions = _lengths(visual_attention_mask, like, "visual_attention_mask")
+    fields = {
+        "boxes": (boxes, torch.float32),
+        "masked": (like if region_masked is None else region_masked, torch.bool),
+        "features": (visual_embeds, torch.float32),
+        "cells": (cells, torch.float32),
+        "classes": (region_classes, torch.int64),
+    }
+    arrays = {name: of.detach().to("cpu", dtype).numpy() for name, (of, dtype) in fields.items() if of is not None}
+    examples = []
+    for i, ends in enumerate(lengths.tolist()):
+        rows, image = zip(tokens[i], segments[i], named[i], ends, strict=True), None
+        texts = [TextInput(ids[:end], of[:end], region[:end]) for ids, of, region, end in rows]
+        if count := int(regions[i]):
+            height, width = image_sizes[i].tolist()
+            image = ImageInput(
+                size=(width, height),
+                pixels=None if pixel_values is None else pixel_values[i, :, :height, :width],
+                averaged_over=None if averaged_over is None else int(averaged_over[i]),
+                **{name: array[i, :count] for name, array in arrays.items()},
+            )
+        examples.append(Example(str(i), texts[0], image, more=tuple(texts[1:])))
+    return collate(examples, least=(by_text.shape[2], like.shape[1]))
 
 
 def from_batch(batch: Batch) -> dict[str, Tensor]:
@@ -157,47 +126,32 @@ def _by_text(values: Tensor, batch: Batch, first: Tensor) -> Tensor:
     return torch.cat([values, torch.zeros_like(values[:1])])[batch.image_of[first]]
 
 
-def _mask(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
-    """bool; ValueError where a row has padding before its last real element."""
-    if mask is None:
-        return torch.ones_like(like, dtype=torch.bool)
-    mask = mask.bool()
+def _lengths(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
+    """int64 [...]: how many elements of each row are real; ValueError where one stands behind padding."""
+    mask = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.reshape(like.shape).bool()
     if (mask[..., 1:] & ~mask[..., :-1]).any():
         raise ValueError(f"{name} has padding before the end of a row: pad on the right")
-    return mask
+    return mask.sum(dim=-1)
 
 
-def _region_mask(
-    count: int,
-    pixel_values: Tensor | None,
-    visual_embeds: Tensor | None,
-    mask: Tensor | None,
-    boxes: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """bool [B, R]; R is 0 without images."""
-    images = pixel_values if visual_embeds is None else visual_embeds
-    given = {"pixel_values": pixel_values, "visual_embeds": visual_embeds, "boxes": boxes}
-    if images is None:
-        if boxes is not None or mask is not None:
-            raise ValueError("boxes and visual_attention_mask need pixel_values or visual_embeds")
-        return torch.zeros(count, 0, dtype=torch.bool, device=device)
-    if wrong := [f"{name} of {len(one)}" for name, one in given.items() if one is not None and len(one) != count]:
+def _check_images(count: int, given: dict[str, Tensor]) -> None:
+    """ValueError where what belongs to images does not fit together, or to `count` texts."""
+    if not {"pixel_values", "visual_embeds"} & given.keys():
+        if given:
+            raise ValueError(f"{' and '.join(given)} need pixel_values or visual_embeds")
+        return
+    if wrong := [f"{name} of {len(one)}" for name, one in given.items() if len(one) != count]:
         raise ValueError(f"input_ids has {count} texts, and there are {', '.join(wrong)} images")
-    widths = {one.shape[1] for one in (boxes, visual_embeds, mask) if one is not None} or {1}
+    pixels = given.get("pixel_values")
+    if pixels is None and not {"boxes", "image_sizes"} <= given.keys():
+        raise ValueError("visual_embeds need boxes, in pixels of the resized image, and image_sizes, (height, width)")
+    if pixels is not None and (pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] != 3):
+        raise ValueError(
+            f"pixel_values is {str(pixels.dtype).removeprefix('torch.')} {list(pixels.shape)}; it must be uint8 "
+            "[images, 3, height, width], RGB from 0 to 255: the model normalises it"
+        )
+    if "boxes" in given and given["boxes"].dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(f"boxes are {given['boxes'].dtype}, which rounds pixels; move inputs without a dtype")
+    widths = {given[name].shape[1] for name in ("boxes", "visual_embeds", "visual_attention_mask") if name in given}
     if len(widths) > 1:
         raise ValueError(f"boxes, visual_embeds and visual_attention_mask have {sorted(widths)} regions")
-    return _mask(mask, torch.zeros(count, widths.pop(), device=device), "visual_attention_mask")
-
-
-def _check_pixels(pixel_values: Tensor) -> None:
-    if pixel_values.dtype != torch.uint8 or pixel_values.ndim != 4 or pixel_values.shape[1] != 3:
-        raise ValueError(
-            f"pixel_values is {str(pixel_values.dtype).removeprefix('torch.')} {list(pixel_values.shape)}; it must be "
-            "uint8 [images, 3, height, width], RGB from 0 to 255: the model normalises it"
-        )
-
-
-def _group(pixels: Tensor, images: list[int], sizes: Mapping[int, tuple[int, int]]) -> Tensor:
-    wide, high = (max(sizes[i][axis] for i in images) for axis in (0, 1))
-    return pixels[images, :, :high, :wide]

@@ -1,34 +1,23 @@
 """The models: VLBert alone, and with the head of each task."""
 
-import functools
-import inspect
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from transformers.utils.generic import ModelOutput
 
 from storage.runs import as_json
 from vlbert.checkpoint import TASK, Checkpoint, load_model
 from vlbert.data.batch import Batch
 from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.inputs import to_batch
-from vlbert.hf.outputs import (
-    VLBertForPreTrainingOutput,
-    VLBertForVisualCommonsenseReasoningOutput,
-    VLBertModelOutput,
-    VLBertTaskOutput,
-)
+from vlbert.hf.outputs import VLBertOutput
 from vlbert.initial_weights import start_head
-from vlbert.model.execution import activation_checkpointing, blocks
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.predict.ranking import ranking_recipe
 from vlbert.pretrained import HUB, read_pretrained
@@ -42,51 +31,22 @@ from vlbert.tasks.vqa import VQASettings
 
 logger = logging.get_logger(__name__)
 
-_DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)}
-_LABELS = ("labels", "region_labels", "sentence_image_labels")
+_MORE_LABELS = ("region_labels", "sentence_image_labels")
 _OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
-_ARGUMENTS = inspect.Signature(  # of forward: those of to_batch, labels and options
-    [
-        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        *inspect.signature(to_batch).parameters.values(),
-        *(
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-            for name in _LABELS + _OPTIONS
-        ),
-    ]
-)
 _ONE_FILE = 2**62  # bytes
 _NO_LABEL = -100  # in labels of tokens, regions and choices, as everywhere in transformers
 
 
 class VLBertPreTrainedModel(PreTrainedModel):
-    """What all models share: loading, saving and the arguments of `forward`.
-
-    In a bfloat16 or float16 model (`dtype=`) the weights of matrix products are of that type, and a forward pass runs
-    in autocast; norms and heads stay float32.
-    """
+    """What all models share: loading, saving and the arguments of `forward`. Weights are float32."""
 
     config: VLBertConfig
     config_class = VLBertConfig
     base_model_prefix = "vlbert"
     main_input_name = "input_ids"
     input_modalities = ("image", "text")
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
     new_settings: ClassVar[TaskSettings | None] = None  # of a new head, where a checkpoint of another task is loaded
-
-    def __init_subclass__(cls, **kwargs: Any):
-        """Trainer computes a loss where a batch has all labels in the signature of `forward`: not those of others."""
-        super().__init_subclass__(**kwargs)
-
-        @functools.wraps(VLBertPreTrainedModel.forward)
-        def forward(self: VLBertPreTrainedModel, *args: Any, **given: Any) -> ModelOutput | tuple:
-            return VLBertPreTrainedModel.forward(self, *args, **given)
-
-        taken = inspect.signature(cls._labelled).parameters
-        kept = [one for name, one in _ARGUMENTS.parameters.items() if name not in _LABELS or name in taken]
-        forward.__signature__ = _ARGUMENTS.replace(parameters=kept)
-        cls.forward = forward
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -94,7 +54,11 @@ class VLBertPreTrainedModel(PreTrainedModel):
         self.vlbert = VLBert(config.model_config, config.vocab_size)
         self.task = None
         if self.new_settings is not None:
-            settings = self._settings(config)
+            settings = config.task_settings
+            if not isinstance(settings, type(self.new_settings)):
+                found = "no head" if settings is None else f"the head of {config.task}"
+                needed = f"{type(self).__name__} needs {type(self.new_settings).__name__}"
+                raise ValueError(f"{needed}; the config has {found}")
             if isinstance(settings, PretrainingSettings):
                 settings = replace(settings, monitored_words=())  # these need the words of the vocabulary
             self.task = make_task(settings, range(config.vocab_size), config.num_classes)  # and all else their number
@@ -104,80 +68,38 @@ class VLBertPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: modules of this package initialise themselves."""
 
-    @classmethod
-    def _settings(cls, config: VLBertConfig) -> TaskSettings:
-        settings = config.task_settings
-        if not isinstance(settings, type(cls.new_settings)):
-            found = "no head" if settings is None else f"the head of {config.task}"
-            raise ValueError(f"{cls.__name__} needs {type(cls.new_settings).__name__}; the config has {found}")
-        return settings
-
     def get_input_embeddings(self) -> nn.Module:
         """The table of words."""
         return self.vlbert.embedding.words
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.vlbert.embedding.words = value
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As in transformers; the bias of new words is 0. ValueError where [IMG] and [END] are words, the last ones."""
-        if self.config.model_config.word_rows(0):
-            raise ValueError("the word table ends with [IMG] and [END] (special_tokens=vocabulary): it keeps its size")
-        table = super().resize_token_embeddings(*args, **kwargs)
-        self.vlbert.vocab_size = self.config.vocab_size
-        bias = getattr(self.head, "word_bias", None) if self.task is not None else None
-        if bias is not None:
-            self.head.word_bias = nn.Parameter(F.pad(bias.detach(), (0, self.config.vocab_size - len(bias))))
-        return table
-
-    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, every_n_layers: int = 1, **__: Any) -> None:
-        """Compute the activations of layers and of ResNet's blocks again in the backward pass, or no longer."""
-        self.gradient_checkpointing = enable
-        for block in blocks(self.vlbert):
-            block.__dict__.pop("forward", None)
-        for block in blocks(self.vlbert)[::every_n_layers] if enable else ():
-            activation_checkpointing(block)
-
-    def forward(self, *args: Any, **given: Any) -> ModelOutput | tuple:
+    def forward(self, *inputs: Tensor, labels: Tensor | None = None, **named: Any) -> VLBertOutput | tuple:
         """Inputs: see vlbert/hf/inputs.py; VLBertProcessor makes them. Labels: see the class.
 
         output_attentions, output_hidden_states, return_dict: None for the config's value; return_dict=False gives a
         tuple of what is not None. ValueError where the inputs do not fit together, or a text is longer than the
         position table.
         """
-        bound = _ARGUMENTS.bind(self, *args, **given).arguments
-        given = {name: value for name, value in bound.items() if value is not None and name != "self"}
-        attentions, states, named = (given.pop(name, getattr(self.config, name)) for name in _OPTIONS)
-        labels = {name: given.pop(name).to(self.device) for name in given.keys() & _LABELS}
-        batch = to_batch(**given).to(self.device)
-        with self._precision():
-            batch = self._labelled(batch, **labels)
-            encoded = self.vlbert(batch, attentions=attentions, hidden_states=states)
-            found = self._outputs(encoded, batch)
-            if labels:
-                found.loss = self._loss(encoded, batch)
+        named = {name: value for name, value in named.items() if value is not None}
+        attentions, states, as_object = (named.pop(name, getattr(self.config, name)) for name in _OPTIONS)
+        labelled = {"labels": labels} | {name: named.pop(name, None) for name in _MORE_LABELS}
+        labels = {name: value.to(self.device) for name, value in labelled.items() if value is not None}
+        batch = self._labelled(to_batch(*inputs, **named).to(self.device), **labels)
+        encoded = self.vlbert(batch, attentions=attentions, hidden_states=states)
+        found = self._outputs(encoded, batch)
+        if labels:
+            losses = self.task.losses(self.vlbert, self.head, encoded, batch)
+            found.loss = sum(of / max(1, n) for name, (of, n) in losses.items() if not name.endswith("accuracy"))
         if states:
             found.hidden_states, found.visual_hidden_states = zip(*encoded.hidden_states, strict=True)
         if attentions:
             found.attentions = tuple(one.weights for one in encoded.attentions)
-        return found if named else found.to_tuple()
+        return found if as_object else found.to_tuple()
 
-    def _precision(self) -> AbstractContextManager:
-        dtype = self.dtype
-        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
-
-    def _loss(self, encoded: Encoded, batch: Batch) -> Tensor:
-        """The sum of the task's losses, each the mean of its terms, as training learns from it."""
-        losses = self.task.losses(self.vlbert, self.head, encoded, batch)
-        return sum(value / max(1, count) for name, (value, count) in losses.items() if not name.endswith("accuracy"))
-
-    def _labelled(self, batch: Batch, **given: Tensor) -> Batch:
+    def _labelled(self, batch: Batch) -> Batch:
         """The batch with its labels, given those arguments of `forward` that are not None."""
-        if given:
-            raise ValueError(f"{type(self).__name__} takes no {', '.join(given)}")
         return batch
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> ModelOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         """What `forward` returns, but loss, states and attentions; each class has its own."""
         raise NotImplementedError
 
@@ -185,13 +107,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """Writes config.json, model.safetensors and, of a model for questions, task.json with its answers. A processor
         writes its own files into the same folder. `VLBert.from_pretrained` and vlbert predict read the folder, too.
 
-        All weights are in one file, whatever `max_shard_size` says. ValueError where `variant` would give it a name
-        that is not read.
+        All weights are in one file, whatever `max_shard_size` says.
         """
-        if kwargs.get("variant"):
-            raise ValueError(
-                f"variant is {kwargs['variant']!r}; a folder has one model.safetensors: name another folder"
-            )
         folder = Path(save_directory)
         if kwargs.get("is_main_process", True):
             folder.mkdir(parents=True, exist_ok=True)
@@ -205,53 +122,52 @@ class VLBertPreTrainedModel(PreTrainedModel):
         cls,
         pretrained_model_name_or_path: str | os.PathLike,
         *,
-        config: VLBertConfig | str | os.PathLike | None = None,
+        config: VLBertConfig | None = None,
         dtype: torch.dtype | str | None = None,
-        torch_dtype: torch.dtype | str | None = None,
-        device_map: str | int | torch.device | Mapping[str, Any] | None = None,
+        device_map: str | int | torch.device | None = None,
         **kwargs: Any,
     ) -> Self:
         """The model of a folder, of a run (ROOT/runs/RUN: its newest checkpoint), or of the hub; in eval mode.
 
-        config      in the place of the folder's own, or where that is
-        dtype       of the weights of matrix products, float32, bfloat16 or float16; None or "auto": that of the file
+        config      in the place of the folder's own
+        dtype       "auto" or float32; a forward pass under torch.autocast computes in another type
         device_map  the device that holds all of the model; "auto": a GPU if there is one
-        kwargs      `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `hf_hub_download`; all
-                    others are fields of the config
+        kwargs      `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`;
+                    all others are fields of the config, such as `num_labels`
 
         The head of a checkpoint of another task is not taken: a new one starts as in a run with init_from, and a
         warning says so. OSError where a folder or file is missing or damaged; ValueError where it does not fit.
         """
+        if dtype not in (None, "auto", "float32", torch.float32):
+            raise ValueError(f"dtype is {dtype}; weights are float32, and torch.autocast computes in another type")
         hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
         kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
-        device, wanted = _one_device(device_map), _dtype_of(torch_dtype if dtype is None else dtype)
         saved = read_pretrained(pretrained_model_name_or_path, **hub)
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
-        of_head = {} if same_task else kwargs.pop("settings", {})
-        if isinstance(config, str | os.PathLike):
-            config = VLBertConfig.from_pretrained(config, trust_remote_code=False, **hub)
         if config is None:
             config, kwargs = VLBertConfig.from_dict(saved.config, return_unused_kwargs=True, **kwargs)
         if kwargs:
             raise TypeError(
                 f"{cls.__name__}.from_pretrained takes no {', '.join(kwargs)}; the config has no such field"
             )
-        config = config.with_settings(cls._new_settings(config, saved, of_head))
+        config = config.with_settings(cls._settings(config, saved))
         config.name_or_path = str(pretrained_model_name_or_path)
         if same_task and "answers" in saved.saved and not config.num_labels:
             config.id2label = dict(enumerate(saved.saved["answers"]))
             config.label2id = {answer: number for number, answer in config.id2label.items()}
         model = cls(config)
         model._load(saved, same_task)
-        return model._cast(wanted or saved.model["vlbert.embedding.words.weight"].dtype).to(device).eval()
+        if device_map == "auto":
+            device_map = "cuda" if torch.cuda.is_available() else "cpu"
+        return model.to(device_map or "cpu").eval()
 
     @classmethod
-    def _new_settings(cls, config: VLBertConfig, saved: Checkpoint, changes: Mapping[str, Any]) -> TaskSettings | None:
+    def _settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
         """The config's settings, or those of a new head if the config is of another task."""
         if cls.new_settings is None or config.task == type(cls.new_settings).__name__:
             return config.task_settings
         recipe = ranking_recipe(saved.config) if isinstance(cls.new_settings, RetrievalSettings) else None
-        return replace(recipe.task if recipe else cls.new_settings, **changes)
+        return recipe.task if recipe else cls.new_settings
 
     def _load(self, saved: Checkpoint, same_task: bool) -> None:
         """The weights of a checkpoint."""
@@ -270,44 +186,12 @@ class VLBertPreTrainedModel(PreTrainedModel):
                 *(saved.where, type(self).__name__, taken),
             )
 
-    def _cast(self, dtype: torch.dtype) -> Self:
-        """Cast linear, convolution and embedding weights to `dtype`."""
-        for part in self.vlbert.modules():
-            if isinstance(part, nn.Linear | nn.Conv2d | nn.Embedding):
-                part.to(dtype)
-        return self
-
-
-def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """None: that of the file. ValueError where a model cannot be of this type."""
-    if dtype in (None, "auto"):
-        return None
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"dtype is {name}; it must be auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _one_device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> torch.device:
-    """The device that a device_map names; ValueError where it names several, or one that torch does not know."""
-    if isinstance(device_map, Mapping):
-        if len(devices := {*device_map.values()}) != 1:
-            names = ", ".join(sorted(map(str, devices))) or "no device"
-            raise ValueError(f"device_map names {names}; the model runs on one device: name one")
-        (device_map,) = devices
-    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
-        device_map = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.device("cpu" if device_map is None else device_map)
-    except RuntimeError as error:
-        raise ValueError(f"device_map is {device_map!r}; name auto or one device, such as cpu or cuda:0") from error
-
 
 class VLBertModel(VLBertPreTrainedModel):
     """The encoder: vectors of words and of regions. It takes no labels."""
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertModelOutput:
-        return VLBertModelOutput(encoded.text, encoded.regions)
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+        return VLBertOutput(last_hidden_state=encoded.text, visual_last_hidden_state=encoded.regions)
 
 
 class VLBertForPreTraining(VLBertPreTrainedModel):
@@ -344,10 +228,10 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
         related = first.new_zeros(0, dtype=torch.int64) if sentence_image_labels is None else sentence_image_labels
         return _with_labels(batch, "related", first, related=related)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertForPreTrainingOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         rows = torch.arange(len(batch), device=batch.tokens.device)
         has_pair = self.head.relationship is not None and batch.boxes.shape[1] > 0
-        return VLBertForPreTrainingOutput(
+        return VLBertOutput(
             prediction_logits=self.head.words(self.vlbert, encoded.text),
             region_logits=self.head.regions(encoded.regions),
             relationship_logits=self.head.related(encoded, rows) if has_pair else None,
@@ -372,10 +256,10 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
             self.saved = {"answers": names}
 
     @classmethod
-    def _new_settings(cls, config: VLBertConfig, saved: Checkpoint, changes: Mapping[str, Any]) -> TaskSettings | None:
-        return super()._new_settings(
-            config, saved, {"answers": config.num_labels or cls.new_settings.answers} | changes
-        )
+    def _settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
+        settings = super()._settings(config, saved)
+        new = settings is cls.new_settings and config.num_labels
+        return replace(settings, answers=config.num_labels) if new else settings
 
     def _labelled(self, batch: Batch, labels: Tensor | None = None) -> Batch:
         length, place = (
@@ -387,8 +271,8 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
         found = {} if labels is None else {"scores": labels.float(), "class": labels[labels.any(dim=1)].argmax(dim=1)}
         return _with_labels(batch, "answer", place == position, **found)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertTaskOutput:
-        return VLBertTaskOutput(logits=self.task.logits(self.head, encoded, batch))
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+        return VLBertOutput(logits=self.task.logits(self.head, encoded, batch))
 
 
 class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
@@ -420,9 +304,9 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
         batch = replace(batch, region_classes=torch.where(asked, region_labels, batch.region_classes))
         return _with_labels(batch, "region_label_mask", asked)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertForVisualCommonsenseReasoningOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         contextual = self.task.settings.region_loss == "contextual"
-        return VLBertForVisualCommonsenseReasoningOutput(
+        return VLBertOutput(
             logits=self.task.logits(self.head, encoded, batch),
             region_logits=self.head.classes(encoded.regions) if contextual else None,
         )
@@ -442,9 +326,9 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
         found = {} if labels is None else {"target": labels[candidate].float()}
         return _with_labels(batch, "candidate", candidate, **found)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertTaskOutput:
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         scores = self.task.scores(self.head, encoded, batch)
-        return VLBertTaskOutput(logits=self.task.by_region(scores, batch, -torch.inf))
+        return VLBertOutput(logits=self.task.by_region(scores, batch, -torch.inf))
 
 
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
@@ -463,8 +347,8 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
         anchor, role = labels.unbind(dim=1)
         return replace(batch, labels={"anchor": anchor, "role": role, "right": role[role == 0]})
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertTaskOutput:
-        return VLBertTaskOutput(logits=self.head(encoded))
+    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+        return VLBertOutput(logits=self.head(encoded))
 
 
 def _with_labels(batch: Batch, name: str, where: Tensor, **labels: Tensor) -> Batch:

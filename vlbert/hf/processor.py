@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 from transformers import BatchFeature, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
@@ -19,9 +19,9 @@ from storage.collect.normalise import FILE_FORMATS
 from storage.safe_json import parse_json
 from storage.sample import Regions, Sample, sample_key
 from vlbert.checkpoint import CONFIG, DETECTOR, VOCABULARY
-from vlbert.data.batch import Example, TextInput, collate
+from vlbert.data.batch import Example, collate
 from vlbert.data.image_file import read_image
-from vlbert.data.images import PreparedImage, prepare_image
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.inputs import from_batch
@@ -31,7 +31,6 @@ from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
 
-_ORIENTATION = 0x0112  # in an EXIF block
 OneImage = str | Path | bytes | Image.Image | Sample
 _ANY_TEXT = PretrainingSettings(max_elements=None)  # how a model without a task reads: [CLS] text [SEP], all regions
 
@@ -42,7 +41,7 @@ class VLBertProcessor(ProcessorMixin):
         processor = VLBertProcessor.from_pretrained("ROOT/runs/pretrain")
         inputs = processor(images="photo.jpg", text="a red [MASK]")                                  # its own detector
         inputs = processor(images=image, text="a red [MASK]", boxes=[[20, 30, 120, 140]])            # boxes of yours
-        inputs = processor(text=text, boxes=boxes, visual_embeds=features, image_sizes=[(480, 640)]) # and features
+        inputs = processor(text=text, boxes=boxes, visual_embeds=features, image_sizes=(480, 640))   # and features
 
     The text becomes what the config's task asks, such as [CLS] question [SEP] [MASK] [SEP].
 
@@ -92,10 +91,11 @@ class VLBertProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Of some texts, each with its image, the inputs as vlbert/hf/inputs.py lists them, padded to the longest.
 
-        images         files, their bytes, Pillow's images or samples (vlbert predict); None: texts alone, or features
+        images         files, their bytes, Pillow's images or samples (vlbert predict); None: features
         text           one text, or a list; the other arguments are then lists too, one entry a text
         boxes          of each image float [n, 4], x1 y1 x2 y2 in its pixels; None: the detector finds them
-        visual_embeds  of each image float [n, D], the features of its boxes, for models that take such
+        visual_embeds  of each image float [n, D], the features of its boxes, for models that take such; rounded to
+                       float16, as a detector's are
         image_sizes    (height, width) of each image, where there are features and no images
         choices        VCR: four choices; `answer`, of a model of rationales, the answer that they explain
         mask_regions   pre-training: numbers of regions, from 1, whose pixels are masked
@@ -106,21 +106,19 @@ class VLBertProcessor(ProcessorMixin):
             raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
         if text is None or text in ([], ()):
             raise ValueError("text is missing; a model reads a text with each image")
-        if wrong := [one for one in (text if _is_list(text) else [text]) if not isinstance(one, str)]:
-            raise ValueError(f"text is {wrong[0]!r}; it must be a string, or a list of strings")
         given = {"images": images, "boxes": boxes, "visual_embeds": visual_embeds, "image_sizes": image_sizes}
         given |= {"choices": choices, "answer": answer or None, "mask_regions": mask_regions or None}
         given = {name: values for name, values in given.items() if values is not None}
         if isinstance(text, str):
-            text, given = [text], {name: _listed(name, values) for name, values in given.items()}
-        elif images is not None and not _is_list(images):
-            given["images"] = [images]
+            text, given = [text], {name: [values] for name, values in given.items()}
+        if wrong := [one for one in text if not isinstance(one, str)]:
+            raise ValueError(f"text is {wrong[0]!r}; it must be a string, or a list of strings")
         if wrong := [f"{len(values)} {name}" for name, values in given.items() if len(values) != len(text)]:
             raise ValueError(f"there are {len(text)} texts and {', '.join(wrong)}; each text needs one")
         examples = [
             self._example(one, **{name: values[i] for name, values in given.items()}) for i, one in enumerate(text)
         ]
-        return BatchFeature(from_batch(collate([_unlabelled(one) for one in examples])))
+        return BatchFeature(from_batch(collate(examples)))
 
     def _example(
         self,
@@ -134,22 +132,20 @@ class VLBertProcessor(ProcessorMixin):
         mask_regions: Sequence[int] = (),
     ) -> Example:
         """Of one text."""
-        of_any_text = isinstance(self.task, Pretraining)  # its annotation_for wants something to predict
         if images is None and visual_embeds is None:
-            if not of_any_text or mask_regions:
-                raise ValueError("images are missing; give images, or visual_embeds with boxes and image_sizes")
-            tokens = np.array([self.vocabulary.cls, *self.vocabulary.encode(text), self.vocabulary.sep], np.int64)
-            return Example("text", TextInput(tokens, *[np.zeros_like(tokens)] * 2))
-        if of_any_text and not (choices or answer):
+            raise ValueError("images are missing; `processor.tokenizer` makes the inputs of texts alone")
+        if isinstance(self.task, Pretraining) and not (choices or answer):  # annotation_for wants something to predict
             annotation = MaskedInput(text, tuple(sorted({*mask_regions})))
         else:
             annotation = self.task.annotation_for(text, choices, answer, mask_regions)
         sample = self._sample(images, boxes, visual_embeds, image_sizes)
-        prepared = self._prepared(sample, visual_embeds)
+        prepared = prepare_image(sample, self.config.model_config.regions, flip=False)
         return self.task.example(sample, prepared, annotation, np.random.default_rng(0))
 
     def _sample(self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None) -> Sample:
         """The image as it would be stored, with its regions."""
+        if visual_embeds is not None and self.config.model_config.regions.features != "precomputed":
+            raise ValueError("the model takes pixels and no visual_embeds")
         if visual_embeds is not None and boxes is None:
             raise ValueError("visual_embeds need boxes, one a vector")
         if image is None:
@@ -161,27 +157,14 @@ class VLBertProcessor(ProcessorMixin):
             sample, scale = image, 1.0
         else:
             if not isinstance(image, str | Path | bytes | Image.Image):
-                raise ValueError(
-                    f"images has a {type(image).__name__}; give files, bytes or Pillow's (Image.fromarray)"
-                )
+                raise ValueError(f"an image is a {type(image).__name__}; give files, bytes or Pillow's images")
             sample = read_image(image)
             scale = np.array([sample.width, sample.height] * 2) / (_upright_size(image) * 2) if boxes is not None else 1
         if boxes is None:
             return sample if sample.regions is not None else with_regions(sample, self.detector)
         boxes = _checked(np.asarray(boxes, np.float64)) * scale
-        return _with_boxes(sample, boxes.astype(np.float32), self.config.num_classes)
-
-    def _prepared(self, sample: Sample, visual_embeds: Any) -> PreparedImage:
-        """Resized for the model. Features keep all their digits, which those of a sample do not."""
-        regions = self.config.model_config.regions
-        if visual_embeds is None:
-            return prepare_image(sample, regions, flip=False)
-        features = np.asarray(visual_embeds, np.float32)
-        if features.shape != (wanted := (len(sample.regions), regions.channels)) or regions.features != "precomputed":
-            takes = wanted if regions.features == "precomputed" else "pixels and no visual_embeds"
-            raise ValueError(f"visual_embeds of an image are {features.shape}; the model takes {takes}")
-        rounded = replace(sample.regions, features=features.astype(np.float16))
-        return replace(prepare_image(replace(sample, regions=rounded), regions, flip=False), features=features)
+        features = None if visual_embeds is None else np.asarray(visual_embeds, np.float16)
+        return _with_boxes(sample, boxes.astype(np.float32), features, self.config.num_classes)
 
     def to_dict(self) -> dict[str, Any]:
         """processor_config.json."""
@@ -222,27 +205,6 @@ class VLBertProcessor(ProcessorMixin):
         return cls(_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
 
 
-def _is_list(values: Any) -> bool:
-    return isinstance(values, Sequence) and not isinstance(values, str | bytes)
-
-
-# Axes of these arguments for one text; with one more they are a list for one text, too.
-_AXES = {"boxes": 2, "visual_embeds": 2, "image_sizes": 1, "mask_regions": 1, "choices": 1}
-
-
-def _listed(name: str, values: Any) -> Any:
-    """An argument for one text as a list of one."""
-    listed = _is_list(values) if name == "images" else np.ndim(values) > _AXES.get(name, 0)
-    return values if listed else [values]
-
-
-def _unlabelled(example: Example) -> Example:
-    """Without labels: those of examples with an image differ from those of texts alone."""
-    plain = [replace(part, label_masks={}, labels={}) for part in example.texts]
-    image = example.image and replace(example.image, label_masks={}, labels={})
-    return replace(example, text=plain[0], more=tuple(plain[1:]), image=image)
-
-
 def _checked(boxes: np.ndarray) -> np.ndarray:
     """[n, 4]; ValueError where they are none."""
     boxes = boxes.reshape(0, 4) if not boxes.size else boxes
@@ -268,11 +230,10 @@ def _upright_size(image: str | Path | bytes | Image.Image) -> tuple[int, int]:
     """(width, height) of an image that can be read, after the rotation that its EXIF block says."""
     if not isinstance(image, Image.Image):
         image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=FILE_FORMATS)
-    turned = image.getexif().get(_ORIENTATION, 1) >= 5
-    return image.size[::-1] if turned else image.size
+    return ImageOps.exif_transpose(image).size
 
 
-def _with_boxes(sample: Sample, boxes: np.ndarray, num_classes: int) -> Sample:
+def _with_boxes(sample: Sample, boxes: np.ndarray, features: np.ndarray | None, num_classes: int) -> Sample:
     """The sample with boxes, float32 [n, 4], of which no detector says what is in them."""
     nothing = np.zeros((len(boxes), 1 + num_classes), np.float16)
     regions = Regions(
@@ -281,5 +242,6 @@ def _with_boxes(sample: Sample, boxes: np.ndarray, num_classes: int) -> Sample:
         labels=np.ones(len(boxes), np.int32),
         detector="given",
         class_probs=nothing,
+        features=features,
     )
     return replace(sample, regions=regions)

@@ -29,15 +29,11 @@ from storage.settings import named_fields, override, parse_known
 from training.program import find_recipe
 from vlbert.checkpoint import find_checkpoint, open_checkpoint, read_config_at
 from vlbert.evaluation.evaluate import recipe_of
-from vlbert.predict.attention import write_attention
+from vlbert.predict.attention import draw_attention
 from vlbert.predict.predictor import Predictor
 from vlbert.predict.ranking import Ranker, read_captions
 from vlbert.recipes import RECIPES
 from vlbert.tasks.retrieval import RetrievalSettings
-
-_PORT = 8000  # of --serve
-_MOST_PRINTED = 20  # of a ranking
-_OF_PREDICTIONS = ("mask_regions", "choices", "answer", "out", "attention", "heads")  # without use in other modes
 
 
 @dataclass(frozen=True)
@@ -52,33 +48,21 @@ class Options:
     among: Path | None = None  # rank the images of a folder by how they fit the text
     captions: Path | None = None  # rank the captions of a file, one a line
     serve: bool = False  # a page in the browser, for this machine alone
-    port: int | None = None  # of --serve (8000); 0: a free one
+    port: int = 8000  # of --serve; 0: a free one
     detector: Path | None = None  # the weights of the detector
     recipe: str | None = None  # MODULE:FUNCTION, the recipe of a task of your own
     out: Path | None = None  # the image to write (beside IMAGE)
     attention: bool = False  # also draw which regions each token attends to
-    heads: str | None = None  # attention of these layers' heads, both from 0: 1.3,2.0
-
-    @property
-    def image(self) -> str:
-        """The image's file; with `among` the text."""
-        return self.asked[0] if self.asked else ""
 
     @property
     def text(self) -> str | None:
         return self.asked[1] if len(self.asked) > 1 else None
 
     def __post_init__(self):
-        if self.serve:
-            return
-        if len(self.asked) > 2:
-            raise ValueError(f"{self.asked[2]!r} stands behind the text; write a text of several words in quotes")
-        if self.port is not None:
-            raise ValueError("--port belongs to --serve")
-        if not self.image:
+        if not (self.serve or self.asked):
             raise ValueError("--among needs a text" if self.among else "an image is missing")
-        if self.among and self.text:
-            raise ValueError(f"--among takes a text and no image; {self.image} and {self.text!r} are two")
+        if len(self.asked) > (most := 1 if self.among else 2):
+            raise ValueError(f"{self.asked[most]!r} is one too many; --among takes a text alone, in quotes")
 
 
 def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
@@ -92,37 +76,32 @@ def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
 
 def _changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
     """The fields of the checkpoint's recipe that the command line names."""
-    return named_fields(override(recipe_of(open_checkpoint(options.checkpoint)), fields), fields) if fields else {}
+    if not fields:
+        return {}
+    return named_fields(override(recipe_of(open_checkpoint(options.checkpoint, tensors=False)), fields), fields)
 
 
 def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
     """Print and draw the prediction of the command line."""
-    file, attentions = output_file(options), options.attention or bool(options.heads)
-    if attentions and options.text is None and not options.mask_regions:
-        raise ValueError("--attention needs a text")
-    if attentions:
-        require("matplotlib", "--attention", "attention")
-    predictor = open_predictor(options, fields)
+    file = output_file(options)
     asked = (options.text, options.choices, options.answer, options.mask_regions)
-    prediction = predictor(options.image, *asked, attentions)
-    figure = write_attention(prediction, file, options.heads) if attentions else None
+    prediction = open_predictor(options, fields)(options.asked[0], *asked, options.attention)
+    figure = draw_attention(prediction) if options.attention else None
     prediction.draw().save(file)
     for text, probability in prediction.lines():
         print(text if probability is None else f"  {probability:.3f}  {text}")
     print(f"drawn: {file}")
     if figure:
-        print(f"attention: {figure}")
+        beside = file.with_name(f"{file.stem}-attention.png")
+        beside.write_bytes(figure)
+        print(f"attention: {beside}")
 
 
 def output_file(options: Options) -> Path:
-    """The file to draw the prediction into. ValueError where that is the image itself, or no folder."""
+    """The file to draw the prediction into. ValueError where that is the image itself."""
     what = "answer" if options.text is not None or options.mask_regions else "regions"
-    image = Path(options.image)
+    image = Path(options.asked[0])
     out = options.out or image.with_name(f"{image.stem}-{what}.png")
-    if options.out and not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}")
-    if out.suffix.lower() not in (".png", ".jpg", ".jpeg"):
-        raise ValueError(f"--out {out}: name a .png or .jpg file")
     if out.resolve() == image.resolve():
         raise ValueError(f"--out {out} is the image itself; name another file")
     return out
@@ -130,41 +109,23 @@ def output_file(options: Options) -> Path:
 
 def rank(options: Options, fields: Sequence[str]) -> None:
     """Print the ranking of --among or --captions."""
-    mode, others = ("captions", ("among", "text")) if options.captions else ("among", ())
-    _refuse_unused(options, mode, *_OF_PREDICTIONS, "recipe", *others)
     captions = read_captions(options.captions) if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _changes(options, fields))
-    if options.among is None:
-        found = ranker.captions(options.image, captions)
-    else:
-        print(options.image)
-        found = ranker.images(options.among, options.image, lambda line: print(f"skipped: {line}", file=sys.stderr))
-    for name, probability in found[:_MOST_PRINTED]:
+    asked = options.asked[0]
+    found = ranker.images(options.among, asked) if options.among else ranker.captions(asked, captions)
+    for name, probability in found:
         print(f"  {probability:.3f}  {name}")
-    if len(found) > _MOST_PRINTED:
-        print(f"  and {len(found) - _MOST_PRINTED} more")
 
 
 def serve_page(options: Options, fields: Sequence[str]) -> None:
     """Serve the page of --serve, until Ctrl-C."""
-    _refuse_unused(options, "serve", "image", "text", "among", "captions", *_OF_PREDICTIONS)
     for package in ("fastapi", "uvicorn"):
         require(package, "--serve", "serve")
     from vlbert.predict.page import serve  # here, because it needs these
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        predictor = open_predictor(options, fields)
-        predictor.detector  # noqa: B018  built now: what is wrong with it ends the program
-    notes = [str(one.message) for one in caught]
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    serve(predictor, notes, _PORT if options.port is None else options.port)
-
-
-def _refuse_unused(options: Options, mode: str, *names: str) -> None:
-    if unused := [name for name in names if getattr(options, name)]:
-        raise ValueError(f"{unused[0]} has no use beside --{mode}")
+    predictor = open_predictor(options, fields)
+    predictor.detector  # noqa: B018  built now: what is wrong with it ends the program
+    serve(predictor, options.port)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -176,7 +137,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)  # ty: ignore[invalid-assignment]
         try:
             run(options, fields)
-        except KeyboardInterrupt:  # while the checkpoint is loaded
-            sys.exit(130)
         except (ValueError, OSError) as error:
             sys.exit(f"vlbert predict: {error}")

@@ -1,6 +1,5 @@
 """A prediction about one image, in words and drawn."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +7,6 @@ import numpy as np
 from PIL import Image
 
 from detectors.drawing import colour_of, draw_boxes, write_below
-from storage.safe_json import shown
 from storage.sample import Sample
 from vlbert.data.batch import Batch
 from vlbert.model.vlbert import Encoded
@@ -33,18 +31,6 @@ class Prediction:
     batch: Batch | None = None
     tokens: list[list[str]] = field(default_factory=list)
     encoded: Encoded | None = None
-
-    def __repr__(self) -> str:
-        regions = f"{len(self.names)} regions"
-        if self.row is None:
-            return f"<Prediction: {regions}>"
-        return f"<Prediction: {shown(self.row['question'])} -> {shown(self.answer)}, {regions}>"
-
-    def _repr_png_(self) -> bytes:
-        """PNG for notebooks."""
-        file = io.BytesIO()
-        self.draw().save(file, "PNG")
-        return file.getvalue()
 
     @property
     def answer(self) -> str:

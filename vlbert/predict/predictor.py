@@ -80,14 +80,12 @@ class Predictor:
         regions_alone = text is None and not mask_regions
         annotation = None if regions_alone else self.task.annotation_for(text or "", choices, answer, mask_regions)
         sample = image if isinstance(image, Sample) else self.detect(image)
-        if sample.regions is None:
-            raise ValueError(f"{sample.url}: the sample has no regions; `detect` gives one that has")
+        assert sample.regions is not None  # `detect` gives a sample that has some
         classes = self.detector.metadata.get("classes")
         names = region_names(sample.regions, classes)
         if regions_alone:
             return Prediction(sample, names)
         batch = self.batch_of(sample, annotation)
-        self._check_length(batch.tokens.shape[1])
         with torch.inference_mode():
             encoded = self.model.vlbert(batch, attentions=attentions)
             (row,) = self.task.predictions(self.model.vlbert, self.model.head, encoded, batch)
@@ -102,14 +100,6 @@ class Predictor:
         """Return the batch of one example: a sample with regions, and what `task.annotation_for` made of a text."""
         prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
         return collate([self.task.example(sample, prepared, annotation, np.random.default_rng(0))])
-
-    def _check_length(self, tokens: int) -> None:
-        room = self.recipe.model.max_positions - self.model.vlbert.embedding.positions_behind_text
-        if tokens > room:
-            raise ValueError(
-                f"the text is too long: it has {tokens} tokens with [CLS] and [SEP], the model has room for {room} "
-                "(max_positions); shorten it"
-            )
 
 
 # --- the detector -----------------------------------------------------------------------------------------------------

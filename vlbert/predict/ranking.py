@@ -1,6 +1,7 @@
 """Rank a person's own images by how well they fit a text, or captions by how well they fit an image."""
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,27 +42,20 @@ class Ranker(Predictor):
                 "retrieval, or of a pre-training with the relationship head"
             )
 
-    def images(self, folder: str | Path, text: str, skipped: Callable[[str], None] = lambda line: None) -> Ranking:
-        """The names of the images of a folder, not of those below it, by how well they fit the text.
+    def images(self, folder: str | Path, text: str) -> Ranking:
+        """Return the names of the images of a folder, not of those below it, by how well they fit the text.
 
-        skipped: called with why a file was passed over, a line each. ValueError where the folder is missing, or none of
-        its files can be ranked.
+        A warning says why a file was passed over. OSError where there is no folder, ValueError where none of its files
+        can be ranked.
         """
-        folder, annotation = Path(folder), self._candidates([text])
-        if not folder.is_dir():
-            raise ValueError(f"there is no folder {folder}")
-        files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
-        if not files:
-            raise ValueError(f"{folder} holds no file; name a folder with images")
-        found, reason = [], ""
-        for file in files:
+        found, annotation = [], self._candidates([text])
+        for file in sorted(file for file in Path(folder).iterdir() if file.is_file() and file.name[0] != "."):
             try:
                 found.append((file.name, float(self._probabilities(self.detect(file), annotation)[0])))
             except ValueError as error:
-                reason = str(error)
-                skipped(reason)
+                warnings.warn(f"skipped: {error}", stacklevel=2)
         if not found:
-            raise ValueError(f"none of the {len(files)} files of {folder} can be ranked; the last: {reason}")
+            raise ValueError(f"{folder} holds no image that can be ranked")
         return sorted(found, key=lambda one: -one[1])
 
     def captions(self, image: str | Path | bytes | Sample, captions: Sequence[str]) -> Ranking:

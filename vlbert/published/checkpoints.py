@@ -5,8 +5,9 @@ vlbert.py and vilbert.py say which of our tensors each key of theirs is; convert
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -51,9 +52,8 @@ class Published(ABC):
     num_classes: int = CLASSES - 1
 
     kind: ClassVar[str]  # of model, for messages
-    prefix: ClassVar[str] = ""  # of each key, as their code saves it
     below: ClassVar[str | None] = None  # the name under which the state dict lies in a file; None: it is the file
-    optional: ClassVar[tuple[str, ...]] = ()  # our names of what a whole file may lack; it becomes zeros
+    optional: ClassVar[tuple[str, ...]] = ()  # our names of what a file may lack; it becomes zeros
     # Fields of the model that no tensor shows, and that their configuration has too.
     configured: ClassVar[frozenset[str]] = frozenset()
 
@@ -68,7 +68,7 @@ class Published(ABC):
         """A key without what wrappers and older versions of their code did to it."""
 
     def in_file(self, name: str) -> str:
-        """A plain name as `standard` has it."""
+        """A plain name as their code saves it."""
         return name
 
     @classmethod
@@ -81,10 +81,18 @@ class Published(ABC):
         """The task's head, new."""
 
     @abstractmethod
-    def standard(self, ours: Iterable[str]) -> list[dict]:
-        """The report of a file as their code saves it, in float32 and without `prefix`, of a model with these
-        tensors of ours. vlbert.published.convert.convert says what an entry is."""
+    def entries(self) -> list[dict]:
+        """What each key of a file in float32 is, by its plain name: vlbert.published.convert.convert says what an entry
+        has. ValueError where their code has nothing for a tensor of such a model of ours."""
 
+    @staticmethod
+    def entries_of(theirs: Mapping[str, str | None]) -> list[dict]:
+        """The entries of our tensors, given the plain name of each in their file."""
+        if unknown := [name for name, key in theirs.items() if key is None]:
+            raise ValueError(f"their code has no such model: it has nothing for {unknown[0]}")
+        return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]
+
+    @cached_property
     def skeleton(self) -> dict[str, Tensor]:
         """Our tensors of such a model, without values."""
         with without_values():

@@ -35,95 +35,70 @@ from vlbert.tasks.retrieval import RetrievalSettings
 REPORT, KEPT = "published.json", "published.safetensors"
 
 
-def convert(
-    theirs: dict[str, Tensor], what: Published, where: str, whole: bool = False
-) -> tuple[dict[str, Tensor], list[dict]]:
+def convert(theirs: dict[str, Tensor], what: Published, where: str) -> tuple[dict[str, Tensor], list[dict]]:
     """(our tensors in float32, a report with one entry a key). ValueError names the keys that are unexpected, missing
     or wrong.
 
-    An entry has `theirs` (the key), `dtype`, and one of `ours` (our name), `repeats` (the key that it is equal to),
-    `kept` (the shape of a tensor that nothing of ours reads, and that is kept beside) or `counts` (batches, which a
-    frozen norm does not use). Entries at the end with `ours` alone are tensors that the file lacks and its task does
-    not read; they become zeros. `whole`: keys of the last three kinds must be there too, as in every file that their
-    code saved.
+    An entry has `theirs` (the key), `dtype`, and `ours` (our name, which keys of equal tensors share) or `kept` (the
+    shape of a tensor that nothing of ours reads, and that is kept beside). What the file lacks and its task does not
+    read becomes zeros.
     """
-    wanted = what.skeleton()
-    expected = {entry["theirs"]: entry for entry in what.standard(wanted)}
-    plain = {what.plain_name(key): tensor for key, tensor in theirs.items()}
+    wanted, expected = what.skeleton, {entry["theirs"]: entry for entry in what.entries()}
     times = Counter(map(what.plain_name, theirs))
     tensors, report, problems = {}, [], []
     for key, tensor in theirs.items():
-        known = expected.get(what.in_file(what.plain_name(key)))
+        entry = expected.get(what.plain_name(key))
         twice = times[what.plain_name(key)] > 1
-        if problem := "the file has it under two names" if twice else _problem(tensor, known, wanted, plain, what):
+        if problem := "the file has it under two names" if twice else _problem(tensor, entry, wanted, tensors):
             problems.append(f"{key}: {problem}")
             continue
-        assert known is not None  # else there was a problem
-        became = {name: known[name] for name in ("ours", "repeats", "kept") if name in known}
-        report.append({"theirs": key, "dtype": _dtype(tensor)} | (became or {"counts": int(tensor)}))
-        if "ours" in known:
-            tensors[known["ours"]] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    found = {what.in_file(name) for name in plain}
+        assert entry is not None  # else there was a problem
+        report.append(entry | {"theirs": key, "dtype": _dtype(tensor)})
+        if "ours" in entry:
+            tensors[entry["ours"]] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     problems += [
-        f"{name}: it is missing"
+        f"{what.in_file(name)}: it is missing"
         for name, entry in expected.items()
-        if name not in found and entry.get("ours") not in what.optional and (whole or "ours" in entry)
+        if name not in times and "ours" in entry and entry["ours"] not in {*tensors, *what.optional}
     ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{where} is not converted. {'; '.join(problems[:5])}{more}")
-    for name in sorted(wanted.keys() - tensors.keys()):
-        tensors[name] = torch.zeros(wanted[name].shape)
-        report.append({"ours": name, "zeros": True})
-    return tensors, report
+    return tensors | {name: torch.zeros(wanted[name].shape) for name in sorted(wanted.keys() - tensors.keys())}, report
 
 
-def _problem(
-    tensor: Tensor, known: dict | None, wanted: dict[str, Tensor], plain: dict[str, Tensor], what: Published
-) -> str:
-    """What is wrong with a tensor, given what it should be; "" where nothing is."""
-    kind = f"{_dtype(tensor)} {list(tensor.shape)}"
-    if not known:
+def _problem(tensor: Tensor, entry: dict | None, wanted: dict[str, Tensor], tensors: dict[str, Tensor]) -> str:
+    """What is wrong with a tensor, given what it should be and our tensors so far; "" where nothing is."""
+    if not entry:
         return "no model of this kind has it"
-    if "counts" in known:
-        return "" if not tensor.shape and tensor.dtype == torch.int64 else f"it should be one int64, and is {kind}"
-    if "repeats" in known:
-        original = plain.get(what.plain_name(known["repeats"]))
-        same = original is not None and original.dtype == tensor.dtype and torch.equal(original, tensor)
-        return "" if same else f"it should repeat {known['repeats']}, and does not: the file is damaged"
-    shape = known["kept"] if "kept" in known else list(wanted[known["ours"]].shape)
+    shape = entry["kept"] if "kept" in entry else list(wanted[entry["ours"]].shape)
     if list(tensor.shape) != shape:
         return f"it is {list(tensor.shape)} and should be {shape}"
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it is {kind}; float32, float16 and bfloat16 are understood"
-    return "" if tensor.isfinite().all() else "it holds NaN or infinity"
+    known = ("int64",) if entry["dtype"] == "int64" else ("float32", "float16", "bfloat16")
+    if _dtype(tensor) not in known:
+        return f"it is {_dtype(tensor)}; {', '.join(known)} would be understood"
+    if not tensor.isfinite().all():
+        return "it holds NaN or infinity"
+    before = tensors.get(entry.get("ours", ""))
+    return "" if before is None or torch.equal(before, tensor.float()) else "it differs from its copy: damaged"
 
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def restore(
-    tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], what: Published, where: str
-) -> dict[str, Tensor]:
+def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], where: str) -> dict[str, Tensor]:
     """Our tensors as theirs: the keys and dtypes of the report. ValueError where they are not those it was made of.
 
     kept: the tensors that ours lack, by key; zeros where they are not in it.
     """
     found: dict[str, Tensor] = {}
-    original = {what.plain_name(e["theirs"]): e["ours"] for e in report if "theirs" in e and "ours" in e}
     made: dict[tuple[str, str], Tensor] = {}  # keys that repeat each other share memory, and are stored once
     for entry in report:
-        if "theirs" not in entry:
-            continue
-        key, dtype = entry["theirs"], getattr(torch, entry["dtype"])
-        if "counts" in entry:
-            found[key] = torch.tensor(entry["counts"], dtype=dtype)
-            continue
+        key, dtype, ours = entry["theirs"], getattr(torch, entry["dtype"]), entry.get("ours")
         if "kept" in entry:
             found[key] = kept[key] if key in kept else torch.zeros(entry["kept"], dtype=dtype)
             continue
-        ours = entry.get("ours") or original.get(what.plain_name(entry["repeats"]))
         if ours not in tensors:
             raise ValueError(f"{where} is not of this model: it names {ours}; delete it, and all is written anew")
         if (ours, entry["dtype"]) not in made:
@@ -135,16 +110,6 @@ def restore(
                 )
         found[key] = made[ours, entry["dtype"]]
     return found
-
-
-def read_file(file: Path) -> dict[str, Tensor]:
-    """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
-    tensors = read_tensors(file).tensors
-    prefixed = [key for key in tensors if key.startswith("module.")]
-    if prefixed and len(prefixed) < len(tensors):
-        bare = next(key for key in tensors if not key.startswith("module."))
-        raise ValueError(f"{file} holds keys with and without module., such as {prefixed[0]} and {bare}: it is mixed")
-    return tensors
 
 
 def understand(theirs: dict[str, Tensor], hints: Hints = NO_HINTS) -> Published:
@@ -165,12 +130,12 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
     """Convert their file to a model's folder, and return the report. ValueError where either is no good."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a new folder, or an empty one")
-    theirs = read_file(file)
+    theirs = read_tensors(file).tensors
     try:
         what = understand(theirs, hints)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    tensors, report = convert(theirs, what, str(file), whole=True)
+    tensors, report = convert(theirs, what, str(file))
     words = Vocabulary.read(vocabulary) if vocabulary else None
     if words and len(words) != what.vocab_size:
         raise ValueError(
@@ -198,18 +163,18 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
     saved = read_model(folder)
     what, written = _published(saved, folder), folder / REPORT
     tensors = {name: tensor for name, tensor in saved.model.items() if not name.endswith(COUNTER)}
-    wanted = what.skeleton()
+    wanted = what.skeleton
     check_tensors(wanted, tensors, str(folder))
     kept: dict[str, Tensor] = {}
     if written.is_file():
         report = parse_json(written.read_bytes(), str(written), list)
         kept = load_tensors(saved.folder, KEPT) if any("kept" in entry for entry in report) else {}
     else:
-        report = [entry | {"theirs": f"{what.prefix}{entry['theirs']}"} for entry in what.standard(wanted)]
+        report = [entry | {"theirs": what.in_file(entry["theirs"])} for entry in what.entries()]
         _check_theirs(
             what, {what.plain_name(e["theirs"]): tuple(wanted[e["ours"]].shape) for e in report if "ours" in e}
         )
-    restored = restore(tensors, kept, report, what, str(written))
+    restored = restore(tensors, kept, report, str(written))
     part = file.with_name(f"{file.name}.part")
     torch.save({what.below: restored} if what.below else restored, part)
     part.rename(file)
@@ -267,15 +232,8 @@ def convert_checkpoint(
         report = to_theirs(source, out)
     else:
         report = to_ours(source, out, vocabulary, Hints(num_heads, task, task_token))
-    anew = source.is_dir() and not (source / REPORT).is_file()
-    for entry in report:
-        became = entry.get("ours", "counts batches: not needed")
-        if "repeats" in entry:
-            became = f"repeats {entry['repeats']}"
-        if "kept" in entry:
-            became = "not in our model: zeros" if anew else f"not in our model: kept in {KEPT}"
-        print(f"{entry.get('theirs', '(not in their file: zeros)')} -> {became}")
-    print(f"{out}: {sum('theirs' in entry for entry in report)} keys")
+    kept = sum("kept" in entry for entry in report)
+    print(f"{out}: {len(report)} tensors, {kept} of them without a counterpart here")
 
 
 main = Command("vlbert convert", convert_checkpoint)

@@ -97,7 +97,7 @@ _DEAD = ("q_dense1", "q_dense2")  # layers of each co-attention layer's biOutput
 # Beginnings of keys of an encoder that was saved without the `bert.` of the model around it.
 _BARE = ("embeddings.", "v_embeddings.", "image_embeddings.", "encoder.", "t_pooler.", "v_pooler.", "pooler.")
 _OF_TASKS = ("vil_", "vision_logit.", "linguisic_logit.")  # beginnings of keys of fine-tuning's heads
-# All that such heads have: answers of the paper's program, answers and pairs of images of 12-in-1, single layers.
+# The classifiers of answers, of the paper's program and of 12-in-1: layers, and the tensors of each.
 _ANSWERS = (
     {"main.0": "first", "main.3": "output"},
     {"weight_v": "direction.weight", "weight_g": "gain", "bias": "direction.bias"},
@@ -106,20 +106,6 @@ _ANSWERS_OF_MULTI_TASK = (
     {"logit_fc.0": "first", "logit_fc.2": "norm", "logit_fc.3": "output"},
     {"weight": "weight", "bias": "bias"},
 )
-_TASK_KEYS = {
-    *(f"vil_prediction.{layer}.{kind}" for layer in _ANSWERS[0] for kind in _ANSWERS[1]),
-    *(
-        f"{head}.{layer}.{kind}"
-        for head in ("vil_prediction", "vil_prediction_gqa", "vil_binary_prediction")
-        for layer in _ANSWERS_OF_MULTI_TASK[0]
-        for kind in _ANSWERS_OF_MULTI_TASK[1]
-    ),
-    *(
-        f"{head}.{kind}"
-        for head in ("vil_logit", "vil_tri_prediction", "vision_logit", "linguisic_logit")
-        for kind in ("weight", "bias")
-    ),
-}
 TASKS = {
     "pretraining": PretrainingSettings,
     "vqa": VQASettings,
@@ -215,9 +201,10 @@ class PublishedViLBert(Published):
         what = cls(task, model, vocab_size, classes - 1)
         if not fine_tuned:
             return what
-        read = {entry["theirs"] for entry in what.standard(what.skeleton())}
-        heads = {key for key, ours in names(model.layers).items() if ours.startswith("head.")} | _TASK_KEYS
-        return replace(what, others={key: shape for key, shape in shapes.items() if key in heads - read})
+        read = {entry["theirs"] for entry in what.entries()}
+        heads = {key for key, ours in names(model.layers).items() if ours.startswith("head.")}
+        others = {key: shape for key, shape in shapes.items() if key in heads or key.startswith(_OF_TASKS)}
+        return replace(what, others={key: shape for key, shape in others.items() if key not in read})
 
     def head(self) -> nn.Module:
         if self.task is None:
@@ -228,13 +215,11 @@ class PublishedViLBert(Published):
             return VCRHead(self.model, self.task)
         return task_of(self.task)(self.task, None, self.num_classes).head(self.model)
 
-    def standard(self, ours: Iterable[str]) -> list[dict]:
+    def entries(self) -> list[dict]:
         theirs = {name: key for key, name in (names(self.model.layers) | names_of_task(self.task)).items()}
-        if unknown := [name for name in ours if name not in theirs]:
-            raise ValueError(f"their code has no such model: it has nothing for {unknown[0]}")
-        entries = [{"theirs": theirs[name], "dtype": "float32", "ours": name} for name in ours]
+        entries = self.entries_of({name: theirs.get(name) for name in self.skeleton})
         if self.task is not None:
-            entries.append({"theirs": _DECODER, "dtype": "float32", "repeats": _WORDS})
+            entries += [entry | {"theirs": _DECODER} for entry in entries if entry["theirs"] == _WORDS]
         kept = self._dead() | self.others
         return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
 

@@ -1,7 +1,7 @@
 """The checkpoints of VL-BERT's authors: what their files hold, and which of our tensors each key is."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -109,7 +109,6 @@ class PublishedVLBert(Published):
     """A file of VL-BERT's authors, of any of their tasks."""
 
     kind: ClassVar[str] = "VL-BERT"
-    prefix: ClassVar[str] = "module."
     below: ClassVar[str | None] = "state_dict"
     optional: ClassVar[tuple[str, ...]] = _TEXT_ONLY
     configured: ClassVar[frozenset[str]] = frozenset(
@@ -124,7 +123,8 @@ class PublishedVLBert(Published):
 
     def in_file(self, name: str) -> str:
         """VCR wraps the core in a module for its four choices."""
-        return re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
+        name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
+        return f"module.{name}"
 
     @classmethod
     def understand(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
@@ -171,31 +171,18 @@ class PublishedVLBert(Published):
         kind = self.task.classifier if isinstance(self.task, VQASettings) else "regions"
         return _CORE + [(theirs, f"head.{ours}") for theirs, ours in _CLASSIFIER[kind]]
 
-    def ours(self) -> Callable[[str], str | None]:
-        """Their name -> ours, None where there is none."""
-        return _renaming(self.pairs())
-
-    def theirs(self) -> Callable[[str], str | None]:
-        """Our name -> theirs, None where there is none."""
-        rename = _renaming([(ours, theirs) for theirs, ours in self.pairs()])
-        return lambda name: self.in_file(rename(name) or "") or None
-
-    def standard(self, ours: Iterable[str]) -> list[dict]:
+    def entries(self) -> list[dict]:
         """The visual embedding of text-only rows is in it, though their code leaves it out where it trained without
         any."""
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
-        back = self.theirs()
-        read = [name for name in ours if name not in unread]
-        if unknown := [name for name in read if back(name) is None]:
-            raise ValueError(f"their code has no such model: it has nothing for {unknown[0]}")
-        entries = [{"theirs": back(name), "dtype": "float32", "ours": name} for name in read]
+        rename = _renaming([(ours, theirs) for theirs, ours in self.pairs()])
+        entries = self.entries_of({name: rename(name) for name in self.skeleton if name not in unread})
         norms = [e["theirs"].removesuffix(".running_var") for e in entries if e["theirs"].endswith(".running_var")]
-        entries += [{"theirs": f"{norm}{COUNTER}", "dtype": "int64", "counts": 0} for norm in norms]
+        entries += [{"theirs": f"{norm}{COUNTER}", "dtype": "int64", "kept": []} for norm in norms]
         for alias, of in _ALIASES.items():
-            for entry in [e for e in entries if e["theirs"].startswith(of)] if pretraining or of != _WORDS else ():
-                became = {"counts": 0} if "counts" in entry else {"repeats": entry["theirs"]}
-                entries.append({"theirs": entry["theirs"].replace(of, alias, 1), "dtype": entry["dtype"]} | became)
+            repeated = [e for e in entries if e["theirs"].startswith(of)] if pretraining or of != _WORDS else []
+            entries += [entry | {"theirs": entry["theirs"].replace(of, alias, 1)} for entry in repeated]
         return entries
 
 
