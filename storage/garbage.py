@@ -36,8 +36,7 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
     earlier revisions with images that were withdrawn, however young.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
-    their stage, images of shards that a collection left in progress, claims of workers that are gone, and what
-    interrupted puts left.
+    their stage, claims of workers that are gone, and what interrupted puts left.
     """
     now = store.now()
     left = list(store.leftovers())
@@ -69,7 +68,6 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
     withdrawn = _withdrawn_tars(inventory)
     named |= withdrawn  # which are deleted for another reason
     found += [_object("orphan tar", store, info) for path, info in inventory.tars.items() if path not in named]
-    found += [_object("partial shard", store, info) for info in inventory.partials]
     claims = [info for infos in inventory.claims.values() for info in infos if now - info.modified > EXPIRY]
     found += [_object("dead claim", store, info) for info in claims]
     images = [_object("withdrawn images", store, inventory.tars[tar]) for tar in sorted(withdrawn)]

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog
 from storage.claims import CLAIM, Claims
-from storage.collect.spool import PARTIAL
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.runs import STATE, checkpoints, read_state
 from storage.snapshots import read_snapshot
@@ -43,7 +42,6 @@ class Inventory:
         revisions: dict[tuple[str, str, str], dict[int, ObjectInfo]] = defaultdict(dict)
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
-        self.partials: list[ObjectInfo] = []
         self.claims: dict[str, list[ObjectInfo]] = defaultdict(list)  # by path of the stage
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
         self.bests: dict[str, str] = {}  # run -> path
@@ -60,8 +58,6 @@ class Inventory:
                 self.snapshots[found[1], found[2]][found[3]] = info
             elif TAR.fullmatch(info.path):
                 self.tars[info.path] = info
-            elif PARTIAL.fullmatch(info.path):
-                self.partials.append(info)
             elif found := CLAIM.fullmatch(info.path):
                 self.claims[found[1]].append(info)
         for (name, stage, shard), infos in revisions.items():

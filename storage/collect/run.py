@@ -24,17 +24,17 @@ from urllib.parse import urlsplit
 
 from storage.catalog import Catalog
 from storage.claims import Claims, exit_at_sigterm
-from storage.collect.download import Download, Downloader, Outcome, all_of, commit_images, image_config
+from storage.collect.download import Download, Downloader, Outcome, all_of, commit_images
 from storage.collect.imports import import_images, read_folder
 from storage.collect.lists import Reading, where
 from storage.collect.normalise import NormalisedImage
 from storage.collect.plan import CollectSettings, Part, find_columns, identify, plan, prepare_rows, source_of
 from storage.collect.rows import CaptionRow, Rows
-from storage.collect.spool import PartialShard, Spool, remove_partial
+from storage.collect.spool import Spool
 from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Refused, Status
 from storage.collect.tars import TarSet
 from storage.manifests import Header
-from storage.object_store import ObjectMissing, StorageUnreachable, open_store
+from storage.object_store import ObjectMissing, open_store
 from storage.programs import Command, Flat, Root
 from storage.progress import progress_line
 from storage.redact import shown_url
@@ -42,7 +42,6 @@ from storage.withdrawn import read_withdrawn
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
-SAVE_SECONDS = 20.0  # between two saves of the images of shards in progress; a kill loses those since the last
 # Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
@@ -134,7 +133,6 @@ def collect(
     if settings.retry_statuses:
         say(f"{retried_rows} rows of {len(retries)} shards are requested again: {', '.join(settings.retry_statuses)}")
     missing += retries
-    remove_partial(catalog.store, settings.name, headers.keys() - {part.shard for part in retries})
     has_images = any(header.ok_rows for header in headers.values())
 
     claims = Claims(catalog.store, catalog.path(IMAGES, ""))
@@ -245,8 +243,7 @@ def collect_group(
 class _Group:
     """A group while it is collected: commits its shards, and logs a line of progress from time to time.
 
-    Files are read and written in a thread, so that the other shards go on. Saves have their own thread, so that they do
-    not wait for the commit of a large shard.
+    Files are read and written in a thread, so that the other shards go on.
     """
 
     def __init__(
@@ -281,7 +278,6 @@ class _Group:
         """All shards: downloads of a few at a time, imports one by one."""
         free = asyncio.Semaphore(SHARDS_AT_ONCE if self.settings.is_download else 1)
         download = self.settings.download
-        self.files, self.saves = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("files", "saves"))
 
         async def claimed(part: Part) -> None:
             async with free:
@@ -292,7 +288,7 @@ class _Group:
                     finally:
                         await self.in_thread(self.claims.release, part.shard)
 
-        with self.files, self.saves:
+        with ThreadPoolExecutor(1, thread_name_prefix="files") as self.files:
             async with Downloader(download) if self.settings.is_download else contextlib.nullcontext() as downloader:
                 await all_of(claimed(part) for part in self.group.parts)
 
@@ -330,9 +326,6 @@ class _Group:
             wanted = bool(self.group.has_images or gone or self.count().get(Status.OK))
         if wanted:
             await self.in_thread(self.commit, part, downloads, replaces)
-        if downloader:  # in the thread of the saves, so that none is written afterwards
-            close = functools.partial(remove_partial, self.catalog.store, self.settings.name, [part.shard])
-            await asyncio.get_running_loop().run_in_executor(self.saves, close)
 
     def committed(self, part: Part) -> dict[str, int]:
         """Rows by status if another process, or an earlier attempt, has committed the shard; else {}."""
@@ -397,40 +390,14 @@ class _Group:
     async def downloaded(
         self, part: Part, rows: Sequence[CaptionRow], downloader: Downloader, spool: Spool, counts: Counter[str]
     ) -> list[Download]:
-        """The rows with their images from the web; those that come are saved from time to time."""
-        partial = PartialShard(
-            self.catalog.store, self.settings.name, part.shard, image_config(self.settings.download)[1]
-        )
-        stored = await self.in_thread(partial.load, spool)
-        if stored:
-            self.log(
-                f"{self.settings.name}: shard {part.shard} continues with {len(stored)} images from an earlier run"
-            )
+        """The rows with their images from the web."""
         rows_of_url = Counter(row.url for row in rows)
 
         def on_result(url: str, outcome: Outcome) -> None:
             counts[outcome.status if isinstance(outcome, Refused) else Status.OK] += rows_of_url[url]
             self.update(part, counts)
-            if not isinstance(outcome, Refused):
-                partial.add(url, outcome)
 
-        for url in rows_of_url.keys() & stored:
-            counts[Status.OK] += rows_of_url[url]
-        saving = asyncio.ensure_future(self.save(partial))
-        try:
-            return await downloader.download(rows, spool, on_result, stored)
-        finally:
-            saving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await saving
-
-    async def save(self, partial: PartialShard) -> None:
-        while True:
-            await asyncio.sleep(SAVE_SECONDS)
-            try:
-                await asyncio.get_running_loop().run_in_executor(self.saves, partial.save)
-            except StorageUnreachable as error:
-                self.log(f"{self.settings.name}: images in progress could not be saved: {error}")
+        return await downloader.download(rows, spool, on_result)
 
     def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None) -> None:
         source = source_of(self.settings, self.rows, self.group.reading, part)

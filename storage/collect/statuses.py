@@ -35,7 +35,7 @@ class Status(StrEnum):
     TIMEOUT = "timeout", "the deadline passed, or the server was silent or too slow for too long"
     HOST_TIMEOUT = (
         "host_timeout",
-        "a short deadline passed: its host had answered nothing, and did not until the shard was done",
+        "not requested: its host had answered no other URL, and did not until the shard was done",
     )
     NOAI = "noai", "its `X-Robots-Tag` forbids training with it: `noai` or `noimageai`"
     NOINDEX = (
@@ -97,12 +97,15 @@ def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
 
 
 class Refused(Exception):
-    """An image that is not stored, its status and more about it in `detail`."""
+    """An image that is not stored: its status, and more about it in `detail`.
 
-    def __init__(self, status: Status, detail: str):
+    retry_after  seconds, at least, after which another attempt may succeed; None: none will
+    host         that failed, after redirects
+    """
+
+    def __init__(self, status: Status, detail: str, retry_after: float | None = None, host: str = ""):
         super().__init__(status, detail)
-        self.status = status
-        self.detail = detail
+        self.status, self.detail, self.retry_after, self.host = status, detail, retry_after, host
 
     def bare(self) -> Self:
         """The same without its traceback, whose frames hold the image's bytes."""

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import io
 import os
 import shutil
 import signal
@@ -18,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from captioned import captioned_scenes as captions
 from places import PROJECT
@@ -27,7 +25,7 @@ from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.data import DemoData
 from storage.catalog import Catalog
-from storage.collect.download import Download, commit_images
+from storage.collect.download import Download
 from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
 from storage.collect.plan import CollectSettings, Part, find_columns, plan, prepare_rows
@@ -672,72 +670,30 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(
     assert list(local.store.list("captions/images/claims/")) == []
 
 
-def partials(catalog: Catalog) -> list[str]:
-    """The objects of shards in progress."""
-    return [info.path for info in catalog.store.list("captions/images/partial/")]
-
-
-def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: Web, local: Catalog, tmp_path: Path):
-    good = [f"/kill/{i}.jpg" for i in range(20)]
-    for i, path in enumerate(good):
-        web.put(path, send(encode(draw(seed=i))))
-    slow = [f"/kill/slow{shard}.jpg" for shard in range(2)]  # without it, each shard would be done
-    for path in slow:
-        web.put(path, silent(60))
-    lines = [f"caption {path}\t{path}" for path in (*good[:10], slow[0], *good[10:], slow[1])]
+def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web: Web, local: Catalog, tmp_path: Path):
+    for i in range(3):
+        web.put(f"/kill/{i}.jpg", send(encode(draw(seed=i))))
+    web.put("/kill/slow.jpg", silent(60))  # else the second shard would be done
+    lines = [f"caption\t/kill/{name}.jpg" for name in (0, 1, 2, "slow")]
     settings = served(web, tmp_path / "list.tsv", *lines)
-    code = "import storage.collect.run as run; run.SAVE_SECONDS = 0.2; run.main()"
-    command = [sys.executable, "-c", code, local.store.where(), "captions", "--rows_per_shard=11"]
+    command = [sys.executable, "-m", "vlbert", "collect", local.store.where(), "captions", "--rows_per_shard=2"]
     command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PROJECT)
-
-    def saved(shard: str) -> int:
-        prefix = f"captions/images/partial/{shard}-"
-        found = [local.store.get(info.path) for info in local.store.list(prefix)]
-        return sum(pq.read_metadata(io.BytesIO(data)).num_rows for data in found)
-
     try:
         end = time.monotonic() + 60
-        while (saved("00000"), saved("00001")) != (10, 10):
+        while local.shards(IMAGES) != ["00000"]:
             assert running.poll() is None, "the collection ended by itself"
             assert time.monotonic() < end
             time.sleep(0.05)
     finally:
         running.kill()
         running.wait()
-    assert local.shards(IMAGES) == []
+    for claim in [*local.store.list("captions/images/claims/")]:
+        local.store.delete(claim.path)  # it would expire, too
+    web.put("/kill/slow.jpg", send(encode(draw())))
     count = len(web.requests)
-    for path in slow:
-        web.put(path, send(encode(draw())))
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path for _, path, _ in web.requests[count:]) == slow
-    for shard, paths in (("00000", good[:10]), ("00001", good[10:])):
-        assert local.manifest(IMAGES, shard).table["status"].to_pylist() == 11 * ["ok"]
-        images = [sample.image for sample in local.read(IMAGES, shard)]
-        assert images[:10] == [encode(draw(seed=good.index(path))) for path in paths]
-    assert partials(local) == []
-
-
-def test_images_are_saved_while_another_shard_is_being_committed(web: Web, tmp_path: Path, monkeypatch):
-    web.put("/while/slow.jpg", silent(10))  # its shard is in progress meanwhile
-    for name in "abc":
-        web.put(f"/while/{name}.jpg", send(encode(draw(seed=ord(name)))))
-    lines = [f"caption\t/while/{name}.jpg" for name in ("a", "b", "c", "slow")]
-    monkeypatch.setattr("storage.collect.run.SAVE_SECONDS", 0.1)
-    settings = served(web, tmp_path / "list.tsv", *lines)
-    root, seen = tmp_path / "root", []
-
-    def slow_commit(*arguments: object, **options: object) -> bool:
-        end = time.monotonic() + 10
-        while not partials(of(root)) and time.monotonic() < end:
-            time.sleep(0.05)
-        seen.append(partials(of(root)))
-        return commit_images(*arguments, **options)
-
-    monkeypatch.setattr("storage.collect.run.commit_images", slow_commit)
-    quietly(root, settings)
-    assert any("/00001-" in path for path in seen[0])
+    assert quietly(local.store.where(), settings).new_shards == 1
+    assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
