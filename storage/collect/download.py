@@ -9,9 +9,8 @@ rules.
 import asyncio
 import dataclasses
 import hashlib
-import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -83,33 +82,22 @@ class Downloader:
         await self._fetcher.__aexit__()
         self._threads.shutdown(cancel_futures=True)
 
-    async def download(
-        self,
-        rows: Sequence[CaptionRow],
-        spool: Spool,
-        on_result: Callable[[str, Outcome], object] = lambda url, outcome: None,
-    ) -> list[Download]:
-        """One Download per row, in row order, its image in the spool; `on_result(url, outcome)` after each URL."""
+    async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[Download]:
+        """One Download per row, in row order, its image in the spool."""
         hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
         outcomes: dict[str, Outcome] = {}
         later: dict[str, dict[str, float]] = {}  # by the host that failed: URLs, and when they may be requested again
         retried: dict[str, float] = {}  # when that was begun, by host
-
-        def settle(url: str, outcome: Outcome) -> None:
-            outcomes[url] = outcome
-            on_result(url, outcome)
 
         async def first(url: str) -> None:
             outcome = outcomes[url] = await self._outcome(url, spool)
             wait = self._fetcher.wait_before_second_pass(url, outcome) if isinstance(outcome, Refused) else None
             if isinstance(outcome, Refused) and wait is not None:
                 later.setdefault(outcome.host, {})[url] = loop.time() + wait
-            else:
-                on_result(url, outcome)
 
         async def again(url: str, at: float) -> None:
             await asyncio.sleep(at - loop.time())
-            settle(url, await self._outcome(url, spool, second_pass))
+            outcomes[url] = await self._outcome(url, spool, second_pass)
 
         async def retry(name: str) -> None:
             retried[name] = loop.time()
@@ -126,8 +114,6 @@ class Downloader:
         while left:
             await all_of(map(retry, left))
             left = [name for name in later if hosts.host(name).answered > retried[name]]
-        for url in itertools.chain(*later.values()):
-            settle(url, outcomes[url])
         return [Download.of(row, outcomes[row.url]) for row in rows]
 
     async def _outcome(self, url: str, spool: Spool, second_pass: float | None = None) -> Outcome:

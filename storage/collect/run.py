@@ -24,14 +24,13 @@ from urllib.parse import urlsplit
 
 from storage.catalog import Catalog
 from storage.claims import Claims, exit_at_sigterm
-from storage.collect.download import Download, Downloader, Outcome, all_of, commit_images
+from storage.collect.download import Download, Downloader, all_of, commit_images
 from storage.collect.imports import import_images, read_folder
-from storage.collect.lists import Reading, where
 from storage.collect.normalise import NormalisedImage
-from storage.collect.plan import CollectSettings, Part, find_columns, identify, plan, prepare_rows, source_of
+from storage.collect.plan import CollectSettings, Part, identify, plan, prepare_rows, source_of
 from storage.collect.rows import CaptionRow, Rows
 from storage.collect.spool import Spool
-from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Refused, Status
+from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Status
 from storage.collect.tars import TarSet
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, open_store
@@ -59,7 +58,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 class Group:
     """Shards that are collected together.
 
-    list_id     of their rows in the dataset's folder, and `reading`, how the list is read
+    list_id     of their rows in the dataset's folder
     before      rows by status of the run's earlier groups
     rows        of the whole run, as `shards` and `started` (by time.monotonic)
     has_images  whether the dataset has an ok row; until then, a shard without one is not committed
@@ -67,7 +66,6 @@ class Group:
 
     parts: tuple[Part, ...]
     list_id: str
-    reading: Reading | None
     before: dict[str, int]
     rows: int
     shards: int
@@ -77,18 +75,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Collected:
-    """A dataset's shards and rows by status, and how many shards this run committed.
-
-    retried_rows, newly_ok: rows of earlier shards, by CollectSettings.retry_statuses.
-    """
+    """A dataset's shards and rows by status, and how many shards this run committed that were not there before."""
 
     dataset: str
     shards: int
     new_shards: int
     counts: dict[str, int]
     seconds: float
-    retried_rows: int = 0
-    newly_ok: int = 0
 
 
 class NothingStored(ValueError):
@@ -117,22 +110,16 @@ def collect(
     def say(line: str) -> None:
         log(f"{settings.name}: {line}")
 
-    reading = find_columns(settings)
-    listed = prepare_rows(catalog.store, settings, reading)
-    parts = plan(settings, listed, reading, headers)
+    listed = prepare_rows(catalog.store, settings)
+    parts = plan(settings, listed, headers)
     missing = [part for part in parts if part.shard not in headers]
     retries = [  # committed shards with rows that are requested again
         dataclasses.replace(part, replaces=headers[part.shard].sha256)
         for part in parts
         if part.shard in headers and settings.retried_statuses & headers[part.shard].statuses.keys()
     ]
-    _say_what_is_to_do(settings, listed, reading, len(missing), len(parts), say)
-    retried_rows = sum(
-        headers[part.shard].statuses.get(one, 0) for part in retries for one in settings.retried_statuses
-    )
-    if settings.retry_statuses:
-        say(f"{retried_rows} rows of {len(retries)} shards are requested again: {', '.join(settings.retry_statuses)}")
     missing += retries
+    _say_what_is_to_do(settings, listed, len(missing), len(parts), say)
     has_images = any(header.ok_rows for header in headers.values())
 
     claims = Claims(catalog.store, catalog.path(IMAGES, ""))
@@ -145,7 +132,7 @@ def collect(
         rows, counts = sum(part.stop - part.start for part in missing), Counter()
         for first in range(0, len(missing), settings.shards_per_task):
             together = tuple(missing[first : first + settings.shards_per_task])
-            group = Group(together, listed.id, reading, dict(counts), rows, len(missing), has_images, started)
+            group = Group(together, listed.id, dict(counts), rows, len(missing), has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             has_images = has_images or counts[Status.OK] > 0
             say(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")
@@ -153,36 +140,20 @@ def collect(
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
         if missing and not has_images and counts.total() == rows:  # none of them was another worker's
-            raise NothingStored(_nothing_stored(settings, listed, reading, counts, missing[0]))
+            raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
             say(f"{len(missing)} shards that had no image, or another worker, are collected again")
-    names = [part.shard for part in retries]
-    newly_ok = sum(now.ok_rows - headers[shard].ok_rows for shard, now in catalog.headers(IMAGES, names).items())
-    return Collected(
-        settings.name,
-        len(parts),
-        len(new_shards - set(names)),
-        catalog.counts(IMAGES),
-        time.monotonic() - started,
-        retried_rows,
-        newly_ok,
-    )
+    new = len(new_shards - headers.keys())
+    return Collected(settings.name, len(parts), new, catalog.counts(IMAGES), time.monotonic() - started)
 
 
 def _say_what_is_to_do(
-    settings: CollectSettings,
-    listed: Rows,
-    reading: Reading | None,
-    missing: int,
-    shards: int,
-    say: Callable[[str], None],
+    settings: CollectSettings, listed: Rows, missing: int, shards: int, say: Callable[[str], None]
 ) -> None:
     if not missing:
         say(f"nothing to download: all {shards} shards are committed")
         return
-    say(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}")
-    if reading:
-        say(f"{settings.origin} is read as {reading}")
+    say(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}, read as {listed.reading}")
     if listed.unreadable:
         (row,) = listed.read(listed.unreadable[0], listed.unreadable[0] + 1)
         say(f"{len(listed.unreadable)} rows cannot be collected, the first: {row.status}: {row.detail}")
@@ -197,21 +168,17 @@ def _by_status(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in Counter(counts).most_common())
 
 
-def _nothing_stored(
-    settings: CollectSettings, listed: Rows, reading: Reading | None, counts: Mapping[str, int], part: Part
-) -> str:
+def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str, int], part: Part) -> str:
     """The message if no row is ok; `part` is a shard that was not committed."""
     status = Status(Counter(counts).most_common(1)[0][0])
-    hint = f"{status}: {status.meaning} (docs/download.md)"
     (row,) = listed.read(part.start, part.start + 1)
-    if row.status:
-        hint += f"; {row.detail}"
-    if reading and settings.is_download and status in _HINTS:
-        place = where(settings.origin, reading, row.row)
-        hint += f". {_HINTS[status]}; {place} has {shown_url(row.url)!r} as its URL"
+    hints = [f"{status}: {status.meaning} (docs/download.md)", row.detail]
+    if settings.is_download and status in _HINTS:
+        place = listed.reading.where(settings.origin, row.row)
+        hints += [_HINTS[status], f"{place} has {shown_url(row.url)!r} as its URL"]
     return (
         f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
-        f"{hint}. Then run again"
+        f"{'; '.join(filter(None, hints))}. Then run again"
     )
 
 
@@ -229,11 +196,6 @@ def collect_group(
     one.
     """
     catalog = Catalog(open_store(root), settings.name)
-    if not settings.is_download and identify(settings, group.reading) != group.list_id:
-        raise ValueError(
-            f"{settings.name}: {settings.origin} was changed while it was collected. Shard {group.parts[0].shard} was "
-            "not committed; run again"
-        )
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
         collecting = _Group(catalog, settings, group, on_commit, log, claims)
         asyncio.run(collecting.collect())
@@ -257,6 +219,11 @@ class _Group:
     ):
         self.catalog, self.settings, self.group, self.on_commit, self.log = catalog, settings, group, on_commit, log
         self.claims, self.rows = claims, Rows(catalog.store, settings.name, group.list_id)
+        if settings.webdataset and identify(settings, self.rows.reading) != group.list_id:
+            raise ValueError(
+                f"{settings.name}: {settings.origin} was changed while it was collected. Shard {group.parts[0].shard} "
+                "was not committed; run again"
+            )
         self.withdrawn = read_withdrawn(catalog.store)
         self.counts: dict[str, Mapping[str, int]] = {}  # rows by status of each shard
         self.due = time.monotonic() + _REPORT_SECONDS
@@ -265,8 +232,8 @@ class _Group:
         """Rows by status."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
-    def update(self, part: Part, counts: Mapping[str, int]) -> None:
-        """Set a shard's rows by status so far."""
+    def done(self, part: Part, counts: Mapping[str, int]) -> None:
+        """A shard is done, with these rows by status."""
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
             counts = Counter(self.group.before) + Counter(self.count())
@@ -298,34 +265,31 @@ class _Group:
     async def one(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
         """One shard, from its rows to its commit."""
         if committed := await self.in_thread(self.committed, part):
-            self.update(part, committed)
+            self.done(part, committed)
             return
         rows = await self.in_thread(self.rows.read, part.start, part.stop)
         replaces, before = await self.in_thread(self.results_before, part, rows, spool)
-        known = before | self.settled(part, rows)
+        results = before | self.settled(part, rows)
         retried = self.settings.retried_statuses
-        left = [row for row in rows if row.row not in known or known[row.row].status in retried]
-        counts = Counter(item.status for item in known.values() if item.status not in retried)
+        left = [row for row in rows if row.row not in results or results[row.row].status in retried]
         if downloader is None:
             found = await self.in_thread(self.imported, left, spool)
         else:
-            found = await self.downloaded(part, left, downloader, spool, counts)
+            found = await downloader.download(left, spool)
             if not self.settings.commit_unreachable and not replaces:
                 check_network(part, found, self.settings)
-        results = dict(known)
         for item in found:  # a row whose host could not be reached again keeps its result from before
-            if item.row.row not in known or item.status not in UNREACHABLE:
+            if item.row.row not in results or item.status not in UNREACHABLE:
                 results[item.row.row] = item
-        downloads = [self.without_withdrawn(results[row.row]) for row in rows]
-        statuses = Counter[str](item.status for item in downloads)
-        self.update(part, statuses)
+        statuses = Counter[str](item.status for item in results.values())
+        self.done(part, statuses)
         if replaces:
             wanted = any(results[row].status != item.status for row, item in before.items())
         else:  # not a new shard without an image while its dataset has none
             gone = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
             wanted = bool(self.group.has_images or gone or self.count().get(Status.OK))
         if wanted:
-            await self.in_thread(self.commit, part, downloads, replaces)
+            await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
     def committed(self, part: Part) -> dict[str, int]:
         """Rows by status if another process, or an earlier attempt, has committed the shard; else {}."""
@@ -364,43 +328,22 @@ class _Group:
                 results[row.row] = Download(row, Status.DUPLICATE, f"of row {firsts[row.row]}", None)
         return results
 
-    def without_withdrawn(self, item: Download) -> Download:
-        """Return the result of a row, without an image that was withdrawn. A commit would leave that out, too."""
-        if item.image is None or item.image.sha256 not in self.withdrawn.sha256:
-            return item
-        return Download(item.row, Status.WITHDRAWN, "", None)
-
     def imported(self, rows: Sequence[CaptionRow], spool: Spool) -> list[Download]:
         """The rows with their images of a folder or of tars; the first file that is missing is logged."""
-        settings, group = self.settings, self.group
-        places, limit = list(dict.fromkeys(row.place for row in rows if row.place)), settings.download.max_bytes
+        settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
-            images = read_folder(Path(settings.images), places, limit)
+            images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)
         else:
-            images = TarSet(settings.origin).read(places, limit)
+            images = TarSet(settings.origin).read(dict.fromkeys(row.place for row in rows if row.place), limit)
         found = import_images(rows, images, settings.download, spool)
-        missing = [item.row for item in found if item.status == Status.MISSING_FILE]
-        if missing and group.reading and settings.images:
-            more = f", and of {len(missing) - 1} more rows" if missing[1:] else ""
-            place = where(settings.origin, group.reading, missing[0].row)
-            what = f"there is no image {missing[0].url!r} in {settings.images}{more}"
-            self.log(f"{settings.name}: {place}: {what}: missing_file")
+        missing = [item for item in found if item.status == Status.MISSING_FILE]
+        if missing:
+            more, place = len(missing) - 1, self.rows.reading.where(settings.origin, missing[0].row.row)
+            self.log(f"{settings.name}: {place}: missing_file, and {more} more of the shard: {missing[0].detail}")
         return found
 
-    async def downloaded(
-        self, part: Part, rows: Sequence[CaptionRow], downloader: Downloader, spool: Spool, counts: Counter[str]
-    ) -> list[Download]:
-        """The rows with their images from the web."""
-        rows_of_url = Counter(row.url for row in rows)
-
-        def on_result(url: str, outcome: Outcome) -> None:
-            counts[outcome.status if isinstance(outcome, Refused) else Status.OK] += rows_of_url[url]
-            self.update(part, counts)
-
-        return await downloader.download(rows, spool, on_result)
-
     def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None) -> None:
-        source = source_of(self.settings, self.rows, self.group.reading, part)
+        source = source_of(self.settings, self.rows, part)
         if commit_images(self.catalog, part.shard, downloads, self.settings.download, source, replaces):
             self.on_commit(part.shard)
 
@@ -414,10 +357,9 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
         counts = _by_status(Counter(item.status for item in requested))
         raise ConnectionError(
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
-            f"of {settings.origin}) could be reached: {counts}, the first "
-            f"{shown_url(requested[0].row.url)}: {requested[0].detail}. It was not committed. Check this machine's "
-            "network and whether the server is up, and run again; if these hosts are gone for good, set "
-            "--commit_unreachable"
+            f"of {settings.origin}) could be reached: {counts}, the first {shown_url(requested[0].row.url)}: "
+            f"{requested[0].detail}. It was not committed. {_HINTS[Status.CONNECT]}, and run again; if these hosts are "
+            "gone for good, set --commit_unreachable"
         )
 
 
@@ -435,10 +377,9 @@ def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> No
     except KeyboardInterrupt:
         print("stopped; what is committed stays, and the same command goes on from there", file=sys.stderr)
         raise
-    again = f"{collected.newly_ok} of {collected.retried_rows} requested again are ok now; "
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
-        f"{again if settings.retry_statuses else ''}all rows: {_by_status(collected.counts)}"
+        f"all rows: {_by_status(collected.counts)}"
     )
 
 

@@ -1,6 +1,5 @@
 """Rows -> Downloads against real servers that misbehave: a status for every row, within its deadline."""
 
-import asyncio
 import gzip
 import importlib.metadata
 import socket
@@ -17,10 +16,9 @@ from places import PROJECT
 from web import Answer, Web, downloaded, draw, drip, encode, endless, in_turn, raw, send, silent
 
 from storage.catalog import Catalog
-from storage.collect.download import Download, Downloader, commit_images
+from storage.collect.download import Download, commit_images
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
-from storage.collect.spool import Spool
 from storage.object_store import open_store
 from storage.sample import sample_key
 
@@ -296,20 +294,6 @@ def test_an_error_of_the_program_names_its_url_and_leaves_nothing_running(web: W
     assert time.monotonic() - begin < 3
     assert web.url("/a.jpg") in "".join(raised.value.__notes__)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("decode")]
-
-
-def test_a_failed_row_keeps_no_bytes_of_its_body(web: Web):
-    urls = [web.put("/half.jpg", send(JPEG[:1000], length=2000)), web.put("/page.jpg", send(b"<html>"))]
-    outcomes = []
-
-    async def work() -> None:
-        with Spool() as spool:
-            async with Downloader(settings_for(web, retries=1)) as downloader:
-                await downloader.download(rows_of(*urls), spool, lambda url, outcome: outcomes.append(outcome))
-
-    asyncio.run(work())
-    # A traceback has frames, and these have the body.
-    assert [(item.__traceback__, item.__cause__, item.__context__) for item in outcomes] == 2 * [(None, None, None)]
 
 
 def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path: Path):
