@@ -1,13 +1,11 @@
 """URL -> bytes: one deadline for all, a limit on bytes, retries of transient failures, public addresses only."""
 
 import asyncio
-import email.utils
 import importlib.metadata
 import itertools
 import random
 import socket
 import ssl
-import time
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -73,8 +71,6 @@ class DownloadSettings(ImageSettings):
         check(self, self.retries >= 0, "retries", "0 or more")
         if not self.contact.isprintable():
             raise ValueError(f"contact {self.contact!r} has control characters; it is sent in a header")
-        if isinstance(self.allowed_hosts, str):
-            raise ValueError(f"allowed_hosts is the string {self.allowed_hosts!r}; give a tuple of host:port strings")
         for entry in self.allowed_hosts:
             host, _, port = entry.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in entry or "*" in entry:
@@ -348,14 +344,9 @@ def _status_line(response: "aiohttp.ClientResponse") -> str:
 
 
 def _retry_after(response: "aiohttp.ClientResponse") -> float:
-    """Seconds that a Retry-After header asks for: a number, or an HTTP date; 0 if it has neither."""
-    value = response.headers.get("Retry-After", "")
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError, TypeError):  # a server may write anything: a zone of 20 digits overflows
-        return 0.0
+    """Seconds that a Retry-After header asks for; 0 if it is no number, but a date or anything else."""
+    value = response.headers.get("Retry-After", "").strip()
+    return float(value) if value.isdecimal() else 0.0
 
 
 def _decompressor(encoding: str) -> "zlib._Decompress | None":

@@ -13,7 +13,6 @@ _INITIAL_LIMIT = 8
 # A round of answers is slow if its median is over _SLOWER times that of the fastest of the last _ROUNDS rounds, plus
 # _NOISE seconds.
 _SLOWER, _NOISE, _ROUNDS = 1.5, 0.05, 32
-_MAX_COMPLAINTS = 1 / 8  # of a round: with more lost connections and 503 the limit is lowered
 BREAKER = 2  # failures in a row after which a host is silent
 
 
@@ -26,9 +25,9 @@ class Hosts:
     answers meanwhile does.
 
     The number of URLs of a host in flight follows its answers. It grows after a round of answers as fast as before: by
-    an eighth, or by one if it was lowered before. It is halved after a round of slow answers or of many lost
-    connections and 503, and at once after a 429. It is one if the host asks to wait (Retry-After). A timeout does not
-    lower it: while the host answers other URLs, the fault is that URL's.
+    an eighth, or by one if it was lowered before. It is halved after a round of slow answers, and at once after a 429
+    or 503. It is one if the host asks to wait (Retry-After). A timeout does not lower it: while the host answers other
+    URLs, the fault is that URL's.
     """
 
     def __init__(self, at_once: int):
@@ -68,21 +67,18 @@ class Hosts:
             host.answered_url, host.answered, host.failures = url, asyncio.get_running_loop().time(), 0
             if began >= host.lowered:
                 host.latencies.append(seconds)
-        host.complaints += status in (Status.CONNECT, Status.HTTP_503)
-        if must_wait or status == Status.HTTP_429:
+        if must_wait or status in (Status.HTTP_429, Status.HTTP_503):
             if began >= host.lowered:  # requests that were in flight together count once
                 self._lower(host, 1 if must_wait else host.limit // 2)
         elif len(host.latencies) >= max(_INITIAL_LIMIT, host.limit):
             median = statistics.median(host.latencies)
             host.medians.append(median)
-            slow = median > _SLOWER * min(host.medians) + _NOISE
-            if slow or host.complaints > _MAX_COMPLAINTS * len(host.latencies):
+            if median > _SLOWER * min(host.medians) + _NOISE:
                 self._lower(host, host.limit // 2)
             elif host.waiting:
                 more = 1 if host.lowered > float("-inf") else max(1, host.limit // 8)
                 host.limit = min(self._at_once, host.limit + more)
             host.latencies.clear()
-            host.complaints = 0
         self._start(host)
 
     def is_silent(self, name: str) -> bool:
@@ -93,7 +89,6 @@ class Hosts:
         host.limit = max(1, limit)
         host.lowered = asyncio.get_running_loop().time()
         host.latencies.clear()
-        host.complaints = 0
 
     def _has_slot(self, host: "Host") -> bool:
         found_out = host.answered_url is not None or host.failures >= BREAKER
@@ -131,7 +126,7 @@ class Host:
     def __init__(self, limit: int):
         self.limit = limit
         self.waiting: deque[asyncio.Future[None]] = deque()
-        self.in_flight = self.failures = self.complaints = 0  # failures: in a row; complaints: of this round
+        self.in_flight = self.failures = 0  # failures: in a row
         self.ready = False
         self.answered_url: str | None = None
         self.answered = self.lowered = float("-inf")

@@ -1,7 +1,8 @@
 """Images that lie here already become stored ones: files of a folder, and members of tars (storage/collect/tars.py)."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from storage.collect.download import Download, Outcome, spooled
@@ -11,7 +12,7 @@ from storage.collect.rows import CaptionRow, Place
 from storage.collect.spool import Spool
 from storage.collect.statuses import Refused, Status
 
-_WAITING = 64  # images that wait for a thread that decodes
+_WAITING = 64  # images that are in memory at a time
 
 
 def read_folder(folder: Path, names: Iterable[str], limit: int) -> Iterator[tuple[str, bytes | Refused]]:
@@ -43,14 +44,11 @@ def import_images(
 ) -> list[Download]:
     """The images of these rows, by place or name, as if downloaded; one that several rows name is decoded once."""
 
-    def outcome(found: Outcome | Future[Outcome]) -> Outcome:
-        return found.result() if isinstance(found, Future) else found.bare() if isinstance(found, Refused) else found
+    def stored(image: tuple[str | Place, bytes | Refused]) -> Outcome:
+        return image[1].bare() if isinstance(image[1], Refused) else spooled(image[1], settings, spool)
 
-    outcomes = {}
+    images, outcomes = iter(images), {}
     with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:
-        for number, (place, data) in enumerate(images, 1):
-            is_read = not isinstance(data, Refused)
-            outcomes[place] = pool.submit(spooled, data, settings, spool) if is_read else data
-            if number % _WAITING == 0:
-                outcomes = {place: outcome(found) for place, found in outcomes.items()}
-    return [Download.of(row, outcome(outcomes[row.place or row.url])) for row in rows]
+        while batch := list(itertools.islice(images, _WAITING)):
+            outcomes |= zip((place for place, _ in batch), pool.map(stored, batch), strict=True)
+    return [Download.of(row, outcomes[row.place or row.url]) for row in rows]

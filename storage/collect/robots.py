@@ -93,7 +93,9 @@ class RobotsTxt:
         from cachetools import LRUCache
 
         self._request = request
-        self._kept: MutableMapping[str, tuple[Rules | Refused, float]] = LRUCache(KEPT_BYTES, _size_of)
+        self._kept: MutableMapping[str, tuple[Rules | Refused, float]] = LRUCache(
+            KEPT_BYTES, lambda known: 1000 + getattr(known[0], "bytes", 0)
+        )
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def check(self, url: "yarl.URL", since: float | None = None) -> None:
@@ -114,7 +116,3 @@ class RobotsTxt:
             raise Refused(found.status, f"robots.txt: {found.detail}", found.retry_after)
         if not found.allow(str(url)):
             raise Refused(Status.ROBOTS_TXT, f"the robots.txt of {url.host} forbids {url.raw_path[:200]}")
-
-
-def _size_of(known: tuple[Rules | Refused, float]) -> int:
-    return 500 + (known[0].bytes if isinstance(known[0], Rules) else 500)

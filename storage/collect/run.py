@@ -5,14 +5,13 @@ downloaded again. A list may grow: its new rows make new shards. If rows of comm
 is an error, because one dataset would mix two lists. Any number of these may run at once, on any machines that read
 the same list: each claims the shards that it is at work on (storage/claims.py), and waits at the end for the others.
 
-    vlbert collect ROOT DATASET captions=LIST [field=value ...]
+    vlbert collect ROOT DATASET --captions LIST
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import functools
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +36,7 @@ from storage.object_store import ObjectMissing, open_store
 from storage.programs import Command, Flat, Root
 from storage.progress import progress_line
 from storage.redact import shown_url
-from storage.withdrawn import read_withdrawn
+from storage.withdrawn import Withdrawn, read_withdrawn
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
@@ -47,9 +46,6 @@ _REPORT_SECONDS = 10.0  # between two lines of progress, at least
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
     Status.BAD_URL: "Name the column of the URLs first under columns; for names of files, give their folder as images",
-    Status.NOINDEX: "If its owner allows this use, set --download.no_obey_noindex",
-    Status.ROBOTS_TXT: "If its owner allows this use, set --download.no_obey_robots_txt",
-    Status.BAD_ROW: "Name the columns under columns, or write the list anew",
     **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),
 }
 
@@ -196,37 +192,36 @@ def collect_group(
     one.
     """
     catalog = Catalog(open_store(root), settings.name)
+    rows = Rows(catalog.store, settings.name, group.list_id)
+    if settings.webdataset and identify(settings, rows.reading) != rows.id:
+        raise ValueError(
+            f"{settings.name}: {settings.origin} was changed while it was collected. Shard {group.parts[0].shard} was "
+            "not committed; run again"
+        )
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
-        collecting = _Group(catalog, settings, group, on_commit, log, claims)
+        collecting = _Group(catalog, settings, group, rows, on_commit, log, claims, read_withdrawn(catalog.store))
         asyncio.run(collecting.collect())
         return collecting.count()
 
 
+@dataclass
 class _Group:
     """A group while it is collected: commits its shards, and logs a line of progress from time to time.
 
-    Files are read and written in a thread, so that the other shards go on.
+    Files are read and written in a thread, so that the other shards go on. counts: rows by status of each shard that is
+    done. due: when the next line is.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        settings: CollectSettings,
-        group: Group,
-        on_commit: OnCommit,
-        log: Callable[[str], None],
-        claims: Claims,
-    ):
-        self.catalog, self.settings, self.group, self.on_commit, self.log = catalog, settings, group, on_commit, log
-        self.claims, self.rows = claims, Rows(catalog.store, settings.name, group.list_id)
-        if settings.webdataset and identify(settings, self.rows.reading) != group.list_id:
-            raise ValueError(
-                f"{settings.name}: {settings.origin} was changed while it was collected. Shard {group.parts[0].shard} "
-                "was not committed; run again"
-            )
-        self.withdrawn = read_withdrawn(catalog.store)
-        self.counts: dict[str, Mapping[str, int]] = {}  # rows by status of each shard
-        self.due = time.monotonic() + _REPORT_SECONDS
+    catalog: Catalog
+    settings: CollectSettings
+    group: Group
+    rows: Rows
+    on_commit: OnCommit
+    log: Callable[[str], None]
+    claims: Claims
+    withdrawn: Withdrawn
+    counts: dict[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    due: float = dataclasses.field(default_factory=lambda: time.monotonic() + _REPORT_SECONDS)
 
     def count(self) -> dict[str, int]:
         """Rows by status."""
@@ -243,8 +238,8 @@ class _Group:
 
     async def collect(self) -> None:
         """All shards: downloads of a few at a time, imports one by one."""
-        free = asyncio.Semaphore(SHARDS_AT_ONCE if self.settings.is_download else 1)
-        download = self.settings.download
+        is_download, download = self.settings.is_download, self.settings.download
+        free = asyncio.Semaphore(SHARDS_AT_ONCE if is_download else 1)
 
         async def claimed(part: Part) -> None:
             async with free:
@@ -256,7 +251,7 @@ class _Group:
                         await self.in_thread(self.claims.release, part.shard)
 
         with ThreadPoolExecutor(1, thread_name_prefix="files") as self.files:
-            async with Downloader(download) if self.settings.is_download else contextlib.nullcontext() as downloader:
+            async with Downloader(download) if is_download else contextlib.nullcontext() as downloader:
                 await all_of(claimed(part) for part in self.group.parts)
 
     async def in_thread(self, work: Callable, *arguments: object) -> Any:
@@ -372,11 +367,7 @@ def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> No
     vlbert collect ROOT DATASET --captions LIST --download.contact me@example.org
     """
     exit_at_sigterm()
-    try:
-        collected = collect(root, settings, functools.partial(print, flush=True))
-    except KeyboardInterrupt:
-        print("stopped; what is committed stays, and the same command goes on from there", file=sys.stderr)
-        raise
+    collected = collect(root, settings, functools.partial(print, flush=True))
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
         f"all rows: {_by_status(collected.counts)}"

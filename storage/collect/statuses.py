@@ -91,7 +91,7 @@ def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
         matching = {one for one in failed if one == name or (classes and one.startswith(classes))}
         if not matching:
             known = sorted(one for one in failed if not one.removeprefix("http_").isdecimal())
-            raise ValueError(f"{name!r}, must be of {', '.join(known)}, http_4xx, http_5xx, http_404, ...")
+            raise ValueError(f"retry_statuses names {name!r}, must be of {', '.join(known)}, http_4xx, http_5xx, ...")
         found |= matching
     return frozenset(found)
 

@@ -176,9 +176,9 @@ def test_open_socket_admits_public_and_allowed_addresses_only():
     guard.open_socket((*info, ("127.0.0.1", 8791))).close()
     guard.open_socket((*info, ("8.8.8.8", 443))).close()
     for address in (("127.0.0.1", 8792), ("10.0.0.1", 80)):
-        with pytest.raises(Refused, match=rf"'{address[0]} is not a public address'"):
+        with pytest.raises(Refused, match=rf"{address[0]} is not a public address"):
             guard.open_socket((*info, address))
-    with pytest.raises(Refused, match=r"rebound\.example is 10\.0\.0\.1, which is not a public address"):
+    with pytest.raises(Refused, match=r"rebound\.example: 10\.0\.0\.1 is not a public address"):
         guard.check_address("rebound.example", 80, ipaddress.ip_address("10.0.0.1"))
 
 

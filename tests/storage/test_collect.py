@@ -622,12 +622,8 @@ def test_a_full_disk_is_named_with_the_way_out(ready: str, web: Web, tmp_path: P
     assert of(tmp_path / "root").shards(IMAGES) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "lines"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 0)], ids=["Ctrl-C", "SIGTERM"]
-)
-def test_a_collection_that_is_told_to_end_leaves_no_claim(
-    number, status, lines, web: Web, local: Catalog, tmp_path: Path
-):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_collection_that_is_told_to_end_leaves_no_claim(number, status, web: Web, local: Catalog, tmp_path: Path):
     requested = threading.Event()
 
     def wait(handler: BaseHTTPRequestHandler) -> None:
@@ -647,8 +643,7 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(
         _, stderr = running.communicate(timeout=30)
     finally:
         running.kill()
-    assert running.returncode == status
-    assert stderr.count("\n") == lines
+    assert (running.returncode, stderr) == (status, "")
     assert list(local.store.list("captions/images/claims/")) == []
 
 
@@ -700,7 +695,6 @@ FOLDER = {"name": "x", "images": "folder"}
         *((DownloadSettings, {name: 0}, name) for name in ("deadline", "concurrency", "decode_threads")),
         (DownloadSettings, {"retries": -1}, "retries"),
         *((DownloadSettings, {"allowed_hosts": (host,)}, "host:port") for host in ("127.0.0.1", "*:80", "http://a:80")),
-        (DownloadSettings, {"allowed_hosts": "127.0.0.1:80"}, "tuple"),
         (DownloadSettings, {"contact": "a\r\nX-Header: b"}, "control characters"),
         *((ImageSettings, {"max_bytes": 0}, "max_bytes"), (ImageSettings, {"max_side": 100}, "min_side")),
         *((ImageSettings, {"max_aspect": 0.5}, "max_aspect"), (ImageSettings, {"jpeg_quality": 101}, "jpeg_quality")),

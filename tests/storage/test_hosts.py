@@ -2,10 +2,8 @@
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from email.utils import formatdate
 
 import pytest
 import yarl
@@ -257,37 +255,26 @@ def test_a_failure_is_retried_so_often_and_a_timeout_not_at_once():
 
 def test_a_long_retry_after_takes_no_slot_and_is_waited_for():
     urls = urls_of("later", "other")
-    for text in ("20", formatdate(time.time() + 21, usegmt=True)):
-        answers = [Answer(status=429, headers={"Retry-After": text}), Answer()]
-        done = collected(urls, by_url(later=answers), concurrency=1)
-        (first, one), (second, two), (third, three) = done.network.requests
-        assert (done.statuses, [first, second, third]) == ({"ok": 2}, [*urls, urls[0]])
-        assert two - one < 1
-        assert 15 < three - one < 23
+    answers = [Answer(status=429, headers={"Retry-After": "20"}), Answer()]
+    done = collected(urls, by_url(later=answers), concurrency=1)
+    (first, one), (second, two), (third, three) = done.network.requests
+    assert (done.statuses, [first, second, third]) == ({"ok": 2}, [*urls, urls[0]])
+    assert two - one < 1
+    assert three - one == pytest.approx(20, abs=1)
 
 
 @pytest.mark.parametrize(
-    ("text", "statuses"),
+    ("text", "status", "least"),
     [
-        ("1", ["ok"]),
-        *((text, ["http_503"]) for text in ("31", "Fri, 31 Dec 2100 23:59:59 GMT")),
-        *((text, ["ok"]) for text in ("soon", "-5", "", "1e3", "\u00b2", "Mon, 01 Jan 2024 00:00:00 GMT")),
-        *(
-            (text, ["ok", "http_503"])
-            for text in (
-                "Mon, 01 Jan 2024 00:00:00 +99999999999999999999",
-                "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
-                "Fri, 31 Dec 9999 23:59:59 -2359",
-                "Mon, 01 Jan 0001 00:00:00",
-                "9" * 400,
-            )
-        ),
+        ("1", "ok", 1),
+        *((text, "http_503", 0) for text in ("31", "9" * 400)),
+        *((text, "ok", 0) for text in ("soon", "-5", "", "1e3", "\u00b2", "Fri, 31 Dec 2100 23:59:59 GMT")),
     ],
 )
-def test_retry_after_is_a_number_or_a_date_and_anything_else_is_ignored(text: str, statuses: list[str]):
+def test_retry_after_is_a_number_and_anything_else_is_ignored(text: str, status: str, least: float):
     done = collected(urls_of("a"), by_url(a=[Answer(status=503, headers={"Retry-After": text}), Answer()]))
-    assert statuses_in(done)[0] in statuses
-    assert (1 if text == "1" else 0) <= done.seconds <= 3
+    assert statuses_in(done) == [status]
+    assert least <= done.seconds <= 3
 
 
 def test_the_attempts_of_each_pass_share_a_deadline():
