@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from places import PROJECT
-from web import Answer, Web, downloaded, draw, drip, encode, endless, in_turn, raw, send, silent
+from web import Answer, Web, downloaded, draw, drip, encode, in_turn, raw, send, silent
 
 from storage.catalog import Catalog
 from storage.collect.download import Download, commit_images
@@ -67,24 +67,16 @@ def chunked(*chunks: bytes, end: bool) -> Answer:
 # What the server does -> the row's status.
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "a jpeg": (send(JPEG, Content_Type="image/jpeg"), "ok"),
-    "a png named jpg": (send(PNG, Content_Type="image/jpeg"), "ok"),
     "a jpeg with the type html": (send(JPEG, Content_Type="text/html"), "ok"),
-    "no announced length": (send(JPEG, length=-1), "ok"),
     "chunked": (chunked(JPEG[:100], JPEG[100:], end=True), "ok"),
     "gzip": (send(gzip.compress(JPEG), Content_Encoding="gzip"), "ok"),
     "404": (send(b"no", 404), "http_404"),
-    "no content": (send(b"", 204), "http_other"),
-    "not modified": (send(b"", 304), "http_other"),
     "status 999": (send(JPEG, 999), "http_other"),
     "redirect without location": (send(b"", 302), "http_other"),
     "redirect to a file": (send(b"", 302, Location="file:///etc/passwd"), "bad_url"),
     "redirect to a private address": (send(b"", 302, Location="http://10.0.0.1/"), "blocked_address"),
-    "redirect to another port here": (send(b"", 301, Location="http://127.0.0.1:6379/"), "blocked_address"),
     "a length that is no number": (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1e3\r\n\r\nx"), "bad_response"),
-    "two lengths": (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxy"), "bad_response"),
     "an html page": (send(b"<html>gone</html>", Content_Type="image/jpeg"), "not_image"),
-    "an empty body": (send(b""), "not_image"),
-    "half a jpeg, announced as whole": (send(JPEG[: len(JPEG) // 2]), "truncated"),
     "less than announced": (send(JPEG[:-200], length=len(JPEG)), "short_body"),
     "chunks without an end": (chunked(JPEG, end=False), "short_body"),
     "a reset in the body": (reset_in_body, "short_body"),
@@ -92,14 +84,11 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "gzip that is none": (send(JPEG, Content_Encoding="gzip"), "bad_response"),
     "brotli": (send(JPEG, Content_Encoding="br"), "bad_response"),
     "not http": (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "bad_response"),
-    "chunks without a length": (raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"), "bad_response"),
     "endless headers": (raw(b"HTTP/1.1 200 OK\r\n" + b"X-A: " + b"a" * 100_000 + b"\r\n\r\n"), "bad_response"),
     "a status line of bytes": (raw(b"HTTP/1.1 404 \xff\xfe\r\nContent-Length: 0\r\n\r\n"), "http_404"),
     "hangs up at once": (raw(b""), "connect"),
-    "a banner": (send(encode(draw(900, 40))), "bad_geometry"),
     "more pixels than allowed": (send(encode(draw(500, 400))), "too_many_pixels"),
     "more bytes than allowed": (send(b"\xff\xd8\xff" + b"\0" * 300_000), "too_big"),
-    "more bytes than allowed, not announced": (endless(b"\0" * 65536), "too_big"),
     "more bytes announced than allowed": (send(b"x", length=10**12), "too_big"),
     "a gzip bomb": (send(gzip.compress(b"\0" * 50_000_000), Content_Encoding="gzip"), "too_big"),
     "slow drip": (drip(JPEG, 1, 0.05), "timeout"),
@@ -125,14 +114,8 @@ def test_every_answer_ends_in_its_status(answered: dict[str, Download], name: st
 
 
 def test_the_sample_is_what_the_server_sent(answered: dict[str, Download]):
-    for name in ("a jpeg", "a jpeg with the type html", "no announced length", "chunked", "gzip"):
-        assert answered[name].sample.image == JPEG, name
-        assert answered[name].sample.flags == ()
-    png = answered["a png named jpg"]
-    sample = png.sample
-    assert sample.flags == ("png",)
-    assert (sample.width, sample.height, sample.caption, sample.url) == (96, 64, png.row.caption, png.row.url)
-    assert sample.key == sample_key(png.row.url, png.row.caption)
+    for name in ("a jpeg", "a jpeg with the type html", "chunked", "gzip"):
+        assert (answered[name].sample.image, answered[name].sample.flags) == (JPEG, ()), name
 
 
 def test_what_cannot_be_connected_to_says_why(web: Web):

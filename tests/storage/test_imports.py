@@ -10,16 +10,12 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-import webdataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from web import draw, encode
 
 from storage.catalog import Catalog
 from storage.collect.fetch import DownloadSettings
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
-from storage.collect.tars import samples_of
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key
 from storage.withdrawn import withdraw
@@ -90,7 +86,6 @@ def samples_in(root: Path) -> list[Sample]:
         (with_text, "train/a.tar/000{}.jpg"),
         (with_json, "http://example.test/{}"),
         (functools.partial(with_json, extension="JPEG"), "http://example.test/{}"),
-        (functools.partial(with_json, extension="gif"), "http://example.test/{}"),
         (with_both, "http://example.test/{}"),
     ],
 )
@@ -175,36 +170,13 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
 
 
 def test_a_tar_of_macos_and_numbers_that_are_none_are_read(tmp_path: Path):
-    members = [
-        ("a.jpg", image_bytes(0)),
-        ("._a.jpg", b"\0"),
-        ("a.txt", b"one"),
-        ("._a.txt", b"\0"),
-        ("b.jpg", image_bytes(1)),
-    ]
-    members += [("./b.json", b'{"url": "http://x/", "similarity": NaN, "license": "CC0"}'), ("b.json", b'{"url": NaN}')]
-    members = [*members[:5], ("b.txt", b"two"), ("b.json", members[5][1])]
+    members = [(f"{prefix}{key}.{kind}", b"\0") for key in "ab" for kind in ("jpg", "txt") for prefix in ("", "._")]
+    contents = {"a.jpg": image_bytes(0), "a.txt": b"one", "b.jpg": image_bytes(1), "b.txt": b"two"}
+    members = [(name, contents.get(name, data)) for name, data in members]
+    members.append(("b.json", b'{"url": "http://x/", "similarity": NaN, "license": "CC0"}'))
     rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(members)))
     assert [(status, url) for _, status, _, url in rows] == [("ok", "a.tar/a.jpg"), ("ok", "http://x/")]
     assert samples_in(tmp_path / "root")[1].extra == {"license": "CC0"}
-
-
-_NAME = st.sampled_from(["a", "b", "d/a", "d.e/a", "._a", "22.01", "22.02", "c"])
-_EXTENSION = st.sampled_from(["jpg", "JPG", "txt", "json", "png", "cls", "x.png"])
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(_NAME, _EXTENSION), unique_by=lambda one: (one[0], one[1].lower()), max_size=12))
-def test_members_are_grouped_as_webdataset_groups_them(names: list[tuple[str, str]]):
-    """Names that are unique, as webdataset wants them."""
-    data = tar_of([(f"{key}.{extension}", b"x") for key, extension in sorted(names)])
-    found = [(key, set(members)) for key, members in samples_of(BytesIO(data), "a.tar")]
-    read = webdataset.tariterators.tar_file_expander([{"url": "a.tar", "stream": BytesIO(data)}])
-    theirs = [
-        (one["__key__"], {name for name in one if not name.startswith("__")})
-        for one in webdataset.tariterators.group_by_keys(read)
-    ]
-    assert found == theirs
 
 
 def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
