@@ -7,6 +7,7 @@ rules.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -26,7 +27,8 @@ from storage.manifests import Header, Row
 from storage.redact import redacted, shown_url
 from storage.sample import Sample
 
-_PROBES = 3  # URLs of a silent host, at most, that are requested to find out whether it answers after all
+_FEW = 16  # URLs of a silent host: one is requested for all shards in progress
+_PROBES = 3  # of more, that are requested to find out whether it answers after all
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,12 @@ class Downloader:
             outcomes[url] = await self._outcome(url, spool, second_pass)
 
         async def retry(name: str) -> None:
-            retried[name] = loop.time()
-            if hosts.is_silent(name):
-                if answered := hosts.host(name).answered_url:
-                    await self._outcome(answered, spool, second_pass)
-                else:
+            host, few, retried[name] = hosts.host(name), len(later[name]) < _FEW, loop.time()
+            async with host.probe if few else contextlib.nullcontext():  # a few URLs wait for another shard's probe
+                is_known = few and host.failed > retried[name]
+                if hosts.is_silent(name) and host.answered_url:
+                    await self._outcome(host.answered_url, spool, second_pass)
+                elif hosts.is_silent(name) and not is_known:
                     await all_of(again(url, later[name].pop(url)) for url in _spread([*later[name]]))
             if not hosts.is_silent(name):
                 await all_of(again(*item) for item in later.pop(name).items())

@@ -176,10 +176,12 @@ class Fetcher:
         if second_pass is None and self.hosts.is_silent(host):
             raise Refused(Status.HOST_TIMEOUT, f"{host} answered no other URL", 0.0, host)
         if self.settings.obey_robots_txt:
+            begin = asyncio.get_running_loop().time()
             try:
                 await self.robots_txt.check(url, second_pass)
             except Refused as error:
                 error.host = host
+                self.hosts.ended(host, str(url), begin, None, error)
                 raise
 
     async def _request(self, url: "yarl.URL", end: float) -> tuple[str | None, bytes]:
@@ -241,7 +243,7 @@ class Fetcher:
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
         """The rules of a robots.txt, requested once, within the deadline of an image.
 
-        It counts neither for nor against its host, which may answer this and nothing else.
+        That it came does not count for its host, which may answer this and nothing else.
         """
         address, location = str(url), None
         end = asyncio.get_running_loop().time() + self.settings.deadline

@@ -19,10 +19,9 @@ BREAKER = 2  # failures in a row after which a host is silent
 class Hosts:
     """At most `at_once` URLs in flight. Hosts with waiting URLs take turns.
 
-    A host is silent after two failures in a row: timeouts and lost connections since whose begin it has answered
-    nothing. Its other URLs wait until the rest of their shard is done. Then a URL that it has answered before, else up
-    to three of those, are requested. If it answers, all are, else they end as HOST_TIMEOUT. So no URL of a host that
-    answers meanwhile does.
+    A host is silent after two failures in a row: timeouts and lost connections. Its other URLs wait until the rest of
+    their shard is done. Then a URL that it has answered before, else up to three of those, are requested. If it
+    answers, all are, else they end as HOST_TIMEOUT. So no URL of a host that answers meanwhile does.
 
     The number of URLs of a host in flight follows its answers. It grows after a round of answers as fast as before: by
     an eighth, or by one if it was lowered before. It is halved after a round of slow answers, and at once after a 429
@@ -62,7 +61,8 @@ class Hosts:
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):
-            host.failures += began >= host.answered
+            host.failures += 1
+            host.failed = asyncio.get_running_loop().time()
         elif seconds is not None:
             host.answered_url, host.answered, host.failures = url, asyncio.get_running_loop().time(), 0
             if began >= host.lowered:
@@ -119,7 +119,8 @@ class Host:
     """What is known of one host, and the URLs that wait for it. Times are by the event loop's clock.
 
     answered_url  a URL that it has answered
-    answered      when it answered last
+    answered      when it answered last, as `failed`
+    probe         held while it is found out whether the silent host answers after all
     lowered       when `limit` was lowered last
     """
 
@@ -129,6 +130,7 @@ class Host:
         self.in_flight = self.failures = 0  # failures: in a row
         self.ready = False
         self.answered_url: str | None = None
-        self.answered = self.lowered = float("-inf")
+        self.answered = self.failed = self.lowered = float("-inf")
+        self.probe = asyncio.Lock()
         self.latencies: list[float] = []  # of this round
         self.medians: deque[float] = deque(maxlen=_ROUNDS)

@@ -15,7 +15,7 @@ from web import draw, encode
 from storage.catalog import Catalog
 from storage.collect.fetch import DownloadSettings
 from storage.collect.plan import CollectSettings
-from storage.collect.run import collect
+from storage.collect.run import Group, OnCommit, collect, collect_group
 from storage.object_store import open_store
 from storage.sample import Sample, sample_key
 from storage.withdrawn import withdraw
@@ -276,3 +276,17 @@ def test_a_licence_is_kept_without_being_asked_for(origin: str, tmp_path: Path):
     assert [one == "ok" for one in manifest.table["status"].to_pylist()] == [True, True, True, False]
     assert manifest.table["license"].to_pylist() == licences
     assert [[*sample.extra.values()] for sample in samples_in(tmp_path / "root")] == [[one] for one in licences[:3]]
+
+
+def test_tars_that_change_while_they_are_imported_are_an_error(tmp_path: Path):
+    tars = put_tars(str(tmp_path / "tars"), a=tar_of([one for n in range(4) for one in with_text(f"{n}", n)]))
+
+    def change(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
+        counts = collect_group(at, settings, group, on_commit)
+        put_tars(tars, a=tar_of([one for n in range(4) for one in with_text(f"{n}", 9 - n)]))
+        return counts
+
+    settings = CollectSettings("imported", webdataset=tars, rows_per_shard=2, shards_per_task=1)
+    with pytest.raises(ValueError, match="tars was changed while it was collected. Shard 00001 was not committed"):
+        collect(str(tmp_path / "root"), settings, lambda line: None, change)
+    assert Catalog(open_store(str(tmp_path / "root")), "imported").shards(IMAGES) == ["00000"]
