@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 from captioned import captioned_scenes as captions
 from places import PROJECT
-from seeded import put_checkpoint
 from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.data import DemoData
@@ -41,7 +40,6 @@ from storage.collect.run import (
     collect_group,
     main,
 )
-from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.verify import verify
@@ -174,15 +172,6 @@ def test_a_repeated_row_is_a_duplicate_of_the_first_also_of_another_shard(web: W
 
 
 # --- folders of images ------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_of_images_becomes_shards_whose_rows_count_through(demo_data: DemoData, tmp_path: Path):
-    settings = CollectSettings("refcoco+", images=str(demo_data.task_images), rows_per_shard=6)
-    assert quietly(tmp_path, settings).counts == {"ok": 16}
-    tables = [table["row"].to_pylist() for table in of(tmp_path, "refcoco+").columns(IMAGES, ["row"])]
-    assert tables == [[*range(6)], [*range(6, 12)], [*range(12, 16)]]
-    assert column(tmp_path, "url", "refcoco+") == sorted(file.name for file in demo_data.task_images.iterdir())
-    assert quietly(tmp_path, settings).new_shards == 0
 
 
 def test_local_files_have_the_statuses_of_downloads(tmp_path: Path):
@@ -374,13 +363,7 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
         "captions/images/00000.r2.parquet",  # 00001 is as it was, so no revision of it is written
         f"captions/images/snapshots/{old.id}.parquet",
     }
-    new, index = of(root).pin(IMAGES), of(root).pinned(IMAGES, old.id)
-    assert (old.ok_rows, new.ok_rows) == (3, 4)
-    assert len(index.keys()) == 3
     assert list(verify(Inventory(open_store(str(root))))) == []
-    pin = {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}
-    put_checkpoint(open_store(str(root)), "runs/run/step-0000001", {"held_out": [pin]})
-    assert collect_garbage(open_store(str(root)), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
     quietly(root, again)
     assert of(root).headers(IMAGES)["00000"].revision == 2
 

@@ -109,9 +109,7 @@ def test_no_url_of_a_host_that_answers_is_a_host_timeout_and_every_other_one_is_
 
 
 @pytest.mark.parametrize(("seconds", "count", "hang"), [(1.2, 5, 20), (6, 5, 3), (6, 1, 40)])
-def test_a_host_too_slow_for_the_short_deadline_loses_no_url_to_its_first_ones_that_hang(
-    seconds: float, count: int, hang: int
-):
+def test_a_slow_host_loses_no_url_to_its_first_ones_that_hang(seconds: float, count: int, hang: int):
     shards = dealt([f"http://slow.example/{number}" for number in range(100)], count)
     for number, shard in enumerate(shards):  # others, so that the network is seen to work
         shard += [f"http://good{number}.example/{row}" for row in range(20)]
