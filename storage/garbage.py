@@ -20,7 +20,7 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
     clock; and tars of earlier revisions with images that were withdrawn, however young.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
-    their stage, images of shards that a collection left in progress, and what interrupted puts left.
+    their stage, and what interrupted puts left.
     """
     now = store.now()
     found = [(_INTERRUPTED, info) for info in store.leftovers()]
@@ -36,7 +36,6 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
             else:
                 found.append(("unpinned snapshot", info))
     found += [("orphan tar", info) for path, info in inventory.tars.items() if path not in named | withdrawn]
-    found += [("partial shard", info) for info in inventory.partials]
     images = [("withdrawn images", inventory.tars[tar]) for tar in sorted(withdrawn & inventory.tars.keys())]
     return images + [(what, info) for what, info in found if now - info.modified > grace]
 

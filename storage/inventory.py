@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog
-from storage.collect.spool import PARTIAL
 from storage.manifests import Header
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.runs import STATE, read_state
@@ -30,7 +29,6 @@ class Inventory:
         self.manifests: dict[tuple[str, str], dict[str, dict[int, ObjectInfo]]] = defaultdict(lambda: defaultdict(dict))
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
-        self.partials: list[ObjectInfo] = []
         self.bests: dict[str, str] = {}  # run -> path
         for info in store.list("" if dataset is None else f"{dataset}/"):
             if found := _BEST.fullmatch(info.path):
@@ -41,8 +39,6 @@ class Inventory:
                 self.snapshots[found[1], found[2]][found[3]] = info
             elif TAR.fullmatch(info.path):
                 self.tars[info.path] = info
-            elif PARTIAL.fullmatch(info.path):
-                self.partials.append(info)
         self.states = _states(store) if dataset is None else {}
         if dataset is not None and not self.manifests:
             raise ValueError(f"{store.where(dataset)} holds no committed shard; `status` lists the datasets")

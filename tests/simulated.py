@@ -84,6 +84,7 @@ class Network:
 
     async def _wait(self, answer: Answer) -> None:
         if answer.refused:
+            await asyncio.sleep(0.001)
             raise aiohttp.ServerDisconnectedError
         if answer.seconds is None or answer.seconds > self.read_timeout:
             await asyncio.sleep(self.read_timeout)

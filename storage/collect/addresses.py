@@ -74,10 +74,7 @@ class AddressGuard:
         if f"{host.lower()}:{port}" in self.allowed:
             self.allowed_addresses.add(f"{address}:{port}")
         elif not is_public(address):
-            same = host == str(address)
-            raise Refused(
-                Status.BLOCKED_ADDRESS, f"{host} is {'' if same else f'{address}, which is '}not a public address"
-            )
+            raise Refused(Status.BLOCKED_ADDRESS, f"{host}: {address} is not a public address")
 
     def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
         """The socket of one connection; the last check of the address that is really connected to."""
@@ -155,11 +152,6 @@ def guarded_resolver(guard: AddressGuard) -> Any:
     return Resolver()
 
 
-def _unquoted(error: Exception) -> str:
-    """The text of an error up to its first quote, which may hold a part of a password."""
-    return re.split("['\"]", str(error), maxsplit=1)[0].rstrip(" :")
-
-
 def parse_url(url: str) -> "yarl.URL":
     import yarl
 
@@ -179,8 +171,8 @@ def parse_url(url: str) -> "yarl.URL":
         if not host or not port:
             raise ValueError("no host")
         parsed.raw_host.encode("ascii")
-    except ValueError as error:  # UnicodeError among them
-        raise Refused(Status.BAD_URL, f"{shown}: {_unquoted(error)}") from error
+    except ValueError as error:  # UnicodeError among them; its text may hold a part of a password
+        raise Refused(Status.BAD_URL, f"{shown} cannot be parsed") from error
     try:
         # 2130706433, 0x7f.1 and 0177.0.0.1 are 127.0.0.1 to the system; written out, every check recognises it.
         dotted = socket.inet_ntoa(socket.inet_aton(host))

@@ -11,15 +11,13 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.collect.fetch import DownloadSettings, Fetcher
-from storage.collect.hosts import Transient
 from storage.collect.lists import license_of
 from storage.collect.normalise import ImageSettings, NormalisedImage, normalise, run_out
 from storage.collect.rows import CaptionRow
@@ -29,8 +27,8 @@ from storage.manifests import Header, Row
 from storage.redact import redacted, shown_url
 from storage.sample import Sample
 
-_FEW = 16  # URLs of a silent host
-_PROBES = 3  # of more than that, that are requested to find out whether it answers after all
+_FEW = 16  # URLs of a silent host: one is requested for all shards in progress
+_PROBES = 3  # of more, that are requested to find out whether it answers after all
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,8 @@ class Download:
     def of(cls, row: CaptionRow, outcome: SpooledImage | Refused) -> "Download":
         if not isinstance(outcome, Refused):
             return cls(row, Status.OK, "", outcome)
-        tries = f" ({outcome.attempts} attempts)" if isinstance(outcome, Transient) and outcome.attempts > 1 else ""
         # A server may send any bytes, which aiohttp keeps as surrogates. No text file can store those.
-        detail = (redacted(outcome.detail)[:500] + tries).encode(errors="backslashreplace").decode()
+        detail = redacted(outcome.detail)[:500].encode(errors="backslashreplace").decode()
         return cls(row, outcome.status, detail, None)
 
     @property
@@ -70,7 +67,6 @@ class Download:
 
 
 Outcome = SpooledImage | Refused
-_Later = dict[str, tuple[Transient, float]]  # by URL: its first result, and when it may be requested again
 
 
 class Downloader:
@@ -88,78 +84,47 @@ class Downloader:
         await self._fetcher.__aexit__()
         self._threads.shutdown(cancel_futures=True)
 
-    async def download(
-        self,
-        rows: Sequence[CaptionRow],
-        spool: Spool,
-        on_result: Callable[[str, Outcome], object] = lambda url, outcome: None,
-        stored: Mapping[str, SpooledImage] = MappingProxyType({}),
-    ) -> list[Download]:
-        """One Download per row, in row order, its image in the spool; `on_result(url, outcome)` after each URL.
-
-        `stored` are images by URL from an earlier run; these URLs are not requested.
-        """
-        outcomes: dict[str, Outcome] = dict(stored)
-        later: dict[str, _Later] = {}  # the retry queue, by host
-        loop = asyncio.get_running_loop()
-
-        def settle(url: str, outcome: Outcome) -> None:
-            outcomes[url] = outcome
-            on_result(url, outcome)
+    async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[Download]:
+        """One Download per row, in row order, its image in the spool."""
+        hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
+        outcomes: dict[str, Outcome] = {}
+        later: dict[str, dict[str, float]] = {}  # by the host that failed: URLs, and when they may be requested again
+        retried: dict[str, float] = {}  # when that was begun, by host
 
         async def first(url: str) -> None:
-            outcome = await self._outcome(url, spool)
-            wait = self._fetcher.wait_before_second_pass(url, outcome) if isinstance(outcome, Transient) else None
-            if wait is None:
-                settle(url, outcome)
-            else:
-                later.setdefault(outcome.host, {})[url] = outcome, loop.time() + wait
+            outcome = outcomes[url] = await self._outcome(url, spool)
+            wait = self._fetcher.wait_before_second_pass(url, outcome) if isinstance(outcome, Refused) else None
+            if isinstance(outcome, Refused) and wait is not None:
+                later.setdefault(outcome.host, {})[url] = loop.time() + wait
 
-        async def again(url: str, before: Transient, at: float) -> None:
+        async def again(url: str, at: float) -> None:
             await asyncio.sleep(at - loop.time())
-            settle(url, await self._outcome(url, spool, before))
+            outcomes[url] = await self._outcome(url, spool, second_pass)
 
-        async def retry(host: str) -> None:
-            if not await self._is_gone(host, [before for before, _ in later[host].values()]):
-                await all_of(again(url, *item) for url, item in later.pop(host).items())
+        async def retry(name: str) -> None:
+            host, few, retried[name] = hosts.host(name), len(later[name]) < _FEW, loop.time()
+            async with host.probe if few else contextlib.nullcontext():  # a few URLs wait for another shard's probe
+                is_known = few and host.failed > retried[name]
+                if hosts.is_silent(name) and host.answered_url:
+                    await self._outcome(host.answered_url, spool, second_pass)
+                elif hosts.is_silent(name) and not is_known:
+                    await all_of(again(url, later[name].pop(url)) for url in _spread([*later[name]]))
+            if not hosts.is_silent(name):
+                await all_of(again(*item) for item in later.pop(name).items())
 
-        await all_of(first(url) for url in dict.fromkeys(row.url for row in rows) if url not in stored)
-        waiting = None
-        while len(later) != waiting:  # a host may answer while the others are requested
-            waiting = len(later)
-            await all_of(map(retry, list(later)))
-        for left in later.values():
-            for url, (before, _) in left.items():
-                settle(url, before)
+        await all_of(first(url) for url in dict.fromkeys(row.url for row in rows))
+        second_pass, left = loop.time(), [*later]
+        while left:
+            await all_of(map(retry, left))
+            left = [name for name in later if hosts.host(name).answered > retried[name]]
         return [Download.of(row, outcomes[row.url]) for row in rows]
 
-    async def _is_gone(self, name: str, left: Sequence[Transient]) -> bool:
-        """Whether a silent host, at which these failed, answers nothing after all.
-
-        Of a few URLs, one is requested for all shards in progress, of many up to three of this shard: some may hang.
-        """
-        hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
-        host, few = hosts.host(name), len(left) < _FEW
-        async with host.probe if few else contextlib.nullcontext():
-            began, ended = host.probed if few else (float("-inf"), float("-inf"))
-            while hosts.is_silent(name) and (began < host.answered or ended < max(before.ended for before in left)):
-                began = loop.time()
-                urls = [host.answered_url] if host.answered_url else _spread([before.url for before in left])
-                await all_of(self._probe(name, url) for url in urls)
-                ended = loop.time()
-                host.probed = began, ended
-        return hosts.is_silent(name)
-
-    async def _probe(self, host: str, url: str) -> None:
-        async with self._fetcher.hosts.slot(host):
-            await self._fetcher.probe(url)
-
-    async def _outcome(self, url: str, spool: Spool, before: Transient | None = None) -> Outcome:
+    async def _outcome(self, url: str, spool: Spool, second_pass: float | None = None) -> Outcome:
         try:
             # The slot is held until the image is stored: if decoding is slower than the network, bodies must not pile
             # up.
             async with self._fetcher.hosts.slot(self._fetcher.host(url)):
-                data = await self._fetcher.fetch(url, before)
+                data = await self._fetcher.fetch(url, second_pass)
                 loop = asyncio.get_running_loop()
                 work = loop.run_in_executor(self._threads, spooled, data, self.settings, spool)
                 del data  # the thread drops it as early as it can

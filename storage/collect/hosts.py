@@ -13,44 +13,20 @@ _INITIAL_LIMIT = 8
 # A round of answers is slow if its median is over _SLOWER times that of the fastest of the last _ROUNDS rounds, plus
 # _NOISE seconds.
 _SLOWER, _NOISE, _ROUNDS = 1.5, 0.05, 32
-_MAX_COMPLAINTS = 1 / 8  # of a round: with more lost connections and 503 the limit is lowered
 BREAKER = 2  # failures in a row after which a host is silent
-
-
-class Transient(Refused):
-    """Refused for now: another attempt may succeed.
-
-    retry_after    seconds, at least, that the server asks to wait
-    of_robots_txt  whether robots.txt could not be had, which was tried as often as an image is
-    left           seconds of the URL's deadline
-    attempts       how often the URL was requested
-    host, url      what failed, after redirects
-    shortened      whether its deadline was short because that host was silent
-    ended          when it failed, by the event loop's clock
-    """
-
-    def __init__(self, status: Status, detail: str, retry_after: float = 0.0, *, of_robots_txt: bool = False):
-        super().__init__(status, detail)
-        self.retry_after = retry_after
-        self.of_robots_txt = of_robots_txt
-        self.left = self.ended = 0.0
-        self.attempts = 0
-        self.host = self.url = ""
-        self.shortened = False
 
 
 class Hosts:
     """At most `at_once` URLs in flight. Hosts with waiting URLs take turns.
 
-    No URL of a host that answers ends as HOST_TIMEOUT. A host is silent after BREAKER failures in a row (timeouts, lost
-    connections); its URLs then get a short deadline, and go into the retry queue. When the rest of the shard is done, a
-    URL that the host has answered, else a few that it has not, get a full one. Any answer has the queue requested in
-    full.
+    A host is silent after two failures in a row: timeouts and lost connections. Its other URLs wait until the rest of
+    their shard is done. Then a URL that it has answered before, else up to three of those, are requested. If it
+    answers, all are, else they end as HOST_TIMEOUT. So no URL of a host that answers meanwhile does.
 
     The number of URLs of a host in flight follows its answers. It grows after a round of answers as fast as before: by
-    an eighth, or by one if it was lowered before. It is halved after a round of slow answers or of many lost
-    connections and 503, and at once after a 429. It is one if the host asks to wait (Retry-After). A timeout does not
-    lower it: while the host answers other URLs, the fault is that URL's.
+    an eighth, or by one if it was lowered before. It is halved after a round of slow answers, and at once after a 429
+    or 503. It is one if the host asks to wait (Retry-After). A timeout does not lower it: while the host answers other
+    URLs, the fault is that URL's.
     """
 
     def __init__(self, at_once: int):
@@ -80,50 +56,39 @@ class Hosts:
             self._hosts[name] = Host(min(_INITIAL_LIMIT, self._at_once))
         return self._hosts[name]
 
-    def answered(self, name: str, url: str, began: float, seconds: float) -> None:
-        """The host answered completely, with any status. `began`: when requested; `seconds`: until the headers came."""
-        host = self.host(name)
-        host.answered_url, host.answered, host.failures = url, asyncio.get_running_loop().time(), 0
-        if began >= host.lowered:
-            host.latencies.append(seconds)
-        if len(host.latencies) >= max(_INITIAL_LIMIT, host.limit):
+    def ended(self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None) -> None:
+        """A request ended. seconds: until its headers came, None if none did; refused: why there is no image."""
+        host, status = self.host(name), refused.status if refused else Status.OK
+        must_wait = refused is not None and bool(refused.retry_after)
+        if status in (Status.TIMEOUT, Status.CONNECT):
+            host.failures += 1
+            host.failed = asyncio.get_running_loop().time()
+        elif seconds is not None:
+            host.answered_url, host.answered, host.failures = url, asyncio.get_running_loop().time(), 0
+            if began >= host.lowered:
+                host.latencies.append(seconds)
+        if must_wait or status in (Status.HTTP_429, Status.HTTP_503):
+            if began >= host.lowered:  # requests that were in flight together count once
+                self._lower(host, 1 if must_wait else host.limit // 2)
+        elif len(host.latencies) >= max(_INITIAL_LIMIT, host.limit):
             median = statistics.median(host.latencies)
             host.medians.append(median)
-            slow = median > _SLOWER * min(host.medians) + _NOISE
-            if slow or host.complaints > _MAX_COMPLAINTS * len(host.latencies):
+            if median > _SLOWER * min(host.medians) + _NOISE:
                 self._lower(host, host.limit // 2)
             elif host.waiting:
                 more = 1 if host.lowered > float("-inf") else max(1, host.limit // 8)
                 host.limit = min(self._at_once, host.limit + more)
             host.latencies.clear()
-            host.complaints = 0
-        self._start(host)
-
-    def overloaded(self, name: str, began: float, *, must_wait: bool = False) -> None:
-        """The host answered a request begun at this time with "too many requests"; must_wait: with Retry-After."""
-        host = self.host(name)
-        if began >= host.lowered:  # requests that were in flight together count once
-            self._lower(host, 1 if must_wait else host.limit // 2)
-
-    def complained(self, name: str) -> None:
-        """A connection of the host was lost or refused, or it answered 503: a bad page, or too many requests."""
-        self.host(name).complaints += 1
-
-    def failed(self, name: str) -> None:
-        """A URL of the host timed out after its full deadline, or found no connection."""
-        host = self.host(name)
-        host.failures += 1
         self._start(host)
 
     def is_silent(self, name: str) -> bool:
-        """Whether the host answers nothing for now: its URLs get a short deadline."""
+        """Whether the host answers nothing for now."""
         return self.host(name).failures >= BREAKER
 
     def _lower(self, host: "Host", limit: int) -> None:
         host.limit = max(1, limit)
         host.lowered = asyncio.get_running_loop().time()
         host.latencies.clear()
-        host.complaints = 0
 
     def _has_slot(self, host: "Host") -> bool:
         found_out = host.answered_url is not None or host.failures >= BREAKER
@@ -154,19 +119,18 @@ class Host:
     """What is known of one host, and the URLs that wait for it. Times are by the event loop's clock.
 
     answered_url  a URL that it has answered
-    answered      when it answered last
+    answered      when it answered last, as `failed`
     probe         held while it is found out whether the silent host answers after all
-    probed        when that began and ended, the last time
     lowered       when `limit` was lowered last
     """
 
     def __init__(self, limit: int):
         self.limit = limit
         self.waiting: deque[asyncio.Future[None]] = deque()
-        self.in_flight = self.failures = self.complaints = 0  # failures: in a row; complaints: of this round
+        self.in_flight = self.failures = 0  # failures: in a row
         self.ready = False
         self.answered_url: str | None = None
-        self.answered = self.lowered = float("-inf")
-        self.probe, self.probed = asyncio.Lock(), (float("-inf"), float("-inf"))
+        self.answered = self.failed = self.lowered = float("-inf")
+        self.probe = asyncio.Lock()
         self.latencies: list[float] = []  # of this round
         self.medians: deque[float] = deque(maxlen=_ROUNDS)

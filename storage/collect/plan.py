@@ -6,6 +6,7 @@ cuts them into parts, and compares these with the shards that are committed.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -16,9 +17,8 @@ from pathlib import Path
 
 from storage.collect.download import image_config
 from storage.collect.fetch import DownloadSettings
-from storage.collect.imports import place_of
-from storage.collect.lists import IMAGE_SUFFIXES, Reading, find_reading, read_rows
-from storage.collect.rows import CaptionRow, Rows, write_rows
+from storage.collect.lists import IMAGE_SUFFIXES, find_reading, read_rows
+from storage.collect.rows import CaptionRow, Reading, Rows, write_rows
 from storage.collect.statuses import Status, parse_statuses
 from storage.collect.tars import TarSet
 from storage.manifests import Header
@@ -72,10 +72,7 @@ class CollectSettings:
         named = len(self.columns) == len(set(self.columns)) and len(self.columns) != 1
         check(self, named, "columns", "URL, caption and what is kept beside them, each once")
         check(self, not self.columns or self.origin != self.images, "columns", "empty where there is no list")
-        try:
-            self.retried_statuses  # noqa: B018  refuses an unknown status
-        except ValueError as error:
-            raise ValueError(f"Dataset {self.name}: retry_statuses names {error}") from None
+        self.retried_statuses  # noqa: B018  refuses an unknown status
 
     @property
     def retried_statuses(self) -> frozenset[Status]:
@@ -96,89 +93,65 @@ class CollectSettings:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def find_columns(settings: CollectSettings) -> Reading | None:
-    """How the list, or the tars, are read: as `columns` says, or recognised; None for bare images.
+def find_columns(settings: CollectSettings) -> Reading:
+    """How the origin is read: a list as `columns` says, or recognised.
 
     ValueError names a file that cannot be read, a column that is not there, or says that columns are to be given.
     """
     if settings.captions:
         return find_reading(Path(settings.captions), settings.columns, of_folder=settings.images is not None)
-    return TarSet(settings.webdataset).find_reading(settings.columns) if settings.webdataset else None
+    if settings.webdataset:
+        TarSet(settings.webdataset)  # refuses a folder without tars
+    return Reading("webdataset" if settings.webdataset else "images", settings.columns)
 
 
-def prepare_rows(store: ObjectStore, settings: CollectSettings, reading: Reading | None) -> Rows:
+def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
     """The rows of the origin: those in the dataset's folder if it was read before as it is now, else it is read.
 
     ValueError if it has no row.
     """
+    reading = find_columns(settings)
     id = identify(settings, reading)
     try:
         return Rows(store, settings.name, id)
     except ObjectMissing:
-        return write_rows(store, settings.name, id, _checked(settings, reading))
+        rows = _read(settings, reading)
+        first = next(rows, None)
+        if first is None:
+            raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}") from None
+        return write_rows(store, settings.name, id, reading, itertools.chain([first], rows))
 
 
-def identify(settings: CollectSettings, reading: Reading | None) -> str:
+def identify(settings: CollectSettings, reading: Reading) -> str:
     """What tells whether the origin is as it was, in 16 hex digits, without reading its rows.
 
-    Of a list its bytes, of a folder the names and sizes of its files, of tars also their dates.
+    Of a list its bytes, of a folder the names of its files, of tars their names, sizes and dates.
     """
-    facts: list = [reading.as_meta if reading else None]
     if settings.captions:
         with open(settings.captions, "rb") as stream:
-            facts.append(hashlib.file_digest(stream, "sha256").hexdigest())
-    if settings.images and settings.captions:
-        facts.append([(name, place_of(Path(settings.images), name).size) for name in _files_below(settings.images)])
-    elif settings.images:
-        facts.append([(file.name, place_of(file.parent, file.name).size) for file in image_files(settings.images)])
-    if settings.webdataset:
-        facts.append(TarSet(settings.webdataset).identity)
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+            facts = hashlib.file_digest(stream, "sha256").hexdigest()
+    else:
+        facts = TarSet(settings.webdataset).identity if settings.webdataset else image_files(settings.images or "")
+    text = json.dumps([dataclasses.asdict(reading), facts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _files_below(folder: str) -> list[str]:
-    """The files of a folder and of its subfolders, links to folders included, each folder once."""
-    found, seen = [], set()
-    for path, folders, files in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(path)) in seen:  # a link that leads back
-            folders.clear()
-            continue
-        seen.add(real)
-        found += [os.path.relpath(os.path.join(path, file), folder) for file in files]
-    return sorted(found)
-
-
-def _checked(settings: CollectSettings, reading: Reading | None) -> Iterator[CaptionRow]:
-    """The rows; ValueError behind the last one if there is none."""
-    row = None
-    for row in _read(settings, reading):
-        yield row
-    if row is None:
-        raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
-
-
-def _read(settings: CollectSettings, reading: Reading | None) -> Iterator[CaptionRow]:
-    if reading and settings.captions and settings.images:
-        for row in read_rows(Path(settings.captions), reading):
-            try:
-                yield row if row.status else dataclasses.replace(row, place=place_of(Path(settings.images), row.url))
-            except ValueError as error:
-                yield dataclasses.replace(row, status=Status.MISSING_FILE, detail=str(error))
-    elif reading and settings.captions:
+def _read(settings: CollectSettings, reading: Reading) -> Iterator[CaptionRow]:
+    if settings.captions:
         yield from read_rows(Path(settings.captions), reading)
-    elif reading and settings.webdataset:
+    elif settings.webdataset:
         yield from TarSet(settings.webdataset).rows(reading)
-    elif settings.images:
-        for number, file in enumerate(image_files(settings.images)):
-            name = os.fsencode(file.name).decode(errors="backslashreplace")  # not all are UTF-8
-            yield CaptionRow(number, "", name, place=place_of(file.parent, file.name))
+    else:
+        for number, name in enumerate(image_files(settings.images or "")):
+            yield CaptionRow(number, "", name)
 
 
-def image_files(folder: str) -> list[Path]:
-    """The image files of a folder, by name; ValueError if it is not a folder."""
+def image_files(folder: str) -> list[str]:
+    """The names of the image files of a folder, in order; ValueError if it is not a folder."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a folder; name one that holds image files")
-    return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    names = sorted(file.name for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    return [os.fsencode(name).decode(errors="backslashreplace") for name in names]  # not all are UTF-8
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -197,7 +170,7 @@ class Part:
     replaces: str = ""
 
 
-def plan(settings: CollectSettings, rows: Rows, reading: Reading | None, done: Mapping[str, Header]) -> list[Part]:
+def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> list[Part]:
     """The shards that the rows make, in order, committed ones (`done`, by shard) with the rows that they have.
 
     ValueError if they are more than MOST_SHARDS, or if a committed shard has other rows or other image settings.
@@ -212,31 +185,28 @@ def plan(settings: CollectSettings, rows: Rows, reading: Reading | None, done: M
             raise ValueError(f"{settings.name} would make more than {MOST_SHARDS} shards: raise rows_per_shard")
     by_shard = {part.shard: part for part in parts}
     for shard, header in done.items():
-        _check_committed(settings, rows, reading, header, by_shard.get(shard))
+        _check_committed(settings, rows, header, by_shard.get(shard))
     return parts
 
 
-def source_of(settings: CollectSettings, rows: Rows, reading: Reading | None, part: Part) -> dict:
+def source_of(settings: CollectSettings, rows: Rows, part: Part) -> dict:
     """What a manifest says of its rows: which of which list, and how that is read."""
-    digest = rows.digest(part.start, part.stop)
-    source = {"list": f"{Path(settings.origin).name} sha256:{digest}", "id": rows.id, "rows": [part.start, part.stop]}
-    return source | ({"reading": reading.as_meta} if reading else {})
+    source = {"list": f"{Path(settings.origin).name} sha256:{rows.digest(part.start, part.stop)}", "id": rows.id}
+    return source | {"rows": [part.start, part.stop], "reading": dataclasses.asdict(rows.reading)}
 
 
-def _check_committed(
-    settings: CollectSettings, rows: Rows, reading: Reading | None, header: Header, part: Part | None
-) -> None:
+def _check_committed(settings: CollectSettings, rows: Rows, header: Header, part: Part | None) -> None:
     before, shard = header.meta["source"], header.shard
     same = part is not None and [part.start, part.stop] == before["rows"]
     if same and before["id"] != rows.id:  # a list that grew, most likely
-        same = source_of(settings, rows, reading, part)["list"].rpartition(":")[2] == before["list"].rpartition(":")[2]
+        same = source_of(settings, rows, part)["list"].rpartition(":")[2] == before["list"].rpartition(":")[2]
     if not same:
-        columns = f" read as {reading}" if reading else ""
-        now = f"rows {part.start} to {part.stop} of {settings.origin}{columns}" if part else f"only {rows.count} rows"
+        now = f"rows {part.start} to {part.stop} of {settings.origin}" if part else f"only {rows.count} rows"
         raise ValueError(
             f"{settings.name}: the list changed under committed shards: shard {shard} holds rows "
-            f"{before['rows'][0]} to {before['rows'][1]} of {before['list']}, now it would be {now}. "
-            "Collect the new list as another dataset, or set the old list, columns and rows_per_shard again"
+            f"{before['rows'][0]} to {before['rows'][1]} of {before['list']}, now it would be {now}, read as "
+            f"{rows.reading}. Collect the new list as another dataset, or set the old list, columns and rows_per_shard "
+            "again"
         )
     config, wanted = header.meta["config"], image_config(settings.download)[0]
     differing = [f"{name} {config[name]}, now {value}" for name, value in wanted.items() if config[name] != value]
@@ -262,7 +232,7 @@ class ListSample:
 def sample_list(settings: CollectSettings, examples: int, seed: int = 0) -> ListSample:
     """Up to so many rows of a list, drawn at random; nothing is kept. ValueError as `prepare_rows`."""
     with tempfile.TemporaryDirectory(prefix="list-") as folder:
-        rows = prepare_rows(open_store(folder), settings, find_columns(settings))
+        rows = prepare_rows(open_store(folder), settings)
         drawn = random.Random(seed).sample(range(rows.count), min(examples, rows.count))
         repeated = set(rows.repeated.tolist())
         found = [row for number in sorted(drawn) if number not in repeated for row in rows.read(number, number + 1)]

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING
 
-from storage.collect.hosts import Transient
 from storage.collect.statuses import Refused, Status
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-p
 MAX_BYTES, MAX_LINES, MAX_WILDCARDS = 500 * 1024, 10_000, 10_000
 _LINE_COST, _TEXT_COST = 700, 10  # bytes of memory that protego needs for a line, and for each character
 KEPT_BYTES = 64 * 2**20  # of rules, over all origins: about 7,000 origins with ten rules each
-_KEPT_SECONDS = 24 * 3600  # a robots.txt: RFC 9309, 2.4
-_FAILURE_KEPT_SECONDS = 60  # that there is none for now
 _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORECASE)
 
 
@@ -68,9 +65,6 @@ class Rules:
         return self._rules is None or self._rules.can_fetch(url, AGENT)
 
 
-_Known = tuple[Rules | Refused, float]  # what was found, and when, by the event loop's clock
-
-
 def _bounded(data: bytes) -> list[str]:
     """The lines of a file up to the limits. All agents but us and `*` are one: protego multiplies agents by rules."""
     text = data[:MAX_BYTES].decode("utf-8-sig", errors="replace")
@@ -92,50 +86,33 @@ def _bounded(data: bytes) -> list[str]:
 
 
 class RobotsTxt:
-    """The robots.txt of each origin, requested once for all URLs in flight and kept for a day.
-
-    A failure is kept for a minute, so that it costs the other URLs of the origin nothing.
-    """
+    """The robots.txt of each origin, requested once for all URLs in flight, and kept as long as this is."""
 
     def __init__(self, request: Callable[["yarl.URL"], Awaitable[Rules]]):
         """`request(url of robots.txt)`: its rules; Refused if they cannot be had."""
-        from cachetools import TLRUCache
-
-        def kept_until(_: str, known: _Known, now: float) -> float:
-            return now + (_FAILURE_KEPT_SECONDS if isinstance(known[0], Refused) else _KEPT_SECONDS)
+        from cachetools import LRUCache
 
         self._request = request
-        self._kept: MutableMapping[str, _Known] = TLRUCache(KEPT_BYTES, kept_until, _now, _size_of)
+        self._kept: MutableMapping[str, tuple[Rules | Refused, float]] = LRUCache(
+            KEPT_BYTES, lambda known: 1000 + getattr(known[0], "bytes", 0)
+        )
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
-    async def ask(self, url: "yarl.URL", since: float) -> Rules | Refused:
-        """The rules for a URL, or why they could not be had after `since`, by the event loop's clock."""
+    async def check(self, url: "yarl.URL", since: float | None = None) -> None:
+        """Refused if the rules forbid the URL, or cannot be had; if that was before `since`, they are requested again.
+
+        since: by the event loop's clock.
+        """
         origin = str(url.origin())
         async with self._locks.setdefault(origin, asyncio.Lock()):
             found, at = self._kept.get(origin, (None, 0.0))
-            if found is None or (isinstance(found, Refused) and at <= since):
+            if found is None or (isinstance(found, Refused) and since is not None and at <= since):
                 try:
                     found = await self._request(url.origin().with_path("/robots.txt"))
                 except Refused as error:
                     found = error.bare()
-                self._kept[origin] = found, _now()
-            return found
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _size_of(known: _Known) -> int:
-    return 500 + (known[0].bytes if isinstance(known[0], Rules) else 500)
-
-
-def as_refused(url: "yarl.URL", found: Rules | Refused) -> Refused | None:
-    """Why a URL may not be requested; None if it may."""
-    if isinstance(found, Rules):
-        forbidden = f"the robots.txt of {url.host} forbids {url.raw_path[:200]}"
-        return None if found.allow(str(url)) else Refused(Status.ROBOTS_TXT, forbidden)
-    detail = f"robots.txt: {found.detail}"
-    if isinstance(found, Transient):
-        return Transient(found.status, detail, found.retry_after, of_robots_txt=True)
-    return Refused(found.status, detail)
+                self._kept[origin] = found, asyncio.get_running_loop().time()
+        if isinstance(found, Refused):
+            raise Refused(found.status, f"robots.txt: {found.detail}", found.retry_after)
+        if not found.allow(str(url)):
+            raise Refused(Status.ROBOTS_TXT, f"the robots.txt of {url.host} forbids {url.raw_path[:200]}")

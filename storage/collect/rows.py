@@ -8,12 +8,12 @@ if there is none. From then on every run and every machine reads these alone, as
 that grew shares its first parts with what it was. The layout is a contract, docs/formats.md.
 """
 
+import dataclasses
 import functools
 import hashlib
 import io
 import itertools
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from storage.digests import BLANK, OWN_SHA256, check_version, is_whole, seal
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.sample import sample_key
 
-ROWS_VERSION = 1
+ROWS_VERSION = 2
 PART_ROWS = 10_000
 _KEY_BYTES = 10  # of a sample's key
 _KEPT_PARTS = 4  # in memory: shards that are collected together lie in one or two
@@ -37,27 +37,47 @@ _PART = pa.schema(
         pa.field("extra", pa.string()),  # JSON
         pa.field("status", pa.string(), nullable=False),
         pa.field("detail", pa.string(), nullable=False),
-        pa.field("file", pa.binary()),  # a file's name need not be UTF-8
+        pa.field("tar", pa.string()),
         pa.field("offset", pa.int64()),
         pa.field("size", pa.int64()),
     ]
 )
-# What makes a row another one. Not its detail, which names the file, nor where in a tar it lies.
-_IDENTITY = ("url", "caption", "extra", "file", "size")
+_IDENTITY = ("url", "caption", "extra")  # what makes a row another one
 _INDEX = pa.schema([pa.field("row", pa.int64(), nullable=False), pa.field("first", pa.int64(), nullable=False)])
 
 Scalar = str | int | float | bool | None
 Extra = dict[str, Scalar]  # further columns of a row, by name
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the image of a row lies on this side: a file of a folder, or the bytes of a tar.
+@dataclass(frozen=True)
+class Reading:
+    """How an origin is read.
 
-    size is in bytes, -1 where there is no regular file.
+    form     tsv, csv, jsonl, json, parquet, webdataset or images
+    columns  of the URL, the caption, and of those that are kept beside them; of tars as they are given
+    header   whether the first line has their names (TSV and CSV)
     """
 
-    file: str
+    form: str
+    columns: tuple[str, ...] = ()
+    header: bool = False
+
+    def __str__(self) -> str:
+        header = " with a header" if self.header else ""
+        return f"{self.form}{header}, columns {', '.join(self.columns)}" if self.columns else self.form
+
+    def where(self, origin: str, row: int) -> str:
+        """The place of a row, for messages: FILE:LINE where a line is a row."""
+        if self.form in ("tsv", "jsonl"):
+            return f"{origin}:{row + 1 + self.header}"
+        return f"{origin}, row {row + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an image lies in a tar; offset and size are in bytes."""
+
+    tar: str
     offset: int
     size: int
 
@@ -67,7 +87,7 @@ class CaptionRow:
     """A row of what is collected: `row` is its number there, from 0 and without the header.
 
     caption and url stand as the file has them. `extra` has the further columns that are kept, None for none. `status`
-    says why it cannot be collected, "" if it can. `place` is that of an image that need not be downloaded.
+    says why it cannot be collected, "" if it can. `place` is that of an image in a tar.
     """
 
     row: int
@@ -87,8 +107,8 @@ class CaptionRow:
 class Rows:
     """The rows of one origin, as its index and its parts in the root have them.
 
-    `unreadable` has the rows with a status, `repeated` those whose URL and caption an earlier row has, ascending, and
-    `firsts` the first one with them.
+    `reading` says how it was read. `unreadable` has the rows with a status, `repeated` those whose URL and caption an
+    earlier row has, ascending, and `firsts` the first one with them.
     """
 
     def __init__(self, store: ObjectStore, dataset: str, id: str):
@@ -103,6 +123,7 @@ class Rows:
         check_version(header["version"], ROWS_VERSION, self._where)
         self.id, self.count, self._parts = id, header["count"], header["parts"]
         self.unreadable: list[int] = header["unreadable"]
+        self.reading = Reading(**header["reading"] | {"columns": tuple(header["reading"]["columns"])})
         self.repeated, self.firsts = (table[name].to_numpy() for name in _INDEX.names)
         self._part = functools.lru_cache(_KEPT_PARTS)(self._read_part)
 
@@ -118,7 +139,7 @@ class Rows:
     def digest(self, start: int, stop: int) -> str:
         """The sha256 of what rows [start, stop) say."""
         columns = self._table(start, stop).select(_IDENTITY).to_pydict()
-        return hashlib.sha256(json.dumps(columns, default=os.fsdecode).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
 
     def _table(self, start: int, stop: int) -> pa.Table:
         parts = range(start // PART_ROWS, -(-stop // PART_ROWS))
@@ -139,14 +160,15 @@ class Rows:
         return ValueError(f"{where} is damaged or gone; delete {self._where}, and run again")
 
 
-def write_rows(store: ObjectStore, dataset: str, id: str, rows: Iterable[CaptionRow]) -> Rows:
+def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows: Iterable[CaptionRow]) -> Rows:
     """Write the parts of these rows, and last their index, under this id; what is there already stays."""
     rows, keys, names, unreadable = iter(rows), bytearray(), [], []
     while part := list(itertools.islice(rows, PART_ROWS)):
         unreadable += [row.row for row in part if row.status]
         keys += bytes.fromhex("".join(row.key for row in part))
         lines = [
-            (row.key, row.url, row.caption, _json(row.extra), row.status, row.detail, *_place(row.place))
+            (row.key, row.url, row.caption, row.extra and json.dumps(row.extra), row.status, row.detail)
+            + ((row.place.tar, row.place.offset, row.place.size) if row.place else (None, None, None))
             for row in part
         ]
         columns = [pa.array(column, field.type) for column, field in zip(zip(*lines, strict=True), _PART, strict=True)]
@@ -155,6 +177,7 @@ def write_rows(store: ObjectStore, dataset: str, id: str, rows: Iterable[Caption
         store.put(f"{_folder(dataset)}/part-{names[-1]}.parquet", data, if_absent=True)
     repeated, firsts = _repeated(keys, unreadable)
     header = {"version": ROWS_VERSION, "count": len(keys) // _KEY_BYTES, "unreadable": unreadable, "parts": names}
+    header["reading"] = dataclasses.asdict(reading)
     schema = _INDEX.with_metadata({"rows": json.dumps(header), OWN_SHA256: BLANK})
     index = bytearray(_parquet(pa.Table.from_arrays([pa.array(repeated), pa.array(firsts)], schema=schema)))
     seal(index)
@@ -167,22 +190,14 @@ def _folder(dataset: str) -> str:
 
 
 def _row_of(number: int, line: dict) -> CaptionRow:
-    place = Place(os.fsdecode(line["file"]), line["offset"], line["size"]) if line["file"] is not None else None
+    place = None if line["tar"] is None else Place(line["tar"], line["offset"], line["size"])
     extra = None if line["extra"] is None else json.loads(line["extra"])
     return CaptionRow(number, line["caption"], line["url"], extra, line["key"], line["status"], line["detail"], place)
 
 
-def _json(extra: Extra | None) -> str | None:
-    return None if extra is None else json.dumps(extra)
-
-
-def _place(place: Place | None) -> tuple:
-    return (None, None, None) if place is None else (os.fsencode(place.file), place.offset, place.size)
-
-
 def _parquet(table: pa.Table) -> bytes:
     out = io.BytesIO()
-    pq.write_table(table, out, compression="zstd", use_dictionary=["status", "detail", "file"], version="2.6")
+    pq.write_table(table, out, compression="zstd", use_dictionary=["status", "detail", "tar"], version="2.6")
     return out.getvalue()
 
 

@@ -5,14 +5,13 @@ downloaded again. A list may grow: its new rows make new shards. If rows of comm
 is an error, because one dataset would mix two lists. Any number of these may run at once, on any machines that read
 the same list: each claims the shards that it is at work on (storage/claims.py), and waits at the end for the others.
 
-    vlbert collect ROOT DATASET captions=LIST [field=value ...]
+    vlbert collect ROOT DATASET --captions LIST
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import functools
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,34 +23,29 @@ from urllib.parse import urlsplit
 
 from storage.catalog import Catalog
 from storage.claims import Claims, exit_at_sigterm
-from storage.collect.download import Download, Downloader, Outcome, all_of, commit_images, image_config
+from storage.collect.download import Download, Downloader, all_of, commit_images
 from storage.collect.imports import import_images, read_folder
-from storage.collect.lists import Reading, where
 from storage.collect.normalise import NormalisedImage
-from storage.collect.plan import CollectSettings, Part, find_columns, identify, plan, prepare_rows, source_of
+from storage.collect.plan import CollectSettings, Part, identify, plan, prepare_rows, source_of
 from storage.collect.rows import CaptionRow, Rows
-from storage.collect.spool import PartialShard, Spool, remove_partial
-from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Refused, Status
+from storage.collect.spool import Spool
+from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Status
 from storage.collect.tars import TarSet
 from storage.manifests import Header
-from storage.object_store import ObjectMissing, StorageUnreachable, open_store
+from storage.object_store import ObjectMissing, open_store
 from storage.programs import Command, Flat, Root
 from storage.progress import progress_line
 from storage.redact import shown_url
-from storage.withdrawn import read_withdrawn
+from storage.withdrawn import Withdrawn, read_withdrawn
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
-SAVE_SECONDS = 20.0  # between two saves of the images of shards in progress; a kill loses those since the last
 # Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
     Status.BAD_URL: "Name the column of the URLs first under columns; for names of files, give their folder as images",
-    Status.NOINDEX: "If its owner allows this use, set --download.no_obey_noindex",
-    Status.ROBOTS_TXT: "If its owner allows this use, set --download.no_obey_robots_txt",
-    Status.BAD_ROW: "Name the columns under columns, or write the list anew",
     **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),
 }
 
@@ -60,7 +54,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 class Group:
     """Shards that are collected together.
 
-    list_id     of their rows in the dataset's folder, and `reading`, how the list is read
+    list_id     of their rows in the dataset's folder
     before      rows by status of the run's earlier groups
     rows        of the whole run, as `shards` and `started` (by time.monotonic)
     has_images  whether the dataset has an ok row; until then, a shard without one is not committed
@@ -68,7 +62,6 @@ class Group:
 
     parts: tuple[Part, ...]
     list_id: str
-    reading: Reading | None
     before: dict[str, int]
     rows: int
     shards: int
@@ -78,18 +71,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Collected:
-    """A dataset's shards and rows by status, and how many shards this run committed.
-
-    retried_rows, newly_ok: rows of earlier shards, by CollectSettings.retry_statuses.
-    """
+    """A dataset's shards and rows by status, and how many shards this run committed that were not there before."""
 
     dataset: str
     shards: int
     new_shards: int
     counts: dict[str, int]
     seconds: float
-    retried_rows: int = 0
-    newly_ok: int = 0
 
 
 class NothingStored(ValueError):
@@ -118,23 +106,16 @@ def collect(
     def say(line: str) -> None:
         log(f"{settings.name}: {line}")
 
-    reading = find_columns(settings)
-    listed = prepare_rows(catalog.store, settings, reading)
-    parts = plan(settings, listed, reading, headers)
+    listed = prepare_rows(catalog.store, settings)
+    parts = plan(settings, listed, headers)
     missing = [part for part in parts if part.shard not in headers]
     retries = [  # committed shards with rows that are requested again
         dataclasses.replace(part, replaces=headers[part.shard].sha256)
         for part in parts
         if part.shard in headers and settings.retried_statuses & headers[part.shard].statuses.keys()
     ]
-    _say_what_is_to_do(settings, listed, reading, len(missing), len(parts), say)
-    retried_rows = sum(
-        headers[part.shard].statuses.get(one, 0) for part in retries for one in settings.retried_statuses
-    )
-    if settings.retry_statuses:
-        say(f"{retried_rows} rows of {len(retries)} shards are requested again: {', '.join(settings.retry_statuses)}")
     missing += retries
-    remove_partial(catalog.store, settings.name, headers.keys() - {part.shard for part in retries})
+    _say_what_is_to_do(settings, listed, len(missing), len(parts), say)
     has_images = any(header.ok_rows for header in headers.values())
 
     claims = Claims(catalog.store, catalog.path(IMAGES, ""))
@@ -147,7 +128,7 @@ def collect(
         rows, counts = sum(part.stop - part.start for part in missing), Counter()
         for first in range(0, len(missing), settings.shards_per_task):
             together = tuple(missing[first : first + settings.shards_per_task])
-            group = Group(together, listed.id, reading, dict(counts), rows, len(missing), has_images, started)
+            group = Group(together, listed.id, dict(counts), rows, len(missing), has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             has_images = has_images or counts[Status.OK] > 0
             say(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")
@@ -155,36 +136,20 @@ def collect(
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
         if missing and not has_images and counts.total() == rows:  # none of them was another worker's
-            raise NothingStored(_nothing_stored(settings, listed, reading, counts, missing[0]))
+            raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
             say(f"{len(missing)} shards that had no image, or another worker, are collected again")
-    names = [part.shard for part in retries]
-    newly_ok = sum(now.ok_rows - headers[shard].ok_rows for shard, now in catalog.headers(IMAGES, names).items())
-    return Collected(
-        settings.name,
-        len(parts),
-        len(new_shards - set(names)),
-        catalog.counts(IMAGES),
-        time.monotonic() - started,
-        retried_rows,
-        newly_ok,
-    )
+    new = len(new_shards - headers.keys())
+    return Collected(settings.name, len(parts), new, catalog.counts(IMAGES), time.monotonic() - started)
 
 
 def _say_what_is_to_do(
-    settings: CollectSettings,
-    listed: Rows,
-    reading: Reading | None,
-    missing: int,
-    shards: int,
-    say: Callable[[str], None],
+    settings: CollectSettings, listed: Rows, missing: int, shards: int, say: Callable[[str], None]
 ) -> None:
     if not missing:
         say(f"nothing to download: all {shards} shards are committed")
         return
-    say(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}")
-    if reading:
-        say(f"{settings.origin} is read as {reading}")
+    say(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}, read as {listed.reading}")
     if listed.unreadable:
         (row,) = listed.read(listed.unreadable[0], listed.unreadable[0] + 1)
         say(f"{len(listed.unreadable)} rows cannot be collected, the first: {row.status}: {row.detail}")
@@ -199,21 +164,17 @@ def _by_status(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in Counter(counts).most_common())
 
 
-def _nothing_stored(
-    settings: CollectSettings, listed: Rows, reading: Reading | None, counts: Mapping[str, int], part: Part
-) -> str:
+def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str, int], part: Part) -> str:
     """The message if no row is ok; `part` is a shard that was not committed."""
     status = Status(Counter(counts).most_common(1)[0][0])
-    hint = f"{status}: {status.meaning} (docs/download.md)"
     (row,) = listed.read(part.start, part.start + 1)
-    if row.status:
-        hint += f"; {row.detail}"
-    if reading and settings.is_download and status in _HINTS:
-        place = where(settings.origin, reading, row.row)
-        hint += f". {_HINTS[status]}; {place} has {shown_url(row.url)!r} as its URL"
+    hints = [f"{status}: {status.meaning} (docs/download.md)", row.detail]
+    if settings.is_download and status in _HINTS:
+        place = listed.reading.where(settings.origin, row.row)
+        hints += [_HINTS[status], f"{place} has {shown_url(row.url)!r} as its URL"]
     return (
         f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
-        f"{hint}. Then run again"
+        f"{'; '.join(filter(None, hints))}. Then run again"
     )
 
 
@@ -231,45 +192,43 @@ def collect_group(
     one.
     """
     catalog = Catalog(open_store(root), settings.name)
-    if not settings.is_download and identify(settings, group.reading) != group.list_id:
+    rows = Rows(catalog.store, settings.name, group.list_id)
+    if settings.webdataset and identify(settings, rows.reading) != rows.id:
         raise ValueError(
             f"{settings.name}: {settings.origin} was changed while it was collected. Shard {group.parts[0].shard} was "
             "not committed; run again"
         )
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
-        collecting = _Group(catalog, settings, group, on_commit, log, claims)
+        collecting = _Group(catalog, settings, group, rows, on_commit, log, claims, read_withdrawn(catalog.store))
         asyncio.run(collecting.collect())
         return collecting.count()
 
 
+@dataclass
 class _Group:
     """A group while it is collected: commits its shards, and logs a line of progress from time to time.
 
-    Files are read and written in a thread, so that the other shards go on. Saves have their own thread, so that they do
-    not wait for the commit of a large shard.
+    Files are read and written in a thread, so that the other shards go on. counts: rows by status of each shard that is
+    done. due: when the next line is.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        settings: CollectSettings,
-        group: Group,
-        on_commit: OnCommit,
-        log: Callable[[str], None],
-        claims: Claims,
-    ):
-        self.catalog, self.settings, self.group, self.on_commit, self.log = catalog, settings, group, on_commit, log
-        self.claims, self.rows = claims, Rows(catalog.store, settings.name, group.list_id)
-        self.withdrawn = read_withdrawn(catalog.store)
-        self.counts: dict[str, Mapping[str, int]] = {}  # rows by status of each shard
-        self.due = time.monotonic() + _REPORT_SECONDS
+    catalog: Catalog
+    settings: CollectSettings
+    group: Group
+    rows: Rows
+    on_commit: OnCommit
+    log: Callable[[str], None]
+    claims: Claims
+    withdrawn: Withdrawn
+    counts: dict[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    due: float = dataclasses.field(default_factory=lambda: time.monotonic() + _REPORT_SECONDS)
 
     def count(self) -> dict[str, int]:
         """Rows by status."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
-    def update(self, part: Part, counts: Mapping[str, int]) -> None:
-        """Set a shard's rows by status so far."""
+    def done(self, part: Part, counts: Mapping[str, int]) -> None:
+        """A shard is done, with these rows by status."""
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
             counts = Counter(self.group.before) + Counter(self.count())
@@ -279,9 +238,8 @@ class _Group:
 
     async def collect(self) -> None:
         """All shards: downloads of a few at a time, imports one by one."""
-        free = asyncio.Semaphore(SHARDS_AT_ONCE if self.settings.is_download else 1)
-        download = self.settings.download
-        self.files, self.saves = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("files", "saves"))
+        is_download, download = self.settings.is_download, self.settings.download
+        free = asyncio.Semaphore(SHARDS_AT_ONCE if is_download else 1)
 
         async def claimed(part: Part) -> None:
             async with free:
@@ -292,8 +250,8 @@ class _Group:
                     finally:
                         await self.in_thread(self.claims.release, part.shard)
 
-        with self.files, self.saves:
-            async with Downloader(download) if self.settings.is_download else contextlib.nullcontext() as downloader:
+        with ThreadPoolExecutor(1, thread_name_prefix="files") as self.files:
+            async with Downloader(download) if is_download else contextlib.nullcontext() as downloader:
                 await all_of(claimed(part) for part in self.group.parts)
 
     async def in_thread(self, work: Callable, *arguments: object) -> Any:
@@ -302,37 +260,31 @@ class _Group:
     async def one(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
         """One shard, from its rows to its commit."""
         if committed := await self.in_thread(self.committed, part):
-            self.update(part, committed)
+            self.done(part, committed)
             return
         rows = await self.in_thread(self.rows.read, part.start, part.stop)
         replaces, before = await self.in_thread(self.results_before, part, rows, spool)
-        known = before | self.settled(part, rows)
+        results = before | self.settled(part, rows)
         retried = self.settings.retried_statuses
-        left = [row for row in rows if row.row not in known or known[row.row].status in retried]
-        counts = Counter(item.status for item in known.values() if item.status not in retried)
+        left = [row for row in rows if row.row not in results or results[row.row].status in retried]
         if downloader is None:
             found = await self.in_thread(self.imported, left, spool)
         else:
-            found = await self.downloaded(part, left, downloader, spool, counts)
+            found = await downloader.download(left, spool)
             if not self.settings.commit_unreachable and not replaces:
                 check_network(part, found, self.settings)
-        results = dict(known)
         for item in found:  # a row whose host could not be reached again keeps its result from before
-            if item.row.row not in known or item.status not in UNREACHABLE:
+            if item.row.row not in results or item.status not in UNREACHABLE:
                 results[item.row.row] = item
-        downloads = [self.without_withdrawn(results[row.row]) for row in rows]
-        statuses = Counter[str](item.status for item in downloads)
-        self.update(part, statuses)
+        statuses = Counter[str](item.status for item in results.values())
+        self.done(part, statuses)
         if replaces:
             wanted = any(results[row].status != item.status for row, item in before.items())
         else:  # not a new shard without an image while its dataset has none
             gone = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
             wanted = bool(self.group.has_images or gone or self.count().get(Status.OK))
         if wanted:
-            await self.in_thread(self.commit, part, downloads, replaces)
-        if downloader:  # in the thread of the saves, so that none is written afterwards
-            close = functools.partial(remove_partial, self.catalog.store, self.settings.name, [part.shard])
-            await asyncio.get_running_loop().run_in_executor(self.saves, close)
+            await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
     def committed(self, part: Part) -> dict[str, int]:
         """Rows by status if another process, or an earlier attempt, has committed the shard; else {}."""
@@ -371,69 +323,22 @@ class _Group:
                 results[row.row] = Download(row, Status.DUPLICATE, f"of row {firsts[row.row]}", None)
         return results
 
-    def without_withdrawn(self, item: Download) -> Download:
-        """Return the result of a row, without an image that was withdrawn. A commit would leave that out, too."""
-        if item.image is None or item.image.sha256 not in self.withdrawn.sha256:
-            return item
-        return Download(item.row, Status.WITHDRAWN, "", None)
-
     def imported(self, rows: Sequence[CaptionRow], spool: Spool) -> list[Download]:
         """The rows with their images of a folder or of tars; the first file that is missing is logged."""
-        settings, group = self.settings, self.group
-        places, limit = list(dict.fromkeys(row.place for row in rows if row.place)), settings.download.max_bytes
+        settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
-            images = read_folder(Path(settings.images), places, limit)
+            images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)
         else:
-            images = TarSet(settings.origin).read(places, limit)
+            images = TarSet(settings.origin).read(dict.fromkeys(row.place for row in rows if row.place), limit)
         found = import_images(rows, images, settings.download, spool)
-        missing = [item.row for item in found if item.status == Status.MISSING_FILE]
-        if missing and group.reading and settings.images:
-            more = f", and of {len(missing) - 1} more rows" if missing[1:] else ""
-            place = where(settings.origin, group.reading, missing[0].row)
-            what = f"there is no image {missing[0].url!r} in {settings.images}{more}"
-            self.log(f"{settings.name}: {place}: {what}: missing_file")
+        missing = [item for item in found if item.status == Status.MISSING_FILE]
+        if missing:
+            more, place = len(missing) - 1, self.rows.reading.where(settings.origin, missing[0].row.row)
+            self.log(f"{settings.name}: {place}: missing_file, and {more} more of the shard: {missing[0].detail}")
         return found
 
-    async def downloaded(
-        self, part: Part, rows: Sequence[CaptionRow], downloader: Downloader, spool: Spool, counts: Counter[str]
-    ) -> list[Download]:
-        """The rows with their images from the web; those that come are saved from time to time."""
-        partial = PartialShard(
-            self.catalog.store, self.settings.name, part.shard, image_config(self.settings.download)[1]
-        )
-        stored = await self.in_thread(partial.load, spool)
-        if stored:
-            self.log(
-                f"{self.settings.name}: shard {part.shard} continues with {len(stored)} images from an earlier run"
-            )
-        rows_of_url = Counter(row.url for row in rows)
-
-        def on_result(url: str, outcome: Outcome) -> None:
-            counts[outcome.status if isinstance(outcome, Refused) else Status.OK] += rows_of_url[url]
-            self.update(part, counts)
-            if not isinstance(outcome, Refused):
-                partial.add(url, outcome)
-
-        for url in rows_of_url.keys() & stored:
-            counts[Status.OK] += rows_of_url[url]
-        saving = asyncio.ensure_future(self.save(partial))
-        try:
-            return await downloader.download(rows, spool, on_result, stored)
-        finally:
-            saving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await saving
-
-    async def save(self, partial: PartialShard) -> None:
-        while True:
-            await asyncio.sleep(SAVE_SECONDS)
-            try:
-                await asyncio.get_running_loop().run_in_executor(self.saves, partial.save)
-            except StorageUnreachable as error:
-                self.log(f"{self.settings.name}: images in progress could not be saved: {error}")
-
     def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None) -> None:
-        source = source_of(self.settings, self.rows, self.group.reading, part)
+        source = source_of(self.settings, self.rows, part)
         if commit_images(self.catalog, part.shard, downloads, self.settings.download, source, replaces):
             self.on_commit(part.shard)
 
@@ -447,10 +352,9 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
         counts = _by_status(Counter(item.status for item in requested))
         raise ConnectionError(
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
-            f"of {settings.origin}) could be reached: {counts}, the first "
-            f"{shown_url(requested[0].row.url)}: {requested[0].detail}. It was not committed. Check this machine's "
-            "network and whether the server is up, and run again; if these hosts are gone for good, set "
-            "--commit_unreachable"
+            f"of {settings.origin}) could be reached: {counts}, the first {shown_url(requested[0].row.url)}: "
+            f"{requested[0].detail}. It was not committed. {_HINTS[Status.CONNECT]}, and run again; if these hosts are "
+            "gone for good, set --commit_unreachable"
         )
 
 
@@ -463,15 +367,10 @@ def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> No
     vlbert collect ROOT DATASET --captions LIST --download.contact me@example.org
     """
     exit_at_sigterm()
-    try:
-        collected = collect(root, settings, functools.partial(print, flush=True))
-    except KeyboardInterrupt:
-        print("stopped; what is committed stays, and the same command goes on from there", file=sys.stderr)
-        raise
-    again = f"{collected.newly_ok} of {collected.retried_rows} requested again are ok now; "
+    collected = collect(root, settings, functools.partial(print, flush=True))
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
-        f"{again if settings.retry_statuses else ''}all rows: {_by_status(collected.counts)}"
+        f"all rows: {_by_status(collected.counts)}"
     )
 
 

@@ -35,7 +35,7 @@ class Status(StrEnum):
     TIMEOUT = "timeout", "the deadline passed, or the server was silent or too slow for too long"
     HOST_TIMEOUT = (
         "host_timeout",
-        "a short deadline passed: its host had answered nothing, and did not until the shard was done",
+        "not requested: its host had answered no other URL, and did not until the shard was done",
     )
     NOAI = "noai", "its `X-Robots-Tag` forbids training with it: `noai` or `noimageai`"
     NOINDEX = (
@@ -91,18 +91,21 @@ def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
         matching = {one for one in failed if one == name or (classes and one.startswith(classes))}
         if not matching:
             known = sorted(one for one in failed if not one.removeprefix("http_").isdecimal())
-            raise ValueError(f"{name!r}, must be of {', '.join(known)}, http_4xx, http_5xx, http_404, ...")
+            raise ValueError(f"retry_statuses names {name!r}, must be of {', '.join(known)}, http_4xx, http_5xx, ...")
         found |= matching
     return frozenset(found)
 
 
 class Refused(Exception):
-    """An image that is not stored, its status and more about it in `detail`."""
+    """An image that is not stored: its status, and more about it in `detail`.
 
-    def __init__(self, status: Status, detail: str):
+    retry_after  seconds, at least, after which another attempt may succeed; None: none will
+    host         that failed, after redirects
+    """
+
+    def __init__(self, status: Status, detail: str, retry_after: float | None = None, host: str = ""):
         super().__init__(status, detail)
-        self.status = status
-        self.detail = detail
+        self.status, self.detail, self.retry_after, self.host = status, detail, retry_after, host
 
     def bare(self) -> Self:
         """The same without its traceback, whose frames hold the image's bytes."""

@@ -12,7 +12,6 @@ from web import Web, downloaded, draw, encode, send
 
 from storage.collect.addresses import AddressGuard, is_public, parse_url
 from storage.collect.fetch import DownloadSettings, Fetcher
-from storage.collect.hosts import Transient
 from storage.collect.rows import CaptionRow
 from storage.collect.statuses import Refused
 from storage.redact import redacted, shown_url
@@ -177,9 +176,9 @@ def test_open_socket_admits_public_and_allowed_addresses_only():
     guard.open_socket((*info, ("127.0.0.1", 8791))).close()
     guard.open_socket((*info, ("8.8.8.8", 443))).close()
     for address in (("127.0.0.1", 8792), ("10.0.0.1", 80)):
-        with pytest.raises(Refused, match=rf"'{address[0]} is not a public address'"):
+        with pytest.raises(Refused, match=rf"{address[0]} is not a public address"):
             guard.open_socket((*info, address))
-    with pytest.raises(Refused, match=r"rebound\.example is 10\.0\.0\.1, which is not a public address"):
+    with pytest.raises(Refused, match=r"rebound\.example: 10\.0\.0\.1 is not a public address"):
         guard.check_address("rebound.example", 80, ipaddress.ip_address("10.0.0.1"))
 
 
@@ -202,8 +201,7 @@ def test_a_look_up_that_failed_for_now_is_transient_and_an_unknown_name_is_not(c
 
     refused = asyncio.run(work())
     assert refused.status == "dns"
-    assert isinstance(refused, Transient) == transient
-    assert getattr(refused, "attempts", 1) == 1
+    assert (refused.retry_after is not None) == transient
 
 
 SECRET = "s3cr3t"

@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-import io
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,24 +13,22 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from captioned import captioned_scenes as captions
 from places import PROJECT
-from seeded import put_checkpoint
 from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.data import DemoData
 from storage.catalog import Catalog
-from storage.collect.download import Download, commit_images
+from storage.collect.download import Download
 from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
-from storage.collect.plan import CollectSettings, Part, find_columns, plan, prepare_rows
+from storage.collect.plan import CollectSettings, Part, plan, prepare_rows
 from storage.collect.rows import CaptionRow
 from storage.collect.run import (
     SHARDS_AT_ONCE,
@@ -42,7 +40,6 @@ from storage.collect.run import (
     collect_group,
     main,
 )
-from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.verify import verify
@@ -125,10 +122,10 @@ def test_only_the_missing_shards_are_collected_in_groups(demo_data: DemoData, ro
     assert contents(root) == before
     # A group that is tried again leaves committed shards alone, and counts them.
     of(root).store.delete("captions/images/00003.parquet")
-    reading, catalog = find_columns(captions(demo_data)), of(root)
-    rows = prepare_rows(catalog.store, captions(demo_data), reading)
-    parts = tuple(plan(captions(demo_data), rows, reading, catalog.headers(IMAGES)))
-    counts = collect_group(root, captions(demo_data), Group(parts, rows.id, reading, {}, 32, 4))
+    catalog = of(root)
+    rows = prepare_rows(catalog.store, captions(demo_data))
+    parts = tuple(plan(captions(demo_data), rows, catalog.headers(IMAGES)))
+    counts = collect_group(root, captions(demo_data), Group(parts, rows.id, {}, 32, 4))
     assert counts == of(root).counts(IMAGES)
     assert contents(root) == before
 
@@ -177,15 +174,6 @@ def test_a_repeated_row_is_a_duplicate_of_the_first_also_of_another_shard(web: W
 # --- folders of images ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_images_becomes_shards_whose_rows_count_through(demo_data: DemoData, tmp_path: Path):
-    settings = CollectSettings("refcoco+", images=str(demo_data.task_images), rows_per_shard=6)
-    assert quietly(tmp_path, settings).counts == {"ok": 16}
-    tables = [table["row"].to_pylist() for table in of(tmp_path, "refcoco+").columns(IMAGES, ["row"])]
-    assert tables == [[*range(6)], [*range(6, 12)], [*range(12, 16)]]
-    assert column(tmp_path, "url", "refcoco+") == sorted(file.name for file in demo_data.task_images.iterdir())
-    assert quietly(tmp_path, settings).new_shards == 0
-
-
 def test_local_files_have_the_statuses_of_downloads(tmp_path: Path):
     folder, elsewhere, jpeg, png = (
         tmp_path / "images",
@@ -219,71 +207,38 @@ def test_local_files_have_the_statuses_of_downloads(tmp_path: Path):
     assert (sample.image, sample.url, sample.caption) == (jpeg, "e-link.jpg", "")
 
 
-def captioned_folder(folder: Path, name: str, text: str, **changes: object) -> CollectSettings:
-    """Four images, and a file of captions, whose sixth row names an image that is not there."""
-    (folder / "images" / "more").mkdir(parents=True, exist_ok=True)
+def test_a_folder_of_images_with_captions_is_imported_row_by_row(tmp_path: Path):
+    said, folder = [], tmp_path / "images"
+    (folder / "more").mkdir(parents=True)
     for number, path in enumerate(("a.jpg", "b.PNG", "more/c.jpg", "unnamed.jpg")):
-        (folder / "images" / path).write_bytes(encode(draw(seed=number), "PNG" if "PNG" in path else "JPEG"))
-    (folder / name).write_text(text)
-    return CollectSettings("captions", **({"images": str(folder / "images"), "captions": str(folder / name)} | changes))
-
-
-_CAPTIONED = [("a.jpg", "one"), ("a.jpg", "two"), ("b.PNG", "three, four"), ("more/c.jpg", "five"), ("a.jpg", "one")]
-_CAPTIONED += [("gone.jpg", "six"), ("../captions.csv", "seven")]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "place"),
-    [
-        (
-            "captions.csv",
-            "file_name,text\n" + "".join(f'{name},"{text}"\n' for name, text in _CAPTIONED),
-            ".csv, row 6",
-        ),
-        ("captions.tsv", "".join(f"{name}\t{text}\n" for name, text in _CAPTIONED), ".tsv:6"),
-        ("captions.jsonl", "".join(f'{{"image": "{a}", "caption": "{b}"}}\n' for a, b in _CAPTIONED), ".jsonl:6"),
-    ],
-)
-def test_a_folder_of_images_with_captions_is_imported_row_by_row(name: str, text: str, place: str, tmp_path: Path):
-    said, settings = [], captioned_folder(tmp_path, name, text, rows_per_shard=4)
+        (folder / path).write_bytes(encode(draw(seed=number), "PNG" if "PNG" in path else "JPEG"))
+    rows = ["a.jpg,one", "a.jpg,two", 'b.PNG,"three, four"', "more/c.jpg,five", "a.jpg,one", "gone.jpg,six"]
+    (tmp_path / "captions.csv").write_text("\n".join(["file_name,text", *rows, "../captions.csv,seven"]))
+    captioned = {"images": str(folder), "captions": str(tmp_path / "captions.csv")}
+    settings = CollectSettings("captions", **captioned, rows_per_shard=4)
     collect(str(tmp_path / "root"), settings, said.append)
     assert statuses(tmp_path / "root") == ["ok"] * 4 + ["duplicate", "missing_file", "missing_file"]
     assert stored_captions(tmp_path / "root") == ["one", "two", "three, four", "five"]
     assert column(tmp_path / "root", "url")[:4] == ["a.jpg", "a.jpg", "b.PNG", "more/c.jpg"]
     (line,) = (line for line in said if "there is no image" in line)
-    assert f"captions{place}: there is no image 'gone.jpg' in {settings.images}: missing_file" in line
-    assert any(
-        "1 rows cannot be collected, the first: missing_file: '../captions.csv' is not the name" in one for one in said
-    )
+    assert "captions.csv, row 6: missing_file, and 1 more of the shard: there is no image 'gone.jpg' in " in line
+    assert "out of the folder" in column(tmp_path / "root", "detail")[6]
     assert quietly(tmp_path / "root", settings).new_shards == 0
-    (tmp_path / "images" / "a.jpg").write_bytes(encode(draw(seed=9)) + b"longer")
-    with pytest.raises(ValueError, match="shard 00000 holds rows 0 to 4"):
-        quietly(tmp_path / "root", settings)
 
 
-@pytest.mark.parametrize("origin", ["list", "folder"])
-def test_an_origin_that_is_edited_while_it_is_collected(origin: str, web: Web, demo_data: DemoData, tmp_path: Path):
-    """A list goes on as it was when it was read, and the next run refuses it; of a folder, the files are gone."""
+def test_a_list_that_is_edited_while_it_is_collected_goes_on_as_it_was(web: Web, tmp_path: Path):
     web.put("/edited.jpg", send(encode(draw())))
     lines = [f"caption {i}\t/edited.jpg" for i in range(6)]
     settings = served(web, tmp_path / "list.tsv", *lines, shards_per_task=1)
-    if origin == "folder":
-        folder = shutil.copytree(demo_data.task_images, tmp_path / "images")
-        settings = CollectSettings("captions", images=str(folder), rows_per_shard=6, shards_per_task=1)
 
     def edit(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
-        if group.parts[0].shard == "00001":
-            served(web, tmp_path / "list.tsv", "a new line\t/edited.jpg", *lines)
-            if origin == "folder":
-                sorted(folder.iterdir())[6].write_bytes(b"")
+        served(web, tmp_path / "list.tsv", "a new line\t/edited.jpg", *lines)
         return collect_group(at, settings, group, on_commit)
 
-    if origin == "list":
-        quietly(tmp_path / "root", settings, edit)
-        assert stored_captions(tmp_path / "root") == [f"caption {i}" for i in range(6)]
-    with pytest.raises(ValueError, match=r"list changed under committed" if origin == "list" else "images was changed"):
-        quietly(tmp_path / "root", settings, edit)
-    assert len(of(tmp_path / "root").shards(IMAGES)) == (3 if origin == "list" else 1)
+    quietly(tmp_path / "root", settings, edit)
+    assert stored_captions(tmp_path / "root") == [f"caption {i}" for i in range(6)]
+    with pytest.raises(ValueError, match=r"list changed under committed"):
+        quietly(tmp_path / "root", settings)
 
 
 # --- no network, no images --------------------------------------------------------------------------------------------
@@ -329,46 +284,25 @@ def closed_port() -> str:
         return gone.host
 
 
-def image_that_is_html(folder: Path) -> list[str]:
-    (folder / "images").mkdir()
-    (folder / "images" / "a.jpg").write_bytes(b"<html>")
-    return [f"--images={folder / 'images'}"]
-
-
-def listed(*lines: str, columns: Sequence[str] = ()) -> Callable[[Path], list[str]]:
-    def write(folder: Path) -> list[str]:
-        (folder / "list.tsv").write_text("".join(f"{line}\n" for line in lines))
-        return [f"--captions={folder / 'list.tsv'}", "--rows_per_shard=2", "--columns", *columns]
-
-    return write
-
-
 @pytest.mark.parametrize(
-    ("origin", "named"),
+    ("lines", "named"),
     [
-        (
-            listed(*(f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5))),
-            "download.allowed_hosts",
-        ),
-        (listed("a\tno", "b\taddress"), "list.tsv:1 has 'no' as its URL"),
-        (listed("a\t0001.jpg"), "for names of files, give their folder as images"),
-        (
-            listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc", columns=("2", "1")),
-            "Name the column of the URLs first under columns",
-        ),
-        (listed(f"a\thttp://user:secret@{closed_port()}/?key=secret"), "bad_url"),
-        (image_that_is_html, "not_image"),
-        (lambda folder: ["--captions=/dev/null"], "/dev/null holds nothing to collect for captions"),
-        (lambda folder: [f"--images={folder / 'nowhere'}"], "nowhere is not a folder"),
+        ([f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5)], "download.allowed_hosts"),
+        (["a\tno", "b\taddress"], "list.tsv:1 has 'no' as its URL"),
+        (["a\t0001.jpg"], "for names of files, give their folder as images"),
+        (["a\thttp://user:secret@127.0.0.1:9/?key=secret"], "bad_url"),
+        ([], "list.tsv holds no row"),
+        (None, "not_image"),
     ],
 )
-def test_a_collection_without_an_image_fails_and_commits_nothing(
-    origin: Callable[[Path], list[str]], named: str, tmp_path: Path
-):
-    arguments = [str(tmp_path / "root"), "captions", *origin(tmp_path)]
+def test_a_collection_without_an_image_fails_and_commits_nothing(lines: list[str] | None, named: str, tmp_path: Path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(b"<html>")
+    (tmp_path / "list.tsv").write_text("".join(f"{line}\n" for line in lines or ()))
+    origin = f"--images={tmp_path / 'images'}" if lines is None else f"--captions={tmp_path / 'list.tsv'}"
     for _ in range(2):  # a rerun finds nothing done
         with pytest.raises(SystemExit) as ended:
-            main(arguments)
+            main([str(tmp_path / "root"), "captions", origin, "--rows_per_shard=2"])
         assert named in ended.value.code  # a string: printed to stderr, and the exit status is 1
         assert "secret" not in ended.value.code
         assert [one.path for one in of(tmp_path / "root").store.list() if "/rows/" not in one.path] == []
@@ -421,7 +355,7 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
     again = dataclasses.replace(settings, retry_statuses=("http_5xx", "timeout"))
     collected = quietly(root, again)
     assert sorted(path for _, path, _ in web.requests[count:]) == ["/again/later.jpg", "/again/never.jpg"]
-    assert (collected.retried_rows, collected.newly_ok, collected.new_shards) == (2, 1, 0)
+    assert collected.new_shards == 0
     assert statuses(root) == ["ok", "ok", "http_404", "ok", "http_502", "ok", "duplicate"]
     assert stored_captions(root) == ["a", "b", "d", "f"]
     assert objects(root).items() > before.items()  # nothing that was there has changed
@@ -433,11 +367,7 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
     assert (old.ok_rows, new.ok_rows) == (3, 4)
     assert len(index) == 3
     assert list(verify(Inventory(open_store(str(root))))) == []
-    pin = {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}
-    put_checkpoint(open_store(str(root)), "runs/run/step-0000001", {"held_out": [pin]})
-    assert collect_garbage(open_store(str(root)), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
-    collected = quietly(root, again)
-    assert (collected.retried_rows, collected.newly_ok) == (1, 0)
+    quietly(root, again)
     assert of(root).headers(IMAGES)["00000"].revision == 2
 
 
@@ -466,40 +396,36 @@ def test_a_url_that_was_withdrawn_is_not_requested(web: Web, tmp_path: Path, ret
     assert left.count(withdrawn) == (1 if retried else 0), "the second shard was not touched"
 
 
-def test_opt_outs_are_counted_and_a_robots_txt_that_failed_is_asked_for_again(tmp_path: Path):
-    root, file, image = tmp_path / "root", tmp_path / "list.tsv", send(encode(draw(seed=5)))
+def test_what_owners_forbade_is_requested_again_where_a_status_and_the_settings_say_so(tmp_path: Path):
+    root, image = tmp_path / "root", send(encode(draw(seed=5)))
     with Web() as web, Web("127.0.0.5") as fails:
-        for server, names in ((web, ("ok", "no/a")), (fails, ("ok", "no/b"))):
-            for name in names:
-                server.put(f"/{name}.jpg", image)
+        for path in ("/ok.jpg", "/no/a.jpg"):
+            web.put(path, image)
+            fails.put(path, image)
         web.put("/train.jpg", send(b"x", X_Robots_Tag="noai"))
         web.put("/index.jpg", in_turn(send(b"x", X_Robots_Tag="noindex"), image))
-        web.put("/robots.txt", send(b"User-agent: *\nDisallow: /no/\n"))
-        fails.put("/robots.txt", in_turn(send(b"", 503), send(b"User-agent: vlbert-downloader\nDisallow: /no/\n")))
-        paths = ["ok", "no/a", "train", "index"]
-        lines = [*(f"{path}\t/{path}.jpg" for path in paths), *(f"f\t{fails.url(f'/{p}.jpg')}" for p in ("ok", "no/b"))]
+        rules = send(b"User-agent: *\nDisallow: /no/\n")
+        web.put("/robots.txt", rules)
+        fails.put("/robots.txt", in_turn(send(b"", 503), rules))
+        urls = [web.url(path) for path in ("/ok.jpg", "/no/a.jpg", "/train.jpg", "/index.jpg")]
+        urls += [fails.url(path) for path in ("/ok.jpg", "/no/a.jpg")]
         download = DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host, fails.host))
-        settings = served(web, file, *lines, rows_per_shard=6, download=download)
+        lines = [f"a\t{url}" for url in urls]
+        settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=6, download=download)
         collected = quietly(root, settings)
         expected = ["ok", "robots_txt", "noai", "noindex", "robots_txt_failed", "robots_txt_failed"]
         assert statuses(root) == expected
         assert collected.counts == dict(Counter(expected))
-        (manifest,) = (of(root).manifest(IMAGES, shard) for shard in of(root).shards(IMAGES))
-        details = manifest.table.to_pydict()["detail"]
-        assert "forbids /no/a.jpg" in details[1]
-        assert "robots.txt: HTTP 503" in details[4]
 
         count = len(web.requests)
-        collected = quietly(root, dataclasses.replace(settings, retry_statuses=("robots_txt_failed",)))
-        assert (collected.retried_rows, collected.newly_ok) == (2, 1)
+        quietly(root, dataclasses.replace(settings, retry_statuses=("robots_txt_failed",)))
         assert statuses(root) == [*expected[:4], "ok", "robots_txt"]
-        assert [path for _, path, _ in fails.requests] == ["/ok.jpg"]
-        assert len(fails.robots_requests) == 2
+        assert ([path for _, path, _ in fails.requests], len(fails.robots_requests)) == (["/ok.jpg"], 2)
         assert web.requests[count:] == []  # what was forbidden for good is not requested again
 
         free = dataclasses.replace(download, obey_robots_txt=False, obey_noindex=False)
         again = dataclasses.replace(settings, download=free, retry_statuses=("robots_txt", "noindex", "noai"))
-        assert quietly(root, again).newly_ok == 3
+        quietly(root, again)
         assert statuses(root) == ["ok", "ok", "noai", "ok", "ok", "ok"]
 
 
@@ -513,8 +439,7 @@ def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tm
         quietly(root, settings)
     before = objects(root)
     assert {*statuses(root)[1:]} == {"http_404"}
-    collected = quietly(root, dataclasses.replace(settings, retry_statuses=("http_4xx",)))
-    assert (collected.retried_rows, collected.newly_ok) == (20, 0)
+    quietly(root, dataclasses.replace(settings, retry_statuses=("http_4xx",)))
     assert objects(root) == before
 
 
@@ -565,7 +490,7 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
     assert {"http_404", "bad_url", "timeout", "short_body", "bad_response", "not_image", "ok"} <= {*statuses(root)}
     assert [detail for detail in column(root, "detail") if SECRET in detail] == []
     arguments[0] = str(tmp_path / "unreadable")
-    file.write_text(f"caption http://me:{SECRET}@host/?key={SECRET}\n")
+    file.write_text(f"caption http://me:{SECRET}@host/?key={SECRET}\n" + 2 * "a\tnonsense\n")
     messages = [ended()]
     assert "list.tsv:1: " in messages[0]
     file.write_text("".join(f"caption\thttp://127.0.0.{i}:9/{i}?key={SECRET}\n" for i in range(1, 7)))
@@ -579,24 +504,22 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
 # --- several processes, kills and full disks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("expired", [False, True])
-def test_of_two_collections_one_makes_each_shard(web: Web, tmp_path: Path, expired: bool, monkeypatch):
-    """A slow one whose claims have expired is overtaken; else the quick one takes what is free, and waits."""
+def test_of_two_collections_one_makes_each_shard(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second takes the shard that is free, and waits for the others."""
     monkeypatch.setattr("storage.collect.hosts.BREAKER", 9)  # so many URLs of a host that has not answered yet
-    root, image = tmp_path / "root", encode(draw())
-    started, last, other_done = threading.Barrier(SHARDS_AT_ONCE + 1), threading.Event(), threading.Event()
+    root, image = tmp_path / "root", send(encode(draw()))
+    started, last = threading.Barrier(SHARDS_AT_ONCE + 1), threading.Event()
 
     def held(handler: BaseHTTPRequestHandler) -> None:
         started.wait(30)
-        other_done.wait(30)
-        send(image)(handler)
+        last.wait(30)
+        image(handler)
 
     def sent_last(handler: BaseHTTPRequestHandler) -> None:
+        image(handler)
         last.set()
-        send(image)(handler)
 
-    urls = [web.put(f"/shared/{i}.jpg", in_turn(held, send(image))) for i in range(SHARDS_AT_ONCE)]
-    urls += [web.put("/shared/last.jpg", sent_last)]
+    urls = [web.put(f"/shared/{i}.jpg", held) for i in range(SHARDS_AT_ONCE)] + [web.put("/shared/last.jpg", sent_last)]
     download = DownloadSettings(deadline=90, allowed_hosts=(web.host,))
     lines = [f"caption {i}\t{url}" for i, url in enumerate(urls)]
     settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=1, download=download)
@@ -604,50 +527,33 @@ def test_of_two_collections_one_makes_each_shard(web: Web, tmp_path: Path, expir
     with ThreadPoolExecutor(2) as threads:
         late = threads.submit(quietly, root, settings)
         started.wait(30)  # all shards but the last are in progress
-        for claim in (root / "captions/images/claims").iterdir():
-            if expired:
-                os.utime(claim, (1e9, 1e9))
         quick = threads.submit(quietly, root, settings)
-        assert last.wait(30)
-        if expired:
-            quick.result()
-        other_done.set()
-    assert (quick.result().new_shards, late.result().new_shards) == ((6, 0) if expired else (1, 5))
+    assert (quick.result().new_shards, late.result().new_shards) == (1, 5)
     assert quick.result().counts == late.result().counts == {"ok": 6}
-    assert len(web.requests) - requests == (11 if expired else 6)
+    assert len(web.requests) - requests == 6
     assert list(of(root).store.list("captions/images/claims/")) == []
 
 
-@pytest.mark.parametrize("ready", ["no images yet", "a whole shard of images"])
-def test_a_full_disk_is_named_with_the_way_out(ready: str, web: Web, tmp_path: Path):
+def test_a_full_disk_is_named_with_the_way_out(web: Web, tmp_path: Path):
     large = encode(draw())
     large = large[:2] + 2 * (b"\xff\xfe\xff\xff" + bytes(65533)) + large[2:]
-    web.put("/large.jpg", send(large))
-    rows = 1 if ready == "a whole shard of images" else 4
-    settings = served(web, tmp_path / "list.tsv", *(f"caption {i}\t/large.jpg?{i}" for i in range(rows)))
-    for i in range(rows):
+    settings = served(web, tmp_path / "list.tsv", *(f"caption {i}\t/large.jpg?{i}" for i in range(4)))
+    for i in range(4):
         web.put(f"/large.jpg?{i}", send(large))
-    # No file may be larger than this: enough for one image, and too little for a tar of it, or for four of them.
-    limit = (len(large) + 512) // 1024 + (0 if rows == 1 else 1)
     program = f"{sys.executable} -m vlbert collect {tmp_path}/root captions --captions={settings.captions}"
-    program += f" --rows_per_shard={rows} --download.allowed_hosts={web.host} --download.retries=0"
-    command = ["bash", "-c", f"ulimit -f {limit + 1}; export TMPDIR={tmp_path}; exec {program}"]
+    program += f" --rows_per_shard=4 --download.allowed_hosts={web.host} --download.retries=0"
+    # No file may be larger than this: enough for one image, and too little for four of them.
+    limit = len(large) // 1024 + 2
+    command = ["bash", "-c", f"ulimit -f {limit}; export TMPDIR={tmp_path}; exec {program}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
     assert done.returncode == 1
-    assert "File too large" in done.stderr
-    assert f" in {tmp_path}" in done.stderr
-    assert "et TMPDIR to a folder with more space" in done.stderr
-    assert "please report" not in done.stderr
+    assert re.search(rf"File too large.* in {tmp_path}.*et TMPDIR to a folder with more space", done.stderr)
     assert done.stderr.count("\n") == 1
     assert of(tmp_path / "root").shards(IMAGES) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "lines"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 0)], ids=["Ctrl-C", "SIGTERM"]
-)
-def test_a_collection_that_is_told_to_end_leaves_no_claim(
-    number, status, lines, web: Web, local: Catalog, tmp_path: Path
-):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_collection_that_is_told_to_end_leaves_no_claim(number, status, web: Web, local: Catalog, tmp_path: Path):
     requested = threading.Event()
 
     def wait(handler: BaseHTTPRequestHandler) -> None:
@@ -667,77 +573,34 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(
         _, stderr = running.communicate(timeout=30)
     finally:
         running.kill()
-    assert running.returncode == status
-    assert stderr.count("\n") == lines
+    assert (running.returncode, stderr) == (status, "")
     assert list(local.store.list("captions/images/claims/")) == []
 
 
-def partials(catalog: Catalog) -> list[str]:
-    """The objects of shards in progress."""
-    return [info.path for info in catalog.store.list("captions/images/partial/")]
-
-
-def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: Web, local: Catalog, tmp_path: Path):
-    good = [f"/kill/{i}.jpg" for i in range(20)]
-    for i, path in enumerate(good):
-        web.put(path, send(encode(draw(seed=i))))
-    slow = [f"/kill/slow{shard}.jpg" for shard in range(2)]  # without it, each shard would be done
-    for path in slow:
-        web.put(path, silent(60))
-    lines = [f"caption {path}\t{path}" for path in (*good[:10], slow[0], *good[10:], slow[1])]
+def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web: Web, local: Catalog, tmp_path: Path):
+    for i in range(3):
+        web.put(f"/kill/{i}.jpg", send(encode(draw(seed=i))))
+    web.put("/kill/slow.jpg", silent(60))  # else the second shard would be done
+    lines = [f"caption\t/kill/{name}.jpg" for name in (0, 1, 2, "slow")]
     settings = served(web, tmp_path / "list.tsv", *lines)
-    code = "import storage.collect.run as run; run.SAVE_SECONDS = 0.2; run.main()"
-    command = [sys.executable, "-c", code, local.store.where(), "captions", "--rows_per_shard=11"]
+    command = [sys.executable, "-m", "vlbert", "collect", local.store.where(), "captions", "--rows_per_shard=2"]
     command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PROJECT)
-
-    def saved(shard: str) -> int:
-        prefix = f"captions/images/partial/{shard}-"
-        found = [local.store.get(info.path) for info in local.store.list(prefix)]
-        return sum(pq.read_metadata(io.BytesIO(data)).num_rows for data in found)
-
     try:
         end = time.monotonic() + 60
-        while (saved("00000"), saved("00001")) != (10, 10):
+        while local.shards(IMAGES) != ["00000"]:
             assert running.poll() is None, "the collection ended by itself"
             assert time.monotonic() < end
             time.sleep(0.05)
     finally:
         running.kill()
         running.wait()
-    assert local.shards(IMAGES) == []
+    for claim in [*local.store.list("captions/images/claims/")]:
+        local.store.delete(claim.path)  # it would expire, too
+    web.put("/kill/slow.jpg", send(encode(draw())))
     count = len(web.requests)
-    for path in slow:
-        web.put(path, send(encode(draw())))
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path for _, path, _ in web.requests[count:]) == slow
-    for shard, paths in (("00000", good[:10]), ("00001", good[10:])):
-        assert local.manifest(IMAGES, shard).table["status"].to_pylist() == 11 * ["ok"]
-        images = [sample.image for sample in local.read(IMAGES, shard)]
-        assert images[:10] == [encode(draw(seed=good.index(path))) for path in paths]
-    assert partials(local) == []
-
-
-def test_images_are_saved_while_another_shard_is_being_committed(web: Web, tmp_path: Path, monkeypatch):
-    web.put("/while/slow.jpg", silent(10))  # its shard is in progress meanwhile
-    for name in "abc":
-        web.put(f"/while/{name}.jpg", send(encode(draw(seed=ord(name)))))
-    lines = [f"caption\t/while/{name}.jpg" for name in ("a", "b", "c", "slow")]
-    monkeypatch.setattr("storage.collect.run.SAVE_SECONDS", 0.1)
-    settings = served(web, tmp_path / "list.tsv", *lines)
-    root, seen = tmp_path / "root", []
-
-    def slow_commit(*arguments: object, **options: object) -> bool:
-        end = time.monotonic() + 10
-        while not partials(of(root)) and time.monotonic() < end:
-            time.sleep(0.05)
-        seen.append(partials(of(root)))
-        return commit_images(*arguments, **options)
-
-    monkeypatch.setattr("storage.collect.run.commit_images", slow_commit)
-    quietly(root, settings)
-    assert any("/00001-" in path for path in seen[0])
+    assert quietly(local.store.where(), settings).new_shards == 1
+    assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -762,7 +625,6 @@ FOLDER = {"name": "x", "images": "folder"}
         *((DownloadSettings, {name: 0}, name) for name in ("deadline", "concurrency", "decode_threads")),
         (DownloadSettings, {"retries": -1}, "retries"),
         *((DownloadSettings, {"allowed_hosts": (host,)}, "host:port") for host in ("127.0.0.1", "*:80", "http://a:80")),
-        (DownloadSettings, {"allowed_hosts": "127.0.0.1:80"}, "tuple"),
         (DownloadSettings, {"contact": "a\r\nX-Header: b"}, "control characters"),
         *((ImageSettings, {"max_bytes": 0}, "max_bytes"), (ImageSettings, {"max_side": 100}, "min_side")),
         *((ImageSettings, {"max_aspect": 0.5}, "max_aspect"), (ImageSettings, {"jpeg_quality": 101}, "jpeg_quality")),

@@ -21,7 +21,7 @@ from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.collect.download import Download, ImageSettings, commit_images
 from storage.collect.normalise import NormalisedImage
-from storage.collect.rows import CaptionRow, Place, Rows, write_rows
+from storage.collect.rows import CaptionRow, Place, Reading, Rows, write_rows
 from storage.digests import is_whole
 from storage.manifests import SCHEMA, Row
 from storage.object_store import LocalStore
@@ -84,11 +84,11 @@ GOLDEN_ROWS = [
     CaptionRow(1, "", "", status="bad_row", detail="list.tsv:2: an empty line"),
     CaptionRow(2, "a café", "http://example.org/0.jpg", place=Place("a.tar", 512, 99)),
 ]
-ROWS = "0123456789abcdef"
+ROWS, READING = "0123456789abcdef", Reading("tsv", ("2", "1", "3"))
 
 
 def golden_rows(root: Path) -> None:
-    write_rows(LocalStore(str(root)), "captions", ROWS, GOLDEN_ROWS)
+    write_rows(LocalStore(str(root)), "captions", ROWS, READING, GOLDEN_ROWS)
 
 
 def test_the_golden_rows_read_to_these_values_and_are_written_so(tmp_path):
@@ -96,8 +96,8 @@ def test_the_golden_rows_read_to_these_values_and_are_written_so(tmp_path):
     for root in (GOLDEN, tmp_path):
         rows = Rows(LocalStore(str(root)), "captions", ROWS)
         assert rows.read(0, 3) == GOLDEN_ROWS
-        assert (rows.unreadable, rows.duplicates(0, 3)) == ([1], {2: 0})
-        assert rows.digest(0, 3) == "3fb83768a77d2b270095190c78eb8984afa32c7c674516f2f61cd5e32674f6e0"
+        assert (rows.reading, rows.unreadable, rows.duplicates(0, 3)) == (READING, [1], {2: 0})
+        assert rows.digest(0, 3) == "d23559360f10a5a0bc96fc472f26d5ba67121cd7486b54482d457c92224f3403"
     metadata = [pq.read_metadata(root / f"captions/images/rows/{ROWS}.parquet").metadata for root in (GOLDEN, tmp_path)]
     assert metadata[0][b"rows"] == metadata[1][b"rows"]
 

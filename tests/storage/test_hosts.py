@@ -2,10 +2,8 @@
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from email.utils import formatdate
 
 import pytest
 import yarl
@@ -84,7 +82,7 @@ def lists(draw: st.DrawFn) -> tuple[list[list[str]], dict[str, tuple], DownloadS
 
 @given(lists())
 @settings(max_examples=70)
-def test_every_url_is_requested_and_none_of_a_host_that_answers_is_a_host_timeout(example: tuple):
+def test_no_url_of_a_host_that_answers_is_a_host_timeout_and_every_other_one_is_requested(example: tuple):
     shards, hosts, limits = example
 
     def serve(url: yarl.URL, now: float, in_flight: int) -> Answer:
@@ -95,7 +93,6 @@ def test_every_url_is_requested_and_none_of_a_host_that_answers_is_a_host_timeou
         return Answer(delay if delay is not None and begin <= now and now + delay < end else None)
 
     done = downloaded(shards, serve, limits)
-    assert set(done.network.counts) == {url for urls in shards for url in urls}
     assert all(done.network.most[host] <= limits.concurrency for host in hosts)
     for items, ended in zip(done.shards, done.ends, strict=True):
         for item in items:
@@ -103,21 +100,16 @@ def test_every_url_is_requested_and_none_of_a_host_that_answers_is_a_host_timeou
             host = f"{url.host}:80"
             begin, end, delays, _ = hosts[host]
             delay = delays[int(url.name)]
+            assert (item.status == "host_timeout") or done.network.counts[item.row.url]
             if end == float("inf") and any(moment < ended for moment in done.network.answered.get(host, ())):
                 # It answers, if only since a while ago: whatever the order, its other URLs cost this one nothing.
                 assert item.status != "host_timeout"
                 if delay is not None and begin == 0:
                     assert item.status == "ok"
-            if delay is not None and begin == 0 and end == float("inf") and delay < limits.deadline / 20:
-                assert item.status == "ok"  # also with a short deadline
-            if item.status == "host_timeout":
-                assert not url.host.startswith("refuses")  # which says so itself: connect
 
 
 @pytest.mark.parametrize(("seconds", "count", "hang"), [(1.2, 5, 20), (6, 5, 3), (6, 1, 40)])
-def test_a_host_too_slow_for_the_short_deadline_loses_no_url_to_its_first_ones_that_hang(
-    seconds: float, count: int, hang: int
-):
+def test_a_slow_host_loses_no_url_to_its_first_ones_that_hang(seconds: float, count: int, hang: int):
     shards = dealt([f"http://slow.example/{number}" for number in range(100)], count)
     for number, shard in enumerate(shards):  # others, so that the network is seen to work
         shard += [f"http://good{number}.example/{row}" for row in range(20)]
@@ -128,29 +120,29 @@ def test_a_host_too_slow_for_the_short_deadline_loses_no_url_to_its_first_ones_t
     assert statuses == {"ok": 100 - hang + 20 * count, "timeout": hang}
 
 
-@pytest.mark.parametrize(("hosts", "rows", "bound"), [(1, 500, 100), (50, 20, 60)])
-def test_hosts_that_never_answer_cost_no_more_than_is_stated(hosts: int, rows: int, bound: float):
+@pytest.mark.parametrize(("hosts", "rows", "bound"), [(1, 5000, 31), (50, 20, 45)])
+@pytest.mark.parametrize("dead", [Answer(None), Answer(refused=True)], ids=["hangs", "refuses"])
+def test_hosts_that_never_answer_cost_no_more_than_is_stated(hosts: int, rows: int, bound: float, dead: Answer):
     urls = [f"http://dead{host}.example/{row}" for host in range(hosts) for row in range(rows)]
     urls += [f"http://good{number % 50}.example/{number}" for number in range(500)]
     random.Random(0).shuffle(urls)
-    serve = lambda url, *_: Answer(0.1 if url.host.startswith("good") else None)  # noqa: E731
-    done = collected(urls, serve, 5)
+    done = collected(urls, lambda url, *_: Answer() if url.host.startswith("good") else dead, 5)
     assert done.statuses["ok"] == 500
-    assert done.statuses["timeout"] + done.statuses["host_timeout"] == hosts * rows
-    assert len(done.network.counts) == len(urls)
+    assert done.statuses.keys() == {"ok", "connect" if dead.refused else "timeout", "host_timeout"}
+    assert max(Counter(yarl.URL(url).host for url, _ in done.network.requests if "dead" in url).values()) < 40
     assert done.seconds < bound
 
 
 def test_a_host_that_comes_back_gets_all_its_urls_and_one_that_goes_away_is_not_waited_for_one_by_one():
     urls = urls_of(*range(500))
-    assert collected(urls, lambda url, now, _: Answer(0.1 if now > 30 else None), 5).statuses == {"ok": 500}
+    back = collected(urls, lambda url, now, _: Answer(0.1 if now >= 10 else None), 5).statuses
+    assert back == {"ok": 500}
     away = collected(urls, lambda url, now, _: Answer(0.1 if now < 2 else None), 5)
-    assert len(away.network.counts) == 500
-    assert away.statuses.keys() <= {"ok", "timeout", "host_timeout"}
-    assert away.seconds < 120  # not 20 s for each eight
+    assert away.statuses.keys() == {"ok", "timeout", "host_timeout"}
+    assert away.seconds < 60  # not 10 s for each eight
 
 
-def test_a_short_deadline_is_followed_by_another_attempt_if_its_host_answers_meanwhile(monkeypatch):
+def test_a_url_that_waited_for_its_host_is_requested_if_that_answers_meanwhile(monkeypatch):
     monkeypatch.setattr("storage.collect.hosts._INITIAL_LIMIT", 1)
 
     def serve(url: yarl.URL, now: float, _: int) -> Answer:
@@ -163,7 +155,8 @@ def test_a_short_deadline_is_followed_by_another_attempt_if_its_host_answers_mea
     waiting = [*(f"http://back.example/{number}" for number in range(3)), "http://busy.example/0"]
     slow = [f"http://slow.example/{number}" for number in range(7)]
     done = downloaded([waiting, slow], serve, DownloadSettings(deadline=10))
-    assert done.statuses == {"ok": 11}
+    assert [item.status for item in done.shards[0]] == ["ok", "timeout", "ok", "ok"]  # one has found out in vain
+    assert {item.status for item in done.shards[1]} == {"ok"}
 
 
 def test_a_fast_host_is_downloaded_at_its_pace_and_an_overloaded_one_is_not_pressed():
@@ -202,7 +195,7 @@ def test_a_url_that_a_host_answered_is_requested_again_before_the_host_is_given_
     urls = urls_of("0", *(f"hangs/{i}" for i in range(10)), "1", "2", "3")
     done = collected(urls, by_url(hangs=Answer(None)), concurrency=2, retries=0)
     assert statuses_in(done) == ["ok", *10 * ["timeout"], *3 * ["ok"]]
-    assert max(done.network.counts.values()) == 2  # none of those that hang was spent on finding out
+    assert done.network.counts[urls[0]] == 2
 
 
 def redirects(to: Callable[[float], Answer]) -> Callable[..., Answer]:
@@ -219,88 +212,82 @@ def redirects(to: Callable[[float], Answer]) -> Callable[..., Answer]:
 
 def test_a_silent_host_behind_redirects_is_no_fault_of_the_host_that_redirects():
     urls = urls_of(*range(8), "good")
-    done = collected(urls, redirects(lambda now: Answer(0.1 if now > 12 else None)), concurrency=2)
+    done = collected(urls, redirects(lambda now: Answer(0.1 if now > 9 else None)), concurrency=2)
     assert done.statuses == {"ok": 9}
-    assert len([url for url, _ in done.network.requests if "target" in url]) <= 16
     done = collected(urls, redirects(lambda now: Answer(None)), concurrency=2, retries=0)
-    found = statuses_in(done)
-    assert found[-1] == "ok"
-    assert Counter(found[:-1])["timeout"] in (2, 3, 4)  # two, one on its way, and one at the end
-    assert Counter(found[:-1])["host_timeout"] == 8 - Counter(found[:-1])["timeout"]
-    assert all(done.network.counts[f"http://target.example/{i}"] for i in range(8))
+    assert done.statuses == {"ok": 1, "timeout": 3, "host_timeout": 5}  # two, and one at the end
+    assert statuses_in(done)[-1] == "ok"
+    assert all(done.network.counts[url] for url in urls)
 
 
 # --- attempts, pauses and the deadline of one URL ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transient", [{"status": 503}, {"status": 429}, {"seconds": None}, {"refused": True}], ids=str)
-def test_a_transient_failure_is_requested_once_more_when_all_others_are_done(transient: dict):
-    urls, at_once = urls_of("first", *range(5)), 1 if "seconds" in transient else 3
-    done = collected(urls, by_url(first=[*at_once * [Answer(**transient)], Answer()]), concurrency=1)
+@pytest.mark.parametrize(
+    ("transient", "at_once"),
+    [({"status": 503}, 3), ({"status": 429}, 3), ({"seconds": None}, 1), ({"refused": True}, 1)],
+    ids=str,
+)
+def test_a_transient_failure_is_requested_once_more_when_all_others_are_done(transient: dict, at_once: int):
+    urls = urls_of("first", *range(5))
+    retries = 2 if "status" in transient else 1
+    answers = [*at_once * [Answer(**transient)], Answer()]
+    done = collected(urls, by_url(first=answers), concurrency=1, retries=retries)
     assert done.statuses == {"ok": 6}
-    assert [url for url, _ in done.network.requests] == [*at_once * urls[:1], *urls[1:], urls[0]]
+    if "refused" not in transient:  # after which it is requested at once
+        assert [url for url, _ in done.network.requests] == [*at_once * urls[:1], *urls[1:], urls[0]]
 
 
-def test_attempts_are_counted_and_a_timeout_is_not_retried_at_once():
+def test_a_failure_is_retried_so_often_and_a_timeout_not_at_once():
     (url,) = urls_of("a")
-    done = collected([url], by_url(a=Answer(None)), retries=0)
-    assert (statuses_in(done), done.network.counts[url]) == (["timeout"], 1)
-    done = collected([url], by_url(a=Answer(status=503)))
-    assert (statuses_in(done), done.network.counts[url]) == (["http_503"], 4)
-    assert done.shards[0][0].detail.endswith(" (4 attempts)")
-    done = collected([url], by_url(a=[Answer(status=503), Answer(status=502)]), retries=1)
-    assert (statuses_in(done), done.network.counts[url]) == (["http_502"], 3)  # the last failure counts
-    answers = [Answer(None), Answer(status=503), Answer()]
-    assert statuses_in(collected([url], by_url(a=answers))) == ["http_503"]
+    for answers, retries, status, count in (
+        ([Answer(None)], 0, "timeout", 1),
+        ([Answer(status=503)], 2, "http_503", 4),
+        ([Answer(status=503), Answer(status=502)], 1, "http_502", 3),  # the last failure counts
+        ([Answer(None), Answer(status=503), Answer()], 2, "http_503", 2),
+        ([Answer(refused=True)], 2, "connect", 3),  # after two, its host is silent
+    ):
+        done = collected([url], by_url(a=answers), retries=retries)
+        assert (statuses_in(done), done.network.counts[url]) == ([status], count)
+    done = collected(urls_of(*range(2)), lambda *_: Answer(refused=True))
+    assert (done.statuses, done.network.counts.total()) == ({"connect": 2}, 3)
 
 
 def test_a_long_retry_after_takes_no_slot_and_is_waited_for():
     urls = urls_of("later", "other")
-    for text in ("20", formatdate(time.time() + 21, usegmt=True)):
-        answers = [Answer(status=429, headers={"Retry-After": text}), Answer()]
-        done = collected(urls, by_url(later=answers), concurrency=1)
-        (first, one), (second, two), (third, three) = done.network.requests
-        assert (done.statuses, [first, second, third]) == ({"ok": 2}, [*urls, urls[0]])
-        assert two - one < 1
-        assert 15 < three - one < 23
+    answers = [Answer(status=429, headers={"Retry-After": "20"}), Answer()]
+    done = collected(urls, by_url(later=answers), concurrency=1)
+    (first, one), (second, two), (third, three) = done.network.requests
+    assert (done.statuses, [first, second, third]) == ({"ok": 2}, [*urls, urls[0]])
+    assert two - one < 1
+    assert three - one == pytest.approx(20, abs=1)
 
 
 @pytest.mark.parametrize(
-    ("text", "statuses"),
+    ("text", "status", "least"),
     [
-        ("1", ["ok"]),
-        *((text, ["http_503"]) for text in ("31", "Fri, 31 Dec 2100 23:59:59 GMT")),
-        *((text, ["ok"]) for text in ("soon", "-5", "", "1e3", "\u00b2", "Mon, 01 Jan 2024 00:00:00 GMT")),
-        *(
-            (text, ["ok", "http_503"])
-            for text in (
-                "Mon, 01 Jan 2024 00:00:00 +99999999999999999999",
-                "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
-                "Fri, 31 Dec 9999 23:59:59 -2359",
-                "Mon, 01 Jan 0001 00:00:00",
-                "9" * 400,
-            )
-        ),
+        ("1", "ok", 1),
+        *((text, "http_503", 0) for text in ("31", "9" * 400)),
+        *((text, "ok", 0) for text in ("soon", "-5", "", "1e3", "\u00b2", "Fri, 31 Dec 2100 23:59:59 GMT")),
     ],
 )
-def test_retry_after_is_a_number_or_a_date_and_anything_else_is_ignored(text: str, statuses: list[str]):
+def test_retry_after_is_a_number_and_anything_else_is_ignored(text: str, status: str, least: float):
     done = collected(urls_of("a"), by_url(a=[Answer(status=503, headers={"Retry-After": text}), Answer()]))
-    assert statuses_in(done)[0] in statuses
-    assert (1 if text == "1" else 0) <= done.seconds <= 3
+    assert statuses_in(done) == [status]
+    assert least <= done.seconds <= 3
 
 
-def test_all_attempts_share_the_deadline():
+def test_the_attempts_of_each_pass_share_a_deadline():
     (url,) = urls_of("a")
     drips = Answer(0.1, body_seconds=60)
-    done = collected([url], by_url(a=drips), deadline=10)
-    assert (statuses_in(done), done.network.counts[url]) == (["timeout"], 1)  # its time is used up in the first pass
-    done = collected([url], by_url(a=[Answer(None), drips]), deadline=12)
-    assert done.shards[0][0].detail == "not done after 6 s (2 attempts)"  # half of it
-    done = collected([url], by_url(a=[Answer(4, 503), Answer(None), drips]), deadline=12)
-    assert done.network.counts[url] == 3
-    assert float(done.shards[0][0].detail.split()[3]) < 2  # what the first pass left
-    done = collected([url], lambda *_: Answer(status=503), retries=50, deadline=8)
-    assert statuses_in(done)[0] in ("http_503", "timeout")
-    assert done.seconds <= 8 + 2
+    for answers, count, seconds in (
+        ([drips], 1, 12),  # its time is used up in the first pass
+        ([Answer(None), drips], 2, 6 + 12),
+        ([Answer(4, 503), Answer(0.1, 503), drips], 3, 12),
+    ):
+        done = collected([url], by_url(a=answers), deadline=12)
+        assert (statuses_in(done), done.network.counts[url]) == (["timeout"], count)
+        assert done.shards[0][0].detail == "not done after 12 s"
+        assert done.seconds == pytest.approx(seconds, abs=2.5)
     done = collected([url], lambda *_: Answer(0.3, 302, headers={"Location": "/a"}), deadline=0.7, retries=0)
     assert statuses_in(done) == ["timeout"]

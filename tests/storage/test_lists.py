@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from places import DATA, PROJECT
 
 from storage.collect.lists import find_reading, read_captions, read_rows
-from storage.collect.plan import CollectSettings, find_columns, prepare_rows, sample_list
-from storage.collect.rows import PART_ROWS, CaptionRow, Place, Rows, write_rows
+from storage.collect.plan import CollectSettings, prepare_rows, sample_list
+from storage.collect.rows import PART_ROWS, CaptionRow, Place, Reading, Rows, write_rows
 from storage.object_store import open_store
 from storage.settings import parse
 
@@ -66,76 +66,63 @@ SWAPPED = [(caption, url) for url, caption in ROWS]
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "columns"),
     [
-        ("Train_GCC-training.tsv", tsv(*SWAPPED), "URL in column 2, caption in column 1"),
-        ("no-suffix", tsv(*SWAPPED), "TSV without a header, URL in column 2"),
-        ("cc12m.tsv", tsv(*ROWS), "URL in column 1, caption in column 2"),
-        ("cc12m.tsv.gz", gzip.compress(tsv(*ROWS), mtime=0), "TSV without a header, URL in column 1"),
-        ("named.tsv", tsv(("caption", "url"), *SWAPPED), "TSV with a header, URL in column url"),
-        ("mark.tsv", b"\xef\xbb\xbf" + tsv(("URL", "TEXT"), *ROWS), "URL in column URL, caption in column TEXT"),
-        ("list.csv", csv_of(*ROWS), "CSV without a header, URL in column 1"),
-        ("list.csv", csv_of(("id", "image_url", "caption"), *((7, *row) for row in ROWS)), "URL in column image_url"),
-        ("list.csv.gz", gzip.compress(csv_of(("url", "caption"), *ROWS), mtime=0), "CSV with a header"),
-        ("captions.txt", csv_of(("url", "caption"), *ROWS), "CSV with a header"),
-        ("list.jsonl", lines(*OBJECTS), "JSON lines, URL in column url"),
-        ("list.jsonl.gz", gzip.compress(lines(*OBJECTS), mtime=0), "JSON lines, URL in column url"),
-        (
-            "part-0.parquet",
-            parquet(**LAION),
-            "Parquet, URL in column URL, caption in column TEXT, LICENSE kept",
-        ),
-        ("part-0.parquet", parquet(**COYO), "URL in column url, caption in column text"),
-        (
-            "hub.parquet",
-            parquet(image_url=URLS, user_id=CAPTIONS, caption=CAPTIONS),
-            "URL in column image_url, caption in column caption",
-        ),
-        ("hub.parquet", parquet(image_url=URLS, caption=CAPTIONS), "URL in column image_url"),
+        ("Train_GCC-training.tsv", tsv(*SWAPPED), "2 1"),
+        ("no-suffix", tsv(*SWAPPED), "2 1"),
+        ("cc12m.tsv.gz", gzip.compress(tsv(*ROWS), mtime=0), "1 2"),
+        ("mark.tsv", b"\xef\xbb\xbf" + tsv(("URL", "TEXT"), *ROWS), "URL TEXT"),
+        ("list.csv", csv_of(*ROWS), "1 2"),
+        ("list.csv", csv_of(("id", "image_url", "caption"), *((7, *row) for row in ROWS)), "image_url caption"),
+        ("list.jsonl.gz", gzip.compress(lines(*OBJECTS), mtime=0), "url caption"),
+        ("part-0.parquet", parquet(**LAION), "URL TEXT LICENSE"),
+        ("part-0.parquet", parquet(**COYO), "url text"),
+        ("hub.parquet", parquet(image_url=URLS, user_id=CAPTIONS, caption=CAPTIONS), "image_url caption"),
         (
             "a.parquet",
             parquet(url=pa.array(URLS, pa.string_view()), caption=pa.array(CAPTIONS, pa.large_string())),
-            "url",
+            "url caption",
         ),
-        ("a.parquet", parquet(url=URLS, caption=pa.array(CAPTIONS).dictionary_encode(), license=[[1]] * 5), "url"),
-        ("a.jsonl", lines(*({**one, "license": {"id": 1}} for one in OBJECTS)), "JSON lines, URL in column url"),
-        ("a.jsonl", lines(*({**one, "similarity": float("nan")} for one in OBJECTS)), "JSON lines, URL in column url"),
         (
-            "sbu-captions-all.json",
-            json.dumps(SBU).encode(),
-            "URL in column image_urls, caption in column captions",
+            "a.parquet",
+            parquet(url=URLS, caption=pa.array(CAPTIONS).dictionary_encode(), license=[[1]] * 5),
+            "url caption",
         ),
-        ("rows.json", json.dumps(OBJECTS).encode(), "JSON, URL in column url"),
+        ("a.jsonl", lines(*({**one, "license": {"id": 1}} for one in OBJECTS)), "url caption"),
+        ("a.jsonl", lines(*({**one, "similarity": float("nan")} for one in OBJECTS)), "url caption"),
+        ("sbu-captions-all.json", json.dumps(SBU).encode(), "image_urls captions"),
+        ("rows.json", json.dumps(OBJECTS).encode(), "url caption"),
     ],
 )
-def test_a_list_of_each_shape_is_recognised_and_has_the_same_rows(name: str, data: bytes, said: str, tmp_path: Path):
+def test_a_list_of_each_shape_is_recognised_and_has_the_same_rows(name: str, data: bytes, columns: str, tmp_path: Path):
     file = tmp_path / name
     file.write_bytes(data)
-    assert said in str(find_reading(file))
-    extra = {"LICENSE": "?"} if "LICENSE kept" in said else None
+    assert find_reading(file).columns == (*columns.split(),)
+    extra = {"LICENSE": "?"} if "LICENSE" in columns else None
     assert list(read_captions(file)) == [CaptionRow(n, caption, url, extra) for n, (url, caption) in enumerate(ROWS)]
+
+
+NUMBERED = [(n, *row) for n, row in enumerate(ROWS)]
 
 
 @pytest.mark.parametrize(
     ("name", "data", "columns", "extra"),
     [
         ("a.parquet", parquet(**LAION), "URL,TEXT,NSFW,WIDTH", {"NSFW": None, "WIDTH": None}),
-        ("a.parquet", parquet(**COYO), "2,3,id,width", {"id": 841814333322, "width": 96}),
-        ("a.tsv", tsv(*((n, *row) for n, row in enumerate(ROWS))), "2,3,1", {"1": "1"}),
-        ("a.csv", csv_of(("n", "u", "c"), *((n, *row) for n, row in enumerate(ROWS))), "u,c,n", {"n": "1"}),
-        ("a.csv", csv_of(("n", "url", "caption"), *((n, *row) for n, row in enumerate(ROWS))), "2,3,1", {"1": "1"}),
+        ("a.tsv", tsv(*NUMBERED), "2,3,1", {"1": "1"}),
+        ("a.csv", csv_of(("n", "u", "c"), *NUMBERED), "u,c,n", {"n": "1"}),
+        ("a.csv", csv_of(("url", "caption", "caption"), *((url, n, text) for n, url, text in NUMBERED)), "url,3", None),
         ("a.jsonl", lines(*({**one, "n": n} for n, one in enumerate(OBJECTS))), "url,caption,n", {"n": 1}),
         ("a.json", json.dumps(SBU).encode(), "image_urls,captions,user_ids", {"user_ids": "47889917@N08"}),
         ("a.tsv", tsv(*SWAPPED), "2,1", None),
     ],
-)  # fmt: skip
+)
 def test_columns_are_named_or_counted_and_further_ones_are_kept(
     name: str, data: bytes, columns: str, extra: dict | None, tmp_path: Path
 ):
     file = tmp_path / name
     file.write_bytes(data)
-    reading = find_reading(file, tuple(columns.split(",")))
-    rows = list(read_rows(file, reading))
+    rows = list(read_rows(file, find_reading(file, tuple(columns.split(",")))))
     assert [(row.url, row.caption) for row in rows] == ROWS
     assert rows[1].extra == extra
 
@@ -147,25 +134,21 @@ BROKEN[20:60] = bytes(40)
 @pytest.mark.parametrize(
     ("name", "data", "columns", "named"),
     [
-        (
-            "a.parquet",
-            parquet(**columns(text=CAPTIONS)),
-            "",
-            r"columns url, caption, text, several .*--columns url caption",
-        ),
+        ("a.parquet", parquet(**columns(text=CAPTIONS)), "", "columns url, caption, text, several"),
         ("a.parquet", parquet(picture=URLS, words=CAPTIONS), "", "picture, words, none that is known"),
         ("a.parquet", parquet(**columns()), "url,title", "no column 'title'; it has url, caption"),
-        ("a.parquet", parquet(**columns()), "url,3", "no column '3'"),
-        ("a.parquet", parquet(**columns())[:-9], "", "a.parquet cannot be read"),
-        ("a.parquet", b"<html>", "", "a.parquet is not a Parquet file"),
-        ("a.parquet", parquet(url=URLS, URL=URLS, caption=CAPTIONS), "", "url, URL, caption, several that may be"),
+        ("a.parquet", parquet(**columns()), "1,2", "no column '1'"),
+        ("a.parquet", parquet(**columns())[:-9], "", r"a\.parquet cannot be read"),
+        ("a.parquet", b"<html>", "", r"a\.parquet cannot be read"),
         ("a.parquet", BROKEN, "", r"a\.parquet cannot be read"),
-        ("a.json", b"[]", "", r"a\.json has no columns"),
-        ("a.json", b'{"image_urls": ["u"], "captions": []}', "", "differ in length"),
-        ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "4 columns and no header .* --columns 2 1"),
-        ("a.tsv", tsv(("url", "caption", "caption"), ("a", "b", "c")), "url,caption", "2 columns 'caption'"),
-        ("a.csv", b"one\ntwo\n", "", "1 columns and no header"),
-        ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9, mtime=0)[:-20], "", r"a\.tsv\.gz is damaged or ends early"),
+        ("a.json", b"[]", "", r"a\.json holds no row"),
+        ("a.json", b'{"image_urls": ["u"], "captions": []}', "", "columns of one length.*docs/data.md"),
+        ("a.json", b'{"1": "a caption"}', "", "columns of one length"),
+        ("a.jsonl", b"{\n", "", r"a\.jsonl holds no row that can be read: the line is not JSON"),
+        ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "1, 2, 3, 4, none .* or as the first line has them: .'a', 'b'"),
+        ("a.tsv", tsv(("url", "caption", "caption"), ("a", "b", "c")), "url,caption", "'caption'; it has url, 2, 3"),
+        ("a.csv", b"url;caption\nu;c\n", "", "the columns 1, none .*'url;caption'"),
+        ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9, mtime=0)[:-20], "", r"a\.tsv\.gz cannot be read"),
     ],
 )
 def test_a_list_that_cannot_be_read_is_refused_by_file(
@@ -183,14 +166,20 @@ GOOD = OBJECTS[0]
 @pytest.mark.parametrize(
     ("name", "data", "columns", "bad", "named"),
     [
-        ("a.tsv", b"a\thttp://x/0\nno tab here\nb\thttp://x/1\n", "", [1], r"a\.tsv:2: .*'no tab here'.*remove"),
-        ("a.tsv", b"a\thttp://x/0\r\n\r\nb\thttp://x/1\n", "", [1], r"a\.tsv:2: an empty line"),
+        (
+            "a.tsv",
+            b"a\thttp://x/0\nno tab here\nb\thttp://x/1\n",
+            "",
+            [1],
+            r"a\.tsv:2: 1 columns, and 2 .*'no tab here'.*remove",
+        ),
+        ("a.tsv", b"a\thttp://x/0\r\n\r\nb\thttp://x/1\n", "", [1], r"a\.tsv:2: 1 columns"),
         ("a.tsv", b"a\thttp://x/0\ncaf\xe9\thttp://x/1\n", "", [1], r"a\.tsv:2: not UTF-8; convert"),
         ("a.tsv", tsv(("url", "caption", "n"), (*ROWS[0], 1), *ROWS[:1]), "", [1], r"a\.tsv:3: 2 columns, and 3"),
-        ("a.csv", b"url,caption\nu,c\n\nu,c\n", "", [1], r"a\.csv, row 2: an empty line"),
-        ("a.csv", b"url,caption\nu,c\nu,c,x\n", "", [1], r"a\.csv, row 2: 3 columns, and 2 are expected; every row"),
+        ("a.csv", b"url,caption\nu,c\n\nu,c\n", "", [1], r"a\.csv, row 2: 0 columns"),
+        ("a.csv", b"url,caption\nu,c\nu,c,x\n", "", [1], r"a\.csv, row 2: 3 columns, and 2 are expected"),
         ("a.csv", b'url,caption\nu,"c" d\nu,c\n', "", [0], r"a\.csv, row 1: .*write quotes"),
-        ("a.csv", b"url,caption\nu,c\ru,c\nu,c\n", "", [0], r"a\.csv, row 1: a carriage return"),
+        ("a.csv", b"url,caption\nu,c\ru,c\nu,c\n", "", [0], r"a\.csv, row 1: .*write quotes and ends of lines"),
         ("a.csv", b'url,caption\nu,c\nu,"c\nu,c\n', "", [1], r"a\.csv, row 2: unexpected end of data"),
         ("a.jsonl", lines(GOOD, {"url": "u", "caption": 7}, GOOD), "", [1], r"a\.jsonl:2: 'caption' is 7, not a text"),
         ("a.jsonl", lines(GOOD, {**GOOD, "x": [1]}), "url,caption,x", [1], r"a\.jsonl:2: 'x' is \[1\]"),
@@ -237,7 +226,7 @@ def test_a_line_is_split_at_its_first_tab_and_nowhere_else(caption: str, url: st
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(_CELL, _CELL, _CELL), max_size=6))
+@given(st.lists(st.tuples(_CELL, _CELL, _CELL), min_size=1, max_size=6))
 def test_cells_of_a_csv_are_read_as_they_were_written(rows: list[tuple]):
     with tempfile.NamedTemporaryFile(suffix=".csv") as file:
         file.write(csv_of(("url", "caption", "n"), *rows))
@@ -259,20 +248,21 @@ def test_rows_are_written_once_and_read_back_by_number(tmp_path: Path):
             {"similarity": n / 8, "license": None} if n % 3 else None,
             status="bad_caption" if n % 1000 == 7 else "",
             detail="why" if n % 1000 == 7 else "",
-            place=Place("caf\udce9.jpg", n, -1) if n % 2 else None,
+            place=Place("a.tar", n, 9) if n % 2 else None,
         )
         for n in range(count)
     ]
-    written = write_rows(store, "captions", "a" * 16, iter(rows))
+    reading = Reading("csv", ("url", "caption"), header=True)
+    written = write_rows(store, "captions", "a" * 16, reading, iter(rows))
     for found in (written, Rows(store, "captions", "a" * 16)):
-        assert (found.count, found.unreadable[:2], len(found.unreadable)) == (count, [7, 1007], 11)
+        assert (found.reading, found.count, found.unreadable) == (reading, count, [*range(7, count, 1000)])
         for start, stop in ((0, 5), (PART_ROWS - 5, PART_ROWS + 5), (count - 1, count), (0, count), (7, 7)):
             assert found.read(start, stop) == rows[start:stop]
         firsts = {n: n - PART_ROWS - 20 for n in range(PART_ROWS + 20, count) if n - PART_ROWS - 20 != 7}
         assert found.duplicates(0, count) == firsts
         assert found.duplicates(PART_ROWS + 21, PART_ROWS + 23) == {PART_ROWS + 21: 1, PART_ROWS + 22: 2}
     names = {info.path for info in store.list("captions/images/rows/")}
-    grown = write_rows(store, "captions", "b" * 16, iter([*rows, CaptionRow(count, "new", "http://x/new")]))
+    grown = write_rows(store, "captions", "b" * 16, reading, iter([*rows, CaptionRow(count, "new", "http://x/new")]))
     assert grown.digest(0, count) == written.digest(0, count) != grown.digest(1, count)
     assert len({info.path for info in store.list("captions/images/rows/")} - names) == 2  # the last part and an index
 
@@ -280,7 +270,7 @@ def test_rows_are_written_once_and_read_back_by_number(tmp_path: Path):
 @pytest.mark.parametrize("which", ["part", "index"])
 def test_rows_that_are_damaged_or_gone_are_named(which: str, tmp_path: Path):
     store = open_store(str(tmp_path))
-    write_rows(store, "captions", "a" * 16, iter([CaptionRow(0, "a", "http://x")]))
+    write_rows(store, "captions", "a" * 16, Reading("tsv"), iter([CaptionRow(0, "a", "http://x")]))
     (path,) = (one.path for one in store.list("captions/images/rows/") if ("part-" in one.path) == (which == "part"))
     data = store.get(path)
     store.put(path, data[:300] + bytes([data[300] ^ 1]) + data[301:])
@@ -300,7 +290,7 @@ def test_a_list_is_not_parsed_a_second_time(tmp_path: Path, monkeypatch: pytest.
 
     def rows_of(*columns: str) -> list[CaptionRow]:
         collected = CollectSettings("captions", captions=str(file), columns=columns)
-        return prepare_rows(store, collected, find_columns(collected)).read(0, 5)
+        return prepare_rows(store, collected).read(0, 5)
 
     assert rows_of() == rows_of() == list(read_captions(file))
     assert len(parsed) == 1
@@ -332,7 +322,7 @@ def test_a_large_list_is_read_in_little_memory(tmp_path: Path):
         "import re; from pathlib import Path; from storage.collect.plan import *\n"
         "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         f"store, settings = open_store({str(tmp_path / 'root')!r}), CollectSettings('x', captions={str(file)!r})\n"
-        "before = peak(); rows = prepare_rows(store, settings, find_columns(settings))\n"
+        "before = peak(); rows = prepare_rows(store, settings)\n"
         "print(rows.count, peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)

@@ -248,14 +248,13 @@ def test_a_damaged_file_is_stored_readable_or_refused(form: str):
 def test_a_machine_out_of_open_files_is_no_fault_of_an_image(tmp_path: Path):
     (tmp_path / "a.jpg").write_bytes(JPEG)
     code = (
-        "import os, resource, sys; from pathlib import Path; from storage.collect.imports import place_of, read_folder;"
+        "import os, resource, sys; from pathlib import Path; from storage.collect.imports import read_folder;"
         "from storage.collect.normalise import ImageSettings, normalise;"
         "file, settings = Path(sys.argv[1]), ImageSettings(); data = file.read_bytes();"
-        "place = place_of(file.parent, file.name);"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
         "used = [os.dup(0) for _ in range(64 - len(os.listdir('/proc/self/fd')) + 1)];"
         # The first needs a library, which cannot be loaded now, the second the file itself.
-        "attempts = [lambda: normalise(data, settings), lambda: list(read_folder(file.parent, [place], 2**20))]\n"
+        "attempts = [lambda: normalise(data, settings), lambda: list(read_folder(file.parent, [file.name], 2**20))]\n"
         "for attempt in attempts:\n"
         "    try: print(attempt())\n"
         "    except OSError as error: print(error.errno)"
