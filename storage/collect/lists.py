@@ -146,7 +146,10 @@ def scalar(value: Any, name: str) -> Scalar:
 
 
 def _form(file: Path) -> str:
-    """The format, by the suffix of the name."""
+    """The format: Parquet by its first bytes, any other by the suffix of the name."""
+    with open(file, "rb") as stream:
+        if stream.read(4) == b"PAR1":
+            return "parquet"
     name = file.with_suffix("") if file.suffix.lower() == ".gz" else file
     return _FORMS.get(name.suffix.lower(), "tsv")
 
@@ -204,7 +207,9 @@ def _cells(file: Path, form: str) -> Iterator[list[str] | ValueError]:
 
 def _lines(file: Path) -> Iterator[bytes]:
     """The lines of an unpacked or packed file. Only \\n ends one: U+2028, form feeds and a lone \\r are text."""
-    with gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb") as stream, named_errors(file):
+    with open(file, "rb") as stream:
+        packed = stream.read(2) == b"\x1f\x8b"
+    with gzip.open(file) if packed else open(file, "rb") as stream, named_errors(file):
         yield from iter(lambda: stream.readline(_LONGEST_LINE), b"")
 
 

@@ -105,6 +105,13 @@ def test_a_list_of_each_shape_is_recognised_and_has_the_same_rows(name: str, dat
 NUMBERED = [(n, *row) for n, row in enumerate(ROWS)]
 
 
+@pytest.mark.parametrize("data", [parquet(**columns()), gzip.compress(tsv(*zip(CAPTIONS, URLS, strict=True)))])
+def test_parquet_and_gzip_are_known_by_their_first_bytes(data: bytes, tmp_path: Path):
+    file = tmp_path / "list"
+    file.write_bytes(data)
+    assert [(row.url, row.caption) for row in read_captions(file)] == ROWS
+
+
 @pytest.mark.parametrize(
     ("name", "data", "columns", "extra"),
     [
