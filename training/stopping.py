@@ -49,12 +49,6 @@ class Stop:
         self.requested = True
 
 
-def pass_over_requests() -> None:
-    """Ignore requests until the program has ended: Python removes its own handlers before that."""
-    for number in _REQUESTS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def obey_the_loader_alone() -> None:
     """In a loading process: ignore SIGINT, and end at SIGTERM only if it comes from the parent, the loader.
 

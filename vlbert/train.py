@@ -9,7 +9,7 @@ goes on from its last checkpoint; a finished one says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from vlbert.data.loading import TrainingData, check_shares
 from vlbert.data.samples import newer_snapshot, open_samples
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete
-from vlbert.model.execution import compiled_graphs
 from vlbert.recipes import RECIPES
 from vlbert.resume import HeldOut, start_or_resume
 from vlbert.tasks.base import TaskModel
@@ -59,7 +58,6 @@ class VLBertRun(Run):
     pinned: dict  # what a checkpoint records of the held-out datasets, of the corpus and of what it started from
     detector: dict | None  # see detector_of
     observe: Observe = lambda step, parts: None
-    reported: set[str] = field(default_factory=set)  # why new shards could not enter
 
     @property
     def samples_per_step(self) -> int:
@@ -140,8 +138,6 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     with in_precision_of(recipe), run.writer:
         metrics = train_steps(run)
     if world.first:
-        if recipe.compile:
-            print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
         print(f"Reported in the paper: {run.data.task.paper}", flush=True)
     return metrics
 
@@ -167,9 +163,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
             samples = found and opened(found)
         except (*EXPECTED, OSError) as error:  # the run goes on without the new shards
             found = None
-            if str(error) not in run.reported:
-                run.reported.add(str(error))
-                print(f"no new shards enter in step {step + 1}, the next boundary looks again: {error}", flush=True)
+            print(f"no new shards enter in step {step + 1}, the next boundary looks again: {error}", flush=True)
     found = distributed.from_first(found, world)
     if found is None:
         return False
@@ -229,7 +223,7 @@ def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    run_program("vlbert train", "vlbert.train", __doc__, RECIPES, check_complete, train, arguments)
+    run_program("vlbert train", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

@@ -67,12 +67,11 @@ def test_a_checkpoint_waits_for_the_one_before(tmp_path, logged):
         assert store.begun.wait(20)
         second = threading.Thread(target=write, args=(writer, 2))
         second.start()
-        wait_for(lambda: logged)
+        second.join(0.05)
         assert second.is_alive()
         store.let_through.set()
         second.join(20)
     assert [read(tmp_path, folder) for folder in (FIRST, SECOND)] == [1, 2]
-    assert f"waits for {tmp_path}/{FIRST} " in logged[0]
 
 
 def test_objects_are_written_in_order_and_of_one_path_the_newest(tmp_path):
@@ -113,10 +112,8 @@ def test_while_storage_is_away_training_goes_on_and_the_newest_is_written_when_i
     assert (tmp_path / "runs/r/metrics.jsonl").read_bytes() == b"3"
     assert checkpoints(writer.store, "r") == [THIRD]
     assert read(tmp_path, THIRD) == 3
-    skipped = [f"Skipping {tmp_path}/{folder}" for folder in (FIRST, SECOND)]
-    begins = ["cannot save for now", *skipped, "storage is back", "step 3/3  saved"]
-    assert len(logged) == len(begins)
-    for line, begin in zip(sorted(logged), sorted(begins), strict=True):
+    assert len(logged) == 2
+    for line, begin in zip(logged, ("cannot save for now", "step 3/3  saved"), strict=True):
         assert line.startswith(begin)
 
 
@@ -149,7 +146,7 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     with pytest.raises(StorageUnreachable) as error:
         writer.finish(wait=0.3)
     assert str(error.value).startswith("not saved: ")
-    for name in ("runs/r/metrics.jsonl", FIRST, "cannot write or remove"):
+    for name in ("runs/r/metrics.jsonl", "runs/r/step-*", "cannot write or remove"):
         assert name in str(error.value)
     writer.put("runs/r/heartbeat.json", b"failed")
     away.unlink()

@@ -2,20 +2,16 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tomllib
 
 import pytest
-import torch
 from places import PROJECT
 
 import vlbert
-from training.program import run_program
 from vlbert.commands import COMMANDS, main
-from vlbert.recipes import RECIPES
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +41,6 @@ def test_the_help_of_a_recipe_has_its_own_arguments_and_its_fields(capsys):
     assert "width C of the model (default: 1024)" in printed
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_script_completes_commands_recipes_and_fields(capsys, shell):
-    with pytest.raises(SystemExit) as ended:
-        main(["--tyro-print-completion", shell])
-    assert not ended.value.code
-    printed = capsys.readouterr().out
-    assert {"train-detector", "pretrain_vlbert", "detector_demo", "--size", "--data.root", "--download.contact"} <= {
-        *re.findall(r"[\w.-]+", printed)
-    }
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=printed, text=True, check=True)
-
-
 def test_the_version_is_that_of_pyproject_toml(capsys):
     version = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
     assert vlbert.__version__ == version
@@ -65,24 +48,18 @@ def test_the_version_is_that_of_pyproject_toml(capsys):
     assert capsys.readouterr().out == f"vlbert {version}\n"
 
 
-def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys):
+def test_a_name_that_does_not_exist_is_named(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["evalute", "recipe"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("no command 'evalute'; vlbert --help lists all; did you mean evaluate?\n")
-    with pytest.raises(SystemExit, match="vlbert train pretrain_vlber: .*; did you mean pretrain_vlbert?"):
+    assert capsys.readouterr().err.endswith("no command 'evalute'; vlbert --help lists all\n")
+    with pytest.raises(SystemExit, match="vlbert train pretrain_vlber: there is no recipe pretrain_vlber, only "):
         main(["train", "pretrain_vlber"])
     with pytest.raises(SystemExit, match="vlbert train pretrain_vlbert: .*--data.rot.* Perhaps you meant: --data.root"):
         main(["train", "pretrain_vlbert", "--data.rot", "x"])
 
 
-def test_a_pipe_that_nobody_reads_and_ctrl_c_end_a_command_as_the_shell_has_it(tmp_path):
-    command = [sys.executable, "-m", "vlbert", "--help"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(command, cwd=PROJECT, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
+def test_ctrl_c_ends_a_command_as_the_shell_has_it(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")  # while it is imported
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)])}
     command = [sys.executable, "-m", "vlbert", "convert", "--help"]
@@ -101,21 +78,6 @@ def test_a_program_runs_and_its_errors_call_it_as_it_was_called(capsys, tmp_path
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert str(ended.value.code).startswith(f"vlbert {arguments[0]}")
-
-
-@pytest.mark.parametrize(("gpus", "rank", "told"), [(8, None, True), (1, None, False), (8, "0", False)])
-def test_one_process_beside_several_gpus_says_how_all_are_used(monkeypatch, capsys, gpus, rank, told):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "1")
-    ran = []
-    recipes = {"small": lambda: RECIPES["pretrain_vlbert"](size="demo")}
-    run_program(
-        "vlbert train", "vlbert.train", "Train.", recipes, lambda recipe: None, lambda *_: ran.append(1), ["small"]
-    )
-    assert ran == [1]
-    assert ("torchrun --nproc-per-node 8 -m vlbert.train small" in capsys.readouterr().err) == told
 
 
 def test_the_page_names_commands_and_extras_that_exist(capsys):

@@ -160,7 +160,7 @@ def means(held_out: Drawn, training: list[Batch]) -> dict[tuple[str, str], dict[
     means = {}
     for masking, names in {"pixels": list(QUESTIONS), "features": ["as usual", "without a word"]}.items():
         config = dataclasses.replace(MODEL, regions=dataclasses.replace(MODEL.regions, masking=masking))
-        recipe = Recipe("learns", LEARNS, config, DATA, precision="fp32", validation_samples=None)
+        recipe = Recipe(LEARNS, config, DATA, name="learns", precision="fp32", validation_samples=None)
         runs = {name: [] for name in names}
         for seed in SEEDS:
             torch.manual_seed(seed)

@@ -104,8 +104,6 @@ def test_a_killed_run_goes_on_to_the_bit(root, six_steps, capsys):
     # As if it had been killed in step 5: the last checkpoint is gone, the metrics run ahead of the one before.
     for file in (root / "runs" / "killed" / "step-0000006").iterdir():
         file.unlink()
-    metrics = root / "runs" / "killed" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text()[:-10])
     capsys.readouterr()
     run(root, "killed")
     assert re.search(r"^killed goes on from \S+/step-0000003, step 3 of 6$", capsys.readouterr().out, re.MULTILINE)
@@ -233,7 +231,7 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
             train(dataclasses.replace(recipe, **changes), ALONE)
     folder = next((root / "held-out" / "regions").glob("*/snapshots"))
     folder.rename(root / "elsewhere")
-    with pytest.raises(ValueError, match="is gone; .*data.held_out=held-out .*put its files back, or start"):
+    with pytest.raises(ValueError, match="is gone; .*data.held_out=held-out .*put its files back, make it"):
         train(recipe, ALONE)
     (root / "elsewhere").rename(folder)
     cached = dataclasses.replace(recipe.data, cache=str(root / "cache"), cache_gb=1.0)
@@ -282,10 +280,11 @@ def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
         recipe = tiny_recipe(
             root, data=dataclasses.replace(recipe.data, root="s3://models/demo"), steps=2, run_name="cloud"
         )
+        monkeypatch.chdir(tmp_path)
         train(recipe, ALONE)
         assert checkpoints(store, "cloud") == ["runs/cloud/step-0000002"]
         assert [line["step"] for line in read_metrics(store, "cloud", "training")] == [1, 2]
-        assert any("tensorboard/events" in info.path for info in store.list("runs/cloud/"))
+        assert list((tmp_path / "runs/cloud/tensorboard").iterdir()), "beside the program"
         train(dataclasses.replace(recipe, steps=3), ALONE)
         assert [line["step"] for line in read_metrics(store, "cloud", "training")] == [1, 2, 3]
 
