@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -72,10 +73,11 @@ def _end_with_parent() -> None:
 
 
 def fault_of_another(error: BaseException) -> str | None:
-    """Return the first line of an error of a collective, which means that another rank is gone or did not come; None
-    of any other error."""
+    """Return what an error of a collective says, without gloo's own file: another rank is gone or did not come. None of
+    any other error."""
     of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-    return str(error).partition("\n")[0] if of_gloo or isinstance(error, dist.DistError) else None
+    line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
+    return line if of_gloo or isinstance(error, dist.DistError) else None
 
 
 def stop(world: World) -> None:

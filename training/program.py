@@ -141,6 +141,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
         if isinstance(error, SharedFault) and world.size > 1:
             _tell_torchrun(str(error))
             _end_together(world, 1, f"{name}: {error}")
+        _tell_torchrun(_of_rank(world, str(error)))
         _end(world, 1, name, str(error))
     except KeyboardInterrupt:
         _end(world, 128 + signal.SIGINT, name, "interrupted")
@@ -169,12 +170,10 @@ def _end(world: World, status: int, name: str, reason: str) -> NoReturn:
     The process group of several ranks is still open then, and its threads may abort the interpreter's last steps: the
     status would be that of SIGABRT. So these are left out.
     """
-    reason = reason if world.first else f"rank {world.rank}: {reason}"
-    if status == 1:
-        _tell_torchrun(reason)
+    line = f"{name}: {_of_rank(world, reason)}"
     if status == 1 and world.size == 1:
-        sys.exit(f"{name}: {reason}")
-    print(f"{name}: {reason}", file=sys.stderr, flush=True)
+        sys.exit(line)
+    print(line, file=sys.stderr, flush=True)
     if world.size > 1:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # ends the loading processes
@@ -189,3 +188,7 @@ def _tell_torchrun(reason: str) -> None:
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:
             json.dump({"message": {"message": reason, "extraInfo": extra}}, stream)
+
+
+def _of_rank(world: World, reason: str) -> str:
+    return reason if world.first else f"rank {world.rank}: {reason}"

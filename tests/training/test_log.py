@@ -1,16 +1,13 @@
-"""The log of a run: its files, a log that cannot be written, the heartbeat."""
+"""The log of a run: its files and the heartbeat."""
 
 import json
 import re
 
 import pytest
 from places import PROJECT
-from small_run import run_small
 from writing import wait_for
 
-import training.checkpoint
-import training.loop
-from storage.object_store import ObjectStore, StorageUnreachable, open_store
+from storage.object_store import ObjectStore, open_store
 from training.checkpoint import Writer
 from training.log import PROGRESS_LINES, RunLog, read_heartbeat, read_metrics
 from training.metrics import RunningAverages, Step
@@ -32,39 +29,8 @@ def store(tmp_path) -> ObjectStore:
 
 
 @pytest.fixture
-def record(store, monkeypatch) -> RunLog:
-    monkeypatch.setattr(training.checkpoint, "_PAUSE", 0.05)
+def record(store) -> RunLog:
     return RunLog(Writer(store), "run", 0, 10, 1)
-
-
-def test_a_log_that_cannot_be_written_ends_no_training_and_lacks_nothing_afterwards(tmp_path, record, capsys):
-    file = tmp_path / "runs/run/metrics.jsonl"
-    file.mkdir(parents=True)  # which no file can replace
-    with record.writer, record.running():
-        for step in (1, 2):
-            add_line(record, step)
-        wait_for(lambda: record.writer._refusal)
-        file.rmdir()
-        add_line(record, 3)
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
-    assert capsys.readouterr().out.count("cannot save for now, the training goes on and this is tried again: ") == 1
-    assert read_heartbeat(record.store, "run")["state"] == "done"
-
-
-def test_lines_that_are_never_written_fail_the_run_at_its_end(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(training.checkpoint, "_PAUSE", 0.01)
-    for where, name in ((training.loop, "WAIT_AT_END"), (training.checkpoint, "WAIT_WHEN_STOPPED")):
-        monkeypatch.setattr(where, name, 0.5)
-
-    def spoil() -> tuple[dict[str, float], list[dict]]:
-        (tmp_path / "runs/run/skipped.jsonl").mkdir(parents=True, exist_ok=True)
-        return {}, []
-
-    with pytest.raises(StorageUnreachable, match=f"^not saved: .*{tmp_path}/runs/run/skipped.jsonl.*: ") as error:
-        run_small(store, range(4), bad=[2], validate=spoil, validate_every=1)
-    beat = read_heartbeat(store, "run")
-    assert (beat["state"], beat["reason"]) == ("failed", str(error.value))
-    assert [found["step"] for found in read_metrics(store, "run", "training")] == [2, 4]
 
 
 def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, store, capsys):
