@@ -32,10 +32,9 @@ from vlbert.config import Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.loading import TrainingData, check_shares
 from vlbert.data.samples import newer_snapshot, open_samples
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.resume import HeldOut, start_or_resume
+from vlbert.resume import OpenedData, start_or_resume
 from vlbert.tasks.base import TaskModel
 from vlbert.validate import validate
 
@@ -51,11 +50,8 @@ class VLBertRun(Run):
 
     recipe: Recipe
     model: TaskModel
+    opened: OpenedData
     data: TrainingData
-    held_out: HeldOut
-    vocabulary: Vocabulary
-    num_classes: int
-    pinned: dict  # what a checkpoint records of the held-out datasets, of the corpus and of what it started from
     detector: dict | None  # see detector_of
     observe: Observe = lambda step, parts: None
 
@@ -96,11 +92,11 @@ class VLBertRun(Run):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        return self._validate if self.held_out else None
+        return self._validate if self.opened.held_out else None
 
     def _validate(self) -> tuple[dict[str, float], list[dict]]:
         skipped = []  # those in `unreadable` are of training steps, and counted in its next line
-        found = validate(self.model, self.recipe, self.held_out, self.world, skipped)
+        found = validate(self.model, self.recipe, self.opened.held_out, self.world, skipped)
         self.note_unreadable(skipped)
         return found
 
@@ -111,7 +107,7 @@ class VLBertRun(Run):
             {**one.pinned, "weight": one.weight, "snapshots": [asdict(span) for span in one.spans]}
             for one in self.data.datasets
         ]
-        state = self.pinned | {"data": data, "seed": recipe.data.seed} | consumed
+        state = self.opened.pinned | {"data": data, "seed": recipe.data.seed} | consumed
         state |= {"validation": dict(validation), "loop": loop_state}
         save_checkpoint(
             self.writer,
@@ -120,8 +116,8 @@ class VLBertRun(Run):
             recipe,
             self.model,
             self.optimizer,
-            self.vocabulary,
-            self.num_classes,
+            self.opened.vocabulary,
+            self.opened.num_classes,
             state,
             self.detector,
         )
@@ -199,11 +195,8 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         step=start.step,
         model=start.model,
         optimizer=start.optimizer,
+        opened=data,
         data=training,
-        held_out=data.held_out,
-        vocabulary=data.vocabulary,
-        num_classes=data.num_classes,
-        pinned=data.pinned,
         detector=detector_of(store, data.datasets[0].pinned["dataset"], stage) if world.first else None,
         metadata={
             "detector": stage.removeprefix("regions/"),

@@ -9,7 +9,6 @@ full length.
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -261,31 +260,23 @@ def last_checkpoint(root: Path) -> Path:
     return root / "runs" / RUN / f"step-{STEPS:07d}"
 
 
-def measured(root: Path) -> list[dict]:
-    """metrics.jsonl without what a clock says."""
-    lines = (root / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKED} for line in lines]
+def unequal(before: Path, after: Path, last: int = STEPS) -> list[str]:
+    """Return which files of two runs, whose last step this is, differ, though they should be equal to the bit."""
 
+    def found(run: Path) -> dict[str, object]:
+        """Their contents, without what a clock says or names the root or the run."""
+        checkpoint = f"runs/{run.name}/step-{last:07d}"
+        state = read_state(open_store(str(run.parents[1]), write=False), checkpoint)
+        del state["files"]["config.json"]
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return {
+            "checkpoint": state,  # with the hashes of its files
+            "predictions.jsonl": (run / "predictions.jsonl").read_bytes(),
+            "metrics.jsonl": [{k: v for k, v in line.items() if k not in CLOCKED} for line in lines],
+        }
 
-def last_state(root: Path) -> dict:
-    """state.json of the last checkpoint, but for the hash of config.json, which names the root."""
-    found = read_state(open_store(str(root), write=False), f"runs/{RUN}/step-{STEPS:07d}")
-    del found["files"]["config.json"]
-    return found
-
-
-def unequal(before: Path, after: Path) -> list[str]:
-    """Return which files of the trainings in two roots differ, though they should be equal to the bit."""
-    names = [f"step-{STEPS:07d}/{name}" for name in ("model.safetensors", "optimizer.safetensors")]
-    faults = [
-        f"{after.parent.name}: its {name} is not that of {before.parent.name}"
-        for name in [*names, "predictions.jsonl"]
-        if (before / "runs" / RUN / name).read_bytes() != (after / "runs" / RUN / name).read_bytes()
-    ]
-    if last_state(before) != last_state(after):
-        faults.append(f"{after.parent.name}: its state.json is not that of {before.parent.name}")
-    pairs = list(itertools.zip_longest(measured(before), measured(after)))
-    return faults + [f"{after.parent.name}: {b} became {a}" for b, a in pairs if b != a][:3]
+    first, second = found(before), found(after)
+    return [f"the {name} of {after} is not that of {before}" for name in first if first[name] != second[name]]
 
 
 def check(
@@ -313,7 +304,7 @@ def check(
             whole = attempts[0]
         found = differences(whole, attempts)
         found += not_once_an_epoch(root, whole) if name == "whole" else []
-        found += unequal(whole.folder.parents[1], root) if name == "killed" else []
+        found += unequal(whole.folder.parents[1] / "runs" / RUN, root / "runs" / RUN) if name == "killed" else []
         say(f"{name}: {'; '.join(found[:3]) or 'as it should be'} ({time.monotonic() - began:.0f} s)")
         faults += found
     return faults
@@ -339,4 +330,4 @@ def check_stopped(folder: Path, seed: int, size: int, rank: int | None, say: Say
         third.finish()
     except Trouble as error:
         return [str(error)]
-    return differences(first, [second, third]) + unequal(whole, stopped)
+    return differences(first, [second, third]) + unequal(whole / "runs" / RUN, stopped / "runs" / RUN)

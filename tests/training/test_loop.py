@@ -22,9 +22,9 @@ from tiny import tiny_recipe, tiny_root
 from torch import nn
 from writing import Held, wait_for
 
-from storage.object_store import LocalStore, ObjectStore, open_store
+from storage.object_store import ObjectStore, open_store
 from storage.runs import open_folder
-from tests.kill.training import CLOCKED, check_stopped
+from tests.kill.training import check_stopped, unequal
 from training.checkpoint import Writer, write_checkpoint
 from training.distributed import ALONE
 from training.log import read_heartbeat, read_metrics
@@ -173,24 +173,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_root(tmp_path_factory.mktemp("left-alone"))
 
 
-def unclocked(root: Path, run: str) -> list[dict]:
-    lines = (root / "runs" / run / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
-
-
-def assert_equal_runs(root: Path, one: str, other: str, last: int) -> None:
-    """To the bit: what they logged, their weights, moments and the state of their loops."""
-    assert unclocked(root, one) == unclocked(root, other)
-    folders = [root / "runs" / run / f"step-{last:07d}" for run in (one, other)]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        first, second = (folder / name for folder in folders)
-        assert first.read_bytes() == second.read_bytes(), name
-    states = [open_folder(LocalStore(str(root)), f"runs/{run}/{folders[0].name}").state for run in (one, other)]
-    for state in states:
-        del state["files"]["config.json"]  # it names the run
-    assert states[0] == states[1]
-
-
 def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, capsys, before):
     recipe = tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
     train(dataclasses.replace(recipe, run_name="unstopped"), ALONE)
@@ -210,7 +192,7 @@ def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, ca
     assert (beat["state"], beat["step"], beat["steps"], beat["checkpoint"]) == ("stopped", 5, 8, str(folder))
     assert beat["reason"] == str(error.value)
     train(stopped, ALONE)
-    assert_equal_runs(root, "unstopped", "stopped", 8)
+    assert unequal(root / "runs" / "unstopped", root / "runs" / "stopped", last=8) == []
     assert [line["step"] for line in read_metrics(store, "stopped", "training")] == [3, 6, 8]
     beat = read_heartbeat(store, "stopped")
     assert (beat["state"], beat["step"], beat["processes"], beat["pid"]) == ("done", 8, 1, os.getpid())
