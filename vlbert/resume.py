@@ -231,7 +231,7 @@ def _training_dataset(
     if len(examples) != spans[-1].examples:
         raise ValueError(
             f"{resumed.where} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
-            f"the files of the task have changed; put them back"
+            "the files of the task have changed; put them back"
         )
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}
     return TrainingDataset(samples, examples, spans, weight or float(len(examples)), recorded)
