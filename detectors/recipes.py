@@ -12,6 +12,7 @@ from detectors.config import AnnotationConfig
 from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNNConfig
 from storage.settings import check, check_choices
 from training.optimizer import OptimizerConfig
+from training.recipe import RunSettings
 
 
 @dataclass(frozen=True)
@@ -92,40 +93,23 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
-class DetectorRecipe:
+class DetectorRecipe(RunSettings):
     """One run, whole."""
 
-    name: str  # of the recipe; also that of the run where `run_name` is empty
     network: FasterRCNNConfig = VG_RESNET101  # the network
     data: DataConfig = DataConfig()  # what is read, in which batches
     sampling: SamplingConfig = SamplingConfig()  # which anchors and regions the losses are about
     optimizer: OptimizerConfig = SGD  # how weights change, and at which rate
     validation: ValidationConfig = ValidationConfig()  # how detections are made and counted
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
-    run_name: str = ""  # of the run; empty: the recipe's name
-    steps: int = 380_000  # optimizer steps in all
     init_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
-    random_init: bool = False  # start from random weights; without it or init_from a run is refused
     frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products and convolutions, on any device
-    spike: float | None = 5.0  # a step is skipped where its loss is so many times the mean of the last 100; None: never
-    most_skipped: int = 10  # so many steps skipped in a row, for a spike or a loss that is no number, end the run
     threads: int | None = None  # of torch on a CPU: another number gives other last bits; None: torch's own choice
     half: bool = False  # weights.safetensors in float16; it is read as float32
-    log_every: int = 20  # steps between progress lines
-    # What gets each line of metrics.jsonl, beside that file: tensorboard, or MODULE:FUNCTION of your own
-    # (docs/trackers.md); empty: nothing
-    trackers: tuple[str, ...] = ("tensorboard",)
-    validate_every: int = 20_000  # steps between validations; the last step always validates
-    save_every: int = 5_000  # steps between checkpoints; the last step always saves
-    keep_checkpoints: int = 2  # the newest so many, and the one that validated best; others are removed
 
     def __post_init__(self):
-        check_choices(self)
-        check(self, self.steps > 0, "steps", "at least 1")
-        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints", "most_skipped"):
-            check(self, getattr(self, every) > 0, every, "at least 1")
-        check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
+        super().__post_init__()
         check(self, 0 <= self.frozen_stages <= 4, "frozen_stages", "0 to 4")
         check(self, self.threads is None or self.threads > 0, "threads", "at least 1")
         check(self, not (self.random_init and self.init_from), "random_init", "false with init_from")
@@ -134,10 +118,6 @@ class DetectorRecipe:
                 f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learned as x2 - x1 wide; set "
                 "--network.box_arithmetic=continuous"
             )
-
-    @property
-    def run(self) -> str:
-        return self.run_name or self.name
 
 
 def detector_vg_resnet101() -> DetectorRecipe:
@@ -151,6 +131,8 @@ def detector_vg_resnet101() -> DetectorRecipe:
         sampling=SamplingConfig(anchors=64, rois=64, roi_foreground=0.5),
         optimizer=replace(SGD, schedule="step", decay_at=(350_000,)),
         validation=ValidationConfig(nms_threshold=0.3),
+        steps=380_000,
+        validate_every=20_000,
     )
 
 

@@ -308,7 +308,7 @@ def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    run_program("vlbert train-detector", "detectors.train", __doc__, RECIPES, check_complete, train, arguments)
+    run_program("vlbert train-detector", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

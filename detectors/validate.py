@@ -70,7 +70,7 @@ def validate(
     network.train(training)
     # In the order of the images: any number of ranks then orders equal scores alike.
     rows = sorted(distributed.gather_rows(rows, world), key=lambda row: row[0])
-    covered, bad = distributed.sum_over_ranks([float(covered), float(bad)], world)
+    covered, bad = (sum(of_rank) for of_rank in zip(*distributed.gather_rows([(covered, bad)], world), strict=True))
     labels, scores, right, truth = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
     counts = np.bincount(truth.astype(np.int64), minlength=recipe.network.num_classes)
     results = class_results(labels, scores, right.astype(bool), counts)

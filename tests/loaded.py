@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from tiny import CLASSES, TINY_MODEL, tiny_recipe
+from tiny import CLASSES, DETECTOR, TINY_MODEL, tiny_recipe
 
 from storage.object_store import open_store
-from training.distributed import World
+from training.distributed import ALONE, World
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingData, TrainingDataset
@@ -18,9 +18,6 @@ from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 
 CPU = torch.device("cpu")
-
-
-ALONE = World(0, 1, CPU)
 
 
 def training_data(
@@ -38,8 +35,10 @@ def training_data(
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task, datasets = task or make_task(recipe.task, vocabulary, len(CLASSES)), []
     for name, weight in (weights or {"captions": 1.0}).items():
-        samples, _ = open_samples(open_store(str(root)), name, None, None, ALONE)
-        datasets.append(TrainingDataset(samples, task.examples(samples, None), (spans or {}).get(name, []), weight))
+        of_run = (spans or {}).get(name, [])
+        pinned = {"stage": f"regions/{DETECTOR}", "snapshot": of_run[-1].snapshot} if of_run else None
+        samples, _ = open_samples(open_store(str(root)), name, None, pinned, ALONE)
+        datasets.append(TrainingDataset(samples, task.examples(samples, None), [*of_run], weight))
     corpus = TextCorpus(root / "text", vocabulary) if config.text_batch else None
     return TrainingData(datasets, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
 

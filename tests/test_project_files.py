@@ -47,18 +47,6 @@ def test_the_check_of_a_claim_exists(check):
     assert exists(check)
 
 
-def test_a_check_that_is_not_there_is_seen():
-    gone = [
-        "tests/vlbert/test_train.py::test_gone",
-        "tests/gone.py",
-        "make gone",
-        "python -m vlbert.gone",
-        "bash gone.sh",
-    ]
-    assert not any(exists(check) for check in gone)
-    assert len(NAMED) > 60
-
-
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
     text = re.sub(r"```.*?```", "", (PROJECT / page).read_text(), flags=re.DOTALL)
@@ -73,21 +61,12 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
             assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in heads], link
 
 
-def test_metadata_agree_with_the_license_and_the_citation():
+def test_metadata_agree_with_the_citation_and_the_changelog():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
     assert project["license"] == citation["license"] == "Apache-2.0"
     assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
-    text = (PROJECT / project["license-files"][0]).read_text()
-    assert text.lstrip().startswith("Apache License\n")
-    assert f"Copyright 2026 {project['authors'][0]['name']}" in text
-    assert [paper["year"] for paper in citation["references"]] == [2020, 2020, 2019]
-    assert all(paper["url"].startswith("https://arxiv.org/abs/") for paper in citation["references"])
-
-
-def test_the_changelog_has_the_version():
-    version = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\n## {version}" in (PROJECT / "CHANGELOG.md").read_text()
+    assert f"\n## {project['version']}" in (PROJECT / "CHANGELOG.md").read_text()
 
 
 def test_the_forms_of_issues_are_valid():

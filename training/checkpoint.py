@@ -7,11 +7,10 @@ when a checkpoint is whole. The newest are kept, and the best: ROOT/runs/<run>/b
 import copy
 import functools
 import math
-import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -53,10 +52,9 @@ def _print(line: str) -> None:
 class Writer:
     """Writes objects in a thread, in the order in which they were given: steps wait for no disk and no network.
 
-    A newer object replaces one that waits under the same path; while storage is away a newer checkpoint replaces one
-    that waits. What storage refuses (StorageUnreachable: away, full, forbidden) is logged once, and tried again until
-    storage takes it. Any other error is raised by the next call. At the end of `with` all is written, or
-    StorageUnreachable names what is not.
+    A newer object replaces one that waits under the same path. What storage refuses (StorageUnreachable: away, full,
+    forbidden) is logged once, and tried again until storage takes it. Any other error is raised by the next call. At
+    the end of `with` all is written, or StorageUnreachable names what is not.
 
     log    prints a line
     saved  where the newest whole checkpoint is; None before the first
@@ -67,7 +65,6 @@ class Writer:
         self.saved: str | None = None
         self._changed = threading.Condition()  # guards all that follows
         self._jobs: dict[str, Callable[[], object]] = {}  # by path; the first is under way
-        self._checkpoint = ""  # the path of the last one
         self._refusal: StorageUnreachable | None = None  # why the last attempt failed
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -97,20 +94,10 @@ class Writer:
                 self._thread.start()
 
     def make_room(self, path: str) -> None:
-        """Wait for the checkpoint before that of `path` to be written; while storage is away, drop it instead."""
+        """Wait until nothing waits under this path, unless storage is away."""
         with self._changed:
-            before, self._checkpoint = self._checkpoint, path
-
-            def is_over() -> bool:
-                return before not in self._jobs or bool(self._refusal or self._error)
-
-            if not self._changed.wait_for(is_over, timeout=1):
-                self.log(f"the training waits for {self.store.where(before)} to be written")
-                self._changed.wait_for(is_over)
+            self._changed.wait_for(lambda: path not in self._jobs or self._refusal or self._error)
             self._raise()
-            if self._jobs.pop(before, None):
-                skipped = self.store.where(before)
-                self.log(f"Skipping {skipped}: storage is unavailable; a newer checkpoint replaces it.")
 
     def finish(self, wait: float = WAIT_AT_END) -> None:
         """Wait until all is written. Raises StorageUnreachable if storage still refuses after `wait` seconds."""
@@ -138,31 +125,24 @@ class Writer:
                     self._thread = None
                     return
                 path, job = next(iter(self._jobs.items()))
-            error = None
+            refusal = error = None
             try:
                 job()
-            except Exception as caught:  # noqa: BLE001  it is logged, and tried again or raised by the next call
+            except StorageUnreachable as caught:
+                refusal = caught
+            except Exception as caught:  # noqa: BLE001  the next call raises it
                 error = caught
             with self._changed:
-                self._settle(path, job, error)
+                if refusal and path in self._jobs:  # else it was given up
+                    if not self._refusal:
+                        self.log(f"cannot save for now, the training goes on and this is tried again: {refusal}")
+                    self._jobs[path] = self._jobs.pop(path)  # after the others: storage may refuse one file alone
+                elif self._jobs.get(path) is job:  # else there is a newer one
+                    del self._jobs[path]
+                self._refusal, self._error = refusal, self._error or error
                 self._changed.notify_all()
-            if isinstance(error, StorageUnreachable):
+            if refusal:
                 time.sleep(_PAUSE)
-
-    def _settle(self, path: str, job: Callable[[], object], error: Exception | None) -> None:
-        """Drop a job that is over, or keep what storage refused; a newer job of its path stays in either case."""
-        if isinstance(error, StorageUnreachable):
-            if path in self._jobs:  # else it was given up
-                if not self._refusal:
-                    self.log(f"cannot save for now, the training goes on and this is tried again: {error}")
-                self._refusal = error
-                self._jobs[path] = self._jobs.pop(path)  # after the others: storage may refuse one file alone
-            return
-        if self._jobs.get(path) is job:
-            del self._jobs[path]
-        if self._refusal and error is None:
-            self.log(f"storage is back: {self.store.where(path)} is written")
-        self._refusal, self._error = None, self._error or error
 
 
 def write_checkpoint(
@@ -178,10 +158,11 @@ def write_checkpoint(
     """Have the checkpoint of step `step` of `steps` written, state.json last, with the hashes of the other files, and
     then old checkpoints removed; returns its path. When this returns, the tensors are copied and may change.
 
-    state["validation"]: metrics of a validation after the same step, by name.
+    It waits for the checkpoint before it or, while storage is away, replaces that one. state["validation"]: metrics of
+    a validation after the same step, by name.
     """
-    path = folder_of(run, step)
-    writer.make_room(path)
+    path, job = folder_of(run, step), f"runs/{run}/step-*"
+    writer.make_room(job)
     copies = {name: data if isinstance(data, bytes) else _copied(data) for name, data in files.items()}
     state = {"validation": {}, **copy.deepcopy(dict(state)), "version": CHECKPOINT_VERSION}
     where = writer.store.where(path)
@@ -195,7 +176,7 @@ def write_checkpoint(
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
         writer.log(f"step {step}/{steps}  saved {where}{so_far}")
 
-    writer.do(path, write)
+    writer.do(job, write)
     return path
 
 
@@ -210,72 +191,55 @@ def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict
     if isinstance(data, bytes):
         store.put(path, data)
         return file_hash([data])
-    try:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
-            file = Path(folder, "tensors")
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+        file = Path(folder, "tensors")
+        try:
             save_file(data, file)
-            store.put(path, file)
-            with open(file, "rb") as stream:
-                return file_hash(iter(functools.partial(stream.read, 2**20), b""))
-    except StorageUnreachable:
-        raise
-    except (SafetensorError, OSError) as error:
-        raise StorageUnreachable(
-            f"cannot write {store.where(path)} to {tempfile.gettempdir()} first: {error}. Free disk space there, or "
-            "name another folder with TMPDIR"
-        ) from error
+        except (SafetensorError, OSError) as error:
+            raise StorageUnreachable(
+                f"cannot write {store.where(path)} to {folder} first: {error}. Free disk space there, or name another "
+                "folder with TMPDIR"
+            ) from error
+        store.put(path, file)
+        with open(file, "rb") as stream:
+            return file_hash(iter(functools.partial(stream.read, 2**20), b""))
 
 
 def prune_checkpoints(
     store: ObjectStore, run: str, keep: int, metric: str | None, log: Callable[[str], None] = print
 ) -> Best | None:
-    """Name the best checkpoint in best.json, and remove all but that one and the `keep` newest.
+    """Name the best checkpoint in best.json, and remove all but that one and the `keep` newest, and unfinished ones
+    before these. The best has the highest value of the metric in its validation, of equals it is the oldest; None if
+    none was validated.
 
     If a damaged file hides which is the best, this logs it and removes nothing: that must not end a run.
     """
+    whole = checkpoints(store, run)
     try:
         before = named_best(store, run)
-        best = find_best(store, run, metric) if metric else None
+        best = max(_measured(store, whole, metric), key=lambda one: one.value, default=None) if metric else None
     except ValueError as error:
         log(f"no checkpoint is removed, for the best is not known: {error}")
         return None
     if best and best != before:
         store.put(path_of_best(run), sealed_json(asdict(best)))
-    remove_old(store, run, keep, best)
-    return best
-
-
-def find_best(store: ObjectStore, run: str, metric: str) -> Best | None:
-    """Return the best whole checkpoint by a metric of its validation, of equals the oldest; None if none was validated.
-
-    Raises ValueError if a state.json cannot be read.
-    """
-    found = []
-    for folder in checkpoints(store, run):
-        state = read_state(store, folder)
-        value = state["validation"].get(metric)
-        if value is not None and math.isfinite(value):
-            found.append(Best(state["step"], metric, value, folder))
-    return max(found, key=lambda best: best.value, default=None)
-
-
-def remove_old(store: ObjectStore, run: str, keep: int, best: Best | None) -> None:
-    """Delete all checkpoints but the `keep` newest and the best, and unfinished ones before the newest.
-
-    state.json goes first, so that no half checkpoint looks whole.
-    """
-    whole = checkpoints(store, run)
-    if not whole:
-        return
     kept = {*whole[-keep:], *([best.checkpoint] if best else [])}
     for folder in whole:
         if folder not in kept:
-            store.delete(f"{folder}/{STATE}")
-    pattern = re.compile(rf"(runs/{re.escape(run)}/step-\d{{7}})/.+")
+            store.delete(f"{folder}/{STATE}")  # first, so that no half checkpoint looks whole
     for info in list(store.list(f"runs/{run}/step-")):
-        found = pattern.fullmatch(info.path)
-        if found and found[1] not in kept and found[1] < whole[-1]:
+        folder = info.path.rpartition("/")[0]
+        if folder not in kept and folder < max(whole, default=""):
             store.delete(info.path)
+    return best
+
+
+def _measured(store: ObjectStore, folders: Sequence[str], metric: str) -> Iterator[Best]:
+    for folder in folders:
+        state = read_state(store, folder)
+        value = state["validation"].get(metric)
+        if value is not None and math.isfinite(value):
+            yield Best(state["step"], metric, value, folder)
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -15,17 +16,6 @@ from torch import Tensor, nn
 # That ranks wait for one another. One alone may build a vocabulary of all captions, wait out a storage that is away, or
 # write the last checkpoint (10 minutes at most); who has not come by then hangs.
 TIME_LIMIT = timedelta(minutes=30)
-
-# Error messages that mean a peer failed.
-_OF_ANOTHER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Timed out",
-    "timeout",
-    "remote process exited",
-)
 
 _PARENT = os.getppid()  # as early as this: the imports take seconds, in which torchrun may be killed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,6 +34,9 @@ class World:
         return self.rank == 0
 
 
+ALONE = World(0, 1, torch.device("cpu"))
+
+
 def device_name(device: torch.device) -> str:
     """Return what computes, for people: the model of a GPU, or CPU with its threads."""
     if device.type == "cuda":
@@ -58,8 +51,7 @@ class SharedFault(ValueError):
 def start(limit: timedelta = TIME_LIMIT) -> World:
     """Join the world that torchrun describes in the environment (nccl on GPUs, gloo on CPUs), or be alone.
 
-    limit: how long ranks wait for one another. A process of torchrun ends with it, on Linux. ValueError where torchrun
-    is to start ranks again and could not.
+    limit: how long ranks wait for one another. A process of torchrun ends with it, on Linux.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         _end_with_parent()
@@ -69,20 +61,8 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if size > 1:
-        _check_restarts()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
     return World(rank, size, device)
-
-
-def _check_restarts() -> None:
-    """torchrun lends its ranks a store of its own, in which those of a restart would find the addresses of the dead
-    (https://github.com/pytorch/pytorch/issues/135712)."""
-    lent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if lent and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        raise ValueError(
-            "torchrun cannot start these processes again after one died (--max-restarts), because it lends them its "
-            "store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, with --standalone or --rdzv-backend=c10d"
-        )
 
 
 def _end_with_parent() -> None:
@@ -93,14 +73,11 @@ def _end_with_parent() -> None:
 
 
 def fault_of_another(error: BaseException) -> str | None:
-    """Return what an error says of another rank that is gone or did not come; None if it is this one's own."""
-    words = next((words for words in _OF_ANOTHER if words in str(error)), None)
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-        return words or str(error).partition("\n")[0]
-    of_a_collective = isinstance(error, dist.DistBackendError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
-    return words if of_a_collective else None
+    """Return what an error of a collective says, without gloo's own file: another rank is gone or did not come. None of
+    any other error."""
+    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
+    return line if of_gloo or isinstance(error, dist.DistError) else None
 
 
 def stop(world: World) -> None:
@@ -108,17 +85,8 @@ def stop(world: World) -> None:
         dist.destroy_process_group()
 
 
-def sum_over_ranks(numbers: list[float], world: World) -> list[float]:
-    """Sum each number over all ranks; every rank must call this."""
-    if world.size == 1:
-        return numbers
-    total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
 def add_over_ranks(numbers: Tensor, world: World) -> None:
-    """Sum a tensor in place over all ranks, as `sum_over_ranks`, but without waiting for the device."""
+    """Sum a tensor in place over all ranks, without waiting for the device; every rank must call this."""
     if world.size > 1:
         dist.all_reduce(numbers)
 

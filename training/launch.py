@@ -3,9 +3,9 @@
     python -m training.launch --standalone --nproc-per-node N -m vlbert.train RECIPE [--field value ...]
 
 The arguments are torchrun's. By itself torchrun prints a report of some twenty lines behind the line of the rank, and
-ends with the status 1. This ends with the status of the first rank that failed; with 128 + the signal that ended it; or
-with 128 + the signal that torchrun itself got, but with 75 where the training has saved upon it. Where the environment
-variable TORCHELASTIC_ERROR_FILE names a file, the error of the first rank that failed is written to it.
+ends with the status 1. This ends with the status of the first rank that failed, with 128 + the signal that ended it, or
+with 75 where torchrun itself was told to stop. Where the environment variable TORCHELASTIC_ERROR_FILE names a file, the
+error of the first rank that failed is written to it.
 
 On several nodes of SLURM docker/slurm/rendezvous.sh tells torchrun where they meet.
 """
@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from training.program import ENDED_FOLDER, STOPPED
+from training.program import STOPPED
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -42,16 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ranks = run.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         sys.exit(f"training.launch: {error}")
-    # torchrun itself would give each of several ranks one thread; for the other one see training/distributed.py.
+    # torchrun itself would give each of several ranks one thread.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    # Else ranks of a restart look for the dead (https://github.com/pytorch/pytorch/issues/135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[ENDED_FOLDER] = folder
-        sys.exit(launch(options, Path(folder)))
+    sys.exit(launch(options))
 
 
-def launch(options: argparse.Namespace, ended: Path) -> int:
-    """Run torchrun and return the exit status. ended: see ENDED_FOLDER."""
+def launch(options: argparse.Namespace) -> int:
+    """Run torchrun and return the exit status."""
     try:
         run.run(options)
     except ChildFailedError as error:
@@ -64,12 +62,11 @@ def launch(options: argparse.Namespace, ended: Path) -> int:
         print(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr, flush=True)
         return 128 - failure.exitcode
     except RendezvousError as error:
-        if not (ended / "1").exists():
-            fault = type(error).__name__
-            print(f"training.launch: another node did not come, or has ended: see its error ({fault})", file=sys.stderr)
+        fault = type(error).__name__
+        print(f"training.launch: another node did not come, or has ended: see its error ({fault})", file=sys.stderr)
         return 1
-    except SignalException as error:
-        return STOPPED if (ended / str(STOPPED)).exists() else 128 + error.sigval
+    except SignalException:
+        return STOPPED
     return 0
 
 

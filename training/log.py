@@ -5,7 +5,6 @@ import json
 import math
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,21 +52,17 @@ class Lines:
     def __init__(self, writer: "Writer", path: str, step: int):
         self.writer, self.path = writer, path
         found = read_lines(writer.store, path)
-        self.records = [record for record in found if record["step"] <= step]
-        self._data = [_line(record) for record in self.records]
-        if len(self.records) < len(found):
+        self.kept = [record for record in found if record["step"] <= step]
+        self._data = lines_of(self.kept)
+        if len(self.kept) < len(found):
             self._put()  # at once: a kill must not cost the lines that stay
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        self._data += map(_line, records)
+        self._data += lines_of(records)
         self.writer.do(self.path, self._put)
 
     def _put(self) -> None:
-        self.writer.store.put(self.path, b"".join(self._data[:]))  # a copy: lines are added meanwhile
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(dict(record)) + "\n").encode()
+        self.writer.store.put(self.path, self._data)
 
 
 class RunLog:
@@ -79,7 +74,7 @@ class RunLog:
     trackers     by name; they get each line of metrics.jsonl
     settings     the recipe as plain values, for trackers
 
-    The writer's thread puts all of them; of a run on a bucket, trackers write to a temporary folder.
+    The writer's thread puts all of them.
     """
 
     def __init__(
@@ -94,17 +89,13 @@ class RunLog:
         trackers: Mapping[str, MakeTracker] | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
-        store = writer.store
-        self.writer, self.store, self.run = writer, store, run
+        self.writer, self.store, self.run = writer, writer.store, run
         self.steps, self.samples_per_step = steps, samples_per_step
-        folder = store.local_path(f"runs/{run}")
-        self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if folder is None else None
-        self.folder = Path(self._temporary.name) if folder is None else folder
-        self.folder.mkdir(parents=True, exist_ok=True)
         names = "metrics.jsonl", "skipped.jsonl", "unreadable.jsonl"
         self._metrics, self._skipped, self._unreadable = (Lines(writer, f"runs/{run}/{name}", step) for name in names)
-        self._known = {line["reason"]: line["step"] for line in self._unreadable.records}
-        self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, self.folder, settings or {}), writer.log)
+        self._known = {line["reason"]: line["step"] for line in self._unreadable.kept}
+        folder = self.store.local_path(f"runs/{run}") or Path("runs", run)
+        self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, folder, settings or {}), writer.log)
         self._began = time.monotonic()
         self._resumed_from = self.where(f"step-{step:07d}") if step else None
         self._beat: dict[str, Any] = {
@@ -132,32 +123,34 @@ class RunLog:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While the block trains: the heartbeat says how it ended, and why, and the log is closed."""
-        self._enter("starting")
+        """While the block trains: the heartbeat says how it ended, and why, and the trackers end."""
+        self.enter("starting")
         try:
             yield
         except BaseException as error:
             self._beat["reason"] = str(error) or type(error).__name__
+            self._trackers.finish()
             with contextlib.suppress(Exception):  # what ends the run is the other error
-                self.close("stopped" if isinstance(error, Stopped) else "failed")
+                self.enter("stopped" if isinstance(error, Stopped) else "failed")
             raise
-        self.close("done")
+        self._trackers.finish()
+        self.enter("done")
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
         """While the block does something else: the heartbeat says what."""
-        self._enter(state)
+        self.enter(state)
         yield
-        self._enter("training")
+        self.enter("training")
 
     def step(self, step: int) -> None:
         """Note how many steps are done."""
         self._beat["step"] = step
         # The first step may have taken minutes: it compiles.
         if self._beat["state"] == "starting" or time.monotonic() - self._beaten >= _BETWEEN_BEATS:
-            self._enter("training")
+            self.enter("training")
 
-    def _enter(self, state: str) -> None:
+    def enter(self, state: str) -> None:
         """Put the heartbeat, with this state."""
         self._beat["state"] = state
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -196,12 +189,11 @@ class RunLog:
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
             print(f"step {step}/{self.steps}  validation  {f'{what}:  ' if what else ''}{numbers}", flush=True)
         self.event("validation", step, metrics)
-        data = "".join(json.dumps(row) + "\n" for row in predictions).encode()
-        self.writer.put(f"runs/{self.run}/predictions.jsonl", data)
+        self.writer.put(f"runs/{self.run}/predictions.jsonl", lines_of(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log samples that could not be read, each with at least `step` and `reason`, and print the new ones. Returns
-        how many the run's steps have met in all."""
+        """Log samples that could not be read, each with at least `step` and `reason`, and print the first new one.
+        Returns how many the run's steps have met in all."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -209,9 +201,8 @@ class RunLog:
         if new:
             self._known |= {reason: line["step"] for reason, line in new.items()}
             self._unreadable.add(*new.values())
-            more = f"; and {len(new) - 3} more, see unreadable.jsonl" if len(new) > 3 else ""
-            named = "; ".join(list(new)[:3])
-            print(f"{len(new)} samples cannot be read, and count for nothing: {named}{more}", flush=True)
+            first = next(iter(new))
+            print(f"{len(new)} samples cannot be read, and count for nothing: {first} (unreadable.jsonl)", flush=True)
         return sum(step > 0 for step in self._known.values())  # 0: of a validation
 
     def event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
@@ -219,23 +210,6 @@ class RunLog:
         row = {"kind": kind, "step": step} | dict(fields)
         self._metrics.add(row)
         self._trackers.log(row)
-
-    def publish(self) -> None:
-        """Put what trackers have written for a run on a bucket: at each checkpoint and at the end."""
-        if self._temporary is None:
-            return
-        for file in sorted(Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names):
-            # Read now: it grows while the writer writes. Trackers may remove files of theirs at any time.
-            with contextlib.suppress(FileNotFoundError):
-                self.writer.put(f"runs/{self.run}/{file.relative_to(self.folder)}", file.read_bytes())
-
-    def close(self, state: str = "done") -> None:
-        """End the log in this state."""
-        self._trackers.finish()  # they may write files, which are published
-        self.publish()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-        self._enter(state)
 
 
 def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
@@ -262,12 +236,9 @@ def progress_of(beat: Mapping[str, Any]) -> dict[str, str]:
 
 
 def progress_line(beat: Mapping[str, Any]) -> str:
-    """Return the same on one line, after the first line of the log."""
-    now = progress_of(beat)
-    return (
-        f"step {beat['step']}/{beat['steps']}  {now['loss']}  {now['samples/s']} samples/s  data wait "
-        f"{now['data wait']}  {now['time gone']} gone  {now['time left']} left"
-    )
+    """Return the same on one line."""
+    words = progress_of(beat) | {"step": f"{beat['step']}/{beat['steps']}"}
+    return "  ".join(f"{name} {value}" for name, value in words.items())
 
 
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
@@ -275,22 +246,19 @@ def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, floa
     return [line for line in read_lines(store, f"runs/{run}/metrics.jsonl") if line.get("kind") == kind]
 
 
+def lines_of(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return the objects as JSON, one a line."""
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
 def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
-    """Return the objects of a file, without a half line at its end; none if there is no file. Raises ValueError if a
-    line cannot be read."""
+    """Return the objects of a file; none if there is no file. Raises ValueError if a line cannot be read."""
     found = []
-    for number, line in enumerate(store.get(path).splitlines(keepends=True) if store.exists(path) else [], start=1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            record = parse_json(line, f"line {number} of {store.where(path)}")
-        except ValueError:
-            record = {}
+    for number, line in enumerate(store.get(path).splitlines() if store.exists(path) else [], start=1):
+        where, way_out = f"line {number} of {store.where(path)}", "remove that line, when no training runs"
+        record = parse_json(line, where, fix=way_out)
         if type(record.get("step")) is not int:
-            raise ValueError(
-                f"line {number} of {store.where(path)} is no JSON object with a `step`: {line[:60]!r}. Remove that "
-                "line alone; where the training still runs, stop it first"
-            )
+            raise ValueError(f"{where} has no `step`; {way_out}")
         found.append(record)
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from storage.object_store import StorageUnreachable
@@ -20,7 +20,7 @@ from training import distributed
 from training.checkpoint import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 from training.distributed import World
 from training.log import RunLog, Unreadable
-from training.metrics import Losses, RunningAverages, Step, Totals, peak_memory, timed
+from training.metrics import Losses, RunningAverages, Step, add_up, mean_loss, peak_memory, timed
 from training.optimizer import clip_gradients, set_learning_rate
 from training.program import find_trackers
 from training.skipping import LiveNorms, Skipping
@@ -31,8 +31,7 @@ from training.stopping import Stop, Stopped
 class Run(ABC):
     """A training as the loop runs it: subclasses define a step, a validation and a checkpoint.
 
-    recipe      of its fields, run, steps, log_every, validate_every, save_every, spike, most_skipped, trackers and
-                optimizer count
+    recipe      RunSettings with an `optimizer`
     model       what learns; the loop wraps it for several processes
     step        optimizer steps that are done already
     loop_state  the state of the loop in the checkpoint that goes on; None where that has none
@@ -135,7 +134,7 @@ def train_steps(run: Run) -> dict[str, float]:
             norms.keep()
             totals = add_gradients(run, parallel, parts, stop, waited)
             norm = clip_gradients(run.model, recipe.optimizer)
-            found, done = Step.of(totals, norm, run.loss_weights, world), step + 1
+            found, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
             why = skipping.why(found)
             if why is None:
                 optimizer.step()
@@ -183,7 +182,6 @@ def between_steps(
         averages.counts.update(run.note_unreadable(run.unreadable))  # they wait for the next line in the state
     if log and (saves or stops):
         with averages.paused(), log.during("saving"):
-            log.publish()
             run.save(done, metrics or {}, {"skipping": skipping.state, "since": averages.state})
             if last or stops:
                 run.writer.finish(WAIT_WHEN_STOPPED if stops else WAIT_AT_END)
@@ -193,18 +191,20 @@ def between_steps(
     return metrics
 
 
-def add_gradients(run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float) -> list[Totals]:
-    """The forward and backward passes of a step; of each part what it came to over all ranks, and with the last
-    whether a stop was requested on any."""
-    totals, world = [], run.world
+def add_gradients(
+    run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
+) -> tuple[Losses, list[Tensor]]:
+    """The forward and backward passes of a step; the losses of its last part and the sums of each over all ranks, with
+    the last whether a stop was requested on any."""
+    losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
         with contextlib.nullcontext() if syncs else parallel.no_sync():
             losses = run.losses(parallel, part)
-            totals.append(Totals.of(losses, world, stop.requested, waited))
-            loss = totals[-1].mean(losses, run.loss_weights) / len(parts)
+            totals.append(add_up(losses, world, stop.requested, waited))
+            loss = mean_loss(losses, totals[-1], run.loss_weights) / len(parts)
             (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
-    return totals
+    return losses, totals
 
 
 def log_skipped(run: Run, done: int, why: str, found: Step, parts: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,41 +21,35 @@ Item = TypeVar("Item")
 # to the same. What no gradient flows through, such as how many answers were right, is measured and not learned from.
 Losses = dict[str, tuple[Tensor, int]]
 
-_LOSS = "loss_"  # before the names of losses in the log: no measure has one
+LOSS = "loss_"  # before the names of losses in the log: no measure has one
 
 
-@dataclass(frozen=True, eq=False)
-class Totals:
-    """The losses and measures of one part of a step, over all ranks: `numbers`, float64 on the device, are the sums,
-    by how many to divide each, on how many ranks a stop was requested, and the seconds that they waited for data.
+def add_up(losses: Losses, world: World, stop_requested: bool, waited: float) -> Tensor:
+    """Return the sums of one part of a step over all ranks, in float64 on the device: of each loss, by how many to
+    divide each, on how many ranks a stop was requested, and the seconds that they waited for data.
+
+    Each rank must call this, with losses of the same names. Nothing waits for the device.
     """
+    sums = torch.stack([value.detach().double() for value, _ in losses.values()])
+    others = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
+    known = torch.tensor(others, dtype=torch.float64)
+    known = known.pin_memory() if sums.is_cuda else known  # a copy of other memory waits
+    numbers = torch.cat([sums, known.to(sums.device, non_blocking=True)])
+    distributed.add_over_ranks(numbers, world)
+    return numbers
 
-    names: tuple[str, ...]
-    numbers: Tensor
 
-    @classmethod
-    def of(cls, losses: Losses, world: World, stop_requested: bool, waited: float) -> "Totals":
-        """Add up over all ranks: each must call this, with the same names. Nothing waits for the device."""
-        sums = torch.stack([value.detach().double() for value, _ in losses.values()])
-        others = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
-        known = torch.tensor(others, dtype=torch.float64)
-        known = known.pin_memory() if sums.is_cuda else known  # a copy of other memory waits
-        numbers = torch.cat([sums, known.to(sums.device, non_blocking=True)])
-        distributed.add_over_ranks(numbers, world)
-        names = ((_LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items())
-        return cls(tuple(names), numbers)
+def mean_loss(losses: Losses, numbers: Tensor, weights: Mapping[str, float]) -> Tensor:
+    """Return this rank's share of the weighted losses, each divided by its labels over all ranks. numbers: of add_up.
 
-    def mean(self, losses: Losses, weights: Mapping[str, float]) -> Tensor:
-        """Return this rank's share of the weighted losses, each divided by its labels over all ranks.
-
-        A loss without labels in this step is 0, not NaN.
-        """
-        asked = self.numbers[len(losses) :].clamp(min=1).float()
-        total = 0.0
-        for (name, (value, _)), count in zip(losses.items(), asked, strict=False):
-            if value.requires_grad:
-                total = total + weights.get(name, 1.0) * value / count
-        return total
+    A loss without labels in this step is 0, not NaN.
+    """
+    asked = numbers[len(losses) :].clamp(min=1).float()
+    total = 0.0
+    for (name, (value, _)), count in zip(losses.items(), asked, strict=False):
+        if value.requires_grad:
+            total = total + weights.get(name, 1.0) * value / count
+    return total
 
 
 @dataclass(frozen=True)
@@ -73,28 +68,28 @@ class Step:
     """Whether a rank was asked to stop."""
 
     @classmethod
-    def of(cls, parts: Sequence[Totals], norm: Tensor, weights: Mapping[str, float], world: World) -> "Step":
-        """Read the totals of all parts. Waits for the device, once a step."""
-        flat = iter(torch.cat([*(part.numbers for part in parts), norm.detach().double().reshape(1)]).tolist())
-        sums: dict[str, tuple[float, float]] = {}
-        loss, stop_requested, waited = 0.0, 0.0, 0.0
-        for part in parts:
-            totals = [next(flat) for _ in part.names]
-            for name, total, count in zip(part.names, totals, [next(flat) for _ in part.names], strict=True):
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = before[0] + total, before[1] + count
-                if name.startswith(_LOSS):
-                    loss += weights.get(name.removeprefix(_LOSS), 1.0) * total / max(1.0, count) / len(parts)
-            stop_requested, waited = next(flat), next(flat)
-        return cls(sums, loss, next(flat), waited / world.size, stop_requested > 0)
+    def of(
+        cls, losses: Losses, parts: Sequence[Tensor], norm: Tensor, weights: Mapping[str, float], world: World
+    ) -> "Step":
+        """Read what `add_up` made of each part; `losses`: of the last. Waits for the device, once a step."""
+        names = [(LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items()]
+        *numbers, norm = torch.cat([*parts, norm.detach().double().reshape(1)]).tolist()
+        rows = np.reshape(numbers, (len(parts), -1))
+        sums, counts = rows[:, : len(names)], rows[:, len(names) : -2]
+        means = dict(zip(names, (sums / np.maximum(counts, 1)).mean(0).tolist(), strict=True))
+        of_losses = {name.removeprefix(LOSS): mean for name, mean in means.items() if name.startswith(LOSS)}
+        loss = sum(weights.get(name, 1.0) * mean for name, mean in of_losses.items())
+        totals = zip(sums.sum(0).tolist(), counts.sum(0).tolist(), strict=True)
+        stop_requested, waited = rows[-1, -2:].tolist()
+        return cls(dict(zip(names, totals, strict=True)), loss, norm, waited / world.size, stop_requested > 0)
 
     @property
     def losses(self) -> dict[str, float]:
         """The mean of each loss, by name."""
         return {
-            name.removeprefix(_LOSS): total / max(1.0, count)
+            name.removeprefix(LOSS): total / max(1.0, count)
             for name, (total, count) in self.sums.items()
-            if name.startswith(_LOSS)
+            if name.startswith(LOSS)
         }
 
 

@@ -12,28 +12,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
-
-import torch
 
 from storage.settings import override, parse, parse_known
 from training import distributed
-from training.distributed import SharedFault, World
+from training.distributed import ALONE, SharedFault, World
 from training.loading import EXPECTED
-from training.stopping import Stopped, pass_over_requests
+from training.stopping import Stopped
 from training.trackers import TRACKERS, MakeTracker
 
-STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop and has saved: start it again
-# An environment variable: the folder in which a rank makes a file that is named by the status with which all ranks end.
-# By it training.launch knows that they have saved, though it got the signal too, or have told what is wrong.
-ENDED_FOLDER = "TRAINING_ENDED_FOLDER"
+STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop: start it again
 _BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends because another one did
 
 
 def run_program(
     program: str,
-    module: str,
     description: str,
     recipes: Mapping[str, Callable[..., Any]],
     check_complete: Callable[[Any], None],
@@ -42,7 +35,7 @@ def run_program(
 ) -> None:
     """`PROGRAM RECIPE [--field value ...]`, on one process or under torchrun; what is wrong ends it with one line.
 
-    program: what it is called, as `vlbert train`; module: behind torchrun's -m.
+    program: what it is called, as `vlbert train`.
     """
     recipe_name, given = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
@@ -59,9 +52,6 @@ def run_program(
         except ValueError as error:
             wrong = str(error)
         distributed.raise_together(wrong, world)
-        if "RANK" not in os.environ and (gpus := torch.cuda.device_count()) > 1:
-            on_all = f"torchrun --nproc-per-node {gpus} -m {module} {recipe_name} ..."
-            print(f"{name}: one process uses one of {gpus} GPUs; on all: {on_all}", file=sys.stderr, flush=True)
         train(recipe, world)
 
     run_in_world(name, work)
@@ -143,56 +133,52 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
     A rank does not report the error of another rank, and a bug keeps its traceback. Where the run was told to
     stop, each rank ends with the status STOPPED.
     """
-    world = None
+    world = ALONE
     try:
         world = distributed.start(limit)
-        try:
-            work(world)
-        except Stopped as stopped:
-            pass_over_requests()
-            _end_together(world, STOPPED, f"{name}: stopped: {stopped}")
-        except SharedFault as fault:
-            if world.size == 1:
-                raise
-            _tell_torchrun(str(fault))
-            _end_together(world, 1, f"{name}: {fault}")
+        work(world)
+    except Stopped as stopped:
+        for number in (signal.SIGTERM, signal.SIGINT):  # Python removes its own handlers before it ends
+            signal.signal(number, signal.SIG_IGN)
+        _end_together(world, STOPPED, f"{name}: stopped: {stopped}")
     except EXPECTED as error:
-        _tell_torchrun(f"{_rank(world)}{error}")
-        _end(world, 1, f"{name}: {_rank(world)}{error}")
+        if isinstance(error, SharedFault) and world.size > 1:
+            _tell_torchrun(str(error))
+            _end_together(world, 1, f"{name}: {error}")
+        _tell_torchrun(_of_rank(world, str(error)))
+        _end(world, 1, name, str(error))
     except KeyboardInterrupt:
-        _end(world, 128 + signal.SIGINT, f"{name}: interrupted")
+        _end(world, 128 + signal.SIGINT, name, "interrupted")
     except Exception as error:
         fault = distributed.fault_of_another(error)
         if fault is None:
             raise
         # Meanwhile torchrun sees which rank ended first, names that one, and ends those of its own machine.
         time.sleep(_BEFORE_ANOTHERS_FAILURE)
-        reason = f"another rank is gone or hangs ({fault}); its error stands above, or there"
-        _end(world, 1, f"{name}: {_rank(world)}{reason}")
+        _end(world, 1, name, f"another rank is gone or hangs ({fault}); its error stands above, or there")
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
 
 
 def _end_together(world: World, status: int, line: str) -> NoReturn:
     """End every rank with this status; the first one prints the line."""
+    distributed.wait_for_all(world)  # where a rank ends, torchrun ends the others: the first one may be saving
+    distributed.stop(world)
     if world.first:
         print(line, file=sys.stderr, flush=True)
-    distributed.wait_for_all(world)  # where a rank ends, torchrun ends the others: the first one may be saving
-    if os.environ.get(ENDED_FOLDER):
-        Path(os.environ[ENDED_FOLDER], str(status)).touch()
-    distributed.stop(world)
     sys.exit(status)
 
 
-def _end(world: World | None, status: int, line: str) -> NoReturn:
+def _end(world: World, status: int, name: str, reason: str) -> NoReturn:
     """End with a line and a status.
 
     The process group of several ranks is still open then, and its threads may abort the interpreter's last steps: the
     status would be that of SIGABRT. So these are left out.
     """
-    if status == 1 and (world is None or world.size == 1):
+    line = f"{name}: {_of_rank(world, reason)}"
+    if status == 1 and world.size == 1:
         sys.exit(line)
     print(line, file=sys.stderr, flush=True)
-    if world is not None and world.size > 1:
+    if world.size > 1:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # ends the loading processes
         os._exit(status)
@@ -208,5 +194,5 @@ def _tell_torchrun(reason: str) -> None:
             json.dump({"message": {"message": reason, "extraInfo": extra}}, stream)
 
 
-def _rank(world: World | None) -> str:
-    return "" if world is None or world.first else f"rank {world.rank}: "
+def _of_rank(world: World, reason: str) -> str:
+    return reason if world.first else f"rank {world.rank}: {reason}"

@@ -17,9 +17,8 @@ class Stop:
     """Context manager: the first SIGTERM or SIGINT sets `requested`; a second SIGINT (Ctrl-C) terminates.
 
     A second SIGTERM does not: launchers repeat to each process what its whole group has got, and send SIGKILL in the
-    end. torchrun repeats SIGINT, too, and ends its ranks itself. SIGINT stays ignored where it was, as in the
-    background of a script. After a training that stopped all stays as it is: the writer and other ranks may still be at
-    work.
+    end. torchrun repeats SIGINT, too. SIGINT stays ignored where it was, as in the background of a script. After a
+    training that stopped all stays as it is: the writer and other ranks may still be at work.
     """
 
     def __init__(self) -> None:
@@ -39,20 +38,11 @@ class Stop:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested and "TORCHELASTIC_RUN_ID" not in os.environ:
-            # KeyboardInterrupt would still wait for the writer.
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        if number == signal.SIGINT and not self.requested and os.environ.get("RANK", "0") == "0":
+        if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)  # KeyboardInterrupt would still wait for the writer
             # Not print, which a signal handler may interrupt.
             os.write(2, b"stopping: this step is finished and saved; Ctrl-C again ends at once and saves nothing\n")
         self.requested = True
-
-
-def pass_over_requests() -> None:
-    """Ignore requests until the program has ended: Python removes its own handlers before that."""
-    for number in _REQUESTS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def obey_the_loader_alone() -> None:

@@ -1,13 +1,10 @@
 """Trackers receive the lines of metrics.jsonl while a training writes them (docs/trackers.md)."""
 
-import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-Row = Mapping[str, Any]
+from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +15,7 @@ class TrackedRun:
     step      the step that the run is resumed from, 0 in a new one. Rows of later steps, which a process before this
               one may have written, come again
     steps     how many the run takes in all
-    folder    of the run's files, on this machine; those of a bucket are put there with each checkpoint
+    folder    of the run's files, on this machine; it may not exist yet
     settings  the recipe as nested dicts of plain values
     """
 
@@ -29,15 +26,9 @@ class TrackedRun:
     settings: Mapping[str, Any]
 
 
-class Tracker(Protocol):
-    """Receives the lines of metrics.jsonl of one run, on the first process, and its end, however it ended."""
-
-    def log(self, row: Row) -> object: ...
-
-    def finish(self) -> object: ...
-
-
-MakeTracker = Callable[[TrackedRun], Tracker]
+# Makes the tracker of a run, on the first process. It has `log(row)`, which receives each line of metrics.jsonl, and
+# `finish()`, which is called at the run's end, however it ended.
+MakeTracker = Callable[[TrackedRun], Any]
 
 
 class Trackers:
@@ -46,25 +37,19 @@ class Trackers:
     def __init__(self, makers: Mapping[str, MakeTracker], run: TrackedRun, log: Callable[[str], None]):
         self._log, self._trackers = log, {}
         for name, make in makers.items():
-            with self._guarded(name):
-                self._trackers[name] = make(run)
+            self._guarded(name, lambda name=name, make=make: self._trackers.update({name: make(run)}))
 
-    def log(self, row: Row) -> None:
-        self._call(lambda tracker: tracker.log(dict(row)))
+    def log(self, row: Mapping[str, Any]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            self._guarded(name, lambda tracker=tracker: tracker.log(dict(row)))
 
     def finish(self) -> None:
-        self._call(lambda tracker: tracker.finish())
-        self._trackers = {}
-
-    def _call(self, act: Callable[[Tracker], object]) -> None:
         for name, tracker in list(self._trackers.items()):
-            with self._guarded(name):
-                act(tracker)
+            self._guarded(name, tracker.finish)
 
-    @contextlib.contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
+    def _guarded(self, name: str, act: Callable[[], object]) -> None:
         try:
-            yield
+            act()
         except (Exception, SystemExit) as error:  # noqa: BLE001  others' code may raise anything
             self._trackers.pop(name, None)
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -83,7 +68,7 @@ class TensorBoard:
         # What a stopped run showed after its last checkpoint is hidden.
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1 if run.step else 0)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: Mapping[str, Any]) -> None:
         if row["kind"] in ("training", "validation"):
             for name, value in row.items():
                 if name not in ("kind", "step"):

@@ -11,25 +11,10 @@ if TYPE_CHECKING:  # so that editors and type checkers know what __getattr__ giv
     from vlbert.data.vocabulary import Vocabulary
     from vlbert.model.vlbert import Encoded, VLBert
 
-# Where each name is defined. Looked up when asked for: vlbert.data.vocabulary, say, needs no torch.
-_HOMES = {
-    "VLBert": "vlbert.model.vlbert",
-    "Encoded": "vlbert.model.vlbert",
-    "ModelConfig": "vlbert.config",
-    "Vocabulary": "vlbert.data.vocabulary",
-} | dict.fromkeys(("Batch", "Example", "ImageInput", "TextInput", "collate"), "vlbert.data.batch")
-
-__all__ = [
-    "Batch",
-    "Encoded",
-    "Example",
-    "ImageInput",
-    "ModelConfig",
-    "TextInput",
-    "VLBert",
-    "Vocabulary",
-    "collate",
-]
+__all__ = ["Batch", "Encoded", "Example", "ImageInput", "ModelConfig", "TextInput", "VLBert", "Vocabulary", "collate"]
+# Where a name is defined, if not in vlbert.data.batch. Looked up when asked for: vlbert.data.vocabulary needs no torch.
+_HOMES = {"VLBert": "vlbert.model.vlbert", "Encoded": "vlbert.model.vlbert"}
+_HOMES |= {"ModelConfig": "vlbert.config", "Vocabulary": "vlbert.data.vocabulary"}
 
 
 def __getattr__(name: str) -> Any:
@@ -37,8 +22,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("vlbert")
-    if name not in _HOMES:
-        raise AttributeError(f"module vlbert has no {name}; it has {', '.join(_HOMES)}")
+    if name not in __all__:
+        raise AttributeError(f"module vlbert has no {name}; it has {', '.join(__all__)}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "vlbert.data.batch")), name)

@@ -5,6 +5,7 @@ task.json                                     what the outputs of its task's hea
 ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, last, state.json
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,6 @@ from storage.runs import (
     named_best,
     open_folder,
 )
-from storage.safe_json import parse_json
 from storage.settings import from_json, to_json
 from training.checkpoint import MODEL, OPTIMIZER, Writer, load_tensors, optimizer_tensors, write_checkpoint
 from vlbert.config import ModelConfig, Recipe
@@ -134,24 +134,28 @@ def save_checkpoint(
 def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
     """Read the model at a path: ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, ROOT/runs/RUN for its newest, or any local
     folder that holds one. tensors: whether those of the model are read, too."""
-    return _read(_opened(*find_checkpoint(path)), tensors)
+    return read_checkpoint(*find_checkpoint(path), tensors)
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return where open_checkpoint reads, without reading it. Raises ValueError if nothing is there."""
+    """Return where open_checkpoint reads, without reading it. Raises ValueError if the path names nothing."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
             raise ValueError(f"{path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
-        store = LocalStore(path)
-        _check_there(Folder(store, ""))
-        return store, ""
+        _opened(LocalStore(path), "")
+        return LocalStore(path), ""
     store = open_store(root, write=False)
     run, _, named = rest.partition("/")
     if named == "best":
-        return store, _find_best(store, run)
+        best = named_best(store, run)
+        if best is None:
+            raise ValueError(
+                f"{store.where(f'runs/{run}/best.json')} is not there: no validation of {run} has measured a "
+                f"checkpoint yet, or its task compares none; name {store.where(f'runs/{run}')} for the newest"
+            )
+        return store, best.checkpoint
     if named:
-        _check_whole(store, f"runs/{rest}")
         return store, f"runs/{rest}"
     saved = checkpoints(store, run)
     if not saved:
@@ -159,40 +163,14 @@ def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
     return store, saved[-1]
 
 
-def _find_best(store: ObjectStore, run: str) -> str:
-    """Return what the run's best.json names."""
-    best = named_best(store, run)
-    if best is None:
-        raise ValueError(
-            f"{store.where(f'runs/{run}/best.json')} is not there: no validation of {run} has measured a checkpoint "
-            f"yet, or its task compares none; name {store.where(f'runs/{run}')} for the newest"
-        )
-    _check_whole(store, best.checkpoint)
-    return best.checkpoint
-
-
-def read_checkpoint(store: ObjectStore, folder: str, tensors: bool = True) -> Checkpoint:
-    """Read a whole checkpoint, or all but the model's tensors. Raises ValueError if a file is missing, damaged or of
-    another version."""
-    return _read(open_folder(store, folder), tensors)
-
-
-def _check_whole(store: ObjectStore, folder: str) -> None:
-    if not store.exists(f"{folder}/{STATE}"):
-        raise ValueError(
-            f"{store.where(folder)} is not a complete checkpoint: it has no {STATE}; name a step-* folder of a run"
-        )
-
-
-def _check_there(folder: Folder) -> None:
-    for name in (CONFIG, MODEL):
-        if not folder.has(name):
-            raise ValueError(f"{folder.where} holds no model: it has no {name}")
-
-
 def read_model(folder: str | Path) -> Checkpoint:
     """Read the model in a local folder, whoever wrote it; errors as of read_checkpoint."""
-    return _read(_opened(LocalStore(str(folder)), ""))
+    return read_checkpoint(LocalStore(str(folder)), "")
+
+
+def read_config_at(store: ObjectStore, path: str) -> dict:
+    """Read config.json, and nothing else, of what find_checkpoint found."""
+    return _read_config(_opened(store, path))
 
 
 def without_paths(config: ModelConfig) -> ModelConfig:
@@ -200,24 +178,16 @@ def without_paths(config: ModelConfig) -> ModelConfig:
     return replace(config, regions=replace(config.regions, weights=None))
 
 
-def read_config_at(store: ObjectStore, path: str) -> dict:
-    """Read config.json, and nothing else, of what find_checkpoint found."""
+def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
+    """Read a whole checkpoint or, at path "", any folder with a model, or all but the model's tensors. Raises
+    ValueError if a file is missing, damaged or of another version."""
     folder = _opened(store, path)
-    return read_config(folder.get(CONFIG), folder.where_of(CONFIG))
-
-
-def _opened(store: ObjectStore, path: str) -> Folder:
-    """Open a checkpoint by its state.json; any other folder, which has none, as it is."""
-    name = f"{path}/{STATE}" if path else STATE
-    return open_folder(store, path) if path or store.exists(name) else Folder(store, path)
-
-
-def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
-    _check_there(folder)
-    config = read_config(folder.get(CONFIG), folder.where_of(CONFIG))
+    config = _read_config(folder)
     if not folder.state:
         folder = replace(folder, hashes=config.get("files", {}))
-    model, vocabulary = load_tensors(folder, MODEL) if tensors else {}, None
+    vocabulary, saved = None, folder.json(TASK) if folder.has(TASK) else {}
+    if not all(isinstance(value, list) for value in saved.values()):
+        raise ValueError(f"{folder.where_of(TASK)} is no object of lists, the meaning of a head's outputs")
     if folder.has(VOCABULARY):
         where = folder.where_of(VOCABULARY)
         try:
@@ -233,18 +203,33 @@ def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
         model_config=from_json(ModelConfig, config["model"], folder.where_of(CONFIG)),
         vocab_size=config["vocab_size"],
         vocabulary=vocabulary,
-        model=model,
-        saved=_read_saved(folder.get(TASK), folder.where_of(TASK)) if folder.has(TASK) else {},
+        model=load_tensors(folder, MODEL) if tensors else {},
+        saved=saved,
     )
 
 
-def _read_saved(data: bytes, where: str) -> dict:
-    saved = parse_json(data, where, fix="copy it again")
-    if not all(isinstance(value, list) for value in saved.values()):
-        raise ValueError(
-            f"{where} does not say what a head's outputs mean: an object of lists is needed; copy it again"
-        )
-    return saved
+def _opened(store: ObjectStore, path: str) -> Folder:
+    """Open a checkpoint by its state.json; any other folder, which has none, as it is."""
+    folder = open_folder(store, path) if path or store.exists(STATE) else Folder(store, path)
+    for name in (CONFIG, MODEL):
+        if not folder.has(name):
+            raise ValueError(f"{folder.where} holds no model: it has no {name}")
+    return folder
+
+
+def _read_config(folder: Folder) -> dict:
+    """Return what config.json holds. Raises ValueError if it is of something else, or of another version."""
+    config, where = folder.json(CONFIG), folder.where_of(CONFIG)
+    if not isinstance(config.get("version"), int):
+        raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
+    check_version(config["version"], CHECKPOINT_VERSION, where)
+    hashes = config.get("files", {})
+    sound = isinstance(hashes, dict) and all(
+        isinstance(one, dict) and {"bytes", "sha256"} <= one.keys() for one in hashes.values()
+    )
+    if not (sound and isinstance(config.get("model"), dict) and isinstance(config.get("vocab_size"), int)):
+        raise ValueError(f"{where} lacks model, vocab_size or `files`: it is not whole; copy it again")
+    return config
 
 
 def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
@@ -258,31 +243,15 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
     """Raises ValueError if the outputs of the task's head mean something else than when the checkpoint was trained."""
     for name in task.saved:
         now, before = getattr(task, name), checkpoint.saved.get(name)
-        if before is None or now == before:  # it may be older than the file, or converted
+        if before is None or now == before:  # it may be converted
             continue
-        at = next((i for i, pair in enumerate(zip(now, before, strict=False)) if pair[0] != pair[1]), None)
-        difference = f"there are {len(before)} there and {len(now)} here"
-        if at is not None:
-            difference = f"number {at} is {before[at]!r} there and {now[at]!r} here"
+        pairs = enumerate(itertools.zip_longest(before, now))
+        at, (there, here) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
         raise ValueError(
-            f"{checkpoint.where}/{TASK} has other {name} than {task.settings.folder or 'the task'} now: "
-            f"{difference}; put those back that it was trained with, or start another run, and not from it"
+            f"{checkpoint.where}/{TASK} has other {name} than {task.settings.folder or 'the task'} now: number {at} is "
+            f"{there!r} there and {here!r} here; put those back that it was trained with, or start another run, and "
+            "not from it"
         )
-
-
-def read_config(data: bytes, where: str) -> dict:
-    """Return what config.json holds. Raises ValueError if it is of something else, or of another version."""
-    config = parse_json(data, where, fix="copy it again")
-    if not isinstance(config.get("version"), int):
-        raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
-    check_version(config["version"], CHECKPOINT_VERSION, where)
-    hashes = config.get("files", {})
-    sound = isinstance(hashes, dict) and all(
-        isinstance(one, dict) and {"bytes", "sha256"} <= one.keys() for one in hashes.values()
-    )
-    if not (sound and isinstance(config.get("model"), dict) and isinstance(config.get("vocab_size"), int)):
-        raise ValueError(f"{where} lacks model, vocab_size or `files`: it is not whole; copy it again")
-    return config
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:

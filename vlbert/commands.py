@@ -19,7 +19,7 @@ COMMANDS = {
     "collect": ("storage.collect.run", "download a caption list, or import images, into shards"),
     "detect": ("detectors.run", "detect regions in every image shard that has none yet"),
     "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),
-    "recipes": ("vlbert.recipes.differences", "print how paper and published code differ, and all numbers"),
+    "recipes": ("vlbert.recipes", "print how paper and published code differ, and all numbers"),
     "train": ("vlbert.train", "pre-train or fine-tune a model"),
     "evaluate": ("vlbert.evaluation.evaluate", "evaluate a checkpoint on a split: metrics, a page, submissions"),
     "predict": ("vlbert.predict.command", "ask a model about images of your own"),

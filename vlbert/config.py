@@ -7,6 +7,7 @@ from typing import Any, Literal
 from detectors.resnet import ResNetConfig
 from storage.settings import Weights, check, check_choices, check_positive, flat, to_json
 from training.optimizer import OptimizerConfig, check_decay
+from training.recipe import RunSettings
 
 
 @dataclass(frozen=True)
@@ -223,19 +224,15 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(RunSettings):
     """The full configuration of a run. Functions of vlbert/recipes/ return one; the command line overrides fields."""
 
-    name: str  # of the recipe
     task: Any  # the settings of a task; their type decides which (vlbert.tasks.make_task)
     model: ModelConfig = ModelConfig()  # the architecture
     data: DataConfig = DataConfig()  # what is read, in which batches
     optimizer: OptimizerConfig = OptimizerConfig()  # how weights change, and at which rate
-    steps: int = 250_000  # optimizer steps in all
-    run_name: str = ""  # of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
     init_from: str | None = None  # checkpoint whose VL-BERT this run starts with: path of a step-* folder, or a model's
     bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, only its pooler
-    random_init: bool = False  # start from random weights; a fine-tuning without a start is refused unless this is true
     vocabulary: str | None = None  # vocab.txt; None: that of init_from or bert, else built from the captions
     vocabulary_size: int = 30_522  # most tokens of a vocabulary that is built
     # Type of matrix products and convolutions, on any device. fp32; tf32: inputs rounded to 10 bits (GPUs; CPUs compute
@@ -243,25 +240,12 @@ class Recipe:
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
     activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory
     compile: bool = False  # torch.compile: takes minutes at the start, and is not faster on CPUs
-    spike: float | None = 5.0  # skip a step whose loss is so many times the mean of the last 100; None: never
-    most_skipped: int = 10  # abort after this many consecutive skipped steps
-    log_every: int = 20  # steps between progress lines
-    # What gets each line of metrics.jsonl, beside that file: tensorboard, or MODULE:FUNCTION of your own
-    # (docs/trackers.md); empty: nothing
-    trackers: tuple[str, ...] = ("tensorboard",)
-    validate_every: int = 5_000  # steps between validations; the last step always validates
     validation_samples: int | None = 10_000  # most held-out examples of a validation; None: all
-    save_every: int = 5_000  # steps between checkpoints; the last step always saves
-    keep_checkpoints: int = 2  # the newest so many are kept, and the one that validated best
 
     def __post_init__(self):
-        check_choices(self)
+        super().__post_init__()
         check_choices(self.task)
-        check_positive(
-            self, "steps", "log_every", "validate_every", "save_every", "keep_checkpoints", "most_skipped",
-            "vocabulary_size", "validation_samples",
-        )  # fmt: skip
-        check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
+        check_positive(self, "vocabulary_size", "validation_samples")
         tf32 = self.compile and self.precision == "tf32"
         check(self, not tf32, "compile", "false with tf32: torch refuses the two")
         live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
@@ -269,10 +253,6 @@ class Recipe:
         check(self, not again, "compile", "false with activation_checkpointing and live norms")
         check_decay(self.optimizer, self.steps)
         check(self, not (self.random_init and (self.init_from or self.bert)), "random_init", "false with a start")
-
-    @property
-    def run(self) -> str:
-        return self.run_name or self.name
 
 
 # Fields of a model that may differ from the checkpoint it starts from: initialisation, dropout, inputs.

@@ -20,8 +20,8 @@ from vlbert.tasks.base import Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
 
-def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
-    """Raises ValueError if the recipe lacks what every run must give. resumed: the checkpoint that the run resumes."""
+def check_complete(recipe: Recipe) -> None:
+    """Raises ValueError if the recipe lacks what every run must give."""
     if not recipe.data.root:
         raise ValueError("data.root is not set; give --data.root=FOLDER or --data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
@@ -32,7 +32,7 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
         )
     regions = recipe.model.regions
     from_pixels = regions.features == "end_to_end"
-    if from_pixels and not (regions.weights or regions.random_init or recipe.init_from or resumed):
+    if from_pixels and not (regions.weights or regions.random_init or recipe.init_from):
         raise ValueError(
             "the Fast R-CNN has no weights to start from; give --model.regions.weights=FILE (a detector's safetensors) "
             "or --init_from=CHECKPOINT, or say that it shall start from random ones: --model.regions.random_init"

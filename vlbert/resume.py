@@ -63,12 +63,12 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     report: prints a line. Raises ValueError if the recipe lacks something, or a setting that affects results differs
     from the checkpoint.
     """
+    check_complete(recipe)
     saved = distributed.from_first(checkpoints(store, recipe.run), world)
     resumed = read_checkpoint(store, saved[-1]) if saved else None
-    check_complete(recipe, resumed)
     if resumed:
         check_unchanged(recipe, resumed)
-        if world.first:  # it may have been killed before it came to that
+        if world.first:
             _prune(recipe, store)
         if complete := _complete(recipe, resumed):
             report(complete)
@@ -76,7 +76,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
         recipe.task.check_same(
             resumed.state.get("task_files"), resumed.where, "put it back, or start another run: --run_name=NAME"
         )
-        _report_resumed(recipe, resumed, report)
+        report(f"{recipe.run} goes on from {resumed.where}, step {resumed.state['step']} of {recipe.steps}")
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
     data = open_data(recipe, store, resumed, resumed or init_from, world)
     model = make_model(recipe, data.task, data.vocabulary, init_from, resumed, report).to(world.device)
@@ -102,7 +102,6 @@ def find_complete(recipe: Recipe, processes: int) -> str | None:
         if not saved:
             return None
         resumed = read_checkpoint(store, saved[-1], tensors=False)
-        check_complete(recipe, resumed)
         check_unchanged(recipe, resumed)
         complete = _complete(recipe, resumed)
         if complete:
@@ -136,6 +135,7 @@ def _fields(recipe: dict) -> dict[str, object]:
 
 
 def _prune(recipe: Recipe, store: ObjectStore) -> None:
+    """Remove old checkpoints: the run may have been killed before it came to that."""
     prune_checkpoints(store, recipe.run, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
 
 
@@ -153,12 +153,10 @@ def open_data(
     resumed: Checkpoint | None,
     start: Checkpoint | None,
     world: World,
-    otherwise: str = ", or start another run: --run_name=NAME",
 ) -> OpenedData:
     """Open the data of a new run or, as they were, of a resumed one. start: whose vocabulary it takes, if any.
 
-    Raises ValueError if a resumed run has other examples, or another corpus, than it was trained on; `otherwise` ends
-    its message.
+    Raises ValueError if a resumed run has other examples, or another corpus, than it was trained on.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
@@ -171,11 +169,9 @@ def open_data(
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
-        raise ValueError(
-            f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one{otherwise}"
-        )
+        raise ValueError(f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one")
     return OpenedData(
-        datasets=[_training_dataset(config, task, resumed, *one, otherwise) for one in opened],
+        datasets=[_training_dataset(config, task, resumed, *one) for one in opened],
         held_out={pinned["dataset"]: (one, task.examples(one, recipe.task.validate_on)) for one, pinned in held_out},
         corpus=corpus,
         task=task,
@@ -224,7 +220,7 @@ def _check_same(what: str, values: list[tuple[str, object]]) -> None:
 
 
 def _training_dataset(
-    config: DataConfig, task: Task, resumed: Checkpoint | None, samples: ShardSamples, pinned: dict, otherwise: str
+    config: DataConfig, task: Task, resumed: Checkpoint | None, samples: ShardSamples, pinned: dict
 ) -> TrainingDataset:
     name, examples = pinned["dataset"], task.examples(samples, None)
     if resumed:
@@ -235,7 +231,7 @@ def _training_dataset(
     if len(examples) != spans[-1].examples:
         raise ValueError(
             f"{resumed.where} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
-            f"the files of the task have changed; put them back{otherwise}"
+            "the files of the task have changed; put them back"
         )
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}
     return TrainingDataset(samples, examples, spans, weight or float(len(examples)), recorded)
@@ -250,26 +246,16 @@ def _open_held_out(
             pinned = resumed.state["held_out"][number] if resumed else None
             found.append(open_samples(store, name, config.detector, pinned, world))
         except ValueError as error:
-            way_out = (
-                "put its files back, or start another run: --run_name=NAME"
-                if resumed
-                else "make it as docs/tasks.md says (Held-out data), or train without validation: --data.held_out=None"
-            )
-            given = ",".join(config.held_out)
-            raise ValueError(f"{error}; data.held_out={given} names that dataset: {way_out}") from error
+            raise ValueError(
+                f"{error}; data.held_out={','.join(config.held_out)} names that dataset: put its files back, make it "
+                "(docs/tasks.md, Held-out data), or start a run without validation: --data.held_out=None"
+            ) from error
     return found
 
 
 def saved_of(resumed: Checkpoint, dataset: str) -> dict:
     """Return what a checkpoint records of a dataset of the run."""
     return next(saved for saved in resumed.state["data"] if saved["dataset"] == dataset)
-
-
-def _report_resumed(recipe: Recipe, resumed: Checkpoint, report: Callable[[str], None]) -> None:
-    report(f"{recipe.run} goes on from {resumed.where}, step {resumed.state['step']} of {recipe.steps}")
-    steps = resumed.config["recipe"]["steps"]
-    if steps != recipe.steps:
-        report(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
 
 
 def _report_run(

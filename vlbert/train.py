@@ -9,7 +9,7 @@ goes on from its last checkpoint; a finished one says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -32,11 +32,9 @@ from vlbert.config import Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.loading import TrainingData, check_shares
 from vlbert.data.samples import newer_snapshot, open_samples
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete
-from vlbert.model.execution import compiled_graphs
 from vlbert.recipes import RECIPES
-from vlbert.resume import HeldOut, start_or_resume
+from vlbert.resume import OpenedData, start_or_resume
 from vlbert.tasks.base import TaskModel
 from vlbert.validate import validate
 
@@ -52,14 +50,10 @@ class VLBertRun(Run):
 
     recipe: Recipe
     model: TaskModel
+    opened: OpenedData
     data: TrainingData
-    held_out: HeldOut
-    vocabulary: Vocabulary
-    num_classes: int
-    pinned: dict  # what a checkpoint records of the held-out datasets, of the corpus and of what it started from
     detector: dict | None  # see detector_of
     observe: Observe = lambda step, parts: None
-    reported: set[str] = field(default_factory=set)  # why new shards could not enter
 
     @property
     def samples_per_step(self) -> int:
@@ -98,11 +92,11 @@ class VLBertRun(Run):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        return self._validate if self.held_out else None
+        return self._validate if self.opened.held_out else None
 
     def _validate(self) -> tuple[dict[str, float], list[dict]]:
         skipped = []  # those in `unreadable` are of training steps, and counted in its next line
-        found = validate(self.model, self.recipe, self.held_out, self.world, skipped)
+        found = validate(self.model, self.recipe, self.opened.held_out, self.world, skipped)
         self.note_unreadable(skipped)
         return found
 
@@ -113,7 +107,7 @@ class VLBertRun(Run):
             {**one.pinned, "weight": one.weight, "snapshots": [asdict(span) for span in one.spans]}
             for one in self.data.datasets
         ]
-        state = self.pinned | {"data": data, "seed": recipe.data.seed} | consumed
+        state = self.opened.pinned | {"data": data, "seed": recipe.data.seed} | consumed
         state |= {"validation": dict(validation), "loop": loop_state}
         save_checkpoint(
             self.writer,
@@ -122,8 +116,8 @@ class VLBertRun(Run):
             recipe,
             self.model,
             self.optimizer,
-            self.vocabulary,
-            self.num_classes,
+            self.opened.vocabulary,
+            self.opened.num_classes,
             state,
             self.detector,
         )
@@ -140,8 +134,6 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     with in_precision_of(recipe), run.writer:
         metrics = train_steps(run)
     if world.first:
-        if recipe.compile:
-            print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
         print(f"Reported in the paper: {run.data.task.paper}", flush=True)
     return metrics
 
@@ -167,9 +159,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
             samples = found and opened(found)
         except (*EXPECTED, OSError) as error:  # the run goes on without the new shards
             found = None
-            if str(error) not in run.reported:
-                run.reported.add(str(error))
-                print(f"no new shards enter in step {step + 1}, the next boundary looks again: {error}", flush=True)
+            print(f"no new shards enter in step {step + 1}, the next boundary looks again: {error}", flush=True)
     found = distributed.from_first(found, world)
     if found is None:
         return False
@@ -205,11 +195,8 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         step=start.step,
         model=start.model,
         optimizer=start.optimizer,
+        opened=data,
         data=training,
-        held_out=data.held_out,
-        vocabulary=data.vocabulary,
-        num_classes=data.num_classes,
-        pinned=data.pinned,
         detector=detector_of(store, data.datasets[0].pinned["dataset"], stage) if world.first else None,
         metadata={
             "detector": stage.removeprefix("regions/"),
@@ -229,7 +216,7 @@ def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    run_program("vlbert train", "vlbert.train", __doc__, RECIPES, check_complete, train, arguments)
+    run_program("vlbert train", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from storage.reading import Samples
-from training.distributed import World, gather_rows, sum_over_ranks
+from training.distributed import World, gather_rows
 from training.loading import batches
 from training.log import Unreadable
 from training.precision import autocast, in_precision_of
@@ -89,7 +89,7 @@ def validate(
             raise ValueError(
                 f"none of the {len(examples)} held-out examples of {name} can be read{because_of(skipped)}"
             )
-        parts[name] = rows, shuffled, int(sum_over_ranks([len(skipped)], world)[0])
+        parts[name] = rows, shuffled, sum(gather_rows([len(skipped)], world))
         if unreadable is not None:
             unreadable += skipped
     everything = [row for rows, _, _ in parts.values() for row in rows]

@@ -2,7 +2,7 @@
 
     vlbert recipes        prints them as tables; docs/variants.md has the reasons
 
-`paper(recipe)` and `published(recipe)` set all of them. Released checkpoints need the code's; the paper's tables name
+`apply(recipe, variant)` sets all of them. Released checkpoints need the code's; the paper's tables name
 the paper's. Numbers (learning rates, batches, steps) stand in the recipes themselves, beside their sources.
 """
 
@@ -84,16 +84,6 @@ RULES = (
 def apply(recipe: Recipe, variant: Variant) -> Recipe:
     """Return the recipe with every rule as the paper, or as the authors' code, has it."""
     return override_values(recipe, {rule.field: getattr(rule, variant) for rule in rules_of(recipe)})
-
-
-def paper(recipe: Recipe) -> Recipe:
-    """Return the recipe with every rule as the paper has it."""
-    return apply(recipe, "paper")
-
-
-def published(recipe: Recipe) -> Recipe:
-    """Return the recipe with every rule as the authors' code has it."""
-    return apply(recipe, "published")
 
 
 def rules_of(recipe: Recipe) -> list[Rule]:

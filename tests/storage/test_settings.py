@@ -181,7 +181,7 @@ def test_a_recipe_takes_its_own_arguments_and_fields():
     assert (recipe.name, recipe.steps, recipe.data.root) == ("pretrain_vlbert_large_paper", 9, "r")
     for arguments, named in (
         ("pretrain_vlbert --size huge", "huge"),
-        ("pretrain_vlbert_base", "did you mean pretrain_vlbert?"),
+        ("pretrain_vlbert_base", "there is no recipe pretrain_vlbert_base, only finetune_refcoco, "),
         ("pretrain_vlbert --size demo --variant paper", "there is no pretrain_vlbert_demo_paper"),
         ("finetune_vqa --features end_to_end", "there is no finetune_vqa_base"),
     ):

@@ -67,12 +67,11 @@ def test_a_checkpoint_waits_for_the_one_before(tmp_path, logged):
         assert store.begun.wait(20)
         second = threading.Thread(target=write, args=(writer, 2))
         second.start()
-        wait_for(lambda: logged)
+        second.join(0.05)
         assert second.is_alive()
         store.let_through.set()
         second.join(20)
     assert [read(tmp_path, folder) for folder in (FIRST, SECOND)] == [1, 2]
-    assert f"waits for {tmp_path}/{FIRST} " in logged[0]
 
 
 def test_objects_are_written_in_order_and_of_one_path_the_newest(tmp_path):
@@ -101,35 +100,24 @@ def away(tmp_path) -> Path:
 
 
 def test_while_storage_is_away_training_goes_on_and_the_newest_is_written_when_it_is_back(tmp_path, away, logged):
-    with Writer(open_store(str(tmp_path)), logged.append) as writer:
-        writer.put("runs/r/metrics.jsonl", b"1")
-        wait_for(lambda: logged)
-        for step in (1, 2, 3):
-            writer.put("runs/r/metrics.jsonl", b"%d" % step)
-            write(writer, step)
-        assert writer.saved is None
-        away.unlink()
-        wait_for((tmp_path / THIRD / "state.json").exists)  # without another call
-    assert (tmp_path / "runs/r/metrics.jsonl").read_bytes() == b"3"
-    assert checkpoints(writer.store, "r") == [THIRD]
-    assert read(tmp_path, THIRD) == 3
-    skipped = [f"Skipping {tmp_path}/{folder}" for folder in (FIRST, SECOND)]
-    begins = ["cannot save for now", *skipped, "storage is back", "step 3/3  saved"]
-    assert len(logged) == len(begins)
-    for line, begin in zip(sorted(logged), sorted(begins), strict=True):
-        assert line.startswith(begin)
-
-
-def test_a_newer_object_that_came_during_a_failing_attempt_is_the_one_tried_again(tmp_path, away, logged):
     store = Held(tmp_path, "metrics.jsonl")
     with Writer(store, logged.append) as writer:
         writer.put("runs/r/metrics.jsonl", b"1")
         assert store.begun.wait(20)
-        writer.put("runs/r/metrics.jsonl", b"2")
+        writer.put("runs/r/metrics.jsonl", b"2")  # while an attempt fails
         store.let_through.set()
         wait_for(lambda: logged)
+        for step in (1, 2, 3):
+            write(writer, step)
+        assert writer.saved is None
         away.unlink()
+        wait_for((tmp_path / THIRD / "state.json").exists)  # without another call
     assert (tmp_path / "runs/r/metrics.jsonl").read_bytes() == b"2"
+    assert checkpoints(writer.store, "r") == [THIRD]
+    assert read(tmp_path, THIRD) == 3
+    assert len(logged) == 2
+    for line, begin in zip(logged, ("cannot save for now", "step 3/3  saved"), strict=True):
+        assert line.startswith(begin)
 
 
 def test_one_file_that_is_refused_holds_up_no_other(tmp_path, logged):
@@ -149,7 +137,7 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     with pytest.raises(StorageUnreachable) as error:
         writer.finish(wait=0.3)
     assert str(error.value).startswith("not saved: ")
-    for name in ("runs/r/metrics.jsonl", FIRST, "cannot write or remove"):
+    for name in ("runs/r/metrics.jsonl", "runs/r/step-*", "cannot write or remove"):
         assert name in str(error.value)
     writer.put("runs/r/heartbeat.json", b"failed")
     away.unlink()
@@ -236,14 +224,10 @@ def test_the_best_validated_checkpoint_is_kept_with_the_newest(tmp_path):
 def test_with_a_damaged_state_no_checkpoint_is_removed(tmp_path, logged):
     store = open_store(str(tmp_path))
     saved(tmp_path, 3, 4, step1=0.9, step2=0.5)
-    state = store.get(f"{SECOND}/state.json")
-    store.put(f"{SECOND}/state.json", state[:-9])
+    store.put(f"{SECOND}/state.json", store.get(f"{SECOND}/state.json")[:-9])
     assert prune_checkpoints(store, "r", 1, "accuracy", logged.append) is None
     assert len(checkpoints(store, "r")) == 4
     assert f"{tmp_path}/{SECOND}/" in logged[0]
-    store.put(f"{SECOND}/state.json", state)
-    assert prune_checkpoints(store, "r", 1, "accuracy").step == 1
-    assert checkpoints(store, "r") == [FIRST, "runs/r/step-0000004"]
 
 
 def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_them(tmp_path):

@@ -1,16 +1,13 @@
-"""The log of a run: its files, a log that cannot be written, the heartbeat."""
+"""The log of a run: its files and the heartbeat."""
 
 import json
 import re
 
 import pytest
 from places import PROJECT
-from small_run import run_small
 from writing import wait_for
 
-import training.checkpoint
-import training.loop
-from storage.object_store import ObjectStore, StorageUnreachable, open_store
+from storage.object_store import ObjectStore, open_store
 from training.checkpoint import Writer
 from training.log import PROGRESS_LINES, RunLog, read_heartbeat, read_metrics
 from training.metrics import RunningAverages, Step
@@ -32,39 +29,8 @@ def store(tmp_path) -> ObjectStore:
 
 
 @pytest.fixture
-def record(store, monkeypatch) -> RunLog:
-    monkeypatch.setattr(training.checkpoint, "_PAUSE", 0.05)
+def record(store) -> RunLog:
     return RunLog(Writer(store), "run", 0, 10, 1)
-
-
-def test_a_log_that_cannot_be_written_ends_no_training_and_lacks_nothing_afterwards(tmp_path, record, capsys):
-    file = tmp_path / "runs/run/metrics.jsonl"
-    file.mkdir()  # which no file can replace
-    with record.writer, record.running():
-        for step in (1, 2):
-            add_line(record, step)
-        wait_for(lambda: record.writer._refusal)
-        file.rmdir()
-        add_line(record, 3)
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
-    assert capsys.readouterr().out.count("cannot save for now, the training goes on and this is tried again: ") == 1
-    assert read_heartbeat(record.store, "run")["state"] == "done"
-
-
-def test_lines_that_are_never_written_fail_the_run_at_its_end(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(training.checkpoint, "_PAUSE", 0.01)
-    for where, name in ((training.loop, "WAIT_AT_END"), (training.checkpoint, "WAIT_WHEN_STOPPED")):
-        monkeypatch.setattr(where, name, 0.5)
-
-    def spoil() -> tuple[dict[str, float], list[dict]]:
-        (tmp_path / "runs/run/skipped.jsonl").mkdir(exist_ok=True)
-        return {}, []
-
-    with pytest.raises(StorageUnreachable, match=f"^not saved: .*{tmp_path}/runs/run/skipped.jsonl.*: ") as error:
-        run_small(store, range(4), bad=[2], validate=spoil, validate_every=1)
-    beat = read_heartbeat(store, "run")
-    assert (beat["state"], beat["reason"]) == ("failed", str(error.value))
-    assert [found["step"] for found in read_metrics(store, "run", "training")] == [2, 4]
 
 
 def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, store, capsys):
@@ -97,7 +63,7 @@ def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path, store):
     for bad in (b"{", b"7", b'{"kind": "training"}', b"\xff"):
         file.write_bytes(b'{"kind": "training", "step": 1}\n' + bad + b'\n{"kind": "training", "step": 2}\n')
         for read in (lambda: read_metrics(store, "run", "training"), lambda: RunLog(Writer(store), "run", 2, 9, 1)):
-            with pytest.raises(ValueError, match=f"^line 2 of {file} is no JSON"):
+            with pytest.raises(ValueError, match=f"^line 2 of {file} .*remove that line"):
                 read()
 
 
@@ -107,7 +73,7 @@ def test_without_progress_lines_an_empty_line_is_the_sign_of_life(record, capsys
     assert capsys.readouterr().out == "\n"
     monkeypatch.delenv(PROGRESS_LINES)
     add_line(record, 2)
-    assert capsys.readouterr().out.startswith("step 2/10  all 1.500  ")
+    assert capsys.readouterr().out.startswith("step 2/10  loss all 1.500  samples/s ")
 
 
 def test_the_heartbeat_tells_where_the_run_is_and_the_page_of_formats_names_its_fields(store, record):

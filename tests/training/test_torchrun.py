@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from writing import wait_for
 
 from demo.serve import free_port
 from flows.settings import Processes
-from flows.supervisor import ChildFailed, ChildTimedOut
+from flows.supervisor import ChildFailed
 from flows.torchrun import OnHeartbeat, TrainingStopped, torchrun
 from storage.object_store import open_store
 from training.distributed import World
-from training.program import STOPPED as SAVED_STATUS
+from training.program import STOPPED as TOLD_TO_STOP
 from vlbert.recipes import RECIPES
 from vlbert.train import train
 
@@ -109,8 +109,8 @@ def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
     """torchrun kills it 30 s after it asked it to end."""
     status, _, errors = ended(launched(tmp_path, RANK, "hang", 1, 5), 5 + TOGETHER)
     assert status == 1
-    lines = [line for line in errors.splitlines() if line.startswith("rank.py: ")]
-    assert lines == ["rank.py: another rank is gone or hangs (Timed out); its error stands above, or there"]
+    (line,) = [line for line in errors.splitlines() if line.startswith("rank.py: ")]
+    assert re.match(r"rank.py: another rank is gone or hangs \(.*\); its error stands above, or there", line)
     assert "[rank" not in errors, "no traceback of a rank"
 
 
@@ -182,16 +182,7 @@ def alone(root: Path) -> list[tuple]:
     return losses(root, "alone")
 
 
-RESTART = ("--standalone", "--max-restarts=1")
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-@pytest.mark.slow
-def test_restarts_that_torchrun_cannot_do_are_refused(tmp_path):
-    status, _, errors = ended(launched(tmp_path, RANK, "a bug", 0, 600, options=RESTART))
-    assert status == 1
-    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it" in errors
-    assert "a fault of my own" not in errors
 
 
 def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0) -> list[subprocess.Popen]:
@@ -228,71 +219,6 @@ def test_when_a_node_is_gone_the_other_ends(tmp_path, which):
     assert "[rank" not in errors, "no traceback of a rank"
 
 
-def nodes_in(
-    folders: Sequence[Path], *arguments: str, join_timeout: int = int(TOGETHER)
-) -> list[subprocess.CompletedProcess]:
-    """What `training.launch` of vlbert.train does on nodes, of two, with two ranks each and a folder of their own."""
-    command = [sys.executable, "-m", "training.launch", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += [
-        f"--rdzv-endpoint=localhost:{free_port(0)}",
-        "--rdzv-id=tiny",
-        f"--rdzv-conf=join_timeout={join_timeout}",
-    ]
-    command += ["-m", "vlbert.train", *arguments]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(PROJECT), "."])}
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    nodes = [subprocess.Popen(command, cwd=folder, env=variables, **output) for folder in folders]
-    try:
-        return [subprocess.CompletedProcess(command, *ended(node, TOGETHER)) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-
-
-@pytest.mark.slow
-def test_a_node_whose_other_does_not_come_ends_with_one_line(tmp_path):
-    (node,) = nodes_in([tmp_path], "pretrain_vlbert", "--size=demo", join_timeout=2)
-    assert node.returncode == 1
-    (line,) = node.stderr.splitlines()
-    assert "another node did not come" in line
-
-
-# Counts what crosses between ranks for the gradients of three steps, of two parts each.
-COUNTING = """
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-from small_run import SmallRun, run_small
-from storage.object_store import open_store
-from training.program import run_in_world
-
-crossed = []
-
-def counted(state, bucket):
-    crossed.append(bucket.buffer().numel())
-    return allreduce_hook(state, bucket)
-
-class Counting(SmallRun):
-    def losses(self, parallel, part):
-        if not parallel._comm_hooks:
-            parallel.register_comm_hook(None, counted)
-        return parallel(part)
-
-def work(world):
-    network, _ = run_small(open_store(__file__ + ".root"), range(3), world=world, kind=Counting)
-    if world.first:
-        print(crossed, sum(p.numel() for p in network.parameters()), flush=True)
-
-run_in_world("rank.py", work)
-"""
-
-
-@pytest.mark.slow
-def test_gradients_cross_between_ranks_once_a_step(tmp_path):
-    status, printed, errors = ended(launched(tmp_path, COUNTING))
-    assert status == 0, errors
-    assert printed.splitlines()[-1] == "[29, 29, 29] 29"
-
-
 OF_RANK_0 = "import os\nif os.environ['RANK'] != '0':\n    raise ImportError('no such library')\n"
 
 
@@ -300,7 +226,6 @@ OF_RANK_0 = "import os\nif os.environ['RANK'] != '0':\n    raise ImportError('no
 @pytest.mark.parametrize(
     ("given", "named", "lines"),
     [
-        (["pretrain_vlbert", "--data.rot=1"], "Unrecognized options: --data.rot=1", 1),
         (
             ["of_rank_0:recipe", "--data.text_batch=0", "--model.regions.random_init"],
             "rank 1: of_rank_0 cannot be imported (no such library)",
@@ -325,29 +250,25 @@ def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path, given, n
     assert named.format(root=root) in shown[-1]
 
 
-SCONTROL = """#!/bin/sh
-echo node7
-echo node8
-"""
-STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0"}
-
-
 def test_the_nodes_of_a_slurm_step_meet_on_its_first_one(tmp_path):
-    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
     (tmp_path / "scontrol").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    program = "import os; from torch.distributed.run import parse_args; o = parse_args(['x']); "
-    program += "print(o.nnodes, o.rdzv_backend, o.rdzv_endpoint, o.rdzv_id)"
-    command = ["bash", str(PROJECT / "docker/slurm/rendezvous.sh"), sys.executable, "-c", program]
+    step = {"SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0"}
+    shown = "echo $PET_NNODES $PET_RDZV_BACKEND $PET_RDZV_ENDPOINT $PET_RDZV_ID"
 
-    def met(**variables: str) -> subprocess.CompletedProcess:
-        environment = os.environ | STEP | {"PATH": path} | variables
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
+    def met(nodes: int, tasks: int, **more: str) -> subprocess.CompletedProcess:
+        step_of = step | {"SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks)} | more
+        return subprocess.run(
+            ["bash", str(PROJECT / "docker/slurm/rendezvous.sh"), "sh", "-c", shown],
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | step_of,
+            capture_output=True,
+            text=True,
+        )
 
-    assert met(SLURM_STEP_NUM_TASKS="2").stdout == "2 c10d node7:21968 123.0.0\n"
-    assert met(SLURM_STEP_NUM_TASKS="2", SLURM_RESTART_COUNT="3").stdout.endswith(" 123.0.3\n")
-    assert met(SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1").stdout.startswith("1:1 ")
-    refused = met(SLURM_STEP_NUM_TASKS="8")
+    assert met(2, 2).stdout == "2 c10d node7:21968 123.0.0\n"
+    assert met(2, 2, SLURM_RESTART_COUNT="3").stdout.endswith(" 123.0.3\n")
+    assert not met(1, 1).stdout.strip()
+    refused = met(2, 8)
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "8 tasks on 2 nodes; give srun --ntasks-per-node=1" in refused.stderr
 
@@ -379,20 +300,13 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root):
     processes = Processes(count=2, threads=1)
     with pytest.raises(TrainingStopped, match="did not fail, it was told to stop .*goes on from") as stopped:
         trained_by_a_flow(root, "signalled", stop, processes, steps=2000)
-    assert stopped.value.__cause__.returncode == SAVED_STATUS, "of torchrun, though it got the signal too"
+    assert stopped.value.__cause__.returncode == TOLD_TO_STOP, "of torchrun, too"
     place = str(stopped.value).rpartition(" ")[2]
     assert Path(place, "state.json").exists()
     step = int(place.rpartition("-")[2])
     assert 3 <= step < 2000
     logged = trained_by_a_flow(root, "signalled", lambda beat: None, processes, steps=step + 1)
     assert any(f"goes on from {place}" in line for line in logged)
-
-
-def in_place_of_torchrun(folder: Path, program: str) -> None:
-    """Have `python -m training.launch`, started in the folder, run this."""
-    (folder / "training").mkdir()
-    (folder / "training" / "__init__.py").touch()
-    (folder / "training" / "launch.py").write_text(program)
 
 
 # In place of torchrun: each line of `lives` is a heartbeat, what the last rank left as its error, and the exit status.
@@ -425,7 +339,6 @@ FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": TIME.form
 @pytest.mark.parametrize(
     ("before", "lives", "raised", "words"),
     [
-        (None, [(STOPPED, None, 128 + signal.SIGTERM)], TrainingStopped, "after step 5 of 9"),
         (None, [(STOPPED, None, 75), (AGAIN, None, 75), (STOPPED, None, 75)], TrainingStopped, "step 5"),
         (None, [(STOPPED, None, 1)], ChildFailed, "of torchrun"),
         (None, [(STOPPED, None, 75), (AGAIN, None, 75)], ChildFailed, "of torchrun"),
@@ -435,7 +348,9 @@ FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": TIME.form
     ],
 )
 def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch, before, lives, raised, words):
-    in_place_of_torchrun(tmp_path, LIVES)
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "__init__.py").touch()
+    (tmp_path / "training" / "launch.py").write_text(LIVES)
     monkeypatch.chdir(tmp_path)
     Path("lives").write_text(json.dumps(lives))
     if before:
@@ -444,29 +359,3 @@ def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch
         torchrun("a.program", [], "root", "tiny", Processes(), lambda line: None)
     assert ended.type is raised
     assert words in str(ended.value).splitlines()[-1]
-
-
-# In place of torchrun: asked to end, it takes half a second.
-SLOW_TO_END = """
-import signal, sys, time
-
-def end(*_):
-    time.sleep(0.5)
-    sys.exit("saved")
-
-signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def test_torchrun_gets_its_restarts_and_its_grace_to_save(tmp_path, monkeypatch):
-    in_place_of_torchrun(tmp_path, SLOW_TO_END)
-    monkeypatch.chdir(tmp_path)
-    for grace, printed in ((0.1, ["ready"]), (20, ["ready", "saved"])):
-        processes = Processes(restarts=3, grace=grace, timeout=1.5)
-        with pytest.raises(ChildTimedOut) as failed:
-            torchrun("no.program", [], "root", "run", processes, lambda line: None)
-        assert failed.value.tail == printed
-        assert "--max-restarts=3" in failed.value.command
-    assert Processes(grace=119.5).environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"

@@ -9,13 +9,10 @@ import sys
 import tomllib
 
 import pytest
-import torch
 from places import PROJECT
 
 import vlbert
-from training.program import run_program
 from vlbert.commands import COMMANDS, main
-from vlbert.recipes import RECIPES
 
 
 @pytest.fixture(autouse=True)
@@ -101,21 +98,6 @@ def test_a_program_runs_and_its_errors_call_it_as_it_was_called(capsys, tmp_path
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert str(ended.value.code).startswith(f"vlbert {arguments[0]}")
-
-
-@pytest.mark.parametrize(("gpus", "rank", "told"), [(8, None, True), (1, None, False), (8, "0", False)])
-def test_one_process_beside_several_gpus_says_how_all_are_used(monkeypatch, capsys, gpus, rank, told):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "1")
-    ran = []
-    recipes = {"small": lambda: RECIPES["pretrain_vlbert"](size="demo")}
-    run_program(
-        "vlbert train", "vlbert.train", "Train.", recipes, lambda recipe: None, lambda *_: ran.append(1), ["small"]
-    )
-    assert ran == [1]
-    assert ("torchrun --nproc-per-node 8 -m vlbert.train small" in capsys.readouterr().err) == told
 
 
 def test_the_page_names_commands_and_extras_that_exist(capsys):

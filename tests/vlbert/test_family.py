@@ -20,11 +20,10 @@ from family import (
     vqa,
 )
 from places import DATA
-from tiny import CHANNELS, CLASSES, UNICODER_VL, VILBERT, urls
-from vcr_files import BOXES
+from tiny import CHANNELS, CLASSES, UNICODER_VL, VILBERT
 
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Example, collate, placeholder
+from vlbert.data.batch import Example, collate
 from vlbert.data.images import PreparedImage, prepare_image
 from vlbert.data.masking import WordMasking
 from vlbert.data.vocabulary import Vocabulary
@@ -52,16 +51,6 @@ def test_every_task_trains_and_predicts_on_every_architecture(tmp_path, make: Ca
         assert alone["probability"] == pytest.approx(row["probability"], abs=1e-5), "padding or another row changed it"
 
 
-@pytest.mark.parametrize("make", TASKS.values(), ids=TASKS)
-def test_a_placeholder_changes_no_loss(tmp_path, make: Callable):
-    task, samples = make(tmp_path)
-    model, examples = new_model(task, VILBERT).eval(), examples_of(task, samples, VILBERT)
-    alone, beside = (model(collate([*examples, *more])) for more in ([], [placeholder(examples[0])]))
-    for name, (loss, count) in alone.items():
-        torch.testing.assert_close(beside[name][0], loss)
-        assert beside[name][1] == count
-
-
 def test_an_answer_is_read_at_a_mask_or_from_the_pair(tmp_path):
     task, samples = vqa(tmp_path)
     texts = [words_of(task, example) for example in examples_of(task, samples, VILBERT)]
@@ -77,30 +66,6 @@ def words_of(task: Task, example: Example) -> list[str]:
 
 
 # --- precomputed features of VCR's objects ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("detected", [False, True])
-def test_an_object_has_the_features_of_the_region_that_overlaps_it_most(tmp_path, detected: bool):
-    sample = SAMPLES[0]
-    boxes = np.array([BOXES[3], BOXES[0], [200, 200, 201, 201], [1, 1, 21, 41]], np.float32)
-    features = np.arange(4)[:, None].repeat(CHANNELS, 1).astype(np.float16)
-    regions = dataclasses.replace(
-        sample.regions,
-        boxes=boxes,
-        scores=np.ones(4, np.float32),
-        labels=np.ones(4, np.int32),
-        class_probs=sample.regions.class_probs[[0, 0, 0, 0]],
-        features=features,
-    )
-    sample = dataclasses.replace(sample, regions=regions)
-    task, _ = vcr(tmp_path, region_loss="none", detected_regions=detected)
-    found = task.examples(urls([sample, *SAMPLES[1:]]), None)
-    image = prepare_image(sample, UNICODER_VL.regions, False)
-    example = task.example(sample, image, found.annotations[0], np.random.default_rng(0))
-    rows = example.image.features[1:, 0].tolist()
-    assert (rows[0], rows[3]) == (1, 0), "the object's own boxes are regions 1 and 0"
-    assert example.image.boxes[1].tolist() == pytest.approx(BOXES[0])
-    assert len(rows) == 4, "as many as were detected"
 
 
 def test_objects_have_the_detected_regions_behind_them_that_none_took():

@@ -26,7 +26,7 @@ from vlbert import VLBert
 from vlbert.commands import main as run_command
 from vlbert.hf.cards import main, model_card, write_data_card, write_model_card
 from vlbert.train import train
-from vlbert.variants import published
+from vlbert.variants import apply
 
 HOSTILE = "<script>alert(1)</script>|x\n# mine"
 ESCAPED = r"\<script\>alert(1)\</script\>\|x # mine"
@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [Row(20 + i, f"{i:020x}", status) for i, status in enumerate(["http_404", "http_404", HOSTILE])]
     meta = {"source": {"list": "/home/someone/captions.tsv sha256:ab", "rows": [0, 23]}}
     assert commit_shard(Catalog(open_store(str(root)), "captions"), "images", "00000", samples, rows, meta)
-    train(published(tiny_recipe(root, run_name="pretrain")), ALONE)
+    train(apply(tiny_recipe(root, run_name="pretrain"), "published"), ALONE)
     other = EVALUATED | {"inputs": EVALUATED["inputs"] | {"checkpoints": ["pretrain/step-0000003"]}}
     for name, summary in (("testA-step-0000006", EVALUATED), ("testA-step-0000003", other)):
         open_store(str(root)).put(f"runs/pretrain/evaluations/{name}/metrics.json", as_json(summary))

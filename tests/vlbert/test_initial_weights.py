@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny import TINY_MODEL, tiny_recipe, tiny_root
 
 from storage.settings import to_json
-from training.distributed import World
+from training.distributed import ALONE
+from training.optimizer import OptimizerConfig
 from vlbert.checkpoint import read_model
 from vlbert.config import Recipe
 from vlbert.initial_weights import check_complete, make_model
@@ -19,8 +20,6 @@ from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.train import train
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,11 @@ def test_another_task_takes_the_parts_that_its_head_names(root: Path, pretrained
     model, reported = started(recipe, pretrained)
     saved = load_file(pretrained / "model.safetensors")
     assert torch.equal(model.head.transform.dense.weight, saved["head.region_transform.dense.weight"])
+    assert all(torch.equal(model.state_dict()[name], saved[name]) for name in saved if name.startswith("vlbert."))
     assert reported.endswith("of its head region_transform")
+    wider = dataclasses.replace(recipe, model=dataclasses.replace(TINY_MODEL, num_heads=2))
+    with pytest.raises(ValueError, match="another architecture than recipe tiny: model.num_heads is 4 there and 2 he"):
+        started(wider, pretrained)
 
 
 def test_frozen_norms_start_from_live_ones(root: Path, pretrained: Path, tmp_path: Path):
@@ -80,6 +83,8 @@ def test_frozen_norms_start_from_live_ones(root: Path, pretrained: Path, tmp_pat
 
 
 WITHOUT_WEIGHTS = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, random_init=False))
+FALLING = OptimizerConfig(schedule="step", decay_at=(3, 6))
+FINETUNING = {"task": RefCOCOSettings(folder="refs")}
 
 
 @pytest.mark.parametrize(
@@ -88,24 +93,17 @@ WITHOUT_WEIGHTS = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TI
         ({}, {"root": ""}, "data.root is not set"),
         ({}, {"text_corpus": None}, "data.text_corpus is not set"),
         ({"model": WITHOUT_WEIGHTS}, {}, "--model.regions.weights=FILE"),
-        ({"task": RefCOCOSettings(folder="refs")}, {}, "no model to start from"),
+        (FINETUNING, {}, "no model to start from"),
+        (FINETUNING | {"random_init": True, "bert": "bert-base-uncased"}, {}, "Recipe.random_init is True"),
+        ({"steps": 3, "optimizer": FALLING}, {}, "decay_at names update 6, and the run has 3 steps"),
     ],
 )
 def test_an_incomplete_recipe_is_refused(root: Path, changes: dict, data: dict, named: str):
-    recipe = tiny_recipe(root, **changes)
+    changes = {"data": dataclasses.replace(tiny_recipe(root).data, **data)} | changes
     with pytest.raises(ValueError, match=named):
-        check_complete(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **data)))
+        check_complete(tiny_recipe(root, **changes))
 
 
-def test_a_finetuning_starts_from_a_bert_or_from_random_weights(root: Path):
-    recipe = tiny_recipe(root, task=RefCOCOSettings(folder="refs"))
-    check_complete(dataclasses.replace(recipe, random_init=True))
-    check_complete(dataclasses.replace(recipe, bert="bert-base-uncased"))
-    with pytest.raises(ValueError, match="Recipe.random_init is True"):
-        dataclasses.replace(recipe, random_init=True, bert="bert-base-uncased")
-
-
-def test_a_rate_that_would_fall_after_the_end_is_refused(root: Path):
-    optimizer = dataclasses.replace(tiny_recipe(root).optimizer, schedule="step", decay_at=(3, 6))
-    with pytest.raises(ValueError, match="decay_at names update 6, and the run has 6 steps"):
-        tiny_recipe(root, optimizer=optimizer)
+@pytest.mark.parametrize("start", [{"random_init": True}, {"bert": "bert-base-uncased"}])
+def test_a_finetuning_starts_from_a_bert_or_from_random_weights(root: Path, start: dict):
+    check_complete(tiny_recipe(root, **FINETUNING, **start))

@@ -31,6 +31,7 @@ def stages(plan: dict) -> dict[str, dict]:
     return {one["name"]: one for one in plan["stages"]}
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_whole_list_gives_the_images_and_about_the_bytes_of_the_real_stages(
     demo_data: DemoData, tmp_path: Path
 ):
@@ -91,11 +92,8 @@ def test_the_page_has_every_stage_and_the_source_of_its_numbers(web: Web, tmp_pa
     ("arguments", "named"),
     [
         ([BASE, "--list", "no-such.tsv"], "no-such.tsv"),
-        ([BASE, "--list", "empty.tsv"], "empty.tsv"),
         (["finetune_vqa", "--rows", "10"], "finetune_vqa_base is no pre-training; name one of pretrain_"),
-        (["no_such", "--rows", "10"], "there is no recipe no_such"),
         ([BASE, "--rows", "0"], "rows is 0"),
-        ([BASE, "--rows", "10", "--cards", "0"], "cards is 0"),
         ([BASE, "--rows", "10", "--cards", "3"], "choose a multiple of 3"),
         ([BASE, "--rows", "10", "--regions", "101"], "regions is 101"),
         ([BASE, "--rows", "10", "--sample=9"], "--sample needs --list"),
@@ -109,7 +107,6 @@ def test_bad_input_ends_with_one_line_that_names_it(
     arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    Path("empty.tsv").write_text("")
     Path("gone.tsv").write_text("a\thttp://127.0.0.1/a.jpg\nb\thttp://127.0.0.1/b.jpg\n")
     with pytest.raises(SystemExit, match=named) as ended:
         planned(*arguments)

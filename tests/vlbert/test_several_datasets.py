@@ -77,12 +77,6 @@ def keys_in(data: TrainingData, steps: int) -> list[str]:
 # --- the order --------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_sizes_end_all_epochs_together(root):
-    keys = keys_in(training_data(root, {"captions": 20, "more": 12}), 8)
-    assert {*keys[:32]} == {*keys[32:]} == keys_of("captions") | keys_of("more")
-    assert keys[:32] != keys[32:]
-
-
 def test_each_dataset_has_its_share_and_epochs_of_its_own(root):
     keys = keys_in(training_data(root, BOTH), 10)
     counts = Counter("more" if key in keys_of("more") else "captions" for key in keys)

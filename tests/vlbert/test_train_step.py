@@ -135,19 +135,6 @@ def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
     assert capsys.readouterr().out.count("within") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--precision", "fp16"], "--precision fp16: it is one or more of bf16,tf32,fp32"),
-        (["--recipe", "finetune_vqa"], "is no pre-training"),
-    ],
-)
-def test_bad_arguments_end_in_one_line(arguments, named, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert named in f"{ended.value.code} {capsys.readouterr().err}"
-
-
 @pytest.mark.slow
 def test_the_gpu_script_runs_in_small_on_a_cpu(tmp_path):
     variables = {"DEVICE": "cpu", "GPU_SH_TINY": "1", "OUT": str(tmp_path), "SECTIONS": "facts base predicted tests"}

@@ -46,21 +46,6 @@ def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     TASKS.pop(module.LabelSettings)
 
 
-def test_metrics_stand_beside_the_commonest_label(labels, tmp_path):
-    task = make_task(labels.LabelSettings(str(tmp_path)), WORDS, 8)
-    answers = [("a", "a"), ("a", "a"), ("b", "a"), ("b", "b"), ("c", "c"), ("a", "c")]
-    metrics = task.metrics([{"answer": answer, "ground_truth": truth} for answer, truth in answers])
-    assert metrics == pytest.approx(
-        {
-            "accuracy": 4 / 6,
-            "macro_f1": (4 / 6 + 2 / 3 + 2 / 3) / 3,
-            "majority_accuracy": 3 / 6,
-            "majority_macro_f1": (6 / 9 + 0 + 0) / 3,
-        }
-    )
-    assert task.metrics([{"answer": "a", "ground_truth": None}]) == {}
-
-
 def test_rows_that_cannot_be_used_are_named(labels, tmp_path):
     samples = urls([tiny_sample(number) for number in range(3)])
     write_csv(

@@ -117,7 +117,7 @@ def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: bool) -
     data = [saved | {"snapshots": saved["snapshots"][:count]} for saved, count in zip(state["data"], now, strict=True)]
     folder = replace(checkpoint.folder, state={**state, "data": data, "held_out": []})
     then = replace(checkpoint, folder=folder)
-    opened = open_data(recipe, store, then, then, ALONE, otherwise="")
+    opened = open_data(recipe, store, then, then, ALONE)
     check_saved(opened.task, checkpoint)
     if pixels:
         regions = replace(regions, features="end_to_end")

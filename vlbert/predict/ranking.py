@@ -88,7 +88,7 @@ def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
     model = from_json(ModelConfig, config["model"], CONFIG)
     length = min(settings["caption_length"], model.max_positions - OTHER_TOKENS)
     task = RetrievalSettings(caption_length=length, max_regions=settings["max_regions"])
-    return Recipe("retrieval", task, model)
+    return Recipe(name="retrieval", task=task, model=model)
 
 
 def read_captions(file: str | Path) -> list[str]:

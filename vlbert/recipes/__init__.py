@@ -15,8 +15,10 @@ that of the recipe, whatever the number of GPUs.
 import itertools
 import typing
 
+from storage.programs import Command
 from vlbert.config import Recipe
 from vlbert.recipes import unicoder_vl, vilbert, vlbert
+from vlbert.variants import numbers, table
 
 RECIPES = {
     name: made
@@ -38,6 +40,14 @@ def all_recipes() -> dict[str, Recipe]:
                 continue
             found.setdefault(recipe.name, recipe)
     return found
+
+
+def print_recipes() -> None:
+    """Print how paper and published code differ, and the numbers of all recipes, as tables."""
+    print(table(), numbers(all_recipes()), sep="\n\n")
+
+
+main = Command("vlbert recipes", print_recipes)
 
 
 def _choices(kind: typing.Any) -> tuple:

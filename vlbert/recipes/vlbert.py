@@ -171,7 +171,7 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
         steps=10 * epoch,
         bert="bert-base-uncased",  # for its pooler, which pre-training without the relationship head has not
     )
-    recipe = _by_epoch(variants.published(recipe), epoch)
+    recipe = _by_epoch(variants.apply(recipe, "published"), epoch)
     return replace(recipe, validation_samples=200)  # images, ranked against their 1,000 captions
 
 
