@@ -241,7 +241,8 @@ class Recipe:
     # Type of matrix products and convolutions, on any device. fp32; tf32: inputs rounded to 10 bits (GPUs; CPUs compute
     # fp32); bf16: with weights, norms, losses and RoIAlign in fp32 (on CPUs it is fast only with AMX).
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
-    activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory
+    activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory. Blocks
+    #                                         with live norms (resnet.norm=batch) stay as they are
     compile: bool = False  # torch.compile: takes minutes at the start, and is not faster on CPUs
     spike: float | None = 5.0  # skip a step whose loss is so many times the mean of the last 100; None: never
     most_skipped: int = 10  # abort after this many consecutive skipped steps
@@ -264,9 +265,6 @@ class Recipe:
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
         tf32 = self.compile and self.precision == "tf32"
         check(self, not tf32, "compile", "false with tf32: torch refuses the two")
-        live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
-        again = self.compile and self.activation_checkpointing and live
-        check(self, not again, "compile", "false with activation_checkpointing and live norms")
         check_decay(self.optimizer, self.steps)
         check(self, not (self.random_init and (self.init_from or self.bert)), "random_init", "false with a start")
 

@@ -34,7 +34,6 @@ from vlbert.data.loading import TrainingData, check_shares
 from vlbert.data.samples import newer_snapshot, open_samples
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete
-from vlbert.model.execution import compiled_graphs
 from vlbert.recipes import RECIPES
 from vlbert.resume import HeldOut, start_or_resume
 from vlbert.tasks.base import TaskModel
@@ -140,8 +139,6 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     with in_precision_of(recipe), run.writer:
         metrics = train_steps(run)
     if world.first:
-        if recipe.compile:
-            print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
         print(f"Reported in the paper: {run.data.task.paper}", flush=True)
     return metrics
 
