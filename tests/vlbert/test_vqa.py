@@ -139,11 +139,8 @@ def test_what_does_not_fit_is_refused(task, tmp_path, samples):
         changed(task).examples(urls(samples), None)
 
     for call, named in (
-        (lambda: VQASettings(question_length=0), "question_length is 0; it must be at least 1"),
-        (lambda: VQASettings(answers=0), "answers is 0; it must be at least 1"),
         (lambda: changed(task, question_length=59).head(TINY_MODEL), "task.question_length is 59, the model has room"),
         (lambda: changed(task, answers=3129).examples(urls(samples), None), "holds 6 answers, task.answers is 3129"),
-        (lambda: task.annotation_for("Is it?", choices=("yes", "no")), "VQA answers from its own list"),
         (lambda: task.annotation_for(" "), "is invalid: it has no words"),
         (lambda: task.annotation_for("\u200b"), "is invalid: it has no words"),
         (lambda: task.annotation_for(LONG), "is invalid: it has 600 tokens"),
@@ -235,8 +232,6 @@ def test_metrics_are_means_over_all_and_over_each_type(task, tmp_path, samples):
     assert task.metrics(rows) == pytest.approx(
         {
             "accuracy": 1.9 / 4,
-            "soft_accuracy": 1.9 / 4,
-            "soft_accuracy_upper_bound": 3 / 4,  # the answer list has none for the last question
             "chance": 1.3 / 4,  # yes to all: of equally common ground truths the last in the alphabet
             "accuracy/yes/no": 1.9 / 3,
             "accuracy/other": 0.0,
@@ -255,8 +250,7 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     questions = task.examples(urls(images), "test-dev2015")
     assert questions.samples.tolist() == [1, 1, 2, 3], "its images are named as those of test2015"
     rows = predicted(task, [example_of(task, images[1], one) for one in questions.annotations], [1, 2, 3, 4])
-    unknown = ("ground_truth", "score", "soft_score", "best_soft_score")
-    assert {tuple(row[name] for name in unknown) for row in rows} == {(None,) * 4}
+    assert {(row["ground_truth"], row["score"]) for row in rows} == {(None, None)}
     assert task.metrics(rows) == {}
     pyarrow.Table.from_pylist(rows)
     (name, data), *_ = task.submission(rows).items()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vlbert.datasets.files import in_format, read_json
+from vlbert.datasets.files import parse_entries, read_json
 
 CAPTIONS = 5  # of an image, as in all reported numbers; a few images of COCO have more
 RECALLS = (1, 5, 10)
@@ -72,13 +72,15 @@ def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, 
     captions: the first so many of an image; None: all. An image may have fewer, or none.
     """
     found = defaultdict(dict)
+
+    def image(entry: dict) -> tuple[str, str, list[str]]:
+        texts = [sentence["raw"] for sentence in entry["sentences"]][:captions]
+        if not all(isinstance(text, str) for text in (entry["split"], entry["filename"], *texts)):
+            raise TypeError("a filename, split or caption is no text")
+        return entry["split"], entry["filename"], texts
+
     images = read_json(file, "task.folder and task.file").get("images")
-    for number, image in enumerate(images if isinstance(images, list) else [None]):
-        with in_format("Karpathy", file, f"images[{number}]"):
-            texts = [sentence["raw"] for sentence in image["sentences"]][:captions]
-            name, split = image["filename"], image["split"]
-            if not all(isinstance(text, str) for text in (name, split, *texts)):
-                raise TypeError("a filename, split or caption is no text")
+    for split, name, texts in parse_entries(images, "images", "Karpathy", file, image):
         if name in found[split]:
             raise ValueError(f"{file}: {name} stands there twice")
         found[split][name] = texts

@@ -185,7 +185,7 @@ class Trained:
         """Return those of its task, with the first folder that has its files; ValueError where those are others now."""
         own, changed = from_json(kind, self.record["settings"], self.run).to_train(), None
         for one in (*(replace(own, folder=folder) for folder in self.folders), own):
-            if all(Path(one.folder, name).is_file() for name in one.files):
+            if all(Path(one.folder, name).exists() for name in one.files):
                 try:
                     one.check_same(self.record["task_files"], self.record["checkpoint"], "name the folder that has it")
                     return one

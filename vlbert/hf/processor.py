@@ -28,7 +28,7 @@ from vlbert.hf.inputs import from_batch
 from vlbert.predict.predictor import detector_of, detector_weights_of, with_regions
 from vlbert.pretrained import PROCESSOR, fetch_folder
 from vlbert.tasks import make_task
-from vlbert.tasks.base import Task
+from vlbert.tasks.base import Task, own_annotation
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
 
 _ORIENTATION = 0x0112  # in an EXIF block
@@ -143,7 +143,7 @@ class VLBertProcessor(ProcessorMixin):
         if of_any_text and not (choices or answer):
             annotation = MaskedInput(text, tuple(sorted({*mask_regions})))
         else:
-            annotation = self.task.annotation_for(text, choices, answer, mask_regions)
+            annotation = own_annotation(self.task, text, choices=choices, answer=answer, mask_regions=mask_regions)
         sample = self._sample(images, boxes, visual_embeds, image_sizes)
         prepared = self._prepared(sample, visual_embeds)
         return self.task.example(sample, prepared, annotation, np.random.default_rng(0))

@@ -132,11 +132,7 @@ class Pretraining(Task):
             text = replace(text, labels=text.labels | {"related": np.array([1 - self.settings.related_class])})
         return replace(example, text=text, image=other.image)
 
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> MaskedInput:
-        if choices or answer:
-            raise ValueError("a pre-trained model takes no choices and no answer: it fills in the [MASK]s of a text")
+    def annotation_for(self, text: str, mask_regions: Sequence[int] = ()) -> MaskedInput:
         if self.vocabulary.mask not in self.vocabulary.encode(text) and not mask_regions:
             raise ValueError(f"{text!r} has nothing to predict: write [MASK] for a word, or name regions to mask")
         return MaskedInput(text, tuple(sorted(set(mask_regions))))
