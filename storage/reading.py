@@ -48,9 +48,6 @@ class Samples(Protocol):
         """A sample per number, in their order, or why it is invalid. Other errors are raised, and stop the run: a
         missing tar, or a server that cannot be reached."""
 
-    def past_cache(self, number: int) -> Sample | None:
-        """The sample again, not from a cache; None if there is no cache."""
-
 
 class ShardSamples:
     """The samples of committed shards, read through the byte-offset index (pread, or range requests on S3).
@@ -133,15 +130,6 @@ class ShardSamples:
         bucket does not answer.
         """
         return self._wherever(lambda: self._samples(numbers))
-
-    def past_cache(self, number: int) -> Sample | None:
-        """A sample from the store; a cached copy that differs is removed. None if there is no cache.
-
-        For a sample whose JPEG does not decode. ValueError as `sample`.
-        """
-        if self.cache is None or number in self.index.withdrawn:
-            return None
-        return self._wherever(lambda: self._past_cache(*self._span(number)))
 
     def _wherever(self, read: Callable[[], _Read]) -> _Read:
         """What `read` returns; again if a tar is gone and its samples are elsewhere."""

@@ -135,7 +135,7 @@ def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_ta
     for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
         if tensors:  # a checkpoint of another task than pre-training has no such part
-            tensors = task.from_pretraining(part, tensors, init_from.task_settings)
+            tensors = task.from_pretraining(part, tensors)
             if tensors.keys() != head.get_submodule(part).state_dict().keys():
                 raise ValueError(
                     f"{init_from.where} has a LayerNorm in its {source} and this head has none, or the reverse: set "

@@ -169,7 +169,7 @@ def test_what_no_tensor_tells_is_as_published(converted):
         ),
     )
     settings = saved.config["settings"]
-    assert (settings["relationship"], settings["related_class"], settings["region_head"]) == (True, 0, "transform_norm")
+    assert (settings["relationship"], settings["region_head"]) == (True, "transform_norm")
     assert saved.num_classes == 1600
 
 
@@ -464,7 +464,7 @@ def test_a_head_that_their_code_cannot_have_is_not_written_as_theirs(converted, 
 def recipe_from(folder: Path, **changes: object) -> Recipe:
     start = read_model(folder)
     model = dataclasses.replace(start.model_config, **changes)
-    settings = PretrainingSettings(relationship=True, related_class=0, region_head="transform_norm")
+    settings = PretrainingSettings(relationship=True, region_head="transform_norm")
     return Recipe(name="pretrain", task=settings, model=model, init_from=str(folder))
 
 

@@ -94,9 +94,6 @@ class Drawn:
     def samples(self, numbers: Sequence[int]) -> list[Sample]:
         return [self.all[number] for number in numbers]
 
-    def past_cache(self, number: int) -> None:
-        return None
-
 
 def drawn(number: int) -> Sample:
     """Two balls. Boxes keep to the JPEG's blocks, so that nothing of a ball bleeds past a mask."""

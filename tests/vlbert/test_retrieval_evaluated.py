@@ -23,7 +23,7 @@ from vlbert.data.samples import open_samples
 from vlbert.datasets.retrieval import ranks
 from vlbert.evaluation import blocks as evaluation_blocks
 from vlbert.evaluation.evaluate import evaluate, load_task_model
-from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.pretraining import RELATED, PretrainingSettings
 from vlbert.tasks.retrieval import Retrieval
 from vlbert.train import train
 from vlbert.validate import validate
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = retrieval_root(tmp_path_factory.mktemp("retrieval"))
     train(retrieval_recipe(folder), ALONE)
     for run, changes in (
-        ("pretrained", {"relationship": True, "mismatched": 0.5, "related_class": 0}),
+        ("pretrained", {"relationship": True, "mismatched": 0.5}),
         ("plain", {}),
     ):
         train(pretraining(folder, run, **changes), ALONE)
@@ -214,7 +214,7 @@ def relationship_of(folder: Path, run: str) -> np.ndarray:
         batch = with_texts(parts[0], examples.annotations[number].candidates)
         with torch.no_grad():
             logits = model.head.related(model.vlbert(batch), torch.arange(len(batch)))
-        found[number] = logits.softmax(1)[:, model.head.related_class].numpy()
+        found[number] = logits.softmax(1)[:, RELATED].numpy()
     return np.stack([found[number] for number in sorted(found)])
 
 

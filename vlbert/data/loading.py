@@ -69,11 +69,8 @@ class ExampleSource:
         """The Example of each (epoch, question), in order, or why there is none."""
         numbers = [int(self.examples.samples[number]) for _, number in slots]
         found = []
-        for sample, number, slot in zip(self.samples.samples(numbers), numbers, slots, strict=True):
-            example = self._example(sample, *slot, step)
-            if isinstance(example, Unreadable) and isinstance(sample, Sample):
-                example = self._without_cache(number, slot, step) or example
-            found.append(example)
+        for sample, slot in zip(self.samples.samples(numbers), slots, strict=True):
+            found.append(self._example(sample, *slot, step))
         return found
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
@@ -85,14 +82,6 @@ class ExampleSource:
             if tried == MOST_UNREADABLE:
                 break
         raise ValueError(f"{tried} examples in a row cannot be read, the last because {found.reason}")
-
-    def _without_cache(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
-        """The Example of a sample that was read and does not decode, read again past the cache; None: no cache."""
-        try:
-            sample = self.samples.past_cache(number)
-        except ValueError as error:
-            sample = error
-        return None if sample is None else self._example(sample, *slot, step)
 
     def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
         if isinstance(sample, ValueError):

@@ -229,11 +229,9 @@ class Task(ABC):
         """Part of the head -> the part of pre-training's head that it starts from."""
         return head.init_from if isinstance(head, Classifier) else {}
 
-    def from_pretraining(
-        self, part: str, tensors: dict[str, Tensor], settings: Mapping[str, Any]
-    ) -> Mapping[str, Tensor]:
-        """The tensors of a part of the head, given those of the part of pre-training's head that it starts from, and
-        the fields of the pre-training's settings. By default the same."""
+    def from_pretraining(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a part of the head, given those of the part of pre-training's head that it starts from. By
+        default the same."""
         return tensors
 
     def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed

@@ -9,7 +9,7 @@ ViLBERT 58.20 caption -> image, zero-shot 31.86. VL-BERT's paper reports none.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from vlbert.datasets import retrieval
 from vlbert.model.heads import Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason, make_examples
+from vlbert.tasks.pretraining import RELATED
 
 MAX_RANKED = 5  # captions in a prediction's ranking
 OTHER_TOKENS = 4  # positions beside the caption's: of [CLS], [SEP], the regions and [END]
@@ -202,15 +203,12 @@ class Retrieval(Task):
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
         return {"pooler": "pooler", "score": "relationship"}
 
-    def from_pretraining(
-        self, part: str, tensors: dict[str, Tensor], settings: Mapping[str, Any]
-    ) -> Mapping[str, Tensor]:
+    def from_pretraining(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The score is the logit of "belongs together" less that of the other class: its sigmoid is the probability
         that pre-training's relationship head gives."""
         if part != "score":
             return tensors
-        related = settings["related_class"]
-        return {name: (tensor[related] - tensor[1 - related])[None] for name, tensor in tensors.items()}
+        return {name: (tensor[RELATED] - tensor[1 - RELATED])[None] for name, tensor in tensors.items()}
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         scores, right = head(encoded).index_select(0, batch.counted), batch.labels["right"]
