@@ -11,13 +11,10 @@ import torch
 from tiny import TINY_MODEL, tiny_sample, urls
 from vqa_files import ANNOTATORS, ANSWERS, ROOM, WORDS, coco, write_vqa
 
-from storage.settings import override
 from vlbert.data.batch import Example, collate
 from vlbert.data.images import prepare_image
 from vlbert.datasets.vqa import Question
-from vlbert.initial_weights import check_complete
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.recipes import all_recipes
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.vqa import VQA, VQASettings
 
@@ -196,15 +193,6 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     two = changed(task, classifier="two_layers")
     with pytest.raises(ValueError, match="as wide as words, which have 32 channels: set --task.no_answers_from_words"):
         two.begin(model.vlbert, two.head(TINY_MODEL), None)
-
-
-def test_no_run_validates_on_what_it_learned_from():
-    given = ["--data.root=/nowhere", "--random_init", "--bert=None", "--model.regions.random_init"]
-    both = override(all_recipes()["finetune_vqa_base"], [*given, "--task.train_on", "train2014", "val2014"])
-    with pytest.raises(ValueError, match="--task.validate_on=val2014 is one of task.train_on"):
-        check_complete(both)
-    check_complete(override(both, ["--data.held_out=None"]))
-    check_complete(override(both, ["--task.train_on=train2014"]))
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
