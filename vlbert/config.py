@@ -84,8 +84,8 @@ class ModelConfig:
     visual_dropout: bool = True  # dropout before the fully connected layer of the visual feature embedding
     visual_activation: Literal["relu", "none"] = "relu"  # after that layer
     visual_initialisation: Literal["pytorch", "normal"] = "pytorch"  # of that layer: nn.Linear's, or as all others
-    visual_norm: Literal["layer_norm", "scale", "none"] = "layer_norm"  # before it is added to tokens and regions
-    visual_gain_words: float = 0.0  # initial gain of that norm (or scale) at tokens ...
+    visual_norm: Literal["layer_norm", "none"] = "layer_norm"  # before it is added to tokens and regions
+    visual_gain_words: float = 0.0  # initial gain of that norm at tokens ...
     visual_gain_regions: float = 0.0  # ... and at regions; 0 fades the image in
     geometry: Literal["centre", "corners"] = "centre"  # a box as centre and size, or as its two corners
     geometry_channels: int = 2048  # width of the geometry embedding, a multiple of 8

@@ -56,16 +56,9 @@ def test_the_order_of_images_and_captions_changes_no_rank():
     assert np.array_equal(other.image_of_caption, found.image_of_caption[captions])
 
 
-def test_scores_that_do_not_fit_are_refused():
-    for call, named in (
-        (lambda: ranks(np.ones((2, 3)), [0, 0]), "do not fit"),
-        (lambda: ranks(np.ones((2, 3)), [0, 0, 0]), "do not fit"),
-        (lambda: ranks(np.ones((2, 3)), [0, 1, 2]), "do not fit"),
-        (lambda: ranks(np.array([[1, 2, 3], [4, np.nan, 6]]), [0, 0, 1]), "1 of 6 scores are no finite numbers"),
-        (lambda: folds(np.ones((7, 14)), np.repeat(np.arange(7), 2), 8), "7 images are too few for 8 folds"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            call()
+def test_scores_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="1 of 6 scores are no finite numbers"):
+        ranks(np.array([[1, 2, 3], [4, np.nan, 6]]), [0, 0, 1])
 
 
 def test_a_split_file_gives_the_first_captions_of_each_image(tmp_path: Path):
