@@ -146,7 +146,7 @@ def _of_images(features: Tensor, batch: Batch, images: int) -> Tensor:
 
 
 class VisualProjection(nn.Module):
-    """Visual feature embeddings [..., L] -> what is added to tokens, [..., C]: normed with a learned gain, or as it is."""
+    """Visual feature embeddings [..., L] -> what is added to tokens, [..., C]: normed with a learned gain, or as is."""
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
         super().__init__()
