@@ -141,12 +141,16 @@ class RefCOCO(Task):
         boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, as those of the files
         return Example(
             sample.key,
-            TextInput.of_one_sentence([self.vocabulary.cls, *self.vocabulary.encode(text), self.vocabulary.sep]),
+            self.text_input(self.vocabulary.encode(text)),
             image.to_input(
                 label_masks={"candidate": candidate}, labels={"target": target[candidate].astype(np.float32)}
             ),
             {"expression": one, "split": annotation.split, "boxes": boxes, "to_stored": to_stored},
         )
+
+    def text_input(self, expression: np.ndarray) -> TextInput:
+        """[CLS] expression [SEP]."""
+        return TextInput.of_one_sentence([self.vocabulary.cls, *expression, self.vocabulary.sep])
 
     def head(self, config: ModelConfig) -> nn.Module:
         settings = self.settings
