@@ -91,7 +91,7 @@ def _check_finetuning(where: str, settings: FinetuneSettings, detectors: dict[st
     _check_run(where, recipe, settings)
     _check_dataset(f"{where}.dataset", settings.dataset_name, recipe, detectors)
     folder = Path(settings.folder)
-    _check_there(f"{where}.folder", *(folder / name for name in (*recipe.task.files, *recipe.task.folders)))
+    _check_there(f"{where}.folder", *(folder / name for name in recipe.task.files))
     for split in settings.evaluate:
         files = replace(recipe.task, validate_on=split).files
         _check_there(f"{where}.evaluate: {split}", *(folder / name for name in files))

@@ -85,8 +85,8 @@ class ModelConfig:
     visual_dropout: bool = True  # dropout before the fully connected layer of the visual feature embedding
     visual_activation: Literal["relu", "none"] = "relu"  # after that layer
     visual_initialisation: Literal["pytorch", "normal"] = "pytorch"  # of that layer: nn.Linear's, or as all others
-    visual_norm: Literal["layer_norm", "scale", "none"] = "layer_norm"  # before it is added to tokens and regions
-    visual_gain_words: float = 0.0  # initial gain of that norm (or scale) at tokens ...
+    visual_norm: Literal["layer_norm", "none"] = "layer_norm"  # before it is added to tokens and regions
+    visual_gain_words: float = 0.0  # initial gain of that norm at tokens ...
     visual_gain_regions: float = 0.0  # ... and at regions; 0 fades the image in
     geometry: Literal["centre", "corners"] = "centre"  # a box as centre and size, or as its two corners
     geometry_channels: int = 2048  # width of the geometry embedding, a multiple of 8
@@ -238,7 +238,8 @@ class Recipe(RunSettings):
     # Type of matrix products and convolutions, on any device. fp32; tf32: inputs rounded to 10 bits (GPUs; CPUs compute
     # fp32); bf16: with weights, norms, losses and RoIAlign in fp32 (on CPUs it is fast only with AMX).
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
-    activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory
+    activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory. Blocks
+    #                                         with live norms (resnet.norm=batch) stay as they are
     compile: bool = False  # torch.compile: takes minutes at the start, and is not faster on CPUs
     validation_samples: int | None = 10_000  # most held-out examples of a validation; None: all
 
@@ -248,9 +249,6 @@ class Recipe(RunSettings):
         check_positive(self, "vocabulary_size", "validation_samples")
         tf32 = self.compile and self.precision == "tf32"
         check(self, not tf32, "compile", "false with tf32: torch refuses the two")
-        live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
-        again = self.compile and self.activation_checkpointing and live
-        check(self, not again, "compile", "false with activation_checkpointing and live norms")
         check_decay(self.optimizer, self.steps)
         check(self, not (self.random_init and (self.init_from or self.bert)), "random_init", "false with a start")
 

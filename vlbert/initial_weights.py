@@ -15,7 +15,6 @@ from vlbert.data.samples import captions
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.bert import bert_vocabulary, init_from_bert
 from vlbert.model.vlbert import VLBert
-from vlbert.tasks import parts_of
 from vlbert.tasks.base import Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
@@ -44,12 +43,10 @@ def check_complete(recipe: Recipe) -> None:
         )
     check_one_dataset(recipe)
     held_out = recipe.task.validate_on if recipe.data.held_out else None
-    learned = parts_of(recipe.task, recipe.task.train_on)
-    if held_out is not None and not learned.isdisjoint(parts_of(recipe.task, [held_out])):
+    if held_out in recipe.task.train_on:
         raise ValueError(
-            f"--task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}, or shares "
-            "examples with one: validation would measure memory; name another split, or train without validation: "
-            "--data.held_out=None"
+            f"--task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}: validation would "
+            "measure memory; name another split, or train without validation: --data.held_out=None"
         )
 
 
@@ -138,7 +135,7 @@ def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_ta
     for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
         if tensors:  # a checkpoint of another task than pre-training has no such part
-            tensors = task.from_pretraining(part, tensors, init_from.task_settings)
+            tensors = task.from_pretraining(part, tensors)
             if tensors.keys() != head.get_submodule(part).state_dict().keys():
                 raise ValueError(
                     f"{init_from.where} has a LayerNorm in its {source} and this head has none, or the reverse: set "

@@ -59,7 +59,7 @@ def vqa_scores(folder: Path, expected: Any) -> Compared:
     annotations, file = beside(folder, "*annotations.json"), beside(folder, "*questions.json")
     answers = {row["question_id"]: row["answer"] for row in read_json(beside(folder, "*results.json"), "DIR", list)}
     questions = vqa.join_questions(file, annotations, "conformance")
-    rows = [one.columns() | vqa.score_answer(answers[one.question_id], one.answers, 0.0, 0.0) for one in questions]
+    rows = [one.columns() | {"score": vqa.accuracy(answers[one.question_id], one.answers)} for one in questions]
     metrics = vqa.metrics(rows)
     types = {one: metrics[f"accuracy/{one}"] for row in rows for one in (row["answer_type"], row["question_type"])}
     made = {

@@ -144,20 +144,6 @@ def test_index_lists_and_sizes_say_what_the_masks_say(rows):
     ], "each label's token"
 
 
-@pytest.mark.parametrize("name", ["pixels", "features", "cells"])
-def test_all_images_of_a_batch_have_an_input_or_none(name):
-    whole = dataclasses.replace(image_input(2, 4, 6), features=np.ones((2, 2)), cells=np.ones((2, 3, 3)))
-    without = dataclasses.replace(whole, **{name: None})
-    with pytest.raises(ValueError, match=f"1 of 2 images of one batch have no {name}"):
-        collate([Example("a", words(3, []), whole), Example("b", words(3, []), without)])
-
-
-def test_examples_with_different_label_masks_are_refused():
-    other = TextInput(np.ones(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="carry different label_masks"):
-        collate([Example("a", words(3, [1])), Example("b", other)])
-
-
 def test_a_placeholder_keeps_its_shapes_and_has_no_labels():
     example = Example("a", words(3, [1]), image_input(2, 4, 6), {"n": 1}, more=(words(2, [0]),))
     missing = Unreadable(7, "b", "sample b is torn")
@@ -184,3 +170,19 @@ def test_the_texts_of_a_ranking_are_rows_of_each_image():
     assert found.sizes.regions == (4, 4, 2, 2)
     assert list(found.sizes.regions) == found.region_mask.sum(1).tolist()
     assert (found.sizes.images, found.counted.tolist()) == (batch.sizes.images, [0, 1, 2, 3])
+
+
+def test_examples_that_do_not_fit_together_are_refused():
+    whole = dataclasses.replace(image_input(2, 4, 6), features=np.ones((2, 2)), cells=np.ones((2, 3, 3)))
+    given = Example("a", words(3, [1]), whole)
+    unmasked = dataclasses.replace(given.text, label_masks={})
+    for other, named in (
+        *((replace_image(given, **{n: None}), f"1 of 2 .* have no {n}") for n in ("pixels", "features", "cells")),
+        (dataclasses.replace(given, text=unmasked), "carry different label_masks"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            collate([given, other])
+
+
+def replace_image(given: Example, **changes: object) -> Example:
+    return dataclasses.replace(given, image=dataclasses.replace(given.image, **changes))

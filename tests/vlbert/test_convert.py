@@ -432,7 +432,7 @@ def write_own(folder: Path, own: PublishedViLBert | PublishedVLBert, **metadata:
         (folder / name).write_bytes(data)
 
 
-PAIRS = PretrainingSettings(relationship=True, related_class=0, region_head="transform_norm")
+PAIRS = PretrainingSettings(relationship=True, region_head="transform_norm")
 LINEAR = VQASettings(reads="pair", classifier="linear", answers_from_words=False, question_length=20)
 NO_POOLER = VCRSettings(pooled=False, instance_masks=False, max_tokens=20, region_loss="none")
 

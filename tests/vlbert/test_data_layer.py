@@ -126,19 +126,15 @@ every_record = pytest.mark.parametrize(
 
 
 @every_record
-def test_words_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip, number):
-    theirs, words = of(kind, flip, number), example(kind, flip, number).text
+def test_words_and_regions_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip, number):
+    theirs, found = of(kind, flip, number), example(kind, flip, number)
+    words, image = found.text, found.image
     np.testing.assert_array_equal(words.tokens, theirs("text"))
     labels = np.full(len(words.tokens), -1)
     labels[words.label_masks["word_label_mask"]] = words.labels["words"]
     np.testing.assert_array_equal(labels, theirs("mlm_labels"))
     assert not words.segments.any()
     assert not words.token_region.any()
-
-
-@every_record
-def test_regions_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip, number):
-    theirs, image = of(kind, flip, number), example(kind, flip, number).image
     np.testing.assert_allclose(image.boxes, theirs("boxes"), atol=1e-4)
     np.testing.assert_array_equal(image.masked, theirs("mvrc_ops") == 1)
     labelled = image.label_masks["region_label_mask"]
@@ -150,29 +146,17 @@ def test_regions_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip,
     np.testing.assert_allclose(classes.sum(axis=1), theirs("mvrc_labels_sum")[labelled], atol=2e-3)
 
 
-@pytest.mark.parametrize("number", range(RECORDS))
-@pytest.mark.parametrize("flip", [0, 1])
-def test_precomputed_features_follow_their_boxes(flip, number):
-    theirs, features = of("prec", flip, number), example("prec", flip, number).image.features
-    # Kept as float16.
-    np.testing.assert_allclose(features[1:, :8], theirs("features_first8")[1:], rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(features[1:].sum(axis=1), theirs("features_sum")[1:], rtol=1e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("number", range(RECORDS))
-@pytest.mark.parametrize("flip", [0, 1])
-def test_the_whole_images_feature_is_the_mean_of_unmasked_pixels(flip, number):
-    found, theirs = example("prec", flip, number).image.features[0], of("prec", flip, number)
-    np.testing.assert_allclose(found[:8], theirs("features_first8")[0], rtol=1e-3, atol=2e-4)
-    assert found.sum() == pytest.approx(theirs("features_sum")[0], rel=1e-3)
-
-
-@pytest.mark.parametrize("number", range(RECORDS))
-@pytest.mark.parametrize("flip", [0, 1])
-def test_the_network_sees_the_authors_pixels(flip, number):
-    """Blue, green, red in this order, the mean off, masked regions at zero: those that were cut away, too."""
-    theirs, batch = of("e2e", flip, number), collate([example("e2e", flip, number)])
-    mine = FastRCNN(config("e2e")).network_input(batch)[0][0]
+@every_record
+def test_the_network_gets_the_authors_features_or_pixels(kind, flip, number):
+    """The whole image's feature is the mean of unmasked pixels. Pixels: blue, green, red in this order, the mean off,
+    masked regions at zero: those that were cut away, too."""
+    theirs, found = of(kind, flip, number), example(kind, flip, number)
+    if kind == "prec":
+        features = found.image.features  # kept as float16
+        np.testing.assert_allclose(features[:, :8], theirs("features_first8"), rtol=1e-3, atol=2e-4)
+        np.testing.assert_allclose(features.sum(axis=1), theirs("features_sum"), rtol=1e-3, atol=2e-3)
+        return
+    mine = FastRCNN(config("e2e")).network_input(collate([found]))[0][0]
     assert list(mine.shape) == theirs("image_shape").tolist()
     mine, image = mine[:, ::4, ::4].numpy(), theirs("image_sub4")
     hole = (image == 0).all(axis=0)

@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from tiny import TINY_MODEL
 from torch import Tensor
 
-from vlbert.config import ModelConfig, RegionConfig
+from vlbert.config import RegionConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.model.embedding import VisualProjection
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import VLBert
-from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 from vlbert.tasks.vcr import VCRHead, VCRSettings
 
 VOCABULARY = 40
@@ -105,7 +104,7 @@ def test_each_weight_is_read_only_where_its_rule_says(rules, parameter, index, r
     [
         {},
         AS_WORDS | {"end_visual_embedding": True},
-        OWN_BY_CLASS | {"masked_region_token": False, "visual_norm": "scale", "visual_gain_words": 0.5},
+        OWN_BY_CLASS | {"masked_region_token": False, "visual_gain_words": 0.5},
         {"visual_embedding_size": 12, "visual_norm": "none", "visual_activation": "none"},
         {"regions": dataclasses.replace(TINY_MODEL.regions, masking="features")},
     ],
@@ -117,14 +116,6 @@ def test_every_weight_gets_a_gradient(rules):
     encoded = model(batch(shown))
     (encoded.text.sum() + encoded.regions.sum()).backward()
     assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-
-
-def test_special_tokens_of_the_vocabulary_can_be_answers_too():
-    model = make(**AS_WORDS)
-    head = PretrainingHead(model.config, PretrainingSettings(), VOCABULARY, 8)
-    assert head.words(model, torch.zeros(5, 32)).shape == (5, VOCABULARY + 2)
-    with pytest.raises(ValueError, match="special_tokens is 'vocabulary'; it must be own where regions"):
-        ModelConfig(special_tokens="vocabulary")
 
 
 def test_masked_features_become_a_learned_vector_that_starts_at_zero():
@@ -148,7 +139,7 @@ def test_wrong_features_are_refused(features):
 
 
 @pytest.mark.parametrize("channels", [32, 12])
-@pytest.mark.parametrize("norm", ["layer_norm", "scale", "none"])
+@pytest.mark.parametrize("norm", ["layer_norm", "none"])
 def test_visual_norms(norm, channels):
     torch.manual_seed(0)
     projection = VisualProjection(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
@@ -156,27 +147,8 @@ def test_visual_norms(norm, channels):
     given = torch.randn(3, channels)
     brought = given if channels == 32 else projection.to_hidden(given)
     normed = F.layer_norm(brought, (32,), eps=1e-12)
-    expected = {"layer_norm": 0.25 * normed, "scale": 0.25 * brought, "none": brought}
+    expected = {"layer_norm": 0.25 * normed, "none": brought}
     torch.testing.assert_close(projection(given), expected[norm])
-    learned = {"layer_norm": {"norm.weight", "norm.bias"}, "scale": {"scale"}, "none": set()}[norm]
-    assert {name for name, _ in projection.named_parameters() if "to_hidden" not in name} == learned
-
-
-@pytest.mark.parametrize(("visual_dropout", "random"), [(True, True), (False, False)])
-def test_visual_dropout(visual_dropout, random):
-    model = make(dropout=0.5, visual_dropout=visual_dropout).train()
-    first, second = (model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) for _ in range(2))
-    assert torch.equal(first, second) != random
-
-
-def test_visual_initialisation():
-    bound = (32 + CHANNELS) ** -0.5
-    layer = make(visual_initialisation="pytorch").embedding.visual
-    assert float(layer.weight.detach().abs().max()) == pytest.approx(bound, rel=0.01)
-    assert float(layer.bias.detach().abs().max()) == pytest.approx(bound, rel=0.3)
-    layer = make(visual_initialisation="normal", initializer_range=0.5).embedding.visual
-    assert float(layer.weight.detach().std()) == pytest.approx(0.5, rel=0.05)
-    assert not layer.bias.any()
 
 
 @pytest.mark.parametrize(("rule", "spread"), [("xavier", (2 / (32 + 900)) ** 0.5), ("normal", 0.25)])

@@ -178,7 +178,6 @@ def test_a_pair_is_read_as_the_published_programs_read_it(program: str, record: 
             caption_length=facts["seq_len"] - 2,
             relationship=True,
             mismatched=0.5,
-            related_class=0,
             mean_over="not_overlapping" if program == "multi_task" else "regions",
         ),
         vocabulary,

@@ -7,7 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from PIL import Image, features
+from PIL import Image
 from tiny import tiny_sample
 
 from detectors.examples import BAD_IMAGE, read_bgr
@@ -15,47 +15,24 @@ from detectors.ground_truth import LabelledImage
 from vlbert.data.image_file import read_image
 
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def new(mode: str, size: tuple[int, int], kind: str, **options: object) -> bytes:
-    return encoded(Image.new(mode, size), kind, **options)
-
-
-def test_images_are_normalised_as_by_ingest():
-    colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8))
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    for kind in ("JPEG", "TIFF", *(["AVIF"] if features.check("avif") else [])):
-        assert read_image(encoded(colours, kind, exif=turned)).width == 60, kind
-    assert "alpha" in read_image(encoded(Image.new("RGBA", (90, 60), (255, 0, 0, 90)), "PNG")).flags
-    assert read_image(encoded(colours.resize((1500, 1000)), "WEBP")).width == 1024
-    assert read_image(encoded(colours.convert("CMYK"), "TIFF")).width == 90
-
-
-def test_16_bits_are_reduced_to_8():
-    sixteen = Image.fromarray(np.linspace(0, 65535, 5400).reshape(60, 90).astype(np.uint16))
-    for data in (encoded(sixteen, "PNG"), encoded(sixteen, "TIFF")):
-        grey = np.asarray(Image.open(io.BytesIO(read_image(data).image))).astype(int)
-        np.testing.assert_allclose(grey, np.asarray(sixteen) / 257, atol=3)
-        assert (grey[0, 0], grey[-1, -1]) == (0, 255)
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, kind, **options)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
     ("image", "named"),
     [
-        (b"no picture at all", "TIFF: 17 bytes"),
-        (new("RGB", (90, 60), "TIFF")[:400], "(truncated)"),
-        (new("F", (90, 60), "TIFF"), "its pixels are of mode F; save it with 8 bits a channel"),
-        (Image.new("I;16B", (90, 60)), "its pixels are of mode I;16B; save it"),
+        (b"no picture at all", "(not_image)"),
+        (new("RGB", (90, 60), "TIFF"), "(not_image)"),
+        (new("RGB", (90, 60), "PNG")[:60], "(truncated)"),
         (new("RGB", (20, 20), "PNG"), "the shorter side is under 32"),
-        (new("1", (9000, 9000), "TIFF", compression="group4"), "9000x9000, more than 50000000"),
+        (Image.new("I;16B", (90, 60)), "pixels are of mode I;16B; convert it"),
         (Image.new("L", (20, 20)), "the image cannot be taken: "),
-        (Image.new("RGB", (0, 9)), "has no pixels"),
-        (Image.open(io.BytesIO(new("RGB", (90, 60), "PNG")[:50])), "(truncated)"),
+        (Image.new("RGB", (0, 9)), "the image has 0 x 9 pixels"),
+        (Image.new("1", (9000, 9000)), "9000 x 9000 pixels; 1 to 50000000 are taken"),
+        (Image.open(io.BytesIO(new("RGB", (90, 60), "PNG")[:50])), "the image cannot be read: "),
     ],
 )
 def test_an_image_that_cannot_be_read_is_refused(tmp_path, image, named):
@@ -84,7 +61,7 @@ def test_ghostscript_is_never_started(tmp_path, monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
     file = tmp_path / "photo.jpg"
     file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(ValueError, match="photo.jpg cannot be taken: none of JPEG, PNG"):
+    with pytest.raises(ValueError, match=r"photo.jpg cannot be taken: .*\(not_image\)"):
         read_image(file)
     with pytest.raises(BAD_IMAGE):
         read_bgr(LabelledImage("a", file, 100, 100, *(np.zeros(0),) * 2, ()))
@@ -98,9 +75,11 @@ def test_an_image_may_be_a_file_its_bytes_or_pillows(tmp_path):
     file = tmp_path / "photo.jpg"
     file.write_bytes(tiny_sample(3).image)
     image = Image.open(file)
-    grey = image.convert("L")
-    for given in (file, str(file), file.read_bytes(), image, grey, image.convert("RGBA")):
+    grey, turned = image.convert("L"), image.getexif()
+    for given in (file, str(file), file.read_bytes(), image, grey, image.convert("RGBA"), image.convert("CMYK")):
         read, expected = read_image(given), grey if given is grey else image
         assert (read.width, read.height) == image.size
         found = np.asarray(Image.open(io.BytesIO(read.image))).astype(int)
         assert np.abs(found - np.asarray(expected).astype(int)).mean() < 3
+    turned[0x0112] = 6
+    assert read_image(image).width == image.height, "upright"

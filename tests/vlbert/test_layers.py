@@ -98,10 +98,3 @@ def test_linear_layers_compute_no_padding(encoder: Encoder):
     encode(encoder, x, mask)
     assert seen == [(int(mask.sum()), 40)]
     assert Packing.of(mask, mask.sum(dim=1).tolist(), torch.float32).filled.shape == (5, int(mask.sum(dim=1).max()))
-
-
-def test_dropout_only_in_training(encoder: Encoder):
-    x, mask = some_rows()
-    assert torch.equal(encode(encoder, x, mask), encode(encoder, x, mask))
-    encoder.train()
-    assert not torch.equal(encode(encoder, x, mask), encode(encoder, x, mask))

@@ -20,13 +20,13 @@ from vlbert.datasets.refcoco import (
     CONVENTIONS,
     is_hit,
     metrics,
-    of_split,
     overlap,
     read_detections,
     read_expressions,
     read_plain_pickle,
 )
 from vlbert.model.vlbert import Encoded
+from vlbert.tasks.base import own_annotation
 from vlbert.tasks.refcoco import Query, RefCOCO, RefCOCOSettings
 
 
@@ -68,17 +68,6 @@ def test_one_half_is_a_hit_except_in_the_plain_convention():
 # --- the official files -----------------------------------------------------------------------------------------------
 
 
-def test_the_split_test_is_test_a_and_test_b(tmp_path, samples):
-    write_refcoco(tmp_path, samples)
-    splits = ("testA", "val", "testB", "train")
-    change_refs(tmp_path, lambda refs: [ref.update(split=split) for ref, split in zip(refs, splits, strict=True)])
-    found = read_expressions(tmp_path)
-    assert {one.ref_id for _, one in of_split(found, "test", tmp_path)} == {0, 2}
-    assert {one.ref_id for _, one in of_split(found, "testB", tmp_path)} == {2}
-    with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testC, only testA, testB, train, val"):
-        of_split(found, "testC", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("written", "value"),
     [  # {'a': 'b', u'\xe9': 3L} of Python 2.7 in protocols 0 and 2, and UTF-8 in a plain string
@@ -110,39 +99,42 @@ def content(name: str, data: bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def cut_off(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:200])
-
-
 def unreadable(name: str) -> Change:
     """A file that opens and whose bytes cannot be read."""
     return lambda folder: ((folder / name).unlink(), (folder / name).symlink_to("/proc/self/mem"))
 
 
-REFS, INSTANCES = r"refs\(unc\).p is not in RefCOCO.'s format, ", "instances.json is not in COCO's format, "
+REFS, INSTANCES = r"refs\(unc\).p is not in RefCOCO.'s format, references", "instances.json is not in COCO's format, "
+DETECTIONS = "dets.json is not in MAttNet's format, detections"
 WRONG_FILES = [
-    (refs(lambda refs: refs[1].pop("ann_id")), REFS + "reference 1: .*its ann_id is None, and not of type int"),
-    (refs(lambda refs: refs[2]["sentences"].append("left")), REFS + "reference 2: .*its sent_id is None"),
+    (refs(lambda refs: refs[1].pop("ann_id")), REFS + r"\[1\]: KeyError: 'ann_id'"),
+    (refs(lambda refs: refs[1].update(ann_id=None)), REFS + r"\[1\]: .*an id is no number"),
+    (refs(lambda refs: refs[2]["sentences"].append("left")), REFS + r"\[2\]: TypeError"),
+    (refs(lambda refs: refs[2]["sentences"][0].update(sent=7)), REFS + r"\[2\]: .*a sentence is no text"),
+    (content("refs(unc).p", pickle.dumps({})), REFS + ": no such list"),
     (
         refs(lambda refs: refs[2].update(image_id=99)),
         r"refs\(unc\).p: ref 2 names image 99, annotation 6, which instances.json",
     ),
     (refs(lambda refs: refs[2].update(ann_id=0)), r"refs\(unc\).p: ref 2 names image 2, annotation 0"),
-    (refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)), REFS + "reference 3: .*sent_id 30 stands there"),
-    (lambda folder: cut_off(folder / "refs(unc).p"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
+    (
+        refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)),
+        r"1 ids of sentences of .*refs\(unc\).p stand there more than once, such as 30",
+    ),
+    (content("refs(unc).p", b"(lp0\n(dp1\nS'a'\n"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
     (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
     (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\]: .*is not finite"),
     (instances("annotations", image_id=77), INSTANCES + r"annotations\[0\]: .*there is no image 77"),
-    (instances("annotations", id=1), INSTANCES + r"annotations\[1\]: .*annotations 1 stands there twice"),
-    (
-        instances("images", file_name="000001.jpg"),
-        INSTANCES + r"images\[1\]: .*file_name 000001.jpg stands there twice",
-    ),
+    (instances("annotations", id=1), "1 ids of annotations of .*instances.json stand there more than once, such as 1"),
+    (instances("images", file_name="000001.jpg"), "1 ids of images of .*instances.json stand .*such as 000001.jpg"),
     (instances("images", width=0), INSTANCES + r"images\[0\]: .*an image of 0 x 64 pixels"),
     (content("instances.json", b'{"images": ['), "instances.json is not JSON, or is torn"),
-    (content("instances.json", b"{}"), "instances.json has no list of images"),
-    (lambda folder: (folder / "refs(unc).p").unlink(), r"there is no .*refs\(unc\).p; set task.folder"),
+    (content("instances.json", b"{}"), INSTANCES + "images: no such list"),
+    (lambda folder: (folder / "refs(unc).p").unlink(), r"there is no .*refs\(unc\).p; .*set task.folder"),
     (unreadable("refs(unc).p"), r"cannot read .*refs\(unc\).p: Input/output error"),
+    (content("dets.json", b'[{"box": [1, 2, 3, 4]}]'), DETECTIONS + r"\[0\]: KeyError: 'image_id'"),
+    (content("dets.json", b'[{"box": [1, 2, 3, Infinity], "image_id": 0}]'), DETECTIONS + r"\[0\]: .*not finite"),
+    (lambda folder: None, "there is no .*dets.json; fetch it, or set task.detections"),
 ]
 
 
@@ -151,7 +143,7 @@ def test_a_wrong_file_is_named(tmp_path, samples, damage, named):
     write_refcoco(tmp_path, samples)
     damage(tmp_path)
     with pytest.raises(ValueError, match=named):
-        read_expressions(tmp_path)
+        read_expressions(tmp_path) and read_detections(tmp_path / "dets.json", tmp_path / "instances.json")
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------
@@ -301,25 +293,6 @@ def test_detections_of_other_images_and_without_area_are_dropped_and_the_others_
     write_detections(folder, {0: [[-5, 10, 20, 80], [3, 3, 0, 4], [200, 3, 5, 5]], 77: [[1, 1, 1, 1]]})
     found = read_detections(folder / "dets.json", folder / "instances.json")
     assert {name: boxes.tolist() for name, boxes in found.items()} == {"000000.jpg": [[0, 10, 15, 64]]}
-
-
-@pytest.mark.parametrize(
-    ("rows", "named"),
-    [
-        ([{"box": [1, 2, 3, 4]}], r"dets.json is not in MAttNet's format, detection 0: .*'image_id'"),
-        (
-            [{"box": [1, 2, 3, float("inf")], "image_id": 0}],
-            "dets.json is not in MAttNet's format, detection 0: .*not finite",
-        ),
-        (None, "there is no .*dets.json; fetch it, or set task.detections"),
-    ],
-)
-def test_a_wrong_file_of_detections_is_named(tmp_path, task, rows, named):
-    folder = tmp_path / "refcoco+"
-    if rows is not None:
-        (folder / "dets.json").write_text(json.dumps(rows))
-    with pytest.raises(ValueError, match=named):
-        read_detections(folder / "dets.json", folder / "instances.json")
 
 
 def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, task, samples):
@@ -492,10 +465,7 @@ def test_a_users_expression_is_about_the_regions_of_the_sample(task, samples):
     assert row["boxes"] == [{"name": "region 2", "box": samples[1].regions.boxes[1].tolist()}]
     assert {row[name] for name in ("ground_truth", "score", "iou", "hit", "exact")} == {None}
     assert task.metrics([row]) == {}
-    for arguments, named in (
-        ((" ",), "the expression ' ' is invalid: it has no words"),
-        (("one " * 600,), "it has 600 tokens, more than task.expression_length"),
-        (("the left one", ("a", "b")), "give no choices, answer or regions"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            task.annotation_for(*arguments)
+    with pytest.raises(ValueError, match="the expression ' ' is invalid: it has no words"):
+        task.annotation_for(" ")
+    with pytest.raises(ValueError, match="RefCOCO takes no choices: leave that out"):
+        own_annotation(task, "the left one", choices=("a", "b"), answer="")

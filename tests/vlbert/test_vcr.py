@@ -94,22 +94,18 @@ def test_the_choices_of_a_question_are_four_texts_about_one_image(task, samples)
     assert {name: example.metadata[name] for name in expected} == expected
 
 
+def test_a_long_choice_shortens_the_question_of_all_rows_or_of_its_own(task, samples):
+    for truncation, expected in (("shared", [5, 5, 5, 5]), ("each", [8, 5, 7, 8])):
+        cut = first(changed(task, truncation=truncation, max_tokens=9), samples)
+        assert [text.segments.tolist().count(0) - 2 for text in cut.texts] == expected
+
+
 def tagged(tokens: int, region: int) -> tuple[np.ndarray, np.ndarray]:
     return 100 * region + np.arange(tokens), np.full(tokens, region)
 
 
 def lengths(rows: list) -> list[tuple[int, int]]:
     return [(len(context[0]), len(choice[0])) for context, choice in rows]
-
-
-def test_a_long_choice_shortens_the_question_of_all_rows_or_of_its_own(task, samples):
-    question, choices = [tagged(6, 1)], [tagged(2, 2), tagged(9, 3), tagged(4, 4), tagged(1, 5)]
-    assert lengths(truncate(question, choices, 10, shared=False)) == [(6, 2), (5, 5), (6, 4), (6, 1)]
-    assert lengths(truncate(question, choices, 10, shared=True)) == [(5, 2), (5, 5), (5, 4), (5, 1)]
-    assert lengths(truncate([tagged(6, 1)], [tagged(6, 3)], 9, shared=False)) == [(4, 5)], "of equals the question"
-    for truncation, expected in (("shared", [5, 5, 5, 5]), ("each", [8, 5, 7, 8])):
-        cut = first(changed(task, truncation=truncation, max_tokens=9), samples)
-        assert [text.segments.tolist().count(0) - 2 for text in cut.texts] == expected
 
 
 @given(
@@ -139,50 +135,39 @@ def test_truncation_is_that_of_the_published_loop(question, answer, choices, lim
     assert lengths(each) == lengths(alone), "each as if it were the only one"
 
 
-@pytest.mark.parametrize("swapped", [True, False])
-def test_the_texts_of_a_mirrored_image_have_their_sides_swapped_or_not(task, samples, folder, swapped):
+def test_the_texts_of_a_mirrored_image_have_their_sides_swapped_or_not(task, samples, folder):
     file = folder / "val.jsonl"
-    file.write_text(file.read_text().replace('"holding"', '"Left"').replace('["no"]', '["right"]'))
-    settings = dataclasses.replace(task.settings, subtask="rationale", swap_left_right=swapped)
-    task = VCR(settings, Vocabulary([*WORDS.tokens, "left", "right"]), 8)
-    straight, mirrored = (first(task, samples, "val", flip=flip) for flip in (False, True))
-    assert "Left" in mirrored.metadata["question"], "a prediction has the text of the file"
-    before, after = ([task.vocabulary.decode(one.tokens) for one in found.texts] for found in (straight, mirrored))
-    assert "left" in before[1]
-    assert before[1].endswith("right [SEP]")
-    swap = {"left": "right", "right": "left"} if swapped else {}
-    assert after == [" ".join(swap.get(word, word) for word in text.split()) for text in before]
+    file.write_text(file.read_text().replace('"holding"', '"Left"'))
+    words = Vocabulary([*WORDS.tokens, "left", "right"])
+    for swapped, side in ((True, "right"), (False, "left")):
+        one = VCR(dataclasses.replace(task.settings, swap_left_right=swapped), words, 8)
+        straight, mirrored = (first(one, samples, "val", flip=flip) for flip in (False, True))
+        assert "Left" in mirrored.metadata["question"], "a prediction has the text of the file"
+        before, after = (words.decode(found.text.tokens) for found in (straight, mirrored))
+        assert after == before.replace("left", side) != before.replace("left", "")
 
 
 def names_in(example: Example) -> list[str]:
     return [word for word in texts(example)[1].split() if word in PEOPLE]
 
 
-def test_people_get_names_in_turn(task, samples):
+def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, samples, folder):
     neutral = changed(task, names="neutral")
-    found = [names_in(first(neutral, samples, seed=seed)) for seed in range(30)]
+    found = [names_in(first(neutral, samples, seed=seed)) for seed in range(12)]
     for person, another in found:
         assert PEOPLE[(PEOPLE.index(person) + 1) % len(PEOPLE)] == another, "the next person gets the next name"
-    assert len({person for person, _ in found}) > 5
-    assert texts(first(neutral, samples, seed=3)) == texts(first(neutral, samples, seed=3))
+    assert len({person for person, _ in found}) > 3
     assert "dog" in texts(first(neutral, samples))[1]
-    assert len(set(PEOPLE)) == 13
-
-
-def test_held_out_all_questions_about_an_image_use_the_same_names(task, samples, folder):
-    neutral = changed(task, names="neutral")
-    expected = first(neutral, samples, "val", seed=1)
-    person, another = names_in(expected)
+    expected = names_in(first(neutral, samples, "val", seed=1))
     every = changed(neutral, subtask="rationale", every_answer=True)
     for example in examples_of(every, samples, "val", seed=2):
-        assert names_in(example)[0] == person
-        assert set(names_in(example)) <= {person, another}
+        assert set(names_in(example)) <= set(expected)
     renamed = [dataclasses.replace(sample, key=f"other-{i}") for i, sample in enumerate(samples)]
-    assert texts(first(neutral, renamed, "val", seed=5)) == texts(expected)
-    several = [dataclasses.replace(samples[2], url=f"http://example.org/{i:06d}.jpg") for i in range(20)]
+    assert names_in(first(neutral, renamed, "val", seed=5)) == expected
+    several = [dataclasses.replace(samples[2], url=f"http://example.org/{i:06d}.jpg") for i in range(12)]
     write_vcr(folder, several)
     (folder / "val.jsonl").write_text((folder / "train.jsonl").read_text())
-    assert len({names_in(example)[0] for example in examples_of(neutral, several, "val")}) > 4, "of other images"
+    assert len({names_in(example)[0] for example in examples_of(neutral, several, "val")}) > 2, "of other images"
 
 
 # --- regions ----------------------------------------------------------------------------------------------------------
@@ -209,19 +194,6 @@ def test_instance_masks_are_mirrored_with_their_objects(task, samples):
     assert not cells[1][8:, 8:].any()
     np.testing.assert_array_equal(first(changed(task, mask_size=14), samples, flip=True).image.cells, cells[:, :, ::-1])
     assert first(changed(task, instance_masks=False), samples).image.cells is None
-
-
-def test_an_object_without_area_is_refused_in_training_and_one_pixel_when_held_out(task, samples, folder):
-    for number in (0, 2):
-        file = folder / "vcr1images" / "movie" / f"{number:06d}.json"
-        metadata = json.loads(file.read_text())
-        metadata["boxes"][1] = [30, 10, 30, 30, 0.9]
-        file.write_text(json.dumps(metadata))
-    with pytest.raises(ValueError, match="000000.json: the box of object 1 has no area"):
-        examples_of(task, samples)
-    example = first(task, samples, "val")
-    assert example.image.boxes[2].tolist() == [30, 10, 31, 11]
-    assert np.isfinite(new_model(task).eval().predict(collate([example]))[0]["probabilities"]).all()
 
 
 def test_a_share_of_the_regions_is_masked_and_labelled_in_training_alone(task, samples):
@@ -316,16 +288,15 @@ def without_labels(folder: Path, split: str, of: str) -> None:
 
 def test_examples_without_labels_add_no_loss(task, samples, folder):
     without_labels(folder, "test", of="val")
-    for change in ({}, {"loss": "softmax", "region_loss": "appearance"}, {"masked_regions": 0.5}):
-        one = changed(task, **change)
-        model = new_model(one, dropout=0.0)
-        labelled, unlabelled = first(one, samples), first(one, samples, "test")
-        expected, found = model(collate([labelled])), model(collate([unlabelled, labelled]))
-        assert expected.keys() == found.keys()
-        for name, (loss, count) in expected.items():
-            assert found[name][1] == count
-            assert found[name][0].detach() == pytest.approx(float(loss.detach()), rel=1e-4)
-        assert all(count == 0 for _, count in model(collate([unlabelled])).values())
+    one = changed(task, loss="softmax", region_loss="appearance")
+    model = new_model(one, dropout=0.0)
+    labelled, unlabelled = first(one, samples), first(one, samples, "test")
+    expected, found = model(collate([labelled])), model(collate([unlabelled, labelled]))
+    assert expected.keys() == found.keys()
+    for name, (loss, count) in expected.items():
+        assert found[name][1] == count
+        assert found[name][0].detach() == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert all(count == 0 for _, count in model(collate([unlabelled])).values())
 
 
 # --- held out, and for the leaderboard --------------------------------------------------------------------------------
@@ -446,8 +417,6 @@ def test_a_question_of_no_or_six_hundred_words_has_finite_answers(task, samples,
         ({}, {"features": "precomputed"}, "set --task.no_instance_masks --task.masked_regions=0"),
         ({"region_loss": "none", "detected_regions": True}, {}, "task.detected_regions is for precomputed features"),
         ({"detected_regions": True}, {}, "set --task.region_loss=none and --task.masked_regions=0"),
-        ({"masked_regions": 1.5}, {}, "masked_regions is 1.5"),
-        ({"max_tokens": 1}, {}, "max_tokens is 1"),
         ({"max_tokens": 59, "mask_size": 14, "instance_masks": False}, {}, None),
     ],
 )
@@ -497,13 +466,10 @@ FOUR = ["no"] * 4
         ("answer", (" ", FOUR), "the question or a choice has no word"),
         ("answer", ("why?", FOUR, "no"), "this model chooses answers; give no answer beside the choices"),
         ("rationale", ("why?", FOUR), "this model chooses rationales; give the answer that they are for"),
-        ("answer", ("why?", FOUR, "", (1,)), "VCR masks no regions; name none"),
         ("answer", ("why is [3]?", FOUR), "region 3 is mentioned; the image has 2, from 1"),
         ("answer", ("why is [0]?", FOUR), r"'\[0\]' in 'why is \[0\]\?' names no region: write numbers, from 1"),
-        ("answer", ("why is [1", FOUR), r"'\[1' in 'why is \[1' names no region"),
         ("rationale", ("why?", FOUR, "[person1]"), r"'\[person1\]' in .* names no region"),
         ("answer", ("why? " * 600, FOUR), "1200 tokens before the choices and 1 in the longest of them, more"),
-        ("rationale", ("why?", FOUR, "no " * 600), "602 tokens before the choices"),
     ],
 )
 def test_a_users_question_that_does_not_fit_is_refused(task, subtask, question, named):

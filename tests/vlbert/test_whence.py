@@ -173,7 +173,7 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
     assert told(root, "again", key).keys() >= {"refcoco", "pretrain"}
     # Without the task's files only the pre-training can be told.
     refs = (root / "refcoco").rename(tmp_path / "refs")
-    with pytest.raises(SystemExit, match=r"there is no .*refs\(unc\)\.p.*; here: --task_folder=FOLDER"):
+    with pytest.raises(SystemExit, match=r"there is no .*instances\.json.*; here: --task_folder=FOLDER"):
         whence.main([f"{root}/runs/refcoco", f"--out={tmp_path / 'none.parquet'}"])
     assert not [*tmp_path.glob("none.parquet*")], "no file that looks whole"
     assert exported(root, "refcoco", tmp_path / "all.parquet", f"--task_folder={refs}").keys() >= both.keys()

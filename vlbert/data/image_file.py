@@ -3,9 +3,9 @@
 import io
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from storage.collect.normalise import FILE_FORMATS, ImageSettings, Refused, normalise
+from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.sample import Sample, sample_key
 
 # As at ingest, but for the size of the file: cameras write larger ones than a caption list's server should send.
@@ -22,17 +22,11 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
     try:
         if isinstance(image, Image.Image):
             image = _as_png(image)
-        data = image if isinstance(image, bytes) else Path(image).read_bytes()
-        try:
-            stored = normalise(data, IMAGES)
-        except Refused as refused:
-            if refused.status != "not_image":
-                raise
-            stored = normalise(_as_png(data), IMAGES)
+        stored = normalise(image if isinstance(image, bytes) else Path(image).read_bytes(), IMAGES)
     except Refused as refused:
         raise ValueError(f"{name} cannot be taken: {refused.detail} ({refused.status})") from refused
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return Sample(
         key=sample_key(name, ""),
         image=stored.jpeg,
@@ -45,28 +39,14 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
     )
 
 
-def _as_png(image: bytes | Image.Image) -> bytes:
-    """Return a PNG of Pillow's image, or of a file in a format of FILE_FORMATS that ingest does not take, such as TIFF.
-
-    Raises Refused if it is none, has no pixels or too many, or pixels of more than 8 bits that PNG does not have.
-    """
+def _as_png(image: Image.Image) -> bytes:
+    """Raises ValueError if it has no pixels or too many, or pixels of more than 8 bits that PNG does not have."""
+    width, height = image.size
+    if not 0 < width * height <= IMAGES.max_pixels:  # before any of it is decoded
+        raise ValueError(f"the image has {width} x {height} pixels; 1 to {IMAGES.max_pixels} are taken")
+    if image.mode[0] in "FI" and image.mode not in _PNG_MODES:  # more bits than a conversion to RGB would leave
+        raise ValueError(f"the image's pixels are of mode {image.mode}; convert it to 8 bits a channel")
     file = io.BytesIO()
-    try:
-        opened = Image.open(io.BytesIO(image), formats=FILE_FORMATS) if isinstance(image, bytes) else image
-        width, height = opened.size
-        if not width * height:
-            raise Refused("bad_geometry", f"{width}x{height}: it has no pixels")
-        if width * height > IMAGES.max_pixels:  # before any of it is decoded
-            raise Refused("too_many_pixels", f"{width}x{height}, more than {IMAGES.max_pixels}")
-        if opened.mode[0] in "FI" and opened.mode not in _PNG_MODES:  # more bits than a conversion to RGB would leave
-            raise Refused("not_image", f"its pixels are of mode {opened.mode}; save it with 8 bits a channel")
-        plain = opened if opened.mode in _PNG_MODES else opened.convert("RGB")
-        plain.save(file, "PNG", exif=opened.getexif(), compress_level=1)
-    except UnidentifiedImageError as error:
-        found = f"{len(image)} bytes, first {image[:16]!r}" if isinstance(image, bytes) else str(error)
-        raise Refused("not_image", f"none of {', '.join(FILE_FORMATS)}: {found}") from error
-    except Image.DecompressionBombError as error:
-        raise Refused("too_many_pixels", str(error)) from error
-    except (OSError, SyntaxError, ValueError) as error:
-        raise Refused("truncated", f"{type(error).__name__}: {error}") from error
+    plain = image if image.mode in _PNG_MODES else image.convert("RGB")
+    plain.save(file, "PNG", exif=image.getexif(), compress_level=1)
     return file.getvalue()

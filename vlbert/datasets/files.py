@@ -4,9 +4,10 @@ official scorer. None of them needs images, a model or torch.
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -14,38 +15,35 @@ import numpy as np
 from storage.reading import Samples
 from storage.safe_json import parse_json
 
-
-def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
-    """The value of a JSON file, of type `wanted`; NaN and Infinity are read as Python writes them.
-
-    ValueError names the file where it cannot be read; where it is missing also the `settings` that name it.
-    """
-    if not file.is_file():
-        raise ValueError(f"there is no {file}; fetch it, or set {settings}")
-    return parse_json(read_bytes(file), str(file), wanted, "fetch it again")
+Parsed = TypeVar("Parsed")
 
 
 @contextlib.contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """ValueError names the file where it cannot be read."""
+def opened(file: Path, settings: str) -> Iterator[BufferedReader]:
+    """Open a file. ValueError names it where it is missing, with the `settings` that name it, or cannot be read."""
     try:
-        yield
+        with open(file, "rb") as stream:
+            yield stream
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no {file}; fetch it, or set {settings}") from error
     except OSError as error:
         raise ValueError(
             f"cannot read {file}: {error.strerror or error}; make it readable, or fetch it again"
         ) from error
 
 
-def read_bytes(file: Path) -> bytes:
-    """The bytes of a file; ValueError names it where it cannot be read."""
-    with reading(file):
-        return file.read_bytes()
+def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
+    """The value of a JSON file, of type `wanted`; NaN and Infinity are read as Python writes them. Errors as in
+    `opened`, and where it is torn."""
+    with opened(file, settings) as stream:
+        return parse_json(stream.read(), str(file), wanted, "fetch it again")
 
 
-def read_text(file: Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark; ValueError names the file where it is not UTF-8."""
+def read_text(file: Path, settings: str) -> str:
+    """The text of a UTF-8 file, without a byte order mark. Errors as in `opened`, and where it is not UTF-8."""
     try:
-        return read_bytes(file).decode("utf-8-sig")
+        with opened(file, settings) as stream:
+            return stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
 
@@ -61,17 +59,29 @@ def in_format(kind: str, file: Path, entry: str) -> Iterator[None]:
         ) from error
 
 
-def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], found_in: str, expected_in: str) -> None:
+def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
+    """What `parse` makes of each entry of a list; errors as in `in_format`, and where it is no list."""
+    if not isinstance(entries, list):
+        raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
+    found = []
+    for number, entry in enumerate(entries):
+        with in_format(kind, file, f"{name}[{number}]"):
+            found.append(parse(entry))
+    return found
+
+
+def check_unique(ids: Iterable[Hashable], where: str) -> set[Hashable]:
+    """The ids. ValueError names the first that stand there twice, and how many there are."""
+    counts = Counter(ids)
+    _complain([one for one, count in counts.items() if count > 1], f"of {where} stand there more than once")
+    return set(counts)
+
+
+def check_ids(found: Iterable[Hashable], expected: Sequence[Hashable], found_in: str, expected_in: str) -> None:
     """ValueError names the first ids that stand twice in one or are missing in the other, and how many there are."""
-    counts = {name: Counter(iter(ids)) for name, ids in ((found_in, found), (expected_in, expected))}
-    for name, ids in counts.items():
-        _complain([one for one, count in ids.items() if count > 1], f"of {name} stand there more than once")
-    _complain(
-        [one for one in counts[expected_in] if one not in counts[found_in]], f"of {expected_in} miss in {found_in}"
-    )
-    _complain(
-        [one for one in counts[found_in] if one not in counts[expected_in]], f"of {found_in} are not in {expected_in}"
-    )
+    ours, theirs = check_unique(found, found_in), check_unique(expected, expected_in)
+    _complain([one for one in expected if one not in ours], f"of {expected_in} miss in {found_in}")
+    _complain(list(ours - theirs), f"of {found_in} are not in {expected_in}")
 
 
 def _complain(ids: Sequence[Hashable], what: str) -> None:

@@ -3,7 +3,7 @@ remedy."""
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from storage.pickles import UnsafePickle, read_pickle
-from storage.safe_json import shown
-from vlbert.datasets.files import check_ids, in_format, read_bytes, read_json
+from vlbert.datasets.files import check_ids, check_unique, opened, parse_entries, read_json
 
 FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image that the data set ships
@@ -34,7 +33,6 @@ REPORTED = {
         "testB": "60.99 base, 62.30 large",
     },
 }
-_NO_REFS = "a refs file is a list of references, with sentences, as refs(unc).p ships them; fetch it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +144,15 @@ def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> 
 
 
 def of_split(expressions: Expressions, split: str, folder: Path) -> list[tuple[str, Expression]]:
-    """(image file, expression) of a split; `test` is testA and testB, as the official interface has it."""
-    names = [split] if split in expressions else [name for name in expressions if split == "test" and "test" in name]
-    if not names:
+    """(image file, expression) of a split."""
+    if split not in expressions:
         raise ValueError(f"{folder / FILES[0]} has no split {split}, only {', '.join(sorted(expressions))}")
-    return [(file, one) for name in names for file, ones in expressions[name].items() for one in ones]
+    return [(file, one) for file, ones in expressions[split].items() for one in ones]
 
 
 def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
     """split -> image file -> its expressions, from a refs file and instances.json."""
     refs, instances = folder / refs, folder / FILES[1]
-    for file in (refs, instances):
-        if not file.is_file():
-            raise ValueError(f"there is no {file}; set task.folder to the RefCOCO+ folder that holds it")
     images, annotations = _read_instances(instances)
     objects, index_of = defaultdict(list), {}
     for number, (image, box) in annotations.items():
@@ -199,9 +193,12 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
     """
     images, _ = _read_instances(instances)
     found = defaultdict(list)
-    for number, row in enumerate(read_json(file, "task.detections", list)):
-        with in_format("MAttNet", file, f"detection {number}"):
-            image, box = images.get(row["image_id"]), _corners(row["box"])
+
+    def detection(row: dict) -> tuple[dict | None, Box]:
+        return images.get(row["image_id"]), _corners(row["box"])
+
+    rows = read_json(file, "task.detections", list)
+    for image, box in parse_entries(rows, "detections", "MAttNet", file, detection):
         if image and not _invalid_reason(box, image):
             found[image["file_name"]].append(np.clip(box, 0, [image["width"], image["height"]] * 2))
     return {name: np.array(boxes) for name, boxes in found.items()}
@@ -209,68 +206,60 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 def read_plain_pickle(file: Path) -> Any:
     """Read a pickle of lists, dicts, strings and numbers (Python 2's too); whatever would run code is refused."""
+    with opened(file, "task.folder") as stream:
+        data = stream.read()
     try:
-        return read_pickle(read_bytes(file), encoding="utf-8")
+        return read_pickle(data, encoding="utf-8")
     except UnsafePickle as error:
         raise ValueError(
             f"{file} wants to load {error}, which no refs file needs. Nothing was run; do not trust it"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{file} {error}; {_NO_REFS}") from error
+        raise ValueError(f"{file} {error}; fetch it again") from error
 
 
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
     """(image id -> its entry, with file_name, width and height; annotation id -> the id of its image, its box)."""
     data = read_json(file, "task.folder")
-    images, annotations, names = {}, {}, set()
-    for kind in ("images", "annotations"):
-        if not isinstance(data.get(kind), list):
-            raise ValueError(f"{file} has no list of {kind}; it must be in COCO's format, as RefCOCO+ ships it")
-        for number, entry in enumerate(data[kind]):
-            with in_format("COCO", file, f"{kind}[{number}]"):
-                _once((kind, entry["id"]), names)
-                if kind == "images":
-                    sizes = _field(entry, "width", int), _field(entry, "height", int)
-                    _once(("file_name", _field(entry, "file_name", str)), names)
-                    if min(sizes) < 1:
-                        raise ValueError(f"an image of {sizes[0]} x {sizes[1]} pixels")
-                    images[entry["id"]] = entry
-                elif entry["image_id"] in images:
-                    annotations[entry["id"]] = entry["image_id"], _corners(entry["bbox"])
-                else:
-                    raise ValueError(f"there is no image {entry['image_id']}")
-    return images, annotations
+
+    def image_of(entry: dict) -> dict:
+        if not all(type(side) is int and side >= 1 for side in (entry["width"], entry["height"])):
+            raise ValueError(f"an image of {entry['width']} x {entry['height']} pixels")
+        return entry | {"file_name": str(entry["file_name"])}
+
+    images = {one["id"]: one for one in _unique(data, "images", file, image_of, "id", "file_name")}
+
+    def annotation(entry: dict) -> dict:
+        if entry["image_id"] not in images:
+            raise ValueError(f"there is no image {entry['image_id']}")
+        return entry | {"box": _corners(entry["bbox"])}
+
+    annotations = _unique(data, "annotations", file, annotation, "id")
+    return images, {one["id"]: (one["image_id"], one["box"]) for one in annotations}
 
 
-def _once(name: tuple[str, Any], seen: set) -> None:
-    """Add a name to those that were seen. Raises ValueError if it was."""
-    if name in seen:
-        raise ValueError(f"{name[0]} {name[1]} stands there twice")
-    seen.add(name)
+def _unique(data: dict, name: str, file: Path, parse: Callable[[dict], dict], *fields: str) -> list[dict]:
+    """The parsed entries of one of the file's lists. ValueError where two are equal in one of these fields."""
+    entries = parse_entries(data.get(name), name, "COCO", file, parse)
+    for field in fields:
+        check_unique([entry[field] for entry in entries], f"{name} of {file}")
+    return entries
 
 
 def _read_refs(file: Path) -> list[dict]:
     """The references; the fields that are read are checked."""
-    refs = read_plain_pickle(file)
-    if not isinstance(refs, list):
-        raise ValueError(f"{file} holds a {type(refs).__name__}; {_NO_REFS}")
-    seen = set()
-    for number, ref in enumerate(refs):
-        with in_format("RefCOCO+", file, f"reference {number}"):
-            for name, kind in (("ref_id", int), ("image_id", int), ("ann_id", int), ("split", str)):
-                _field(ref, name, kind)
-            _once(("ref_id", ref["ref_id"]), seen)  # a reference is in one split, a sentence in one reference
-            for sentence in _field(ref, "sentences", list):
-                _once(("sent_id", _field(sentence, "sent_id", int)), seen)
-                _field(sentence, "sent", str)
+    refs = parse_entries(read_plain_pickle(file), "references", "RefCOCO+", file, _checked)
+    check_unique([ref["ref_id"] for ref in refs], f"references of {file}")
+    check_unique([one["sent_id"] for ref in refs for one in ref["sentences"]], f"sentences of {file}")
     return refs
 
 
-def _field(entry: Any, name: str, kind: type) -> Any:
-    value = entry.get(name) if isinstance(entry, dict) else None
-    if not isinstance(value, kind):
-        raise ValueError(f"its {name} is {shown(value)}, and not of type {kind.__name__}")
-    return value
+def _checked(ref: dict) -> dict:
+    ids = [ref["ref_id"], ref["image_id"], ref["ann_id"], *(one["sent_id"] for one in ref["sentences"])]
+    texts = [ref["split"], *(one["sent"] for one in ref["sentences"])]
+    if not (all(isinstance(one, int) for one in ids) and all(isinstance(text, str) for text in texts)):
+        raise TypeError("an id is no number, or its split or a sentence is no text")
+    return ref
 
 
 def _corners(box: Sequence[float]) -> Box:

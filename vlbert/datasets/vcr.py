@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from storage.safe_json import parse_json
-from vlbert.datasets.files import check_ids, in_format, read_json, reading
+from vlbert.datasets.files import check_ids, check_unique, in_format, opened, read_json
 
 CHOICES = 4
 _OBJECTS = (
@@ -69,7 +69,6 @@ class Scene:
     classes: list[int]  # the same as numbers, from 1
     boxes: np.ndarray  # float [r, 4] x1 y1 x2 y2 in pixels, inside the image
     polygons: list[list[np.ndarray]]  # of each object, [corners, 2] each
-    without_area: tuple[int, ...] = ()  # objects whose box had no area and became one pixel
 
     def masks(self, side: int) -> np.ndarray:
         """float32 [r, side, side]: each object's `instance_mask`."""
@@ -113,8 +112,8 @@ def read_scene(file: Path) -> Scene:
         polygons = [[_corners(polygon) for polygon in of if len(polygon)] for of in found["segms"]]
         if not len(names) == len(boxes) == len(polygons):
             raise ValueError(f"it has {len(names)} names, {len(boxes)} boxes and {len(polygons)} segms")
-        boxes, without_area = _inside(boxes, size)
-    return Scene(size, names, classes, boxes, polygons, without_area)
+        boxes = _inside(boxes, size)
+    return Scene(size, names, classes, boxes, polygons)
 
 
 def _corners(polygon: Sequence) -> np.ndarray:
@@ -125,15 +124,15 @@ def _corners(polygon: Sequence) -> np.ndarray:
     return corners
 
 
-def _inside(boxes: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The boxes [r, 4] clipped to the image, and which have no area there: these become one pixel."""
+def _inside(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The boxes [r, 4] clipped to the image; one that has no area there becomes one pixel."""
     if not np.isfinite(boxes).all():
         raise ValueError("a box is not of finite numbers")
     boxes = np.clip(boxes, 0, [*size, *size])
     flat = (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)
     boxes[flat, :2] = np.minimum(boxes[flat, :2], np.array(size) - 1)
     boxes[flat, 2:] = boxes[flat, :2] + 1
-    return boxes, tuple(np.flatnonzero(flat).tolist())
+    return boxes
 
 
 def read_items(file: Path) -> list[Item]:
@@ -141,20 +140,12 @@ def read_items(file: Path) -> list[Item]:
 
     ValueError names the line that is cut off, lacks a field, mentions an object that is not there or repeats an id.
     """
-    if not file.is_file():
-        raise ValueError(f"there is no {file}; set task.folder to the VCR folder that holds it")
-    items, first = [], {}
-    with reading(file), open(file, "rb") as lines:
+    items = []
+    with opened(file, "task.folder") as lines:
         for number, line in enumerate(lines, 1):
             with in_format("VCR", file, f"line {number}"):
-                item = _item(line.decode(), file, number)
-            if first.setdefault(item.annot_id, number) != number:
-                raise ValueError(
-                    f"{item.where} has the annot_id of line {first[item.annot_id]}, {item.annot_id}; fetch it again"
-                )
-            items.append(item)
-    if not items:
-        raise ValueError(f"{file} is empty; fetch it again")
+                items.append(_item(line.decode(), file, number))
+    check_unique((item.annot_id for item in items), str(file))
     return items
 
 
@@ -198,50 +189,34 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
         yield from ((f"{name}[{i}]", text) for i, text in enumerate(item[name]))
 
 
-def submission(folder: Path, rows: Iterable[Mapping[str, Any]]) -> bytes:
+def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """The leaderboard's csv: a line an item, in the order of the jsonl file; numbers are read back exactly.
 
     A row has the `split` and `annot_id` of an item, and the `probabilities` of its four answers or, where it is
     `conditioned_on` an answer (else -1), of that answer's rationales. ValueError where an item of the split lacks some.
     """
-    given, splits, repeated = {}, set(), []
-    for row in rows:
-        key = row["annot_id"], row["conditioned_on"]
-        repeated += [row["annot_id"]] * (key in given)
-        given[key] = row["probabilities"]
-        splits.add(row["split"])
-    if repeated:
-        raise ValueError(f"{len(repeated)} predictions stand there twice, such as of {repeated[0]}; name each run once")
-    items = [item.annot_id for split in sorted(splits) for item in read_items(folder / f"{split}.jsonl")]
-    check_ids({item for item, _ in given}, items, "the predictions", ", ".join(sorted(splits)))
+    given = {(row["annot_id"], row["conditioned_on"]): row["probabilities"] for row in rows}
+    check_unique([(row["annot_id"], row["conditioned_on"]) for row in rows], "the predictions")
+    splits = sorted({row["split"] for row in rows})
+    items = [item.annot_id for split in splits for item in read_items(folder / f"{split}.jsonl")]
+    check_ids({item for item, _ in given}, items, "the predictions", ", ".join(splits))
     missing = [(item, answer) for item in items for answer in range(-1, CHOICES) if (item, answer) not in given]
     if missing:
-        lack = {"answer" if answer < 0 else "rationale" for _, answer in missing}
+        lack = {"answers" if answer < 0 else "rationales" for _, answer in missing}
         raise ValueError(
             f"{len({item for item, _ in missing})} of {len(items)} items, such as {missing[0][0]}, lack probabilities "
-            f"of {' and '.join(f'{kind}s' for kind in sorted(lack))}; the leaderboard wants answers, and rationales "
-            "behind every answer: evaluate both runs at once, CHECKPOINT,CHECKPOINT, with --task.every_answer"
+            f"of {' and '.join(sorted(lack))}; the leaderboard wants answers, and rationales behind every answer: "
+            "evaluate both runs at once, CHECKPOINT,CHECKPOINT, with --task.every_answer"
         )
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(COLUMNS)
     for item in items:
         numbers = np.array([given[item, answer] for answer in range(-1, CHOICES)], np.float64)
-        if fault := _not_probabilities(numbers):
-            raise ValueError(f"{item}: {fault}")
+        if (numbers < 0).any() or not np.allclose(numbers.sum(axis=1), 1, rtol=0, atol=1e-3):
+            raise ValueError(f"{item}: its numbers are no probabilities, whose sum is 1: {numbers.tolist()}")
         table.writerow([item, *map(repr, numbers.ravel().tolist())])
     return text.getvalue().encode()
-
-
-def _not_probabilities(rows: np.ndarray) -> str | None:
-    """What is wrong with probabilities [1 + CHOICES, CHOICES], whose rows should sum to 1."""
-    for group, row in zip(_GROUPS, rows, strict=True):
-        columns = f"{group.format(0)} to {group.format(CHOICES - 1)}"
-        if not np.isfinite(row).all():
-            return f"{columns} are not finite"
-        if (row < 0).any() or abs(row.sum() - 1) > 1e-3:
-            return f"{columns} are no probabilities: their sum is {row.sum():g}, the least {row.min():g}"
-    return None
 
 
 def ranked(probabilities: Sequence[float]) -> list[int]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from storage.programs import Command, Positional
-from vlbert.datasets.files import check_ids, in_format, read_json, read_text
+from vlbert.datasets.files import check_ids, parse_entries, read_json, read_text
 
-_KIND = "VQA 2.0"
+_KIND, _SETTINGS = "VQA 2.0", "task.folder, or the splits"
 UNKNOWN = "<unk>"  # a line of some answer lists: stands for all other answers, and is never right
 MIN_QUESTIONS = 9  # with the same answer, for it to be in the answer list
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
@@ -113,30 +113,12 @@ def soft_score(count: int, annotators: int) -> float:
     return (count * given + (annotators - count) * not_given) / annotators
 
 
-def score_answer(answer: str, answers: Sequence[str], soft: float, best: float) -> dict[str, float | None]:
-    """The scores of an answer, given the annotators' answers; None where there are none.
-
-    soft, best  the soft scores, as in training, of the answer and of the best one in the answer list
-    """
-    scores = (accuracy(answer, answers), soft, best) if answers else (None, None, None)
-    return dict(zip(("score", "soft_score", "best_soft_score"), scores, strict=True))
-
-
 def read_answers(file: Path, count: int) -> list[str]:
-    """The `count` answers of a text file, one a line, or of a JSON list, in lower case and without punctuation, as the
-    authors read them."""
-    if not file.is_file():
-        raise ValueError(
-            f"there is no answer list {file}; make one with `vlbert vqa-answers {file.parent} {file}`, put "
-            "yours there, or set task.answer_list"
-        )
-    if file.suffix == ".json":
-        lines = read_json(file, "task.answer_list", list)
-        if not all(isinstance(line, str) for line in lines):
-            raise ValueError(f"{file} is no list of answers: a JSON list of strings is needed")
-    else:
-        lines = read_text(file).replace("\r\n", "\n").split("\n")
-        lines = lines[:-1] if lines[-1] == "" else lines  # behind the last line's end
+    """The `count` answers of a text file, one a line, in lower case and without punctuation, as the authors read
+    them."""
+    text = read_text(file, f"task.answer_list; `vlbert vqa-answers {file.parent} {file}` makes one")
+    lines = text.replace("\r\n", "\n").split("\n")
+    lines = lines[:-1] if lines[-1] == "" else lines  # behind the last line's end
     if len(lines) != count:
         raise ValueError(
             f"{file} holds {len(lines)} answers, task.answers is {count}; set it to the former, or name the other "
@@ -166,18 +148,17 @@ def question_files(split: str) -> tuple[str, ...]:
     return files[:1] if split.startswith("test") else files
 
 
-def read_annotations(file: Path, chosen: bool = False) -> list[dict]:
-    """The annotations, in the order of the file, checked; `chosen`: also which answer the data set chose."""
-    rows = _rows(read_json(file, "task.folder, or the splits"), "annotations", file)
-    for number, row in enumerate(rows):
-        with in_format(_KIND, file, f"annotations[{number}]"):
-            texts = [given["answer"] for given in row["answers"]]
-            whole = bool(texts) and all(isinstance(text, str) for text in texts)
-            whole &= not chosen or isinstance(row["multiple_choice_answer"], str)
-            hash(row["question_id"]), row["answer_type"], row["question_type"]
-            if not whole:
-                raise ValueError("it has no answers, or one that is no text")
-    return rows
+def read_annotations(file: Path) -> list[dict]:
+    """The annotations, in the order of the file, checked."""
+    return parse_entries(read_json(file, _SETTINGS).get("annotations"), "annotations", _KIND, file, _checked)
+
+
+def _checked(row: dict) -> dict:
+    texts = [row["multiple_choice_answer"], *(given["answer"] for given in row["answers"])]
+    hash(row["question_id"]), row["answer_type"], row["question_type"]
+    if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it has no answers, or one that is no text")
+    return row
 
 
 def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
@@ -205,8 +186,6 @@ def metrics(rows: Iterable[dict]) -> dict[str, float]:
     found = defaultdict(list)
     for row in rows:
         found["accuracy"].append(row["score"])
-        found["soft_accuracy"].append(row["soft_score"])
-        found["soft_accuracy_upper_bound"].append(row["best_soft_score"])
         found["chance"].append(accuracy(commonest, row["annotator_answers"]))
         for kind in (row["answer_type"], row["question_type"]):
             if kind:
@@ -222,22 +201,21 @@ def read_questions(folder: Path, split: str) -> list[Question]:
 
 def join_questions(question_file: Path, annotation_file: Path | None, split: str) -> list[Question]:
     """The questions of one file with the annotations of another, whose ids must be the same."""
-    data = read_json(question_file, "task.folder, or the splits")
-    rows = _rows(data, "questions", question_file)
-    annotations = read_annotations(annotation_file, chosen=True) if annotation_file else []
+    data = read_json(question_file, _SETTINGS)
+    annotations = read_annotations(annotation_file) if annotation_file else []
     annotation_of = {row["question_id"]: row for row in annotations}
-    questions = []
-    for number, row in enumerate(rows):
-        with in_format(_KIND, question_file, f"questions[{number}]"):
-            # test-dev is a part of test, and its images are named so
-            image = f"COCO_{data['data_subtype'].replace('test-dev', 'test')}_{row['image_id']:012d}.jpg"
-            annotation = annotation_of.get(row["question_id"], {})
-            if annotation.get("image_id", row["image_id"]) != row["image_id"]:
-                raise ValueError(f"it is about image {row['image_id']}, its annotation about {annotation['image_id']}")
-            known = _known(annotation) if annotation else ()
-            questions.append(Question(row["question_id"], split, row["question"], image, *known))
-            if not isinstance(row["question"], str):
-                raise TypeError(f"the question is no text: {row['question']!r}")
+
+    def question(row: dict) -> Question:
+        # test-dev is a part of test, and its images are named so
+        image = f"COCO_{data['data_subtype'].replace('test-dev', 'test')}_{row['image_id']:012d}.jpg"
+        annotation = annotation_of.get(row["question_id"], {})
+        if annotation.get("image_id", row["image_id"]) != row["image_id"]:
+            raise ValueError(f"it is about image {row['image_id']}, its annotation about {annotation['image_id']}")
+        if not isinstance(row["question"], str):
+            raise TypeError(f"the question is no text: {row['question']!r}")
+        return Question(row["question_id"], split, row["question"], image, *(_known(annotation) if annotation else ()))
+
+    questions = parse_entries(data.get("questions"), "questions", _KIND, question_file, question)
     ids = [question.question_id for question in questions]
     annotated = [row["question_id"] for row in annotations] if annotation_file else ids
     check_ids(annotated, ids, str(annotation_file or question_file), str(question_file))
@@ -250,12 +228,6 @@ def _known(row: dict) -> tuple[tuple[str, ...], str, str, str]:
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))
 
 
-def _rows(found: dict[str, Any], name: str, file: Path) -> list[dict]:
-    if not isinstance(found.get(name), list):
-        raise ValueError(f"{file} is not in {_KIND}'s format, {name}: no such list; fetch it again")
-    return found[name]
-
-
 def write_answers(
     folder: Positional[Path],
     out: Positional[Path],
@@ -266,32 +238,19 @@ def write_answers(
 
     Args:
         folder: Holds v2_mscoco_SPLIT_annotations.json.
-        out: The list: .json, or text with one answer a line.
+        out: The list, one answer a line.
         splits: Whose annotations are counted.
         min_questions: An answer is listed if it is that of at least so many questions.
     """
-    files = [_annotations(folder, split) for split in splits]
-    annotations = [row for file in files for row in read_annotations(file, chosen=True)]
+    files = [folder / name for split in splits for name in question_files(split)[1:]]
+    annotations = [row for file in files for row in read_annotations(file)]
     answers = frequent_answers(annotations, min_questions)
-    chosen = set(answers)
-    covered = sum(any(given["answer"] in chosen for given in row["answers"]) for row in annotations)
     if not answers:
         raise ValueError(
             f"no answer is that of {min_questions} of {len(annotations)} questions; give a lower --min_questions"
         )
-    text = json.dumps(answers) if out.suffix == ".json" else "".join(f"{answer}\n" for answer in answers)
-    out.write_text(text, encoding="utf-8")
-    print(
-        f"{out}: {len(answers)} answers; in {covered} of {len(annotations)} questions "
-        f"({covered / len(annotations):.1%}) an annotator wrote one of them; set --task.answers {len(answers)}"
-    )
-
-
-def _annotations(folder: Path, split: str) -> Path:
-    files = question_files(split)
-    if len(files) == 1:
-        raise ValueError(f"{split} has no annotations; name other --splits")
-    return folder / files[1]
+    out.write_text("".join(f"{answer}\n" for answer in answers), encoding="utf-8")
+    print(f"{out}: {len(answers)} answers of {len(annotations)} questions; set --task.answers {len(answers)}")
 
 
 main = Command("vlbert vqa-answers", write_answers)

@@ -17,7 +17,6 @@ from storage.settings import as_arguments, to_json
 from training.log import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe
-from vlbert.tasks import parts_of
 from vlbert.tasks.base import Examples, Task
 from vlbert.validate import metrics_of
 
@@ -69,8 +68,8 @@ class SplitPredictions:
         return sorted(self.checkpoint.config.get("recipe", {}).get("data", {}).get("datasets", ()))
 
     def was_trained_on(self, split: str) -> bool:
-        """Whether it was trained on a part of the split."""
-        return not parts_of(self.recipe.task, self.trained_on).isdisjoint(parts_of(self.recipe.task, [split]))
+        """Whether it was trained on the split."""
+        return split in self.trained_on
 
 
 def name_of(where: str) -> str:

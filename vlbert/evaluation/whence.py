@@ -179,7 +179,7 @@ class Trained:
         """Return those of its task, with the first folder that has its files; ValueError where those are others now."""
         own, before = from_json(kind, self.record["settings"], self.run).to_train(), self.record["task_files"]
         for one in (replace(own, folder=folder) for folder in self.folders):
-            if all(Path(one.folder, name).is_file() for name in one.files):
+            if all(Path(one.folder, name).exists() for name in one.files):
                 with contextlib.suppress(ValueError):
                     one.check_same(before, self.record["checkpoint"], "")
                     return one

@@ -200,7 +200,7 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
     labels                 int64 [N, T]  the token at masked words, else -100
     region_labels          float [N, R, 1 + classes]  at masked regions the detector's distribution, background first;
                            zeros: no label
-    sentence_image_labels  int64 [N]  the class of the relationship head (PretrainingSettings.related_class)
+    sentence_image_labels  int64 [N]  the class of the relationship head: 0 belongs together
     """
 
     new_settings = PretrainingSettings()

@@ -30,43 +30,34 @@ _LAYER = {
 
 def bert_vocabulary(name: str) -> Vocabulary:
     """The vocabulary of a Hugging Face BERT; ValueError where it has none, or tells capitals apart: ours does not."""
-    vocabulary = _own_vocabulary(name)
-    if vocabulary is None:
-        raise ValueError(f"{name} came without a vocabulary; give the vocab.txt it was trained with, --vocabulary=FILE")
-    return vocabulary
-
-
-def _own_vocabulary(name: str) -> Vocabulary | None:
-    """None where the model came without a tokenizer."""
     from transformers import AutoTokenizer
 
+    ids: dict[str, int] = {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        ids = tokenizer.get_vocab()
     except ValueError:  # no file to make one of, or only code of theirs
-        return None
+        pass
     except OSError as error:
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {error}") from error
-    ids = tokenizer.get_vocab()
-    tokens = sorted(ids, key=ids.get)
-    if not set(tokens) - set(SPECIALS):  # what transformers gives where there is no vocab.txt
-        return None
-    capitals = any(re.search("[A-Z]", token) for token in tokens if not token.startswith("["))
+    if not ids.keys() - set(SPECIALS):  # what transformers gives where there is no vocab.txt
+        raise ValueError(f"{name} came without a vocabulary; put the vocab.txt it was trained with beside it")
+    capitals = any(re.search("[A-Z]", token) for token in ids if not token.startswith("["))
     if capitals or not getattr(tokenizer, "do_lower_case", True):
         raise ValueError(f"{name} is a cased BERT; captions are lower-cased here, take an uncased one")
-    return Vocabulary(tokens, where=name)
+    return Vocabulary(sorted(ids, key=ids.get), where=name)
 
 
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
     """Copy embeddings and encoder and, where `head` has them too, the word classifier, pooler and relationship.
 
     [END], [IMG], segment C, the visual parts and all that BERT has not, or came without, keep their own initialisation.
-    Returns what was taken and what was not to be had, in words. ValueError where it is no BERT, or one of another
-    shape, or of another vocabulary than the run's.
+    Returns what was taken, in words. ValueError where it is no BERT, or one of another shape, or of another vocabulary
+    than the run's.
     """
     config, theirs = _read(name)
     _check(vlbert, config, name)
-    own = _own_vocabulary(name)
-    if own is not None and own.tokens != vocabulary.tokens:
+    if bert_vocabulary(name).tokens != vocabulary.tokens:
         raise ValueError(
             f"the run's vocabulary is not that of {name}: every word would get the weights of another; give "
             f"--vocabulary=FILE with {name}'s own vocab.txt, or --bert=None"
@@ -82,7 +73,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
         for part, their_part in _LAYER.items():
             _copy_module(getattr(layer, part), theirs, f"bert.encoder.layer.{number}.{their_part}")
 
-    taken, lacking = ["words and encoder"], []
+    taken = ["words and encoder"]
     for words, parts in _head_parts(head, vlbert.vocab_size).items():
         if all(f"{source}.weight" in theirs or source in theirs for _, source in parts):
             for part, source in parts:
@@ -91,14 +82,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
                 else:
                     _copy(part, theirs[source])
             taken.append(words)
-        else:
-            lacking.append(words)
-    message = f"{', '.join(taken)} from {name}"
-    if lacking:
-        message += f"; it has no {', '.join(lacking)}: these start from random weights"
-    if own is None:
-        message += "; it came without a vocabulary: that of the run was taken to be its own"
-    return message
+    return f"{', '.join(taken)} from {name}; all else starts from random weights"
 
 
 def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:

@@ -146,25 +146,21 @@ def _of_images(features: Tensor, batch: Batch, images: int) -> Tensor:
 
 
 class VisualProjection(nn.Module):
-    """Visual feature embeddings [..., L] -> what is added to tokens, [..., C]: a norm or scale with a learned gain."""
+    """Visual feature embeddings [..., L] -> what is added to tokens, [..., C]: normed with a learned gain, or as is."""
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
         super().__init__()
         self.gain = gain
         self.to_hidden = nn.Linear(channels, config.hidden_size) if channels != config.hidden_size else None
         self.norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS) if config.visual_norm == "layer_norm" else None
-        self.scale = nn.Parameter(torch.empty(())) if config.visual_norm == "scale" else None
 
     def initialise(self) -> None:
-        for gain in (self.norm.weight if self.norm else None, self.scale):
-            if gain is not None:
-                nn.init.constant_(gain, self.gain)
+        if self.norm is not None:
+            nn.init.constant_(self.norm.weight, self.gain)
 
     def forward(self, visual: Tensor) -> Tensor:
         if self.to_hidden is not None:
             visual = self.to_hidden(visual)
-        if self.scale is not None:
-            return visual * self.scale
         return visual if self.norm is None else self.norm(visual)
 
 

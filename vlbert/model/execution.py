@@ -4,8 +4,6 @@ Neither changes what is computed, nor a name in the state dict. Both are done bl
 a residual block of the Fast R-CNN.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,8 +30,8 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
     for block in blocks(model):
         if recipe.activation_checkpointing:
             activation_checkpointing(block)
-        if recipe.compile:
-            compile_block(block)
+        if recipe.compile:  # blocks of one shape share kernels, sizes that differ from batch to batch are variables
+            block.compile(dynamic=True)
     if recipe.compile:
         # Blocks of one class count together: first and other blocks of four stages, in training and in validation.
         torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
@@ -42,43 +40,16 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
 def activation_checkpointing(block: nn.Module) -> None:
     """From now on, keep of the block's forward pass only what went in, and compute it again in the backward pass.
 
-    The second pass draws the same dropout, and live norms do not count it. The block cannot be copied or pickled then.
+    The second pass draws the same dropout. The block cannot be copied or pickled then. One with live norms, which would
+    count a batch twice, stays as it is.
     """
+    if any(isinstance(part, nn.BatchNorm2d) for part in block.modules()):
+        return
     forward = block.forward
-    norms = [part for part in block.modules() if isinstance(part, nn.BatchNorm2d)]
-
-    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), _counting_nothing(norms)
 
     def forward_twice(*given: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*given)
-        return checkpoint(forward, *given, use_reentrant=False, **({"context_fn": contexts} if norms else {}))
+        return checkpoint(forward, *given, use_reentrant=False)
 
     block.forward = forward_twice
-
-
-@contextmanager
-def _counting_nothing(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
-    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, (momentum, batches) in zip(norms, before, strict=True):
-            norm.momentum = momentum
-            norm.num_batches_tracked.copy_(batches)
-
-
-def compile_block(block: nn.Module) -> None:
-    """From now on, compute the block by kernels that torch.compile makes of it at its first use.
-
-    Blocks of one shape share them, and sizes that differ from batch to batch are variables of theirs.
-    """
-    block.compile(dynamic=True)
-
-
-def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # the only place that counts them

@@ -22,6 +22,7 @@ from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.evaluation.evaluate import load_task_model
 from vlbert.predict.prediction import Prediction, class_name
+from vlbert.tasks.base import own_annotation
 
 
 class Predictor:
@@ -78,7 +79,8 @@ class Predictor:
         if text is not None and not text.strip() and not mask_regions:
             raise ValueError("the text is empty; write one, or leave it out to see the regions")
         regions_alone = text is None and not mask_regions
-        annotation = None if regions_alone else self.task.annotation_for(text or "", choices, answer, mask_regions)
+        more = {"choices": choices, "answer": answer, "mask_regions": mask_regions}
+        annotation = None if regions_alone else own_annotation(self.task, text or "", **more)
         sample = image if isinstance(image, Sample) else self.detect(image)
         assert sample.regions is not None  # `detect` gives a sample that has some
         classes = self.detector.metadata.get("classes")

@@ -93,7 +93,7 @@ def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
 
 def read_captions(file: str | Path) -> list[str]:
     """The captions of a text file, one a line; empty lines are passed over. ValueError where there is none."""
-    captions = [line.strip() for line in read_text(Path(file)).splitlines() if line.strip()]
+    captions = [line.strip() for line in read_text(Path(file), "--captions").splitlines() if line.strip()]
     if not captions:
         raise ValueError(f"{file} holds no caption; write one a line")
     return captions

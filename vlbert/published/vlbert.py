@@ -50,8 +50,6 @@ _CORE = [
     ("vlbert.visual_1x1_object.", "vlbert.embedding.region_visual.to_hidden."),
     ("vlbert.visual_ln_text.", "vlbert.embedding.text_visual.norm."),
     ("vlbert.visual_ln_object.", "vlbert.embedding.region_visual.norm."),
-    ("vlbert.visual_scale_text", "vlbert.embedding.text_visual.scale"),
-    ("vlbert.visual_scale_object", "vlbert.embedding.region_visual.scale"),
     *(
         (f"vlbert.encoder.layer.{{}}.{theirs}.", f"vlbert.encoder.layers.{{}}.{ours}.")
         for theirs, ours in (
@@ -147,7 +145,6 @@ class PublishedVLBert(Published):
             intermediate_size=cls.matrix(shapes, "vlbert.encoder.layer.0.intermediate.dense.weight")[0],
             max_positions=cls.matrix(shapes, "vlbert.position_embeddings.weight")[0],
             visual_embedding_size=None if visual == hidden_size else visual,
-            visual_norm="layer_norm" if has_any(shapes, "vlbert.visual_ln_") else "scale",
             region_classes=None if tokens == 1 else tokens,
             regions=_regions(shapes, task),
         )

@@ -63,7 +63,7 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
         text_length=24,
     )
     if model != "vlbert":
-        task = replace(task, relationship=True, mismatched=0.5, related_class=0, region_head="transform_norm")
+        task = replace(task, relationship=True, mismatched=0.5, region_head="transform_norm")
         target = {"region_target": "class"} if model == "unicoder_vl" else {"region_loss": "kl"}
         task = replace(task, **target)
     return Recipe(

@@ -52,7 +52,6 @@ def pretrain_unicoder_vl(size: Size = "base", variant: Literal["nearest", "paper
             region_target="class",
             relationship=True,
             mismatched=0.5,
-            related_class=0,
             region_head="linear" if paper else "transform_norm",
         ),
         model=replace(UNICODER_VL_BASE, pooler="none") if paper else UNICODER_VL_BASE,

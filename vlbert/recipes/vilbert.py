@@ -69,7 +69,6 @@ def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
             relationship=True,
             mismatched=0.5,
             mismatched_labels=True,
-            related_class=0,
             region_head="transform_norm",
             region_loss="kl",
         ),

@@ -4,8 +4,6 @@ Adding one: a file with a settings dataclass and a class below `Task` (base.py),
 (docs/your-own-task.md).
 """
 
-from collections.abc import Iterable
-
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.tasks.base import Task, TaskSettings
 
@@ -43,8 +41,3 @@ def _tasks() -> dict[type[TaskSettings], type[Task]]:
 
 
 TASKS: dict[type[TaskSettings], type[Task]] = {}  # add your own: the type of its settings -> the task
-
-
-def parts_of(settings: TaskSettings, splits: Iterable[str]) -> set[str]:
-    """The splits that these splits consist of."""
-    return {part for split in splits for part in task_of(settings).parts_of(split)}

@@ -1,6 +1,7 @@
 """The base classes of the tasks and of their settings."""
 
 import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example
 from vlbert.data.images import PreparedImage
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.datasets.files import find_samples, reading, withdrawn_images
+from vlbert.datasets.files import find_samples, opened, withdrawn_images
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
 
@@ -42,15 +43,15 @@ class Examples:
 
 
 def make_examples(
-    samples: Samples, found: Sequence[tuple[Any, str, str, str]], training: bool, source: str
+    settings: "TaskSettings", samples: Samples, split: str | None, found: Sequence[tuple[Any, str, str, str]]
 ) -> Examples:
-    """The examples of `found`: (annotation, its name, image file, invalid reason or ""). Training skips the invalid
-    ones; an evaluation keeps them, since all must be answered. Both skip those whose image was withdrawn.
-
-    source: where they come from, for errors. ValueError where none is left, or an image is in no sample.
+    """The examples of `found` in a split: (annotation, its name, image file, invalid reason or ""). Training (None)
+    skips the invalid ones; an evaluation keeps them, since all must be answered. Both skip those whose image was
+    withdrawn. ValueError where none is left, or an image is in no sample.
     """
+    training, source = split is None, f"{', '.join(settings.splits(split))} of {settings.folder}"
     withdrawn = withdrawn_images(samples, {image for _, _, image, _ in found})
-    gone = tuple(f"{name}: its image was withdrawn" for _, name, image, _ in found if image in withdrawn)
+    gone = tuple(dict.fromkeys(f"{name}: its image was withdrawn" for _, name, image, _ in found if image in withdrawn))
     found = [one for one in found if one[2] not in withdrawn]
     invalid = tuple(f"{name}: {reason}" for _, name, _, reason in found if reason)
     usable = [(annotation, image) for annotation, _, image, reason in found if not (training and reason)]
@@ -93,25 +94,24 @@ class TaskSettings:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files that `folder` must hold."""
+        """Files and folders that `folder` must hold."""
         return ()
 
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """Folders that `folder` must hold."""
-        return ()
+    def splits(self, split: str | None) -> tuple[str, ...]:
+        """The splits to read: the given one; None: those to train on."""
+        return self.train_on if split is None else (split,)
 
     def to_train(self) -> Self:
         """These settings without the files that validation alone reads."""
         return replace(self, validate_on=self.train_on[0]) if self.train_on else self  # ty: ignore[invalid-argument-type]
 
     def hashes(self) -> dict[str, str]:
-        """The sha256, 64 hex, of each of `files` that `folder` holds."""
+        """The sha256, 64 hex, of each of `files` that is a file in `folder`."""
         found = {}
         for name in dict.fromkeys(self.files):
             file = Path(self.folder, name)
             if file.is_file():
-                with reading(file), open(file, "rb") as stream:
+                with opened(file, "task.folder") as stream:
                     found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
         return found
 
@@ -140,6 +140,11 @@ class Task(ABC):
         self.settings = settings
         self.vocabulary = vocabulary
         self.num_classes = num_classes
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the task's files."""
+        return Path(self.settings.folder)
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """The examples of a split; None: all that training learns from. By default one of each sample."""
@@ -224,11 +229,9 @@ class Task(ABC):
         """Part of the head -> the part of pre-training's head that it starts from."""
         return head.init_from if isinstance(head, Classifier) else {}
 
-    def from_pretraining(
-        self, part: str, tensors: dict[str, Tensor], settings: Mapping[str, Any]
-    ) -> Mapping[str, Tensor]:
-        """The tensors of a part of the head, given those of the part of pre-training's head that it starts from, and
-        the fields of the pre-training's settings. By default the same."""
+    def from_pretraining(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a part of the head, given those of the part of pre-training's head that it starts from. By
+        default the same."""
         return tensors
 
     def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed
@@ -240,11 +243,6 @@ class Task(ABC):
     joins: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
     evaluation: Mapping[str, Any] = MappingProxyType({})  # fields of the recipe in `vlbert evaluate`, by their names
     evaluated_at_once: int = 64  # examples of a batch of vlbert evaluate at most
-
-    @staticmethod
-    def parts_of(split: str) -> tuple[str, ...]:
-        """The splits that a split consists of, such as testA and testB of RefCOCO+'s test."""
-        return (split,)
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
         """The rows of a batch in a validation or evaluation: its `predictions`."""
@@ -263,12 +261,18 @@ class Task(ABC):
         """The files that a leaderboard takes, by name. ValueError where the rows are not the whole split."""
         return {}
 
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> Any:
-        """The annotation, for `example`, of a user's own question (vlbert predict). ValueError where it does not fit
-        the task."""
+    def annotation_for(self, text: str) -> Any:
+        """The annotation, for `example`, of a user's own question (vlbert predict). Its further arguments are those of
+        `choices`, `answer` and `mask_regions` that the task takes. ValueError where the question does not fit."""
         raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
+
+
+def own_annotation(task: Task, text: str, **more: Any) -> Any:
+    """Task.annotation_for with those of `more` that are given; ValueError names one that the task does not take."""
+    given = {name: value for name, value in more.items() if value}
+    if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():
+        raise ValueError(f"{type(task).__name__} takes no {min(unknown)}: leave that out")
+    return task.annotation_for(text, **given)
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:

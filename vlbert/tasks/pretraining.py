@@ -30,6 +30,7 @@ from vlbert.tasks.base import Task, TaskSettings, accuracy
 
 OVERLAPPING = 0.4  # IoU with a labelled region above which 12-in-1's code leaves a region out of the mean
 ROW_EPSILON = 1e-4  # what the published code adds to counts where it takes means of rows
+RELATED = 0  # the class of the relationship head for a caption and its image, as in BERT's and in ViLBERT's files
 MAX_GUESSES = 5  # of each masked token and region, in a prediction
 
 
@@ -55,7 +56,6 @@ class PretrainingSettings(TaskSettings):
     relationship: bool = False
     mismatched: float = 0.0  # probability that a caption gets the image of another pair, the next one in the order
     mismatched_labels: bool = False  # words and regions of such a pair have labels too; they are masked either way
-    related_class: int = 1  # the class of that head that says that they do: 1, or 0 as in ViLBERT's files
     # Before the classifier of regions. transform: a linear layer and GELU; transform_norm: with LayerNorm, as at words
     region_head: Literal["transform", "transform_norm", "linear"] = "transform"
     monitored_words: tuple[str, ...] = ()  # words with an accuracy of their own: those that only the image tells
@@ -68,7 +68,6 @@ class PretrainingSettings(TaskSettings):
         check(self, self.caption_length >= 1, "caption_length", "at least 1")
         learned = 0 <= self.mismatched <= 1 and (self.relationship or not self.mismatched)
         check(self, learned, "mismatched", "a probability, and 0 without relationship")
-        check(self, self.related_class in (0, 1), "related_class", "0 or 1")
         least = 3 if self.text_specials else 1
         check(self, self.text_length >= least, "text_length", "at least 1, and 3 with text_specials")
 
@@ -129,14 +128,10 @@ class Pretraining(Task):
             return example
         text = example.text
         if self.settings.relationship:
-            text = replace(text, labels=text.labels | {"related": np.array([1 - self.settings.related_class])})
+            text = replace(text, labels=text.labels | {"related": np.array([1 - RELATED])})
         return replace(example, text=text, image=other.image)
 
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> MaskedInput:
-        if choices or answer:
-            raise ValueError("a pre-trained model takes no choices and no answer: it fills in the [MASK]s of a text")
+    def annotation_for(self, text: str, mask_regions: Sequence[int] = ()) -> MaskedInput:
         if self.vocabulary.mask not in self.vocabulary.encode(text) and not mask_regions:
             raise ValueError(f"{text!r} has nothing to predict: write [MASK] for a word, or name regions to mask")
         return MaskedInput(text, tuple(sorted(set(mask_regions))))
@@ -175,7 +170,7 @@ class Pretraining(Task):
                 [self.vocabulary.cls, *masked_tokens, self.vocabulary.sep],
                 label_mask=np.concatenate([[False], token_labels, [False]]),
                 labels=tokens[token_labels],
-                related=[self.settings.related_class],
+                related=[RELATED],
             ),
             image.to_input(
                 masked_regions,
@@ -293,29 +288,33 @@ class Pretraining(Task):
         words, words_right, monitored, monitored_right, regions, regions_right   numbers of labels and of right guesses
         """
         words, regions = head(vlbert, encoded, batch)
-        right = words.argmax(1) == batch.labels["words"]
-        monitored = torch.isin(batch.labels["words"], self.monitored.to(right.device))
+        labels = batch.labels["words"]
+        monitored = torch.isin(labels, self.monitored.to(labels.device))
         region_classes, labelled_regions = self._regions(batch, regions)
         masked = select(batch.region_masked, labelled_regions)
         detected, found = region_classes[masked].argmax(1), regions[masked]
         of_tokens = _by_row(
             batch.labelled["word_label_mask"],
             batch.tokens,
-            (batch.labels["words"], right, monitored),
-            _likeliest(words[:, : len(self.vocabulary)]),
+            (labels, words.argmax(1) == labels, monitored, _likeliest(words[:, : len(self.vocabulary)])),
         )
         of_regions = _by_row(
-            labelled_regions[masked], batch.region_mask, (detected, found.argmax(1) == detected), _likeliest(found)
+            labelled_regions[masked],
+            batch.region_mask,
+            (detected, found.argmax(1) == detected, _likeliest(found)),
         )
         boxes, rows = batch.boxes.cpu().numpy(), []
         for row, (key, metadata) in enumerate(zip(batch.keys, batch.metadata, strict=True)):
             text = batch.tokens[row].tolist()[: batch.sizes.tokens[row]]
-            known = not metadata.get("from_user", False)
-            to_stored = np.array((*metadata.get("scale", (1, 1)),) * 2)
             drawn = [
-                {"name": f"{n}: class {guesses[0][0]}", "box": (boxes[row][n] / to_stored).tolist(), "region": n}
+                {
+                    "name": f"{n}: class {guesses[0][0]}",
+                    "box": (boxes[row][n] / np.array(metadata["scale"] * 2)).tolist(),
+                    "region": n,
+                }
                 for n, _, _, guesses in of_regions[row]
             ]
+            known = not metadata["from_user"]
             rows.append({"key": key, "boxes": drawn} | self._row(text, of_tokens[row], of_regions[row], known))
         return rows
 
@@ -326,12 +325,12 @@ class Pretraining(Task):
         whether it is right, guesses.
         """
         positions, labels, right, monitored, guesses = zip(*of_tokens, strict=True) if of_tokens else ((),) * 5
-        names, best = self.vocabulary.tokens, [found[0][1] for *_, found in (*of_tokens, *of_regions)]
-        likeliest = [found[0][0] == label for _, label, *_, found in of_tokens]
+        best = [found[0][1] for *_, found in (*of_tokens, *of_regions)]
         filled = [
             {"answer": self._text(text, positions, tokens), "probability": probability}
             for tokens, probability in _combined(guesses)
         ]
+        likeliest = [found[0][0] == label for found, label in zip(guesses, labels, strict=True)]
         return {
             "question": self._text(text),
             "answer": filled[0]["answer"],
@@ -340,8 +339,11 @@ class Pretraining(Task):
             "ground_truth": self._text(text, positions, labels) if known else None,
             "score": float(np.mean(likeliest)) if known and of_tokens else None,
             "masks": [
-                {"position": position, "guesses": [{"answer": names[i], "probability": p} for i, p in found]}
-                for position, *_, found in of_tokens
+                {
+                    "position": position,
+                    "guesses": [{"answer": self.vocabulary.tokens[i], "probability": p} for i, p in found],
+                }
+                for position, found in zip(positions, guesses, strict=True)
             ],
             "masked_regions": [
                 {"region": number, "detected": label, "guesses": [{"class": i, "probability": p} for i, p in found]}
@@ -384,15 +386,15 @@ def check_fits(own: MaskedInput, tokens: int, fitting: int, count: int, regions:
         raise ValueError(f"there is no region {absent[0]} to mask: the image has {regions}, from 1{beside}")
 
 
-def _by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor], guesses: list[_Guesses]) -> list[list[tuple]]:
-    """Return of each row of `padded` [N, S] what it has a label for: (place in the row, *columns, guesses).
+def _by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
+    """Return of each row of `padded` [N, S] what it has a label for: (place in the row, *columns).
 
     index: int64 [M], in [N * S]; columns: [M] each.
     """
     found: list[list[tuple]] = [[] for _ in padded]
-    rows, places = (index // padded.shape[1]).tolist(), (index % padded.shape[1]).tolist()
-    for row, *one in zip(rows, places, *(column.tolist() for column in columns), guesses, strict=True):
-        found[row].append(tuple(one))
+    values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
+    for place, *one in zip(index.tolist(), *values, strict=True):
+        found[place // padded.shape[1]].append((place % padded.shape[1], *one))
     return found
 
 
@@ -417,7 +419,6 @@ class PretrainingHead(nn.Module):
     def __init__(self, config: ModelConfig, settings: PretrainingSettings, vocab_size: int, num_classes: int):
         super().__init__()
         region_size = config.regions_stream.hidden_size
-        self.related_class = settings.related_class
         self.word_transform = HeadTransform(config.hidden_size, normed=True)
         self.word_bias = nn.Parameter(torch.zeros(config.word_rows(vocab_size)))
         self.region_transform = (
@@ -444,6 +445,6 @@ class PretrainingHead(nn.Module):
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))
 
     def related(self, encoded: Encoded, rows: Tensor) -> Tensor:
-        """Logits of some rows with an image, int64 [M]: [M, 2]. Column `related_class` says that caption and image
+        """Logits of some rows with an image, int64 [M]: [M, 2]. Column RELATED says that caption and image
         belong together."""
         return self.relationship(self.pooler(encoded.text.index_select(0, rows), encoded.regions.index_select(0, rows)))

@@ -9,7 +9,6 @@ MAttNet's detected ones 71.60, 77.72, 60.99.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -79,16 +78,8 @@ class RefCOCO(Task):
     )
 
     @staticmethod
-    def parts_of(split: str) -> tuple[str, ...]:
-        return (split, "testA", "testB") if split == "test" else (split,)
-
-    @staticmethod
     def best_metric(settings: RefCOCOSettings) -> str:
         return f"accuracy_{settings.iou}"
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.settings.folder)
 
     @functools.cached_property
     def expressions(self) -> Expressions:
@@ -101,17 +92,12 @@ class RefCOCO(Task):
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """Evaluation keeps an invalid expression, and counts it as wrong."""
-        splits = self.settings.train_on if split is None else (split,)
         found = []
-        for name in splits:
+        for name in self.settings.splits(split):
             for image, one in refcoco.of_split(self.expressions, name, self.folder):
                 query = self._query(image, one, name, split is not None)
                 found.append((query, f"sentence {one.sentence_id} of {name}", image, query.invalid_reason))
-        if found and all(reason for *_, reason in found):
-            raise ValueError(
-                f"all {len(found)} expressions of {', '.join(splits)} are invalid; {found[0][1]}: {found[0][3]}"
-            )
-        return make_examples(samples, found, split is None, f"{', '.join(splits)} of {self.folder}")
+        return make_examples(self.settings, samples, split, found)
 
     def _query(self, image: str, expression: Expression, split: str, held_out: bool) -> Query:
         reason, regions = self._invalid_reason(expression.text) or expression.invalid_reason, None
@@ -125,12 +111,8 @@ class RefCOCO(Task):
     def _invalid_reason(self, text: str) -> str:
         return invalid_reason(text, "expression_length", self.settings.expression_length, self.vocabulary)
 
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> Query:
+    def annotation_for(self, text: str) -> Query:
         """An expression about the regions of the sample."""
-        if choices or answer or mask_regions:
-            raise ValueError("RefCOCO+ takes an expression and finds its region: give no choices, answer or regions")
         if reason := self._invalid_reason(text):
             raise ValueError(f"the expression {text[:60]!r} is invalid: {reason}")
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)

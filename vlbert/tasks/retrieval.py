@@ -9,8 +9,7 @@ ViLBERT 58.20 caption -> image, zero-shot 31.86. VL-BERT's paper reports none.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,10 +23,10 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, with_texts
 from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import retrieval
-from vlbert.datasets.files import find_samples, withdrawn_images
 from vlbert.model.heads import Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason, make_examples
+from vlbert.tasks.pretraining import RELATED
 
 MAX_RANKED = 5  # captions in a prediction's ranking
 OTHER_TOKENS = 4  # positions beside the caption's: of [CLS], [SEP], the regions and [END]
@@ -70,31 +69,20 @@ class Caption:
     text: str
 
 
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """All captions that images are ranked against: token ids int64 [all], and where each caption ends there, [c]."""
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    images: int  # how many images they are of
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def texts(self, start: int, stop: int) -> list[np.ndarray]:
-        """The token ids of captions start, ... stop - 1."""
-        starts = np.concatenate([[0], self.ends])
-        return [self.tokens[starts[i] : self.ends[i]] for i in range(start, min(stop, len(self)))]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldOutImage:
-    """An image to be ranked: its name, its own captions and the place of the first of them in the candidates."""
+    """An image to be ranked: its name and its own captions.
+
+    first       place of the first of these among the candidates
+    images      how many images the candidates are of
+    candidates  the token ids, int64 [t], of each caption that images are ranked against
+    """
 
     image: str
     captions: tuple[str, ...]
     first: int = 0
-    candidates: Candidates | None = field(default=None, repr=False)
+    images: int = 0
+    candidates: list[np.ndarray] = field(default_factory=list, repr=False)
 
 
 class Retrieval(Task):
@@ -110,40 +98,34 @@ class Retrieval(Task):
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """Training: one example a caption. Held out: one an image, ranked against the captions of all of them."""
-        file = Path(self.settings.folder) / self.settings.file
-        splits, names = retrieval.read_splits(file), self.settings.train_on if split is None else (split,)
-        if unknown := [name for name in names if name not in splits]:
-            raise ValueError(f"{file} has no split {unknown[0]!r}; it has {', '.join(splits) or 'none'}")
-        found, skipped = [], []
-        for name, captions in ((name, texts) for split_name in names for name, texts in splits[split_name].items()):
-            kept = tuple(text for text in captions[: self.settings.captions] if self._has_words(text))
-            if not kept:
-                skipped.append(f"{name}: it has no caption with words")
-            elif len(kept) < len(captions):
-                skipped.append(
-                    f"{name}: {len(captions) - len(kept)} of its {len(captions)} captions, which have no words or are "
-                    f"more than task.captions = {self.settings.captions}"
-                )
-            found += [HeldOutImage(name, kept)] if kept else []
-        withdrawn = withdrawn_images(samples, [one.image for one in found])
-        skipped += [f"{one.image}: it was withdrawn" for one in found if one.image in withdrawn]
-        found = [one for one in found if one.image not in withdrawn]
-        source = f"{', '.join(names)} of {file}"
-        if not found:
-            raise ValueError(f"none of the images of {source} has a caption with words")
-        numbers = find_samples(samples, [one.image for one in found], source)
-        if split is not None:
-            return Examples(numbers, self.ranked(found), tuple(skipped))
-        captions = [Caption(one.image, text) for one in found for text in one.captions]
-        return Examples(np.repeat(numbers, [len(one.captions) for one in found]), captions, tuple(skipped))
+        file = self.folder / self.settings.file
+        splits, held_out, skipped = retrieval.read_splits(file, self.settings.captions), [], []
+        for name in self.settings.splits(split):
+            if name not in splits:
+                raise ValueError(f"{file} has no split {name!r}; it has {', '.join(splits) or 'none'}")
+            for image, captions in splits[name].items():
+                kept = tuple(text for text in captions if self._has_words(text))
+                held_out += [HeldOutImage(image, kept)] if kept else []
+                if len(kept) < len(captions) or not kept:
+                    skipped.append(
+                        f"{image}: {len(captions) - len(kept)} of its {len(captions)} captions have no words"
+                    )
+        if split is None:
+            found = [(Caption(one.image, text), one.image, one.image, "") for one in held_out for text in one.captions]
+        else:
+            found = [(one, one.image, one.image, "") for one in held_out]
+        examples = make_examples(self.settings, samples, split, found)
+        ranked = examples.annotations if split is None else self.ranked(examples.annotations)
+        return replace(examples, annotations=ranked, skipped=(*skipped, *examples.skipped))
 
     def ranked(self, images: Sequence[HeldOutImage]) -> list[HeldOutImage]:
         """These images, to be ranked against the captions of all of them."""
-        tokens = [self.tokens(text) for one in images for text in one.captions]
-        ends = np.cumsum([len(text) for text in tokens])
-        candidates = Candidates(np.concatenate(tokens), ends, len(images))
+        candidates = [self.tokens(text) for one in images for text in one.captions]
         firsts = np.cumsum([0, *(len(one.captions) for one in images)]).tolist()
-        return [replace(one, first=first, candidates=candidates) for one, first in zip(images, firsts, strict=False)]
+        return [
+            replace(one, first=first, images=len(images), candidates=candidates)
+            for one, first in zip(images, firsts, strict=False)
+        ]
 
     def among(self, examples: Examples, numbers: np.ndarray) -> Examples:
         annotations = list(examples.annotations)
@@ -152,11 +134,7 @@ class Retrieval(Task):
             annotations[number] = one
         return replace(examples, annotations=annotations)
 
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> Caption:
-        if choices or answer or mask_regions:
-            raise ValueError("retrieval tells how well a text and an image fit: give the text alone")
+    def annotation_for(self, text: str) -> Caption:
         if not self._has_words(text):
             raise ValueError(f"the text {text[:60]!r} has no words")
         return Caption("", text)
@@ -174,8 +152,8 @@ class Retrieval(Task):
     ) -> Example:
         regions = image.to_input(None, self.settings.max_regions)
         if isinstance(annotation, HeldOutImage):  # `predict` puts all candidates in the place of its text
-            columns = {name: getattr(annotation, name) for name in ("image", "captions", "first", "candidates")}
-            return Example(sample.key, TextInput.of_one_sentence(self.tokens(annotation.captions[0])), regions, columns)
+            text = TextInput.of_one_sentence(self.tokens(annotation.captions[0]))
+            return Example(sample.key, text, regions, {"ranked": annotation})
         text = swap_sides(annotation.text) if image.flipped else annotation.text
         return Example(
             sample.key,
@@ -225,15 +203,12 @@ class Retrieval(Task):
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
         return {"pooler": "pooler", "score": "relationship"}
 
-    def from_pretraining(
-        self, part: str, tensors: dict[str, Tensor], settings: Mapping[str, Any]
-    ) -> Mapping[str, Tensor]:
+    def from_pretraining(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The score is the logit of "belongs together" less that of the other class: its sigmoid is the probability
         that pre-training's relationship head gives."""
         if part != "score":
             return tensors
-        related = settings["related_class"]
-        return {name: (tensor[related] - tensor[1 - related])[None] for name, tensor in tensors.items()}
+        return {name: (tensor[RELATED] - tensor[1 - RELATED])[None] for name, tensor in tensors.items()}
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         scores, right = head(encoded).index_select(0, batch.counted), batch.labels["right"]
@@ -254,19 +229,22 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """One dict an image, for `assemble`: `scores`, float32 [candidates]; how many `images` are ranked; its `image`,
-        `captions` and `first`, as in HeldOutImage. The regions of an image are computed once."""
-        candidates: Candidates = batch.metadata[0]["candidates"]
-        appearance = vlbert.appearance(batch)
+        """One dict an image, for `assemble`: `scores`, float32 [candidates]; `image`, `captions`, `first` and `images`,
+        as in HeldOutImage. The regions of an image are computed once."""
+        ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
+        candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
         size, found = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
         for start in range(0, len(candidates), size):
-            block = with_texts(batch, candidates.texts(start, start + size))
+            block = with_texts(batch, candidates[start : start + size])
             found.append(head(vlbert(block, appearance=appearance)).view(len(batch.image_rows), -1))
         scores = torch.cat(found, dim=1)[batch.image_of].cpu().numpy()  # (N, candidates)
         return [
-            {"key": key, "scores": row, "images": candidates.images}
-            | {name: value for name, value in metadata.items() if name != "candidates"}
-            for key, metadata, row in zip(batch.keys, batch.metadata, scores, strict=True)
+            {
+                "key": key,
+                "scores": row,
+                **{name: getattr(one, name) for name in ("image", "captions", "first", "images")},
+            }
+            for key, one, row in zip(batch.keys, ranked, scores, strict=True)
         ]
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
@@ -307,15 +285,31 @@ class Retrieval(Task):
             order = np.argsort(-scores[i], kind="stable")[:MAX_RANKED].tolist()
             likely = (1 / (1 + np.exp(-scores[i].astype(np.float64)))).tolist()
             ranking = [{"answer": texts[n], "probability": likely[n]} for n in order]
-            rank = int(whole.captions_of_image[i]) + 1
-            columns = {"key": row["key"], "question": row["image"], **ranking[0], "ranking": ranking}
-            image_ranks = whole.image_of_caption[own] + 1
-            score = (1 / rank + float((1 / image_ranks).mean())) / 2
-            columns |= {"ground_truth": texts[own[scores[i, own].argmax()]], "score": score, "boxes": []}
-            columns |= {"image": row["image"], "captions": list(row["captions"]), "caption_rank": rank}
-            columns["image_ranks"] = image_ranks.tolist()
-            columns["found_images"] = [rows[n]["image"] for n in best[own]]
-            found.append(columns | _in_fold(parts, image_of, i, len(rows)))
+            rank, image_ranks = int(whole.captions_of_image[i]) + 1, whole.image_of_caption[own] + 1
+            columns = {
+                "key": row["key"],
+                "question": row["image"],
+                **ranking[0],
+                "ranking": ranking,
+                "ground_truth": texts[own[scores[i, own].argmax()]],
+                "score": (1 / rank + float((1 / image_ranks).mean())) / 2,
+                "boxes": [],
+                "image": row["image"],
+                "captions": list(row["captions"]),
+                "caption_rank": rank,
+                "image_ranks": image_ranks.tolist(),
+                "found_images": [rows[n]["image"] for n in best[own]],
+            }
+            if parts:  # images behind the last fold are in none
+                fold, place = divmod(i, len(rows) // folds)
+                of = parts[fold] if fold < folds else None
+                behind = int(own[0]) - sum(len(part.image_of_caption) for part in parts[:fold])
+                columns |= {
+                    "fold": fold if of else None,
+                    "caption_rank_fold": int(of.captions_of_image[place]) + 1 if of else None,
+                    "image_ranks_fold": (of.image_of_caption[behind:][: len(own)] + 1).tolist() if of else None,
+                }
+            found.append(columns)
         return found
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
@@ -350,22 +344,6 @@ class PairScore(nn.Module):
 def _labelled(text: TextInput, anchor: int, role: int) -> TextInput:
     labels = {"anchor": np.array([anchor]), "role": np.array([role]), "right": np.zeros(int(role == 0), np.int64)}
     return replace(text, labels=labels)
-
-
-def _in_fold(parts: Sequence[retrieval.Ranks], image_of: np.ndarray, image: int, images: int) -> dict:
-    """The columns of an image's fold; those behind the last fold are in none. {} without folds."""
-    if not parts:
-        return {}
-    fold, place = divmod(image, images // len(parts))
-    if fold >= len(parts):
-        return {"fold": None, "caption_rank_fold": None, "image_ranks_fold": None}
-    first = np.searchsorted(image_of, fold * (images // len(parts)))
-    own = np.flatnonzero(image_of == image) - first
-    return {
-        "fold": fold,
-        "caption_rank_fold": int(parts[fold].captions_of_image[place]) + 1,
-        "image_ranks_fold": (parts[fold].image_of_caption[own] + 1).tolist(),
-    }
 
 
 def _recalls(rows: Sequence[dict], suffix: str) -> dict[str, float]:

@@ -8,7 +8,6 @@ The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -75,11 +74,7 @@ class VCRSettings(TaskSettings):
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(f"{split}.jsonl" for split in (*self.train_on, self.validate_on))
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        return ("vcr1images",)
+        return (*(f"{split}.jsonl" for split in (*self.train_on, self.validate_on)), "vcr1images")
 
     def __post_init__(self):
         for name, least in (("mask_size", 1), ("classifier_width", 1), ("max_tokens", 2)):
@@ -105,22 +100,19 @@ class VCR(Task):
         return f"{settings.subtask}_accuracy"
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        splits, settings = self.settings.train_on if split is None else (split,), self.settings
-        folder = Path(settings.folder)
-        questions = read_questions(folder, splits, split is None, settings.subtask, settings.every_answer)
+        settings = self.settings
+        questions = read_questions(
+            self.folder, settings.splits(split), split is None, settings.subtask, settings.every_answer
+        )
         found = [(question, question.name, question.item.image, question.invalid_reason) for question in questions]
-        return make_examples(samples, found, split is None, f"{', '.join(splits)} of {settings.folder}")
+        return make_examples(settings, samples, split, found)
 
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> Question:
+    def annotation_for(self, text: str, choices: Sequence[str] = (), answer: str = "") -> Question:
         """A question about the sample's regions and its four choices; for rationales also the answer.
 
         Texts mention regions by their numbers, from 1: "Why is [1] near [2,3]?" A mention reads "object" and carries
         the region's visual feature embedding; the region fills its box.
         """
-        if mask_regions:
-            raise ValueError("VCR masks no regions; name none")
         return user_question(self.settings.subtask, text, choices, answer)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Question, rng: np.random.Generator) -> Example:
@@ -266,7 +258,7 @@ class VCR(Task):
         return vcr.metrics(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        return {"vcr_submission.csv": vcr.submission(Path(self.settings.folder), rows)}
+        return {"vcr_submission.csv": vcr.submission(self.folder, rows)}
 
     def reported(self, split: str) -> dict[str, str]:
         return vcr.REPORTED.get(split, {})

@@ -56,10 +56,8 @@ class Question:
         return self.item.metadata is None
 
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
-        """The objects, the question (for rationales: and its answer) and the choices.
-
-        ValueError where the files do not fit together, and in training where an object has no area.
-        """
+        """The objects, the question (for rationales: and its answer) and the choices. ValueError where the files do
+        not fit together."""
         item = parse_json(self.item.line, self.item.where)
         if self.conditioned_on < 0:
             context, choices = [item["question"]], item["answer_choices"]
@@ -77,8 +75,6 @@ class Question:
             raise ValueError(
                 f"{self.item.where} and {self.item.metadata} list different objects; they must be of one release"
             )
-        if scene.without_area and not self.held_out:
-            raise ValueError(f"{self.item.metadata}: the box of object {scene.without_area[0]} has no area")
         return scene, context, choices
 
     def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:

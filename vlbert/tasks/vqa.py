@@ -9,7 +9,6 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -38,7 +37,7 @@ class VQASettings(TaskSettings):
     folder: str = ""  # holds questions and annotations as the data set ships them, and the answer list
     train_on: tuple[str, ...] = ("train2014",)  # splits, as in the files' names; reported models add val2014
     validate_on: str = "val2014"  # split of validation, as in the files' names
-    answer_list: str = "answers_vqa.txt"  # file in folder: the answers to choose from, one a line, or a JSON list
+    answer_list: str = "answers_vqa.txt"  # file in folder: the answers to choose from, one a line
     answers: int = 3129  # their number
     # Tokens, at most what BERT's 512 positions leave. Training skips longer questions; evaluation cuts off their end.
     question_length: int = 512 - OTHER_TOKENS
@@ -70,10 +69,6 @@ class VQA(Task):
     def best_metric(settings: VQASettings) -> str:
         return "accuracy"
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.settings.folder)
-
     @functools.cached_property
     def answers(self) -> list[str]:
         """The answer of each class."""
@@ -85,7 +80,7 @@ class VQA(Task):
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        splits = self.settings.train_on if split is None else (split,)
+        splits = self.settings.splits(split)
         questions = [question for split in splits for question in vqa.read_questions(self.folder, split)]
         if split is None and not all(question.answers for question in questions):
             raise ValueError(f"--task.train_on={','.join(splits)}: a test split has no answers to learn from")
@@ -98,17 +93,13 @@ class VQA(Task):
         found = [
             (q, f"question {q.question_id} of {q.split}", q.image, self._invalid_reason(q.text)) for q in questions
         ]
-        return make_examples(samples, found, split is None, f"{', '.join(splits)} of {self.folder}")
+        return make_examples(self.settings, samples, split, found)
 
     def _invalid_reason(self, text: str) -> str:
         return invalid_reason(text, "question_length", self.settings.question_length, self.vocabulary)
 
-    def annotation_for(
-        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
-    ) -> Question:
-        """`answer`: the right one, if it is known. The choices are those of the answer list."""
-        if choices or mask_regions:
-            raise ValueError("VQA answers from its own list and masks nothing: give no choices and no regions to mask")
+    def annotation_for(self, text: str, answer: str = "") -> Question:
+        """`answer`: the right one, if it is known."""
         if reason := self._invalid_reason(text):
             raise ValueError(f"the question {text[:60]!r} is invalid: {reason}")
         return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
@@ -198,25 +189,16 @@ class VQA(Task):
         return {"answers": (loss, len(logits))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """More columns: those of Question.columns and score_answer in vlbert/datasets/vqa.py. score is the official
-        accuracy."""
-        logits, scores = self.logits(head, encoded, batch), batch.labels["scores"]
+        """More columns: those of Question.columns. score is the official accuracy."""
+        logits = self.logits(head, encoded, batch)
         probabilities = logits.sigmoid() if self.settings.loss == "bce" else logits.softmax(1)
         top = logits.topk(min(MAX_RANKED, logits.shape[1])).indices  # (N, ranked)
-        columns = zip(
-            batch.keys,
-            batch.metadata,
-            top.tolist(),
-            probabilities.gather(1, top).tolist(),
-            scores.gather(1, top)[:, 0].tolist(),
-            scores.amax(1).tolist(),
-            strict=True,
-        )
-        rows = []
-        for key, metadata, classes, likely, soft, best in columns:
-            ranking = [{"answer": self.answers[i], "probability": p} for i, p in zip(classes, likely, strict=True)]
-            scored = vqa.score_answer(ranking[0]["answer"], metadata["annotator_answers"], soft, best)
-            rows.append({"key": key, **metadata, **ranking[0], "ranking": ranking, "boxes": [], **scored})
+        likely, rows = probabilities.gather(1, top).tolist(), []
+        for key, metadata, classes, each in zip(batch.keys, batch.metadata, top.tolist(), likely, strict=True):
+            ranking = [{"answer": self.answers[i], "probability": p} for i, p in zip(classes, each, strict=True)]
+            annotators = metadata["annotator_answers"]
+            score = vqa.accuracy(ranking[0]["answer"], annotators) if annotators else None
+            rows.append({"key": key, **metadata, **ranking[0], "ranking": ranking, "boxes": [], "score": score})
         return rows
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
