@@ -42,7 +42,7 @@ from storage.tables import aligned
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
-    from flows.train_detector import TrainedDetector
+    from flows.torchrun import Trained
 
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
@@ -117,7 +117,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     return 1 if failed else 0
 
 
-def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[TrainedDetector]") -> list[Stage]:
+def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]") -> list[Stage]:
     """What the stages of all pipeline runs took together; a later run skips what an earlier one did."""
     working = {
         "train detector": trained,
@@ -144,7 +144,7 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
     checkpoints = ",".join(str(root / "runs" / name) for name in names)
     recipe = shlex.split(DEMO_TASKS["vcr-answers"].recipe)
     command = [sys.executable, "-m", "vlbert.evaluation.evaluate", *recipe, checkpoints, "val", f"--out={folder}"]
-    return run_child(command, say).peak_bytes
+    return run_child(command, say)
 
 
 def draw(folder: Path, settings: DemoDataSettings) -> DemoData:
@@ -170,7 +170,7 @@ def again(what: str, root: Path, seed: int = 0) -> str:
     return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
 
 
-def run_deployment(deployment: str, parameters: dict | None = None) -> "PipelineResult | TrainedDetector":
+def run_deployment(deployment: str, parameters: dict | None = None) -> "PipelineResult | Trained":
     """The result of a deployment that is run as a user would run it, with these of its parameters set anew."""
     from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
