@@ -126,11 +126,6 @@ def test_an_artifact_changes_at_most_each_fiftieth_of_the_time_that_has_passed(m
     assert 250 < len(shown) < 350
 
 
-def in_a_flow(work: object) -> object:
-    """What `work` returns in a flow run of the test server."""
-    return flow(name="showing", validate_parameters=False)(work)()
-
-
 @pytest.mark.usefixtures("prefect_server")
 def test_a_run_shows_one_artifact_and_no_server_or_storage_that_is_away_fails_it(caplog: pytest.LogCaptureFixture):
     name, away = f"RefCOCO+ {uuid.uuid4().hex[:6]}", Mock(side_effect=StorageUnreachable("no bucket"))
@@ -148,7 +143,7 @@ def test_a_run_shows_one_artifact_and_no_server_or_storage_that_is_away_fails_it
             with pytest.raises(type(end)), reporting():
                 raise end
 
-    in_a_flow(work)
+    flow(name="showing")(work)()
     assert away.call_count == 1
     assert "the flow UI was not updated: StorageUnreachable: no bucket" in caplog.text
     assert "the flow UI was not updated: PrefectHTTPStatusError: Client error '404" in caplog.text

@@ -17,7 +17,6 @@ from demo.deployments import flow_parameters, write_deployments
 from detectors.config import DetectionConfig
 from flows import finetune, pretrain
 from flows.check import check
-from flows.collect import collect_flow
 from flows.pipeline import pretrain_vlbert
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import command_of
@@ -113,16 +112,6 @@ def test_the_flow_refuses_a_misspelt_setting(demo_data: DemoData, path: tuple):
     at["misspelt"] = 1
     with pytest.raises(ParameterTypeError, match=".".join(map(str, path)) + ".misspelt: Unexpected"):
         pretrain_vlbert.validate_parameters(parameters)
-
-
-def test_only_the_pipelines_datasets_have_a_detector(parameters: dict):
-    dataset = parameters["datasets"][0]
-    alone = {name: dataset[name] for name in dataset if name != "detector"}
-    with pytest.raises(ParameterTypeError, match="dataset.detector: Unexpected"):
-        collect_flow.validate_parameters({"root": "r", "dataset": dataset})
-    assert collect_flow.validate_parameters({"root": "r", "dataset": alone})["dataset"].name == "captions"
-    with pytest.raises(ParameterTypeError, match="datasets.0.detector: Field required"):
-        pretrain_vlbert.validate_parameters(parameters | {"datasets": [alone]})
 
 
 def test_the_form_in_the_flow_ui_describes_every_setting():

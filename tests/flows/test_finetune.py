@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from s3 import s3_server
 from seeded import put_checkpoint
 
-from flows.finetune import copy_vocabulary, find_checkpoint, finetune
+from flows.finetune import find_checkpoint, finetune
 from flows.settings import FinetuneSettings
 from flows.supervisor import ChildFailed
 from flows.torchrun import Evaluated, Trained, evaluate
@@ -104,12 +103,3 @@ def test_a_split_is_evaluated_by_the_last_checkpoint_and_its_metrics_are_read_fr
     (found,) = evaluate(root, settings, trained, fields, lambda line: None).evaluated
     expected = ({"accuracy": None}, {"accuracy": "71.16"}, ("results.json",))
     assert found == Evaluated("test2015", f"{root}/{folder}", *expected)
-
-
-def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):
-    with s3_server("bucket"):
-        store = open_store("s3://bucket/root")
-        put_checkpoint(store, "runs/x/step-0000020", {}, {"vocab.txt": b"[PAD]\nred\n"})
-        file = copy_vocabulary(store.where("runs/x/step-0000020"), tmp_path / "work")
-    assert file.read_bytes() == b"[PAD]\nred\n"
-    assert file.is_relative_to(tmp_path / "work")

@@ -28,7 +28,6 @@ from flows.pretrain import pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
-from storage.collect.run import NothingStored
 from storage.object_store import StorageUnreachable, open_store
 from training.log import last_metrics
 
@@ -165,19 +164,6 @@ def test_a_storage_that_comes_back_costs_a_second_attempt_and_a_dataset_that_fai
         record.getMessage().startswith("broken: ") and "  | no memory" in record.getMessage()
         for record in caplog.records
     )
-
-
-@pytest.mark.usefixtures("prefect_server")
-def test_a_stage_that_fails_fails_its_flow_with_the_reason(served: Operated, demo_data: DemoData, tmp_path: Path):
-    broken = tmp_path / "broken.tsv"
-    root = str(tmp_path / "root")
-    broken.write_text("a caption without an address\n")
-    with pytest.raises(NothingStored, match="broken.tsv:1: one column"):
-        collect_flow(root, captions(demo_data, broken, rows_per_shard=1))
-    run = newest(served, "collect-captions")
-    assert (run["name"], run["state_type"]) == ("collect captions", "FAILED")
-    assert "broken.tsv:1: one column" in run["state"]["message"]
-    assert not of(root).shards("images")
 
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------

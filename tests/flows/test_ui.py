@@ -65,17 +65,6 @@ def test_a_deployment_that_is_run_and_watched_ends_well(pipeline_run: subprocess
     assert pipeline_run.returncode == 0, pipeline_run.stdout + pipeline_run.stderr
 
 
-def test_a_finished_run_shows_its_state_and_its_stages(page: Page, served: Operated):
-    (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["pipeline"]}})
-    page.goto(f"/runs/flow-run/{pipeline['id']}")
-    expect(page.locator("header, .page-heading").get_by_text("Completed", exact=True)).to_be_visible()
-    page.locator("#subflow-runs").click()
-    expect(page.get_by_text("8 Flow runs", exact=True)).to_be_visible()
-    expect(page.get_by_text("Completed", exact=True)).to_have_count(1 + 8)
-    for name in ("collect captions", "detect coco", "refcoco refcoco-with"):
-        expect(page.get_by_role("link", name=name, exact=True).first).to_be_visible()
-
-
 def test_a_run_of_the_pipeline_is_complete_for_the_deployment_too(pipeline_rerun: dict[str, list[str]]):
     """The deployment names no detector, and `latest`."""
     assert any(line.startswith("refcoco-with is complete") for line in pipeline_rerun["finetune/default"])
@@ -101,12 +90,3 @@ def test_a_training_shows_its_last_metrics_its_progress_and_its_curves(page: Pag
     expect(image).to_have_js_property("complete", True)
     assert image.evaluate("image => image.naturalWidth") > 500
     assert page.locator("body").inner_text().count("base64") == 0
-
-
-def test_a_form_is_filled_with_the_parameters_of_the_deployment(page: Page, served: Operated, root: Path):
-    deployment = served.ask("GET", "/deployments/name/detect-regions/default")["id"]
-    page.goto(f"/deployments/deployment/{deployment}/run")
-    expect(page.get_by_text("Validate parameters")).to_be_visible()
-    expect(page.locator("form textarea").first).to_have_value(str(root))
-    # A list to choose from, and no field for any text.
-    expect(page.locator(".p-select.schema-form-property-string").first).to_have_text("annotated")
