@@ -38,7 +38,7 @@ from storage.tables import aligned
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
-    from flows.train_detector import TrainedDetector
+    from flows.torchrun import Trained
 
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
@@ -101,7 +101,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     return 1 if failed else 0
 
 
-def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[TrainedDetector]") -> list[Stage]:
+def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]") -> list[Stage]:
     """What the stages of all pipeline runs took together; a later run skips what an earlier one did."""
     peak = max(pipeline.peak_bytes for pipeline in pipelines)
     working = {
@@ -127,7 +127,7 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
     checkpoints = ",".join(str(root / "runs" / name) for name in names)
     recipe = shlex.split(DEMO_TASKS["vcr-answers"].recipe)
     command = [sys.executable, "-m", "vlbert.evaluation.evaluate", *recipe, checkpoints, "val", f"--out={folder}"]
-    return run_child(command, say).peak_bytes
+    return run_child(command, say)
 
 
 def draw(folder: Path, settings: DemoDataSettings) -> DemoData:
@@ -153,7 +153,7 @@ def again(what: str, root: Path, seed: int = 0) -> str:
     return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
 
 
-def run_deployment(deployment: str, parameters: dict, log: Path) -> "PipelineResult | TrainedDetector":
+def run_deployment(deployment: str, parameters: dict, log: Path) -> "PipelineResult | Trained":
     """The result of a deployment that is run with these of its parameters set anew.
 
     Prints what stages write to the worker's log meanwhile. RuntimeError where it does not complete.

@@ -1,26 +1,15 @@
 """Finetune: torchrun trains a task on its own dataset, from a checkpoint of pre-training or without one, and evaluates
 it on the splits that are named."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from prefect import flow
 
 from flows.artifacts import stage_logger
-from flows.collect import open_storage
 from flows.settings import FinetuneSettings
-from flows.torchrun import (
-    OnHeartbeat,
-    Trained,
-    TrainingMonitor,
-    check_overrides,
-    evaluate,
-    given_fields,
-    show_result,
-    train,
-)
+from flows.torchrun import Log, Trained, Watch, check_overrides, evaluate, given_fields, show_training, train
 from storage.object_store import open_store
-from storage.runs import CONFIG, checkpoints, open_folder
+from storage.runs import checkpoints, open_folder
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -37,16 +26,12 @@ SETTINGS = {
 
 
 def finetune(
-    root: str,
-    work: str,
-    settings: FinetuneSettings,
-    log: Callable[[str], None] = print,
-    monitor: OnHeartbeat = lambda beat: None,
+    root: str, work: str, settings: FinetuneSettings, log: Log = print, watch: Watch = lambda: None
 ) -> Trained:
     """Fine-tune as `settings` say, then evaluate. Only from the main thread.
 
     `work` is a folder of this machine: a run that starts from no checkpoint gets the vocabulary of the pre-training
-    that it is compared with, where one is named. ValueError where there is no such checkpoint.
+    that it is compared with, where one is named. Raises ValueError if there is no such checkpoint.
     """
     check_overrides(settings.overrides, SETTINGS)
     checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
@@ -61,18 +46,14 @@ def finetune(
         "random_init": True if fresh and not settings.made.bert else None,
         "vocabulary": str(copy_vocabulary(checkpoint, Path(work))) if fresh and checkpoint else None,
     }
-    trained = train(root, settings, given_fields(fields), log, monitor)
+    trained = train(root, settings, given_fields(fields), log, watch)
     return evaluate(root, settings, trained, given_fields(data), log)
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
-    """ROOT/runs/RUN/STEP that the settings name: `none` means the latest one, too, but for its words alone."""
-    if "/runs/" in settings.checkpoint:
+    """Return the path of the checkpoint to start from, None without one. With `none`, only its vocabulary is used."""
+    if "/" in settings.checkpoint:
         return settings.checkpoint
-    began = began_from(root, settings.made.run)
-    as_it_began = settings.checkpoint in ("latest", (began or "").rpartition("/")[2])
-    if began and f"/runs/{settings.pretraining}/" in began and as_it_began:
-        return began  # whatever is the latest now, and whether that one is still there
     if not settings.pretraining:
         if settings.checkpoint == "none":
             return None
@@ -91,15 +72,8 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
     return f"{where}/{wanted[0]}"
 
 
-def began_from(root: str, run: str) -> str | None:
-    """The checkpoint that a run started from which has one of its own to go on from; None where there is no such."""
-    store = open_store(root, write=False)
-    saved = checkpoints(store, run)
-    return open_folder(store, saved[-1]).json(CONFIG)["recipe"]["init_from"] if saved else None
-
-
 def copy_vocabulary(checkpoint: str, work: Path) -> Path:
-    """The vocab.txt of ROOT/runs/RUN/STEP, whoever made it, as a file of this machine: the root may be a bucket."""
+    """Return a copy on this machine of the vocab.txt of ROOT/runs/RUN/STEP: the root may be a bucket."""
     root, _, path = checkpoint.rpartition("/runs/")
     file = work / "vocabularies" / f"{path.partition('/')[0]}.txt"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +81,7 @@ def copy_vocabulary(checkpoint: str, work: Path) -> Path:
     return file
 
 
-@flow(name="finetune", flow_run_name="{settings.task}", persist_result=False)
+@flow(name="finetune", flow_run_name="{settings.task} {settings.run}", persist_result=False)
 def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
     """Fine-tune VL-BERT on one task.
 
@@ -116,8 +90,5 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
         work: A folder of this machine, for copies of vocabularies.
         settings: The task, where its annotations are, and which pre-training it starts from.
     """
-    open_storage(root)
-    monitor = TrainingMonitor("finetune", root, settings.made.name, settings.made.run)
-    trained = finetune(root, work, settings, stage_logger().info, monitor)
-    show_result("finetune", settings, trained, monitor)
-    return trained
+    log, run = stage_logger().info, settings.made.run
+    return show_training("finetune", root, run, log, lambda watch: finetune(root, work, settings, log, watch))

@@ -1,16 +1,14 @@
 """Pretrain: the text-only corpus is tokenised on this machine, then torchrun trains."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from prefect import flow
 
 from flows.artifacts import stage_logger
-from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
-from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, given_fields, show_result, train
+from flows.torchrun import Log, Trained, Watch, check_overrides, given_fields, show_training, train
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -31,8 +29,8 @@ def pretrain(
     work: str,
     settings: PretrainSettings,
     detector: str | None = None,
-    log: Callable[[str], None] = print,
-    monitor: OnHeartbeat = lambda beat: None,
+    log: Log = print,
+    watch: Watch = lambda: None,
 ) -> Trained:
     """Pre-train on the regions of `detector` (None: the only one there is). Only from the main thread.
 
@@ -53,10 +51,10 @@ def pretrain(
         "task.monitored_words": settings.monitored_words or None,
     }
     held_out = {"data.held_out": settings.held_out or None}  # None: no validation, whatever the recipe has
-    return train(root, settings, given_fields(fields) | held_out, log, monitor)
+    return train(root, settings, given_fields(fields) | held_out, log, watch)
 
 
-def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], None]) -> None:
+def make_corpus(folder: Path, settings: PretrainSettings, log: Log) -> None:
     """Tokenise the text into `folder` with `vlbert corpus`; a corpus of the same files is left alone."""
     command = [sys.executable, "-m", "vlbert", "corpus", str(folder), *settings.text]
     if settings.vocabulary:
@@ -67,11 +65,8 @@ def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], N
     run_child(command, log)
 
 
-@flow(name="pretrain", flow_run_name="{settings.recipe}", persist_result=False)
+@flow(name="pretrain", flow_run_name="{settings.recipe} {settings.run}", persist_result=False)
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
     """Pre-train VL-BERT on one dataset or several."""
-    open_storage(root)
-    monitor = TrainingMonitor("pretrain", root, settings.made.name, settings.made.run)
-    trained = pretrain(root, work, settings, detector, stage_logger().info, monitor)
-    show_result("pretrain", settings, trained, monitor)
-    return trained
+    log, run = stage_logger().info, settings.made.run
+    return show_training("pretrain", root, run, log, lambda watch: pretrain(root, work, settings, detector, log, watch))

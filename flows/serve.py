@@ -7,7 +7,6 @@ worker are child processes. If one ends, all ends; systemd may start it again. d
 parts on machines of their own.
 """
 
-import fcntl
 import json
 import os
 import shlex
@@ -15,13 +14,11 @@ import signal
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from flows.deploy import HEARTBEAT, deploy, work_pools
+from flows.deploy import HEARTBEAT, deploy
 from flows.settings import quiet_prefect
 from flows.supervisor import background
 from storage.programs import Command
@@ -50,13 +47,16 @@ def serving(
     Yields:
         A function that raises RuntimeError if the server or the worker has ended.
     """
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:  # another server would be taken for ours
+        raise RuntimeError(f"port {port} is taken; give another, make serve PORT=...") from error
     home.mkdir(parents=True, exist_ok=True)
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
+        del os.environ[name]
+    os.environ.update(environment(home, port, query_seconds))
+    runs: dict[str, Callable[[], bool]] = {}
     with ExitStack() as running:
-        running.enter_context(alone(home, port))
-        for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
-            del os.environ[name]
-        os.environ.update(environment(home, port, query_seconds))
-        runs: dict[str, Callable[[], bool]] = {}
 
         def start(name: str, module: str, *arguments: str) -> None:
             log = home / f"{name}.log"
@@ -70,32 +70,15 @@ def serving(
                     raise RuntimeError(f"the {name} ended, and all runs with it; {end_of(home / f'{name}.log')}")
 
         start("server", "flows.prefect_patches", "--host", "127.0.0.1", "--port", str(port))
-        wait_for_server(port, check)
+        wait_for_server(check)
         deploy(deployments)
         limited = [] if limit is None else ["--limit", str(limit)]
         start("worker", "prefect", "--pool", POOL, "--type", "process", *limited)
         yield check
 
 
-@contextmanager
-def alone(home: Path, port: int) -> Iterator[None]:
-    """RuntimeError where another serves from `home` or on `port`: it would be taken for ours, and its runs for dead."""
-    with open(home / "serving", "w") as file, socket.socket() as listener:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RuntimeError(f"{home} is served already, by another process; end that, or give --home") from error
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that is just closing is free
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise RuntimeError(f"port {port} is taken: {error.strerror}; give another, make serve PORT=...") from error
-        listener.close()
-        yield
-
-
 def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
-    """The environment variables of server, worker and flow runs."""
+    """Return the environment variables of server, worker and flow runs."""
     return quiet_prefect(home) | {
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_API_HOST": "127.0.0.1",
@@ -115,23 +98,21 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
     }
 
 
-def wait_for_server(port: int, check: Callable[[], None]) -> None:
-    """Wait until the server answers. Raises RuntimeError if it ends or takes too long."""
-    url = f"http://127.0.0.1:{port}/api/health"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
+def wait_for_server(check: Callable[[], None]) -> None:
+    """Wait until the server of PREFECT_API_URL answers. Raises RuntimeError if it ends or takes too long."""
+    from prefect.client.orchestration import get_client  # here, because what it reads is set before
+
     deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
-        check()
-        try:
-            with opener.open(url, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+    with get_client(sync_client=True) as client:
+        while client.api_healthcheck() is not None:
+            check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the Prefect server did not answer at {client.api_url} in {_START_SECONDS:g} s")
             time.sleep(0.1)
-    raise RuntimeError(f"the Prefect server did not answer at {url} in {_START_SECONDS:g} s")
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a log, for an error."""
+    """Return the last lines of a log, for an error."""
     lines = log.read_text(errors="replace").splitlines()[-50:]
     return f"{log} ends with:\n" + "\n".join(lines)
 
@@ -172,12 +153,6 @@ def serve_file(
     home = home or Path(os.environ.get("PREFECT_HOME") or ".prefect")
     if not deployments.is_file():
         raise ValueError(f"there is no file {deployments}; --deployments names one such as prefect.yaml")
-    if other := [pool for pool in work_pools(deployments) if pool != POOL]:
-        raise ValueError(
-            f"{deployments} has deployments for the work pools {', '.join(other)}, and the worker that is "
-            f"started here serves {POOL} alone: their runs would wait for ever. Name {POOL} there, or start a "
-            "worker for each pool as docs/operating.md has it under Several machines"
-        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
     serve(home.absolute(), port, deployments, query, limit)
 

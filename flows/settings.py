@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,11 +41,9 @@ class Processes:
     """What runs a command once on each node, with PET_RDZV_ENDPOINT for torchrun, and ends it when it is ended: srun,
     --nodes=2, ..., bash, docker/slurm/rendezvous.sh; none: the training runs on this machine."""
     threads: int | None = None
-    """Of each process, on a CPU; none: the cores divided by `count`."""
+    """CPU threads of each process; none: the cores divided by `count`."""
     timeout: float | None = None
     """Seconds that the training may take."""
-    silence: float | None = 3600.0
-    """Seconds without output and without a new heartbeat after which the training counts as hung and is ended."""
     restarts: int = 0
     """How often torchrun starts all of them again, from the last checkpoint, when one has died. An error in data or
     settings comes again each time."""
@@ -71,11 +68,9 @@ class Processes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For torchrun, which would otherwise give 30 s to save, and each of several processes one thread."""
+        """For torchrun, which would otherwise give 30 s to save."""
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}
-        if self.threads or not self.launcher:  # of its own cores a node knows more: see training/launch.py
-            variables["OMP_NUM_THREADS"] = str(self.threads or max(1, len(os.sched_getaffinity(0)) // self.count))
-        return variables
+        return variables | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {})
 
     def command(self, program: str, arguments: Sequence[str]) -> list[str]:
         """The command that runs `python -m program arguments...` in them."""
@@ -141,14 +136,6 @@ class PretrainSettings:
     processes: Processes = Processes()
     """The processes that it runs in."""
 
-    def __post_init__(self):
-        building = [name for name in ("vocabulary_size", "vocabulary_captions") if getattr(self, name)]
-        if building and (not self.text or self.vocabulary):
-            raise ValueError(
-                f"PretrainSettings: {' and '.join(building)}: only for a vocabulary that is built from a text corpus; "
-                + ("leave vocabulary out" if self.vocabulary else "set text, too")
-            )
-
     @property
     def made(self) -> "Recipe":
         """The recipe, with its overrides."""
@@ -184,18 +171,6 @@ class FinetuneSettings:
     """--field=value, as `vlbert train` takes them."""
     processes: Processes = Processes()
     """The processes that it runs in."""
-
-    def __post_init__(self):
-        if not re.fullmatch(r"latest|none|step-\d+|.+/runs/.+/step-\d+", self.checkpoint):
-            raise ValueError(
-                f"FinetuneSettings.checkpoint is {self.checkpoint!r}; say latest, a step such as step-0000400, "
-                "ROOT/runs/RUN/step-0000400, or none"
-            )
-        if not self.recipe_name.startswith(f"finetune_{self.task}"):
-            raise ValueError(
-                f"FinetuneSettings.recipe {self.recipe_name} is none of task {self.task}; choose a recipe "
-                f"finetune_{self.task}..., or another task"
-            )
 
     @property
     def dataset_name(self) -> str:
@@ -236,14 +211,12 @@ def quiet_prefect(home: Path) -> dict[str, str]:
 
     Prefect's client reaches its server on this machine past any HTTP proxy; the user's other exceptions stay.
     """
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    exempt = [entry.strip() for entry in given.split(",") if entry.strip()]
-    if "*" not in exempt:
-        exempt += [host for host in ("127.0.0.1", "localhost") if host not in exempt]
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    exempt = "*" if given == "*" else ",".join(filter(None, (given, "127.0.0.1", "localhost")))
     return {
         "PREFECT_HOME": str(home.absolute()),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
-        "NO_PROXY": ",".join(exempt),
-        "no_proxy": ",".join(exempt),
+        "NO_PROXY": exempt,
+        "no_proxy": exempt,
     }

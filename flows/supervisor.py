@@ -9,9 +9,7 @@ that held the flow's stdout would keep whoever reads that waiting. Linux only (p
 
 import contextlib
 import ctypes
-import math
 import os
-import re
 import resource
 import select
 import shlex
@@ -24,27 +22,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 TAIL_LINES = 50  # of the child's output that an error carries
 GRACE = 2.5  # seconds between SIGTERM and SIGKILL: with the rest, nothing is left 5 s after the flow's end
-_LONGEST_LINE = 2**16  # bytes; what is longer is cut into several, so that no output can fill the memory
-_POLL = 0.5  # seconds between looks at a silent child
+WATCH_SECONDS = 5.0  # between two calls of `watch`
+_POLL = 0.1  # seconds between looks at a child
 _KILL_SECONDS = 10.0  # that SIGKILL may take before the flow gives up waiting for the kernel
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A child that ended well: how long it took, and the most memory that one process of its tree had."""
-
-    seconds: float
-    peak_bytes: int
 
 
 class ChildFailed(RuntimeError):
@@ -60,60 +49,67 @@ class ChildFailed(RuntimeError):
 
 
 class ChildTimedOut(ChildFailed):
-    """A child was ended because it took too long or was silent for too long."""
+    """A child was ended because it took too long."""
 
 
 def run_child(
     command: Sequence[str],
-    on_line: Callable[[str], None],
+    log: Callable[[str], object],
+    watch: Callable[[], object] = lambda: None,
     *,
     timeout: float | None = None,
-    silence: float | None = None,
-    heard_elsewhere: Callable[[], float] = lambda: -math.inf,
     grace: float = GRACE,
     environment: Mapping[str, str] | None = None,
-) -> Finished:
-    """Run `command` to its end; `on_line` gets every line of its output (stdout and stderr) that is not blank.
+) -> int:
+    """Run `command` to its end, and return the most memory in bytes that one process of its tree had.
 
-    timeout          seconds it may take
-    silence          seconds without any output, or other sign of life
-    heard_elsewhere  returns when the last other sign of life came, by time.monotonic()
-    grace            seconds between SIGTERM and SIGKILL
-    environment      variables set for it beside ours
+    No process of it is left when this returns or raises. Call it from the main thread, which signals interrupt.
 
-    ChildFailed where it fails, ChildTimedOut where it takes too long. No process of it is left when this returns or
-    raises. Call it from the main thread, which signals interrupt.
+    Args:
+        log: gets every line of its output (stdout and stderr) that is not blank.
+        watch: is called every 5 s while it runs, and once after its end. It may take long: the output waits in memory.
+        timeout: seconds it may take.
+        grace: seconds between SIGTERM and SIGKILL.
+        environment: variables set for it beside ours.
+
+    Raises:
+        ChildFailed: if it fails.
+        ChildTimedOut: if it takes too long.
     """
     command = [str(part) for part in command]
-    started = heard = time.monotonic()
-    tail: deque[str] = deque(maxlen=TAIL_LINES)
-    lines = _Lines()
+    started = watched = time.monotonic()
+    printed, tail = deque(), deque(maxlen=TAIL_LINES)
+
+    def log_printed() -> None:
+        while printed:
+            if line := printed.popleft().rstrip():
+                tail.append(line)
+                log(line)
+
     process, lifeline = _start(command, subprocess.PIPE, grace, environment)
-    output, reason = process.stdout.fileno(), None
+    reader = threading.Thread(target=printed.extend, args=(process.stdout,), daemon=True)
+    reader.start()
     try:
-        while reason is None:
-            now, heard = time.monotonic(), max(heard, heard_elsewhere())
-            if timeout is not None and now - started >= timeout:
-                reason = f"it took longer than {timeout:g} s"
-            elif silence is not None and now - heard >= silence:
-                reason = f"it was silent for {silence:g} s"
-            elif _readable(output, _until(now, started, timeout, heard, silence)):
-                data = os.read(output, 2**16)
-                for line in lines.feed(data) if data else lines.rest():
-                    tail.append(line)
-                    on_line(line)
-                heard = time.monotonic()  # after on_line, whose time is not the child's silence
-                if not data:
-                    break
-            elif process.poll() is not None:  # killed from outside, and somebody else still holds the pipe
-                break
+        while process.poll() is None and (timeout is None or time.monotonic() - started < timeout):
+            log_printed()
+            if time.monotonic() - watched >= WATCH_SECONDS:
+                watch()
+                watched = time.monotonic()
+            time.sleep(_POLL)
+        late = process.returncode is None
     finally:
-        peak_bytes = _stop(process, lifeline, grace, lambda data: tail.extend(lines.feed(data)))
-    if reason is not None:
-        raise ChildTimedOut(command, process.returncode, [*tail, *lines.rest()], reason)
-    if process.returncode:
-        raise ChildFailed(command, process.returncode, [*tail, *lines.rest()], _how(process.returncode))
-    return Finished(time.monotonic() - started, peak_bytes)
+        returncode, peak_bytes = _stop(process, lifeline, grace)
+    reader.join(1.0)  # not for ever: somebody else may still hold the pipe
+    log_printed()
+    watch()
+    if late:
+        raise ChildTimedOut(command, returncode, tail, f"it took longer than {timeout:g} s")
+    if returncode < 0:
+        reason = f"it was killed by signal {-returncode} ({signal.strsignal(-returncode)})"
+        raise ChildFailed(command, returncode, tail, reason)
+    if returncode:
+        raise ChildFailed(command, returncode, tail, f"it failed with exit status {returncode}")
+    return peak_bytes
 
 
 @contextmanager
@@ -121,19 +117,18 @@ def background(
     command: Sequence[str], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
     """Run `command` beside the `with` block, its output in the file `log`; yields a function: does it still run?"""
-    command = [str(part) for part in command]
     with open(log, "ab") as file:
-        process, lifeline = _start(command, file, grace, environment)
+        process, lifeline = _start([str(part) for part in command], file, grace, environment)
     try:
         yield lambda: process.poll() is None
     finally:
-        _stop(process, lifeline, grace, lambda data: None)
+        _stop(process, lifeline, grace)
 
 
 def _start(
-    command: list[str], output: int | BinaryIO, grace: float, environment: Mapping[str, str] | None
+    command: list[str], output: int | IO[bytes], grace: float, environment: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen, socket.socket]:
-    """The process between us and the child, and our end of the socket: it closes, and all is ended."""
+    """Start the process between us and the child; returns it and our end of the socket: it closes, and all is ended."""
     if sys.platform != "linux":
         raise RuntimeError(f"child processes are supervised with prctl and /proc, which {sys.platform} has not")
     if threading.current_thread() is not threading.main_thread():
@@ -147,67 +142,25 @@ def _start(
             stdin=theirs,
             stdout=output,
             stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             start_new_session=True,
         )
     return process, ours
 
 
-def _until(now: float, started: float, timeout: float | None, heard: float, silence: float | None) -> float:
-    """Seconds until the next deadline, at most _POLL."""
-    ends = [now + _POLL]
-    if timeout is not None:
-        ends.append(started + timeout)
-    if silence is not None:
-        ends.append(heard + silence)
-    return max(0.0, min(ends) - now)
-
-
-def _readable(descriptor: int, seconds: float) -> bool:
-    return bool(select.select([descriptor], [], [], seconds)[0])
-
-
-def _stop(process: subprocess.Popen, lifeline: socket.socket, grace: float, on_output: Callable[[bytes], None]) -> int:
-    """Have the tree ended if it has not yet, and reap the process; the peak memory in bytes, 0 if it was killed."""
+def _stop(process: subprocess.Popen, lifeline: socket.socket, grace: float) -> tuple[int, int]:
+    """Have the tree ended if it has not yet; returns the child's return code and the peak memory in bytes."""
     with lifeline:
         lifeline.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + grace + _KILL_SECONDS
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                process.kill()
-            elif process.stdout is None or not _readable(process.stdout.fileno(), 0.02):
-                time.sleep(0.02)
-            else:
-                on_output(os.read(process.stdout.fileno(), 2**16))
-        report = lifeline.recv(64)
-    if process.stdout is not None:
-        with process.stdout:
-            while _readable(process.stdout.fileno(), 0) and (data := os.read(process.stdout.fileno(), 2**16)):
-                on_output(data)
-    return int(report or b"0")
-
-
-def _how(returncode: int) -> str:
-    if returncode < 0:
-        return f"it was killed by signal {-returncode} ({signal.strsignal(-returncode)})"
-    return f"it failed with exit status {returncode}"
-
-
-class _Lines:
-    """Bytes in, whole lines out; a carriage return, as progress bars print it, ends a line too."""
-
-    def __init__(self):
-        self.unfinished = b""
-
-    def feed(self, data: bytes) -> list[str]:
-        *whole, self.unfinished = re.split(rb"[\r\n]", self.unfinished + data)
-        while len(self.unfinished) >= _LONGEST_LINE:
-            whole.append(self.unfinished[:_LONGEST_LINE])
-            self.unfinished = self.unfinished[_LONGEST_LINE:]
-        return [line.decode(errors="replace") for line in whole if line.strip()]
-
-    def rest(self) -> list[str]:
-        return self.feed(b"\n") if self.unfinished else []
+        try:
+            process.wait(grace + _KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        report = lifeline.recv(64).split()  # nothing if it was killed
+    process.wait()
+    return (int(report[0]), int(report[1])) if report else (process.returncode, 0)
 
 
 # --- the program between the flow and its child -----------------------------------------------------------------------
@@ -215,8 +168,8 @@ class _Lines:
 _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
-def _supervise(command: list[str], grace: float) -> int:
-    """Run `command` until it ends, the flow is gone or a signal comes; end all that is left; its wait status."""
+def _supervise(command: list[str], grace: float) -> None:
+    """Run `command` until it ends, the flow is gone or a signal comes; end all that is left, and tell the flow."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Beside the socket: a process that the flow forked, without exec, would hold its end open.
@@ -241,9 +194,9 @@ def _supervise(command: list[str], grace: float) -> int:
         if sys.stdin.fileno() in ready or (awake in ready and _STOP & set(os.read(awake, 4096))):
             break
     _end_descendants(grace, statuses)
+    peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     with contextlib.suppress(OSError):  # nobody may be there to read it
-        os.write(sys.stdin.fileno(), str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024).encode())
-    return statuses[child]
+        os.write(sys.stdin.fileno(), f"{os.waitstatus_to_exitcode(statuses[child])} {peak_bytes}".encode())
 
 
 def _become(command: list[str], prctl: Callable) -> None:
@@ -264,73 +217,46 @@ def _become(command: list[str], prctl: Callable) -> None:
 
 
 def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
+    """Send all of them SIGTERM once and, after the grace period, SIGKILL, until none is left."""
     signalled: set[int] = set()
     deadline = time.monotonic() + grace
-    while True:
-        _reap(statuses)
-        alive = _descendants(os.getpid())
-        if not alive:
-            _reap(statuses)  # whoever ended since the line before the last
-            return
+    while alive := _descendants(os.getpid()):
         late = time.monotonic() > deadline
         for pid in alive if late else alive - signalled:
-            # It may have ended meanwhile: that is what was wanted.
-            _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         signalled |= alive
         time.sleep(0.02)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
+        _reap(statuses)
+    _reap(statuses)  # whoever ended just before
 
 
 def _reap(statuses: dict[int, int]) -> None:
     """Note the wait status of every child, adopted ones too, that has ended."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        statuses[pid] = status
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            statuses[ended[0]] = ended[1]
 
 
 def _descendants(ancestor: int) -> set[int]:
     """The processes below `ancestor` that have not ended, from /proc."""
     children: dict[int, list[tuple[int, bool]]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]  # the name before may hold anything
-                # Where only the first thread has ended, the process looks dead, and others of it still work.
-                ended = state in (b"Z", b"X") and len(os.listdir(f"/proc/{name}/task")) < 2
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended meanwhile
-            children.setdefault(int(parent), []).append((int(name), ended))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]  # the name before may hold anything
+            # Where only the first thread has ended, the process looks dead, and others of it still work.
+            ended = state in (b"Z", b"X") and len(os.listdir(f"/proc/{name}/task")) < 2
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        children.setdefault(int(parent), []).append((int(name), ended))
     found, todo = set(), [ancestor]
     while todo:
-        for pid, ended in children.get(todo.pop(), []):
-            todo.append(pid)
-            if not ended:
-                found.add(pid)
+        below = children.get(todo.pop(), [])
+        todo += [pid for pid, _ in below]
+        found |= {pid for pid, ended in below if not ended}
     return found
 
 
-def _end_as(status: int) -> None:
-    """End this process as the child ended."""
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _end_as(_supervise(sys.argv[2:], float(sys.argv[1])))
+    _supervise(sys.argv[2:], float(sys.argv[1]))

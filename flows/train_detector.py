@@ -2,17 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 from prefect import flow
 
 from detectors.config import AnnotationConfig
-from flows.artifacts import name_run, publish, stage_logger, table_of_metrics
-from flows.collect import open_storage
+from flows.artifacts import stage_logger
 from flows.settings import TrainDetectorSettings
-from flows.torchrun import OnHeartbeat, TrainingMonitor, check_overrides, given_fields, torchrun
+from flows.torchrun import Log, Trained, Watch, check_overrides, given_fields, show_training, torchrun
 from storage.object_store import open_store
 from storage.settings import as_arguments, changed_fields
 from training.log import last_metrics
@@ -23,27 +19,9 @@ SETTINGS = {"root": "the flow's root", "run_name": "the setting run", "init_from
 SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 
 
-@dataclass(frozen=True)
-class TrainedDetector:
-    """A trained detector: its weight file and the metrics of its last validation.
-
-    peak_bytes is the memory of its largest process.
-    """
-
-    run: str
-    recipe: str
-    weights: str
-    metrics: dict[str, float]
-    seconds: float
-    peak_bytes: int
-
-
 def train_detector(
-    root: str,
-    settings: TrainDetectorSettings,
-    log: Callable[[str], None] = print,
-    monitor: OnHeartbeat = lambda beat: None,
-) -> TrainedDetector:
+    root: str, settings: TrainDetectorSettings, log: Log = print, watch: Watch = lambda: None
+) -> Trained:
     """Train a detector, or go on; the result is ROOT/runs/RUN/weights.safetensors. Only from the main thread."""
     started = time.monotonic()
     check_overrides(settings.overrides, SETTINGS)
@@ -52,32 +30,29 @@ def train_detector(
     fields = {"root": root, "run_name": run, "init_from": settings.init_from}
     data = {f"data.{name}": getattr(annotations, name) for name in changed_fields(annotations)}
     arguments = [settings.recipe, *as_arguments(data | given_fields(fields)), *settings.overrides]
-    finished = torchrun("detectors.train", arguments, root, run, settings.processes, log, monitor)
+    peak_bytes = torchrun("detectors.train", arguments, settings.processes, log, watch)
     store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
     if not store.exists(weights):
         raise RuntimeError(f"{run} ended well and left no {store.where(weights)}")
-    return TrainedDetector(
+    return Trained(
         run=run,
         recipe=settings.recipe,
-        weights=store.where(weights),
+        detector="",
+        snapshot="",
+        checkpoint=store.where(weights),
         metrics=last_metrics(store, run),
         seconds=time.monotonic() - started,
-        peak_bytes=finished.peak_bytes,
+        peak_bytes=peak_bytes,
     )
 
 
-@flow(name="train-detector", flow_run_name="{settings.recipe}", persist_result=True)
-def train_detector_flow(root: str, settings: TrainDetectorSettings) -> TrainedDetector:
+@flow(name="train-detector", flow_run_name="{settings.recipe} {settings.run}", persist_result=True)
+def train_detector_flow(root: str, settings: TrainDetectorSettings) -> Trained:
     """Train the Faster R-CNN that finds regions.
 
     Args:
         root: Of the storage: a folder of this machine, or s3://bucket/prefix.
         settings: The recipe, and where images and annotations are.
     """
-    open_storage(root)
-    monitor = TrainingMonitor("train-detector", root, settings.recipe, settings.run)
-    trained = train_detector(root, settings, stage_logger().info, monitor)
-    name_run(" ".join(dict.fromkeys([trained.recipe, trained.run])), f"recipe:{trained.recipe}")
-    monitor.draw()
-    publish("train-detector", trained.run, partial(table_of_metrics, trained.metrics, trained.weights))
-    return trained
+    log, run = stage_logger().info, settings.run or settings.recipe
+    return show_training("train-detector", root, run, log, lambda watch: train_detector(root, settings, log, watch))

@@ -1,20 +1,22 @@
 """`vlbert serve` on a free port, with its server and processes for tests to query."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from places import PROJECT
 
 from demo.data import DemoData
 from demo.deployments import as_json, flow_parameters
 from demo.serve import free_port
 from detectors.config import DetectionConfig
-from flows.serve import end_of
+from flows.serve import end_of, environment
 from flows.settings import quiet_prefect
 from flows.supervisor import background
 
@@ -23,26 +25,36 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 @dataclass(frozen=True)
 class Operated:
-    """A server and a worker; home is Prefect's, url that of the server, deployments the file that is served."""
+    """A server and its workers: Prefect's home, the server's URL, the file that is served, and the password, if any."""
 
     home: Path
     url: str
     deployments: Path
+    password: str | None = None  # user:password
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment of Prefect's command line."""
-        return quiet_prefect(self.home) | {"PREFECT_API_URL": f"{self.url}/api"}
+        password = {"PREFECT_API_AUTH_STRING": self.password} if self.password else {}
+        return quiet_prefect(self.home) | {"PREFECT_API_URL": f"{self.url}/api"} | password
 
     def ask(self, method: str, path: str, **json: object) -> object:
         """The answer of the server's API."""
+        given = {"json": json or None, "auth": tuple(self.password.split(":")) if self.password else None}
         for _ in range(5):
-            answer = httpx.request(method, f"{self.url}/api{path}", json=json or None, timeout=60, trust_env=False)
+            answer = httpx.request(method, f"{self.url}/api{path}", timeout=60, trust_env=False, **given)
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 break
             time.sleep(1)  # its database is busy: ask again, as Prefect's own client does
         answer.raise_for_status()
         return answer.json() if answer.content else None
+
+    def answers(self) -> bool:
+        """Whether the server does."""
+        try:
+            return self.ask("GET", "/health") is True
+        except httpx.TransportError:
+            return False
 
     def start(self, deployment: str, **parameters: object) -> str:
         """Ask for a run of flow/name, as the UI does; its id."""
@@ -52,8 +64,8 @@ class Operated:
     def complete(self, deployment: str, **parameters: object) -> str:
         """A run of flow/name that has completed; its id."""
         run = self.start(deployment, **parameters)
-        self.wait_for(run, lambda: self.state(run) in ENDED, 120)
-        assert self.state(run) == "COMPLETED", "\n".join(self.logs(run))
+        self.wait_for(run, lambda: self.state(run) in ENDED, 180)
+        assert self.state(run) == "COMPLETED", self.account(run)
         return run
 
     def state(self, run: str) -> str:
@@ -68,7 +80,7 @@ class Operated:
         """The states of the run and of those below it, its processes, and the last lines of the logs."""
         found = [self.ask("GET", f"/flow_runs/{run}"), *self.below(run)]
         states = [f"{one['name']} is {one['state_type']}: {one['state']['message'] or ''}" for one in found]
-        logs = [end_of(log) for log in (self.home / "worker.log", self.home.parent / "serve.log")]
+        logs = [end_of(log) for log in (*self.home.glob("*.log"), *self.home.parent.glob("serve.log"))]
         return "\n".join([*states, f"processes: {self.processes(run)}", *logs])
 
     def below(self, run: str) -> list[dict]:
@@ -140,6 +152,36 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
 
         wait_until(ready, 180)
         yield Operated(home, f"http://127.0.0.1:{port}", deployments)
+
+
+@contextmanager
+def server_of(server: Operated, **variables: str) -> Iterator[None]:
+    """Run Prefect's server alone, with the settings of `vlbert serve` and these."""
+    port, log = int(server.url.rpartition(":")[2]), server.home / "server.log"
+    command = [sys.executable, "-m", "flows.prefect_patches", "server", "start", "--host", "127.0.0.1", "--port"]
+    given = environment(server.home, port, 1.0) | server.variables | variables
+    with background([*command, str(port)], log, environment=given):
+        wait_until(server.answers, 180, lambda: end_of(log))
+        yield
+
+
+@contextmanager
+def operated_apart(
+    home: Path, deployments: Path, *pools: str, password: str | None = None, **variables: str
+) -> Iterator[Operated]:
+    """Serve these deployments by a server with these variables and a worker for each pool, which end independently."""
+    home.mkdir()
+    port = free_port(0)
+    server = Operated(home, f"http://127.0.0.1:{port}", deployments, password)
+    given = environment(home, port, 1.0) | server.variables
+    with ExitStack() as running:
+        running.enter_context(server_of(server, **variables))
+        command = [sys.executable, "-m", "vlbert", "deploy", str(deployments)]
+        subprocess.run(command, env=os.environ | given, check=True, capture_output=True, cwd=PROJECT, timeout=180)
+        for pool in pools:
+            worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+            running.enter_context(background(worker, home / "worker.log", environment=given))
+        yield server
 
 
 def tiny_pipeline(demo_data: DemoData, root: Path, processes: int = 1) -> dict:

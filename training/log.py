@@ -22,8 +22,7 @@ if TYPE_CHECKING:  # flows read the heartbeat and the metrics, and need no torch
     from training.checkpoint import Writer
     from training.metrics import RunningAverages, Step
 
-# An environment variable: "0" prints an empty line in place of each progress line. Flows set it, because they log the
-# heartbeat instead. The empty line is a sign of life that needs no storage.
+# An environment variable: "0" prints no progress lines. Flows set it, because they log the heartbeat instead.
 PROGRESS_LINES = "TRAINING_PROGRESS_LINES"
 _HEARTBEAT = "heartbeat.json"
 _BETWEEN_BEATS = 10.0  # seconds, at least, where the state is the same
@@ -173,7 +172,8 @@ class RunLog:
         left = (self.steps - step) * seconds / averages.steps
         self._beat |= rates | {"losses": losses, "counts": counts, "seconds_left": left}
         beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
-        print("" if os.environ.get(PROGRESS_LINES) == "0" else progress_line(beat), flush=True)
+        if os.environ.get(PROGRESS_LINES) != "0":
+            print(progress_line(beat), flush=True)
 
     def skipped(self, step: int, why: str, found: "Step", keys: Iterable[str]) -> None:
         """Log a step that was left out, and the samples of all ranks in it."""

@@ -344,8 +344,8 @@ def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
     )
     lines = []
     trained = train_detector(str(tmp_path), settings, lines.append)
-    assert trained.weights == str(tmp_path / "runs/staged/weights.safetensors")
-    assert Path(trained.weights).is_file()
+    assert trained.checkpoint == str(tmp_path / "runs/staged/weights.safetensors")
+    assert Path(trained.checkpoint).is_file()
     assert (trained.run, trained.recipe) == ("staged", "detector_vg_resnet101")
     assert "map50" in trained.metrics
     assert trained.peak_bytes > 0

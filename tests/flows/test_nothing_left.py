@@ -9,18 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from operated import ENDED, Operated, operated, running, tiny_pipeline, wait_until
+from operated import ENDED, Operated, operated, operated_apart, running, server_of, tiny_pipeline, wait_until
 from pydantic import TypeAdapter
 
 from demo.data import DemoData
-from demo.serve import free_port
-from flows.serve import environment
-from flows.supervisor import background
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
 
@@ -40,8 +36,12 @@ STEPS = [
     "--data.batch=4",
     "--data.text_batch=2",
 ]
-EVENTS = ["cancel", "SIGTERM to the flow", "kill -9 of the flow"]
-TABLE = [pytest.param(event, stage, id=f"{event}, {stage}") for stage in ("detection", "training") for event in EVENTS]
+TABLE = [
+    ("kill -9 of the flow", "detection"),
+    ("cancel", "training"),
+    ("SIGTERM to the flow", "training"),
+    ("kill -9 of the flow", "training"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +171,6 @@ def cancel_by_page(served: Operated, run: str) -> None:
     served.ask("POST", f"/flow_runs/{run}/set_state", state=state)
 
 
-def answers(served: Operated) -> bool:
-    try:
-        return served.ask("GET", "/health") is True
-    except httpx.TransportError:
-        return False
-
-
 def at_work(served: Operated, pids: dict[str, int]) -> bool:
     """Whether each run is RUNNING, in the process that it had, and holds a place: not so where the server does not
     answer, whose SQLite may be locked for two minutes after a start."""
@@ -212,14 +205,11 @@ def stage_of(served: Operated, run: str) -> str:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("cancel", [cancel_by_command, cancel_by_page])
-def test_a_cancelled_stage_takes_the_pipeline_with_it(
-    served: Operated, pipeline: dict, cancel: Callable[[Operated, str], None]
-):
+def test_a_cancelled_stage_takes_the_pipeline_with_it(served: Operated, pipeline: dict):
     root, before = pipeline["root"], set(checkpoints(pipeline["root"]))
     run = served.start("pretrain-vlbert/default", **pipeline)
     served.wait_for(run, lambda: set(checkpoints(root)) - before, 240)
-    cancelled(served, run, stage_of(served, run), cancel)
+    cancelled(served, run, stage_of(served, run), cancel_by_page)
 
 
 @pytest.fixture
@@ -261,22 +251,6 @@ def test_a_detection_on_three_machines_shares_the_shards_and_is_cancelled_as_one
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.usefixtures("three_at_a_time")
-def test_a_machine_that_no_worker_has_is_not_waited_for(
-    served: Operated, demo_data: DemoData, pipeline: dict, tmp_path: Path
-):
-    collected = collect_rows(demo_data, tmp_path)  # of its own: it uses up all shards
-    served.ask("PATCH", "/work_pools/local", concurrency_limit=1)
-    try:
-        found = {"root": collected, "detector": pipeline["datasets"][0]["detector"], "datasets": ["captions"]}
-        run = served.complete("detect-regions/default", **found, machines=3)
-    finally:
-        served.ask("PATCH", "/work_pools/local", concurrency_limit=None)
-    others = others_of(served, run)
-    assert [served.state(one) for one in others] == ["CANCELLED"] * 2
-
-
-@pytest.mark.timeout(400)
 def test_more_machines_than_the_deployment_runs_at_a_time_are_refused(served: Operated, collected: str):
     run = served.start("detect-regions/default", root=collected, detector=SLOW, datasets=["captions"], machines=3)
     served.wait_for(run, lambda: served.state(run) in ENDED, 60)
@@ -286,28 +260,10 @@ def test_more_machines_than_the_deployment_runs_at_a_time_are_refused(served: Op
     assert others_of(served, run) == []
 
 
-@contextmanager
-def server_of(server: Operated) -> Iterator[None]:
-    """Prefect's server alone, with the settings of `vlbert serve`."""
-    port = int(server.url.rpartition(":")[2])
-    command = [sys.executable, "-m", "flows.prefect_patches", "server", "start", "--host", "127.0.0.1", "--port"]
-    with background([*command, str(port)], server.home / "server.log", environment=environment(server.home, port, 1.0)):
-        wait_until(lambda: answers(server), 180)
-        yield
-
-
 @pytest.fixture
 def apart(served: Operated, tmp_path: Path) -> Iterator[Operated]:
     """The deployments of `served` on a server and a worker that end independently, as on several machines."""
-    home, port = tmp_path / "prefect", free_port(0)
-    home.mkdir()
-    server, variables = Operated(home, f"http://127.0.0.1:{port}", served.deployments), environment(home, port, 1.0)
-    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local", "--type", "process"]
-    with ExitStack() as running:
-        running.enter_context(server_of(server))
-        command = [sys.executable, "-m", "vlbert", "deploy", str(served.deployments)]
-        subprocess.run(command, env=os.environ | variables, check=True, capture_output=True, timeout=180)
-        running.enter_context(background(worker, home / "worker.log", environment=variables))
+    with operated_apart(tmp_path / "prefect", served.deployments, "local") as server:
         yield server
 
 

@@ -21,8 +21,7 @@ from places import PROJECT
 
 from demo.serve import free_port
 from flows.collect import COMMITTED
-from flows.deploy import _NEVER_BEGAN, BEGINNING, HEARTBEAT, SILENCE, set_alarms
-from flows.serve import alone, environment
+from flows.deploy import BEGINNING, NEVER_BEGAN, SILENCE, set_alarms
 
 
 def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
@@ -42,27 +41,8 @@ def test_a_taken_port_and_a_missing_file_are_refused_before_anything_starts(tmp_
         port = str(other.getsockname()[1])
         found = serve("--port", port, "--deployments", str(PROJECT / "prefect.yaml"), folder=tmp_path)
     assert found.returncode == 1
-    assert f"port {port} is taken: Address already in use; give another, make serve PORT=..." in found.stderr
-    assert [file.name for file in (tmp_path / ".prefect").iterdir()] == ["serving"]
-
-
-def test_a_file_with_pools_that_the_worker_does_not_serve_is_refused(tmp_path: Path):
-    refused = serve("--deployments", str(PROJECT / "docker" / "prefect.yaml"), folder=tmp_path)
-    assert refused.returncode == 1
-    assert "work pools cpu, gpu, and the worker that is started here serves local alone" in refused.stderr
-    assert refused.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_home_is_served_once(tmp_path: Path):
-    with alone(tmp_path, free_port(0)):
-        with pytest.raises(RuntimeError, match="is served already"), alone(tmp_path, free_port(0)):
-            pass
-        (tmp_path / "another").mkdir()
-        with alone(tmp_path / "another", free_port(0)):
-            pass
-    with alone(tmp_path, free_port(0)):
-        pass
+    assert f"port {port} is taken; give another, make serve PORT=..." in found.stderr
+    assert not (tmp_path / ".prefect").exists()
 
 
 @pytest.mark.slow
@@ -70,8 +50,8 @@ def test_a_home_is_served_once(tmp_path: Path):
 def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_free(served: Operated):
     from prefect.automations import Automation
 
-    alarm = Automation.read(name=_NEVER_BEGAN)
-    assert alarm.trigger.within == timedelta(seconds=BEGINNING) <= timedelta(minutes=5)
+    alarm = Automation.read(name=NEVER_BEGAN)
+    assert alarm.trigger.within == timedelta(seconds=BEGINNING)
     alarm.trigger.within = timedelta(seconds=10)
     alarm.update()
     try:
@@ -85,14 +65,6 @@ def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_f
         assert served.ask("GET", place)["active_slots"] == 0
     finally:
         set_alarms()
-
-
-def test_variables_lead_flow_runs_to_this_server_and_this_python(tmp_path: Path):
-    variables = environment(tmp_path, 4321, 2.5)
-    assert variables["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
-    assert variables["PREFECT_UI_API_URL"] == "/api", "at whatever address the pages came from"
-    assert 2 * HEARTBEAT < SILENCE < 90 - 10, "two are missing, and the server has time to act within 90 s"
-    assert Path(shutil.which("python", path=variables["PATH"])).parent == Path(sys.executable).parent
 
 
 def check_deployments(server: Operated, directory: Path) -> None:
@@ -112,7 +84,8 @@ def check_deployments(server: Operated, directory: Path) -> None:
     assert {one["work_pool_name"] for one in found.values()} == {"local"}
     assert {one["job_variables"]["command"] for one in found.values()} == {"python -m flows.engine"}
     assert {one["global_concurrency_limit"]["limit"] for one in found.values()} == {1}
-    assert {one["concurrency_options"]["collision_strategy"] for one in found.values()} == {"ENQUEUE"}
+    others = {name for name, one in found.items() if one["concurrency_options"]["collision_strategy"] != "ENQUEUE"}
+    assert others == {"detect-regions/scheduled"}, "the next one finds the same"
     # Relative paths in parameters begin where `prefect deploy` ran.
     moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(directory)}}
     assert [one["pull_steps"] for one in found.values()] == len(found) * [[moves]]
@@ -120,7 +93,7 @@ def check_deployments(server: Operated, directory: Path) -> None:
     project = yaml.safe_load(server.deployments.read_text())
     (wanted,) = next(one["schedules"] for one in project["deployments"] if one["name"] == "scheduled")
     (schedule,) = scheduled["schedules"]
-    assert (schedule["schedule"]["cron"], schedule["active"]) == (wanted["cron"], True)
+    assert (schedule["schedule"]["cron"], schedule["active"]) == (wanted["cron"], wanted.get("active", True))
     automations = server.ask("POST", "/automations/filter")
     (automation,) = [one for one in automations if one["trigger"]["expect"] == [COMMITTED]]
     assert automation["trigger"]["match"] == {"prefect.resource.id": "vlbert.images.*"}

@@ -1,16 +1,13 @@
 """Trainings of several processes under a real torchrun: equal numbers, deaths, hangs, restarts, signals."""
 
 import dataclasses
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +19,11 @@ from writing import wait_for
 
 from demo.serve import free_port
 from flows.settings import Processes
-from flows.supervisor import ChildFailed
-from flows.torchrun import OnHeartbeat, TrainingStopped, torchrun
+from flows.supervisor import ChildFailed, ChildTimedOut
+from flows.torchrun import TrainingStopped, Watch, torchrun
 from storage.object_store import open_store
 from training.distributed import World
+from training.log import read_heartbeat
 from training.program import STOPPED as TOLD_TO_STOP
 from vlbert.recipes import RECIPES
 from vlbert.train import train
@@ -276,24 +274,25 @@ def test_the_nodes_of_a_slurm_step_meet_on_its_first_one(tmp_path):
 # --- a flow around them -----------------------------------------------------------------------------------------------
 
 
-def trained_by_a_flow(root: Path, run: str, monitor: OnHeartbeat, processes: Processes, **changes) -> list[str]:
+def trained_by_a_flow(root: Path, run: str, watch: Watch, processes: Processes, **changes) -> list[str]:
     """The lines that a flow would log."""
     logged, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
     recipe = tiny_recipe(root, run_name=run, data=workers, **changes)
     overrides = as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo"))
-    arguments = ["pretrain_vlbert", "--size=demo", *overrides]
-    torchrun("vlbert.train", arguments, str(root), run, processes, logged.append, monitor)
+    torchrun("vlbert.train", ["pretrain_vlbert", "--size=demo", *overrides], processes, logged.append, watch)
     return logged
 
 
 @pytest.mark.slow
-def test_a_signalled_training_saves_and_its_flow_goes_on(root):
+def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
     """Every process is signalled, as by systemd and SLURM: torchrun, ranks, and what loads for them."""
+    monkeypatch.setattr("flows.supervisor.WATCH_SECONDS", 0.2)
     others = set(children(os.getpid()))
 
-    def stop(beat: Mapping[str, Any]) -> None:
-        (supervisor,) = set(children(os.getpid())) - others
-        if beat["step"] >= 3 and beat["state"] != "stopped":
+    def stop() -> None:
+        beat = read_heartbeat(open_store(str(root)), "signalled")
+        if beat and beat["step"] >= 3 and beat["state"] != "stopped":
+            (supervisor,) = set(children(os.getpid())) - others
             for pid in sorted(descendants(supervisor)):
                 os.kill(pid, signal.SIGTERM)
 
@@ -305,57 +304,65 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root):
     assert Path(place, "state.json").exists()
     step = int(place.rpartition("-")[2])
     assert 3 <= step < 2000
-    logged = trained_by_a_flow(root, "signalled", lambda beat: None, processes, steps=step + 1)
+    logged = trained_by_a_flow(root, "signalled", lambda: None, processes, steps=step + 1)
     assert any(f"goes on from {place}" in line for line in logged)
 
 
-# In place of torchrun: each line of `lives` is a heartbeat, what the last rank left as its error, and the exit status.
-LIVES = """
-import json, os, sys
-for beat, error, status in json.load(open("lives")):
-    if beat:
-        os.makedirs("root/runs/tiny", exist_ok=True)
-        open("root/runs/tiny/heartbeat.json", "w").write(json.dumps(beat))
-    if error:
-        open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(error)
-print("of torchrun", flush=True)
+def in_place_of_torchrun(folder: Path, program: str) -> None:
+    """Have `python -m training.launch`, started in the folder, run this."""
+    (folder / "training").mkdir()
+    (folder / "training" / "__init__.py").touch()
+    (folder / "training" / "launch.py").write_text(program)
+
+
+# In place of torchrun: what the last rank left as its error, what is printed last, and the exit status.
+ENDING = """
+import os, sys
+error, line, status = {!r}
+if error:
+    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(error)
+print(line, flush=True)
 sys.exit(status)
 """
-TIME = "2100-01-01T00:00:{:02}+00:00"  # after the start of any test
-BEAT = {
-    "time": TIME.format(0),
-    "step": 5,
-    "steps": 9,
-    "losses": None,
-    "seconds": 1.0,
-    "seconds_left": None,
-    "reason": None,
-}
-STOPPED = BEAT | {"state": "stopped", "reason": "after step 5 of 9"}
-AGAIN = BEAT | {"state": "training", "time": TIME.format(1)}
-FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": TIME.format(1)}
 
 
 @pytest.mark.parametrize(
-    ("before", "lives", "raised", "words"),
+    ("ending", "raised", "words"),
     [
-        (None, [(STOPPED, None, 75), (AGAIN, None, 75), (STOPPED, None, 75)], TrainingStopped, "step 5"),
-        (None, [(STOPPED, None, 1)], ChildFailed, "of torchrun"),
-        (None, [(STOPPED, None, 75), (AGAIN, None, 75)], ChildFailed, "of torchrun"),
-        (None, [(STOPPED, None, 75), (FAILED, "out of memory", 1)], ChildFailed, "  | out of memory"),
-        (STOPPED, [(None, None, 75)], ChildFailed, "of torchrun"),  # of an earlier training
-        (None, [(None, "no such recipe", 1)], ChildFailed, "  | no such recipe"),
+        ((None, "vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "told to stop .*after step 5 of 9"),
+        ((None, "of torchrun", 128 + signal.SIGTERM), ChildFailed, r"  \| of torchrun"),
+        (("out of memory", "of torchrun", 1), ChildFailed, r"  \| out of memory"),
     ],
 )
-def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch, before, lives, raised, words):
-    (tmp_path / "training").mkdir()
-    (tmp_path / "training" / "__init__.py").touch()
-    (tmp_path / "training" / "launch.py").write_text(LIVES)
+def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch, ending, raised, words):
+    in_place_of_torchrun(tmp_path, ENDING.format(ending))
     monkeypatch.chdir(tmp_path)
-    Path("lives").write_text(json.dumps(lives))
-    if before:
-        open_store("root").put("runs/tiny/heartbeat.json", json.dumps(before).encode())
-    with pytest.raises(RuntimeError) as ended:
-        torchrun("a.program", [], "root", "tiny", Processes(), lambda line: None)
+    with pytest.raises(RuntimeError, match=words) as ended:
+        torchrun("a.program", [], Processes(), lambda line: None)
     assert ended.type is raised
-    assert words in str(ended.value).splitlines()[-1]
+
+
+# In place of torchrun: asked to end, it takes half a second.
+SLOW_TO_END = """
+import signal, sys, time
+
+def end(*_):
+    time.sleep(0.5)
+    sys.exit("saved")
+
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_torchrun_gets_its_restarts_and_its_grace_to_save(tmp_path, monkeypatch):
+    in_place_of_torchrun(tmp_path, SLOW_TO_END)
+    monkeypatch.chdir(tmp_path)
+    for grace, printed in ((0.1, ["ready"]), (20, ["ready", "saved"])):
+        processes = Processes(restarts=3, grace=grace, timeout=1.5)
+        with pytest.raises(ChildTimedOut) as failed:
+            torchrun("no.program", [], processes, lambda line: None)
+        assert failed.value.tail == printed
+        assert "--max-restarts=3" in failed.value.command
+    assert Processes(grace=119.5).environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
