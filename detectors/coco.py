@@ -24,7 +24,7 @@ _ID = (lambda value: type(value) is int, "a whole number")
 _TEXT = (lambda value: type(value) is str and value != "", "a text")
 # Of each entry of a list: the fields that it must have, and what they must be.
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
-    "images": {"id": _ID, "width": _POSITIVE, "height": _POSITIVE},
+    "images": {"id": _ID, "width": _POSITIVE, "height": _POSITIVE, "file_name": _TEXT},
     "categories": {"id": _ID, "name": _TEXT},
     "annotations": {
         "image_id": _ID,
@@ -36,8 +36,6 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
 
 def read_coco(file: Path) -> tuple[dict, str]:
     """Return the parsed file, its categories sorted by id, and the sha256 of its bytes.
-
-    An image has a `sample_key` or a `file_name`.
 
     Raises:
         ValueError: Names the file and the first entry that lacks a field we need, has one of a wrong type, another's
@@ -56,10 +54,7 @@ def read_coco(file: Path) -> tuple[dict, str]:
             where = name_entry(file, kind, index, entry)
             if not isinstance(entry, dict):
                 raise ValueError(f"{where} is {shown(entry)}, not an object; remove it")
-            own = fields
-            if kind == "images":
-                own = fields | {"sample_key" if "sample_key" in entry else "file_name": _TEXT}
-            for name, (fits, wanted) in own.items():
+            for name, (fits, wanted) in fields.items():
                 if not fits(entry.get(name)):
                     found = f"the {name} {shown(entry[name])}, not" if name in entry else f"no {name}:"
                     raise ValueError(f"{where} has {found} {wanted}; correct or remove the entry")

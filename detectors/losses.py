@@ -3,8 +3,7 @@
 Shape letters: A anchors of an image, P proposals, R regions of interest of an image, G objects, K boxes.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -79,17 +78,6 @@ def _sample(indices: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return indices[order.sort().values.to(indices.device)]
 
 
-@contextmanager
-def _proposing(network: FasterRCNN, sampling: SamplingConfig) -> Iterator[None]:
-    """Within it the network makes training's numbers of proposals."""
-    before = network.config
-    network.config = replace(before, pre_nms=sampling.pre_nms, post_nms=sampling.post_nms)
-    try:
-        yield
-    finally:
-        network.config = before
-
-
 class Losses(nn.Module):
     """The network and its losses in one forward pass, as DistributedDataParallel needs it.
 
@@ -99,6 +87,7 @@ class Losses(nn.Module):
     def __init__(self, network: FasterRCNN, sampling: SamplingConfig):
         super().__init__()
         self.network, self.sampling = network, sampling
+        self.proposing = replace(network.config, pre_nms=sampling.pre_nms, post_nms=sampling.post_nms)
 
     def forward(self, targets: Sequence[Target]) -> dict[str, tuple[Tensor, int]]:
         parts: dict[str, list[tuple[Tensor, int]]] = {}
@@ -113,8 +102,9 @@ class Losses(nn.Module):
         c4 = network.backbone(torch.cat([target.pixels for target in targets]))
         logits, deltas = network.rpn(c4)
         losses = self._of_anchors(logits, deltas, targets)
-        with torch.no_grad(), _proposing(network, self.sampling):
-            proposals, _ = network.proposals(logits.float(), deltas.float(), *targets[0].pixels.shape[2:])
+        with torch.no_grad():
+            size = targets[0].pixels.shape[2:]
+            proposals, _ = network.proposals(logits.float(), deltas.float(), *size, config=self.proposing)
         regions = [self._regions(*each) for each in zip(proposals, targets, strict=True)]
         return losses | self._of_regions(network.roi_features(c4, [boxes for boxes, _, _ in regions]), regions, targets)
 
@@ -168,9 +158,8 @@ class Losses(nn.Module):
         losses = {"classes": (classes, len(labels)), "boxes": (boxes, len(labels))}
         if predictor.attr_score is not None:
             # Given the true class: the most probable one is mostly wrong at first.
-            embedded = predictor.cls_embedding(labels[is_foreground])
-            hidden = F.relu(predictor.fc_attr(torch.cat([features[is_foreground], embedded], dim=1)))
-            logs = predictor.attr_score(hidden).float().log_softmax(dim=1)
+            logits = predictor.attribute_logits(features[is_foreground], labels[is_foreground])
+            logs = logits.float().log_softmax(dim=1)
             losses["attributes"] = (-(logs * attributes).sum(), int(attributes.sum()))
         return losses
 

@@ -76,22 +76,6 @@ SGD = OptimizerConfig(
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
-    """How detections are made and counted: VOC's average precision, the area under the interpolated curve."""
-
-    score_threshold: float = 0.05  # a detection's probability must be higher
-    nms_threshold: float = 0.5  # within a class, a detection is suppressed by a better one of a higher IoU
-    iou_threshold: float = 0.5  # with an object's box, from which a detection is right
-    detections: int = 100  # an image at most: the most probable
-
-    def __post_init__(self):
-        check_choices(self)
-        for name in ("score_threshold", "nms_threshold", "iou_threshold"):
-            check(self, 0 <= getattr(self, name) <= 1, name, "from 0 to 1")
-        check(self, self.detections > 0, "detections", "at least 1")
-
-
-@dataclass(frozen=True)
 class DetectorRecipe:
     """One run, whole."""
 
@@ -100,7 +84,6 @@ class DetectorRecipe:
     data: DataConfig = DataConfig()  # what is read, in which batches
     sampling: SamplingConfig = SamplingConfig()  # which anchors and regions the losses are about
     optimizer: OptimizerConfig = SGD  # how weights change, and at which rate
-    validation: ValidationConfig = ValidationConfig()  # how detections are made and counted
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
     run_name: str = ""  # of the run; empty: the recipe's name
     steps: int = 380_000  # optimizer steps in all
@@ -111,12 +94,13 @@ class DetectorRecipe:
     spike: float | None = 5.0  # a step is skipped where its loss is so many times the mean of the last 100; None: never
     most_skipped: int = 10  # so many steps skipped in a row, for a spike or a loss that is no number, end the run
     threads: int | None = None  # of torch on a CPU: another number gives other last bits; None: torch's own choice
-    half: bool = False  # weights.safetensors in float16; it is read as float32
     log_every: int = 20  # steps between progress lines
     # What gets each line of metrics.jsonl, beside that file: tensorboard, or MODULE:FUNCTION of your own
     # (docs/trackers.md); empty: nothing
     trackers: tuple[str, ...] = ("tensorboard",)
     validate_every: int = 20_000  # steps between validations; the last step always validates
+    # In validation, within a class: a detection is suppressed by a better one of a higher IoU.
+    validation_nms: float = 0.5
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
     keep_checkpoints: int = 2  # the newest so many, and the one that validated best; others are removed
 
@@ -127,6 +111,7 @@ class DetectorRecipe:
             check(self, getattr(self, every) > 0, every, "at least 1")
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
         check(self, 0 <= self.frozen_stages <= 4, "frozen_stages", "0 to 4")
+        check(self, 0 <= self.validation_nms <= 1, "validation_nms", "from 0 to 1")
         check(self, self.threads is None or self.threads > 0, "threads", "at least 1")
         check(self, not (self.random_init and self.init_from), "random_init", "false with init_from")
         if self.network.box_arithmetic != "continuous":
@@ -150,7 +135,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
         name="detector_vg_resnet101",
         sampling=SamplingConfig(anchors=64, rois=64, roi_foreground=0.5),
         optimizer=replace(SGD, schedule="step", decay_at=(350_000,)),
-        validation=ValidationConfig(nms_threshold=0.3),
+        validation_nms=0.3,
     )
 
 
@@ -179,7 +164,6 @@ def detector_demo() -> DetectorRecipe:
         steps=2_000,
         random_init=True,
         frozen_stages=0,
-        half=True,
         threads=1,
         validate_every=500,
         save_every=250,

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import tyro
 from PIL import Image
 
@@ -44,9 +43,8 @@ def name_regions(regions: Regions, metadata: dict) -> list[str]:
 
 def draw(sample: Sample, regions: Regions, names: Sequence[str]) -> Image.Image:
     """Return the image with numbered boxes, and below it the regions with their scores."""
-    sizes = (regions.boxes[:, 2:] - regions.boxes[:, :2]).prod(axis=1)[: len(names)]
-    order = np.argsort(-sizes, kind="stable")  # small boxes on top of large ones
-    boxes = [(regions.boxes[i], colour_of(i + 1), f"{i + 1} {names[i].partition(' (')[0]}") for i in order]
+    numbers = reversed(range(len(names)))  # the most probable on top
+    boxes = [(regions.boxes[i], colour_of(i + 1), f"{i + 1} {names[i].partition(' (')[0]}") for i in numbers]
     lines = [(f"{i + 1} {name}", float(regions.scores[i])) for i, name in enumerate(names)]
     return write_below(draw_boxes(sample, boxes, side=_LONGER_SIDE), lines)
 

@@ -50,11 +50,24 @@ def images(tmp_path_factory) -> Path:
     return annotated_images(tmp_path_factory.mktemp("annotated") / "images", 24)
 
 
+LIVE = {
+    "network": dataclasses.replace(TINY, resnet=dataclasses.replace(TINY.resnet, norm="batch")),
+    "optimizer": dataclasses.replace(
+        SGD, kind="adamw", epsilon=1e-8, schedule="linear", warmup_steps=2, max_grad_norm=1.0
+    ),
+    "validate_every": 2,  # after which norms are live again
+}
+
+
+RUNS = {"whole": {}, "live": LIVE}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, images) -> Path:
-    """A root with the run `whole`, that others are held against."""
+    """A root with the runs that others are held against."""
     root = tmp_path_factory.mktemp("root")
-    train(tiny_recipe(images, root, run_name="whole"), ALONE)
+    for run, changes in RUNS.items():
+        train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
     return root
 
 
@@ -89,25 +102,17 @@ def test_a_run_leaves_five_losses_the_map_of_each_class_and_moves_what_is_to_mov
     assert {name for name in after if "stem" in name or ".norm." in name} == still
 
 
-LIVE = {
-    "network": dataclasses.replace(TINY, resnet=dataclasses.replace(TINY.resnet, norm="batch")),
-    "optimizer": dataclasses.replace(
-        SGD, kind="adamw", epsilon=1e-8, schedule="linear", warmup_steps=2, max_grad_norm=1.0
-    ),
-    "validate_every": 2,  # after which norms are live again
-}
-
-
-@pytest.mark.parametrize(("name", "changes"), [("whole", {}), ("live", LIVE)])
-def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, name: str, changes: dict):
-    for run in (name, f"{name}-killed"):
-        train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, name: str):
+    run = f"{name}-killed"
+    recipe = tiny_recipe(images, root, run_name=run, **RUNS[name])
+    train(recipe, ALONE)
     # As if it had been killed in step 5: the last checkpoint is gone, the metrics run ahead of the one before.
     for file in (root / f"runs/{run}/step-0000006").iterdir():
         file.unlink()
     (root / f"runs/{run}/weights.safetensors").unlink()
     capsys.readouterr()
-    train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
+    train(recipe, ALONE)
     assert f"{run} goes on from" in capsys.readouterr().out
     assert losses_of(root, run) == losses_of(root, name)
     after = tensors_of(root, run)
@@ -134,26 +139,17 @@ def test_a_run_goes_on_only_as_it_began(root, images, tmp_path):
 
 
 def test_the_result_is_the_network_that_was_trained(root, images):
-    resnet = dataclasses.replace(TINY.resnet, norm="batch")
-    recipe = tiny_recipe(
-        images, root, run_name="live-half", network=dataclasses.replace(TINY, resnet=resnet), half=True
-    )
-    train(recipe, ALONE)
-    file = root / "runs/live-half/weights.safetensors"
-    trained = FasterRCNN(recipe.network)
-    trained.load_state_dict(tensors_of(root, "live-half"))
+    file, network = root / "runs/live/weights.safetensors", LIVE["network"]
+    trained = FasterRCNN(network)
+    trained.load_state_dict(tensors_of(root, "live"))
     loaded = FasterRCNN(read_config(file))
     metadata = load_weights(loaded, file)
-    assert metadata.classes == tuple(CLASSES)
-    assert metadata.attribute_names == ATTRIBUTES
-    assert {tensor.dtype for tensor in load_file(file).values()} >= {torch.float16}
-    assert {tensor.dtype for tensor in loaded.state_dict().values()} == {torch.float32}
+    assert (metadata["classes"], metadata["attribute_names"]) == (list(CLASSES), list(ATTRIBUTES))
     pixels = 50 * torch.randn(1, 3, 64, 96, generator=seeded(0))
     with torch.inference_mode():
-        ours, theirs = trained.eval().backbone(pixels), loaded.eval().backbone(pixels)
-    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(ours.abs().max()))
+        torch.testing.assert_close(trained.eval().backbone(pixels), loaded.eval().backbone(pixels))
     # And its ResNet is where another training starts.
-    fresh = FasterRCNN(recipe.network)
+    fresh = FasterRCNN(network)
     load_resnet(fresh.backbone, fresh.roi_heads.res5, file)
 
 
@@ -207,7 +203,8 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     [
         (["--root="], "root is not set"),
         (["--data.annotations=None"], "give either --data.annotations=FILE"),
-        (["--data.annotations=absent.json"], "data.annotations is absent.json, and there is no such file"),
+        (["--data.annotations=absent.json"], "there is no annotation file absent.json"),
+        (["--init_from=absent.pth", "--no_random_init"], "init_from is absent.pth, and there is no such file"),
         (["--data.images"], "data.images is not set"),
         (["--data.attribute_names=None"], "the network has 3 attributes, and data.attribute_names is None; give both"),
         (["--no_random_init"], "the network has no weights to start from"),
@@ -218,7 +215,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
         ),
         (["--network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
         (["--network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
-        (["--data.held_out_last=24"], "data.held_out_last is 24, and there are 24 images"),
+        (["--data.held_out_last=24"], "leaves no image to train on"),
         (["--data.images=absent"], "data.images names absent, which is no folder"),
     ],
 )
@@ -240,14 +237,13 @@ def drawn_scenes(folder: Path, scenes: int) -> DataConfig:
     return DataConfig(annotations=str(file), images=(str(folder),), held_out_last=scenes - 1, workers=0)
 
 
-def test_the_shipped_detector_is_small_of_its_recipe_and_finds_what_is_drawn(tmp_path):
-    assert SHIPPED.stat().st_size <= 1_000_000
+def test_the_shipped_detector_is_of_its_recipe_and_finds_what_is_drawn(tmp_path):
     recipe = detector_demo()
     config = read_config(SHIPPED)
     assert config.resnet == dataclasses.replace(recipe.network.resnet, norm="frozen")
     assert dataclasses.replace(config, resnet=recipe.network.resnet) == recipe.network
     network = FasterRCNN(config)
-    assert load_weights(network, SHIPPED).classes == CATEGORIES
+    assert load_weights(network, SHIPPED)["classes"] == list(CATEGORIES)
     truth = read_ground_truth(drawn_scenes(tmp_path, scenes=31))
     metrics, rows = validate(network, recipe, truth.held_out, truth.classes, ALONE)
     assert metrics["map50"] >= 0.85

@@ -145,6 +145,7 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
         ("file_name", "1", "http://host/000001.jpg", False),
         ("number", "391895", "http://host/COCO_val2014_000000391895.jpg", True),
         ("number", "COCO_val2014_000000391895", "http://host/391895.jpg", True),
+        ("number", "0", "http://host/COCO_val2014_000000000000.jpg", True),
         ("number", "x", "http://host/x.jpg", False),
         ("url", "http://host/1.jpg", "http://host/1.jpg", True),
         ("url", "http://host/1.jpg", "http://host/1.jpg?", False),
@@ -153,7 +154,7 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
     ],
 )
 def test_an_image_finds_its_row_as_the_setting_says(match: str, name: str, url: str, found: bool, tmp_path: Path):
-    file = write_tsv(tmp_path / "f.tsv", [features_of(0), dataclasses.replace(features_of(1), name=name)])
+    file = write_tsv(tmp_path / "f.tsv", [features_of(7), dataclasses.replace(features_of(1), name=name)])
     sample = dataclasses.replace(a_sample(1), url=url, key="0123456789abcdef0123")
     (regions,) = detector_of(file, f"--imported.match={match}").detect([sample])
     assert isinstance(regions, Regions) == found
@@ -168,7 +169,7 @@ def test_several_files_are_one_detector(tmp_path: Path):
     assert both == "ambiguous_features: 0.tsv: 000009 and 1.tsv: 000009 have the same file_name"
     assert len({detector.id, detector_of(files[0]).id, detector_of(files[1]).id}) == 3
     files.append(write_tsv(tmp_path / "2.tsv", [features_of(2, channels=8)]))
-    with pytest.raises(ValueError, match="2.tsv: its first row has 8 features a region, .* of the files 16"):
+    with pytest.raises(ValueError, match="2.tsv: its first row, .*, has 8 features a region, .* of the files 16"):
         detector_of(files)
 
 

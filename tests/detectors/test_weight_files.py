@@ -36,12 +36,11 @@ def test_saved_weights_come_back_and_are_identified_by_their_hash(tmp_path: Path
     write_weights(file, tensors, {"classes": list("abcdefgh")})
     loaded = load_weights(network, file)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in network.state_dict().items())
-    assert loaded.classes == tuple("abcdefgh")
-    assert loaded.metadata["random_init"] is False
-    ids = [FasterRCNNDetector(network, loaded.metadata, DetectorSettings()).id]
+    assert (loaded["classes"], loaded["random_init"]) == (list("abcdefgh"), False)
+    ids = [FasterRCNNDetector(network, loaded, DetectorSettings()).id]
     for name, other in (("renamed", {}), ("other", {"backbone.stem.conv1.norm.bias": torch.ones(4)})):
         sha256 = write_weights(tmp_path / name, tensors | other, {"classes": list("abcdefgh")})
-        metadata = load_weights(network, tmp_path / name).metadata
+        metadata = load_weights(network, tmp_path / name)
         assert metadata["weights_sha256"] == sha256
         ids.append(FasterRCNNDetector(network, metadata, DetectorSettings()).id)
     assert ids[0] == ids[1] != ids[2]
@@ -75,7 +74,7 @@ def test_the_attribute_head_is_whole_or_absent(tmp_path: Path):
     bare = {name: tensor for name, tensor in tensors.items() if not name.startswith(ATTRIBUTE_HEAD)}
     network = FasterRCNN.random_init(TINY, seed=0)
     write_weights(tmp_path / "bare.safetensors", bare, {})
-    assert load_weights(network, tmp_path / "bare.safetensors").attributes is False
+    assert load_weights(network, tmp_path / "bare.safetensors")["attribute_head"] is False
     assert network.heads(torch.zeros(1, TINY.resnet.res5_channels)).attribute_logits is None
     half = {name: tensor for name, tensor in tensors.items() if "fc_attr" not in name}
     write_weights(tmp_path / "half.safetensors", half, {})
@@ -90,7 +89,7 @@ def test_anchors_of_a_file_are_used(tmp_path: Path):
         write_weights(file, tensors, {"network": dataclasses.asdict(TINY)})
         loaded = load_weights(network, file)
         assert loaded == describe_weights(file, TINY)
-        assert loaded.anchors == anchors
+        assert loaded["anchors"] == anchors
     assert torch.equal(network.proposal_generator.cell_anchors, own[ANCHORS])
     write_weights(file, tiny_tensors(**{ANCHORS: torch.zeros(12, 4)}), {})
     with pytest.raises(ValueError, match=rf"w\.safetensors .*{ANCHORS} has shape \[12, 4\]"):
@@ -120,7 +119,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
     (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1")
     write_weights(tmp_path / "names", tiny_tensors(), {"classes": ["a"]})
     for name, message in (
-        ("absent", "there is no weight file"),
+        ("absent", "there is no file of weights"),
         ("torn", "torn is not a safetensors file"),
         ("pointer", "pointer is a Git LFS pointer"),
         ("names", "names 1 classes, the network has 8"),

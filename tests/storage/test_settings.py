@@ -116,7 +116,6 @@ SETTINGS = [
     NetworkOverrides(),
     recipes.DataConfig(),
     recipes.SamplingConfig(),
-    recipes.ValidationConfig(),
     recipes.DetectorRecipe("detector"),
     FasterRCNNConfig(),
     RESNET101,

@@ -139,7 +139,7 @@ def restore(
 
 def read_file(file: Path) -> dict[str, Tensor]:
     """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
-    tensors = read_tensors(file).tensors
+    tensors = read_tensors(file)
     prefixed = [key for key in tensors if key.startswith("module.")]
     if prefixed and len(prefixed) < len(tensors):
         bare = next(key for key in tensors if not key.startswith("module."))
