@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from detectors import detector_id
-from detectors.coco import name_entry, read_coco
+from detectors.coco import read_coco
 from storage.sample import Regions, Sample
 
 # Part of the detector's id: raise it when the code below makes other regions of the same file than before.
@@ -93,8 +93,7 @@ def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int,
     for index, annotation in enumerate(data["annotations"]):
         if annotation.get("iscrowd", 0):
             continue
-        where = name_entry(file, "annotations", index, annotation)
-        box = _clipped(annotation["bbox"], *sizes[annotation["image_id"]], where)
+        box = _clipped(annotation["bbox"], *sizes[annotation["image_id"]], f"{file}: annotations[{index}]")
         boxes[annotation["image_id"]].append((column[annotation["category_id"]], box))
     return boxes
 

@@ -13,16 +13,6 @@ import torchvision
 
 
 @dataclass(frozen=True, eq=False)
-class AnnotatedBoxes:
-    """The objects of an image."""
-
-    boxes: np.ndarray
-    """float32 [G, 4] xyxy."""
-    labels: np.ndarray
-    """int64 [G]."""
-
-
-@dataclass(frozen=True, eq=False)
 class Detections:
     """The detections in an image."""
 
@@ -34,13 +24,16 @@ class Detections:
     """int64 [K]."""
 
 
-def match_detections(detections: Detections, objects: AnnotatedBoxes, iou_threshold: float) -> np.ndarray:
-    """bool [K]: which are true positives; among equal scores the first detection matches first."""
+def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
+    """bool [K]: which are true positives; among equal scores the first detection matches first.
+
+    boxes float32 [G, 4] and labels int64 [G]: of the objects.
+    """
     right = np.zeros(len(detections.scores), bool)
-    matched = np.zeros(len(objects.labels), bool)
-    iou = torchvision.ops.box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(objects.boxes)).numpy()
+    matched = np.zeros(len(labels), bool)
+    iou = torchvision.ops.box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(boxes)).numpy()
     for index in np.argsort(-detections.scores, kind="stable"):
-        candidates = np.flatnonzero(objects.labels == detections.labels[index])
+        candidates = np.flatnonzero(labels == detections.labels[index])
         best = candidates[iou[index, candidates].argmax()] if len(candidates) else None
         if best is not None and iou[index, best] >= iou_threshold and not matched[best]:
             right[index] = matched[best] = True

@@ -7,7 +7,6 @@ from typing import Any
 
 from storage.safe_json import parse_json, shown
 
-_SINGULAR = {"images": "image", "annotations": "annotation", "categories": "category"}
 _WANTED = "needed is an object with the lists images, annotations and categories"
 
 
@@ -45,13 +44,13 @@ def read_coco(file: Path) -> tuple[dict, str]:
         raise ValueError(f"there is no annotation file {file}; name one in COCO's detection format")
     raw = file.read_bytes()
     data = parse_json(raw, str(file), fix=f"write or fetch it again in COCO's detection format: {_WANTED}")
-    wrong = [kind for kind in _SINGULAR if not isinstance(data.get(kind), list)]
+    wrong = [kind for kind in _FIELDS if not isinstance(data.get(kind), list)]
     if wrong:
         raise ValueError(f"{file} is not in COCO's detection format: {', '.join(wrong)} missing or no list; {_WANTED}")
     ids: dict[str, set[int]] = {"images": set(), "categories": set()}
     for kind, fields in _FIELDS.items():
         for index, entry in enumerate(data[kind]):
-            where = name_entry(file, kind, index, entry)
+            where = f"{file}: {kind}[{index}]"
             if not isinstance(entry, dict):
                 raise ValueError(f"{where} is {shown(entry)}, not an object; remove it")
             for name, (fits, wanted) in fields.items():
@@ -60,7 +59,7 @@ def read_coco(file: Path) -> tuple[dict, str]:
                     raise ValueError(f"{where} has {found} {wanted}; correct or remove the entry")
             if kind in ids:
                 if entry["id"] in ids[kind]:
-                    raise ValueError(f"{where}: {kind}[{index}] has the id of another; give it one of its own")
+                    raise ValueError(f"{where} has the id of another, {entry['id']}; give it one of its own")
                 ids[kind].add(entry["id"])
             elif entry["image_id"] not in ids["images"] or entry["category_id"] not in ids["categories"]:
                 raise ValueError(
@@ -69,9 +68,3 @@ def read_coco(file: Path) -> tuple[dict, str]:
                 )
     data["categories"].sort(key=lambda category: category["id"])
     return data, hashlib.sha256(raw).hexdigest()
-
-
-def name_entry(file: Path, kind: str, index: int, entry: Any) -> str:
-    """Return the name of an entry for messages: by its id or, without one, by its index."""
-    number = entry.get("id") if isinstance(entry, dict) else None
-    return f"{file}: {_SINGULAR[kind]} {number}" if type(number) is int else f"{file}: {kind}[{index}]"

@@ -240,7 +240,7 @@ class FasterRCNNDetector:
             if array is not None and not np.isfinite(array).all():
                 return _not_finite(what)
         foreground = outputs.probs[:, :-1]
-        selected = select_regions(outputs.boxes, foreground, self.settings.selection).indices
+        selected = select_regions(outputs.boxes, foreground, self.settings.selection)
         selected = selected[np.argsort(-foreground[selected].max(axis=1), kind="stable")]
         boxes = outputs.boxes[selected]
         if outputs.regressed is not None:

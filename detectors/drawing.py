@@ -14,13 +14,11 @@ from storage.sample import Sample
 IMAGE_SIDE = 480  # pixels of the longer side of an image on a page, which shows it at about half that
 NAME_SIZE = 20  # font size of the names on the image
 TEXT_SIZE = 18  # font size of the lines below it
-GAP = 10  # pixels above a line of text that heads others
 
 GREEN = (27, 175, 122)  # the correct object
 RED = (227, 73, 72)  # a wrong choice
 OTHERS = (255, 255, 255)  # all other boxes, drawn with thin lines
 _BAR = (196, 218, 245)  # of a probability
-_HEADING = (85, 84, 78)  # of a text that heads lines, but for the first
 # Of regions, by their numbers (`colour_of`).
 BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
 
@@ -81,33 +79,28 @@ def draw_boxes_on(
 
 def write_below(image: Image.Image, lines: Sequence[tuple[str, float | None]]) -> Image.Image:
     """The image with lines of text below. A line's probability, where it has one, is the number at its end and the
-    length of the bar behind it; a line without one heads those below it."""
+    length of the bar behind it."""
     font, margin, line_height = ImageFont.load_default(TEXT_SIZE), 12, TEXT_SIZE + 10
     width = max(image.width, 480)
     inner = width - 2 * margin
-    rows = []  # (text that fits, its probability, whether it heads others, pixels from the top)
-    top = image.height + margin
-    for number, (text, probability) in enumerate(lines):
-        heads = probability is None
-        top += GAP if heads and number and lines[number - 1][1] is not None else 0
-        room = inner if heads else inner - 80
+    rows = []  # (text that fits, its probability)
+    for text, probability in lines:
+        room = inner if probability is None else inner - 80
         # In characters of the text's mean width, and a little fewer, since lines differ.
         characters = max(1, int(0.9 * room * len(text) / max(1, font.getlength(text))))
-        for index, part in enumerate(textwrap.wrap(text, characters) or [""]):
-            rows.append((part, None if index else probability, heads, top))
-            top += line_height
-    page = Image.new("RGB", (width, top + margin), (255, 255, 255))
+        first, *more = textwrap.wrap(text, characters) or [""]
+        rows += [(first, probability), *((part, None) for part in more)]
+    page = Image.new("RGB", (width, image.height + 2 * margin + len(rows) * line_height), (255, 255, 255))
     page.paste(image, ((width - image.width) // 2, 0))
     draw = ImageDraw.Draw(page)
-    for text, probability, heads, top in rows:
+    for number, (text, probability) in enumerate(rows):
+        top = image.height + margin + number * line_height
         middle = top + line_height / 2
         if probability is not None:
-            draw.rounded_rectangle(
-                [margin, top + 1, margin + max(3, inner * probability), top + line_height - 2], 4, fill=_BAR
-            )
+            bar = [margin, top + 1, margin + max(3, inner * probability), top + line_height - 2]
+            draw.rounded_rectangle(bar, 4, fill=_BAR)
             draw.text((width - margin - 6, middle), f"{probability:.3f}", fill=(0, 0, 0), font=font, anchor="rm")
-        ink = _HEADING if heads and top > image.height + margin else (0, 0, 0)
-        draw.text((margin if heads else margin + 8, middle), text, fill=ink, font=font, anchor="lm")
+        draw.text((margin + 8, middle), text, fill=(0, 0, 0), font=font, anchor="lm")
     return page
 
 

@@ -52,7 +52,6 @@ class FeatureFile:
     """One file or folder of rows. Opening it reads all of it once, for its hash and where each row lies."""
 
     path: Path
-    kind: str
     names: Sequence[str]
     """The image of each row, as the file calls it."""
     sha256: str
@@ -66,8 +65,6 @@ class FeatureFile:
         try:
             for name, value in self.fields(row):
                 ours = _OURS.get(name) if type(name) is str else None
-                if ours in found:
-                    raise ValueError(f"has {ours} twice, once as {name}")
                 if ours and value is not None:
                     value = value.item() if isinstance(value, np.generic) else value
                     found[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
@@ -143,7 +140,7 @@ def _open_tsv(path: Path) -> FeatureFile:
             raise ValueError(f"has {len(cells)} columns, not {len(columns)}: it is cut off, or of another format")
         return zip(columns, map(_cell, cells), strict=True)
 
-    return FeatureFile(path, "tsv", names, digest.hexdigest(), fields)
+    return FeatureFile(path, names, digest.hexdigest(), fields)
 
 
 def _open_members(path: Path) -> FeatureFile:
@@ -182,7 +179,7 @@ def _open_members(path: Path) -> FeatureFile:
             _check_length(sum(member.file_size for member in arrays.zip.infolist()))
             return [(name, arrays[name]) for name in arrays if name in _OURS]
 
-    return FeatureFile(path, members[0].rpartition(".")[2], [stem_of(name) for name in members], sha256, fields)
+    return FeatureFile(path, [stem_of(name) for name in members], sha256, fields)
 
 
 def _open_lmdb(path: Path) -> FeatureFile:
@@ -217,7 +214,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
     with reading() as transaction, transaction.cursor() as cursor:
         keys = [key for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
-    return FeatureFile(path, "lmdb", [key.decode("utf-8", "replace") for key in keys], sha256_of(file), fields)
+    return FeatureFile(path, [key.decode("utf-8", "replace") for key in keys], sha256_of(file), fields)
 
 
 def _open_h5(path: Path) -> FeatureFile:
@@ -252,7 +249,7 @@ def _open_h5(path: Path) -> FeatureFile:
             _check_length(value.nbytes)
             yield name, value[()]
 
-    return FeatureFile(path, "h5", names, sha256_of(path), fields)
+    return FeatureFile(path, names, sha256_of(path), fields)
 
 
 # --- parts of several formats -----------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class ImportedDetector:
             self._check_first(file)
         self.metadata = hashed | {
             "random_init": False,
-            "files": [{"name": file.path.name, "format": file.kind} for file in self._files],
+            "files": [file.path.name for file in self._files],
             "feature_channels": self._widths["features"] or None,
         }
 

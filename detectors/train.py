@@ -39,7 +39,6 @@ from training.checkpoint import (
     load_optimizer,
     load_tensors,
     optimizer_tensors,
-    prune_checkpoints,
     write_checkpoint,
 )
 from training.distributed import World
@@ -86,7 +85,7 @@ class DetectorRun(Run):
     def losses(self, model: nn.Module, part: Batch) -> dict[str, tuple[Tensor, int]]:
         self.unreadable += part.unreadable
         with autocast(self.recipe, self.world):
-            return model([example.target(self.world.device) for example in part.examples])
+            return model(part.examples)
 
     def keys(self, part: Batch) -> list[str]:
         return [example.image for example in part.examples]
@@ -152,8 +151,6 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     optimizer = make_optimizer(network, recipe.optimizer)
     if saved:
         load_optimizer(folder, network, optimizer)
-    if saved and world.first:  # a run that was killed may not have removed its old checkpoints
-        prune_checkpoints(store, recipe.run, recipe.keep_checkpoints, BEST_BY)
     run = DetectorRun(
         recipe=recipe,
         world=world,

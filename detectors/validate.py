@@ -5,13 +5,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from detectors.average_precision import (
-    AnnotatedBoxes,
-    Detections,
-    class_results,
-    match_detections,
-    mean_average_precision,
-)
+from detectors.average_precision import Detections, class_results, match_detections, mean_average_precision
 from detectors.examples import HeldOutImages
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import LabelledImage
@@ -65,9 +59,10 @@ def validate(
             print(f"cannot validate on {pixels}", flush=True)
             continue
         detections, proposals = detect(network, to_input(pixels, world.device), recipe.validation_nms)
-        objects = _annotated_boxes(images[index], pixels.shape[:2])
-        right = match_detections(detections, objects, IOU_THRESHOLD)
-        rows.append((index, detections.labels, detections.scores, right, objects.labels))
+        image, (height, width) = images[index], pixels.shape[:2]
+        objects = image.boxes * np.array([width / image.width, height / image.height] * 2, np.float32)
+        right = match_detections(detections, objects, image.labels, IOU_THRESHOLD)
+        rows.append((index, detections.labels, detections.scores, right, image.labels))
         covered += _covered(proposals, objects)
     network.train(training)
     # In the order of the images: any number of ranks then orders equal scores alike.
@@ -82,15 +77,9 @@ def validate(
     return metrics, [row | {"class": classes[row["class"]]} for row in results]
 
 
-def _annotated_boxes(image: LabelledImage, size: tuple[int, int]) -> AnnotatedBoxes:
-    """The image's objects, in pixels of the resized image of this height and width."""
-    scale = np.array([size[1] / image.width, size[0] / image.height] * 2, np.float32)
-    return AnnotatedBoxes(image.boxes * scale, image.labels)
-
-
-def _covered(proposals: np.ndarray, objects: AnnotatedBoxes) -> int:
-    """How many objects a proposal overlaps by IOU_THRESHOLD."""
-    boxes = torch.from_numpy(objects.boxes)
-    if not len(proposals) or not len(boxes):
+def _covered(proposals: np.ndarray, objects: np.ndarray) -> int:
+    """How many objects [G, 4] a proposal [P, 4] overlaps by IOU_THRESHOLD."""
+    if not len(proposals) or not len(objects):
         return 0
-    return int((torchvision.ops.box_iou(boxes, torch.from_numpy(proposals)).amax(dim=1) >= IOU_THRESHOLD).sum())
+    iou = torchvision.ops.box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))
+    return int((iou.amax(dim=1) >= IOU_THRESHOLD).sum())

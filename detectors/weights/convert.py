@@ -19,8 +19,6 @@ from storage.programs import Command, Positional
 def _names(file: Path, kind: str, count: int) -> list[str]:
     """The first names in a file of `count` lines; kind: `classes` or `attributes`. ValueError for more or fewer."""
     names = [synonyms[0] for synonyms in read_names(file)]
-    if not count:
-        raise ValueError(f"the weights have no {kind}: leave --{kind} out")
     if len(names) != count:
         raise ValueError(f"{file} names {len(names)} {kind}, the weights have {count}, without the background")
     return names

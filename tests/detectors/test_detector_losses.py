@@ -15,7 +15,6 @@ from torchvision.ops import box_iou
 
 import detectors.validate
 from detectors.average_precision import (
-    AnnotatedBoxes,
     Detections,
     average_precision,
     class_results,
@@ -25,7 +24,8 @@ from detectors.average_precision import (
 from detectors.examples import make_example
 from detectors.faster_rcnn import FasterRCNN, HeadOutputs, grid_anchors
 from detectors.ground_truth import LabelledImage
-from detectors.losses import Losses, Target
+from detectors.losses import Example, Losses
+from detectors.preprocess import PIXEL_MEAN_BGR, to_input
 from detectors.recipes import DataConfig, DetectorRecipe, SamplingConfig
 from detectors.validate import detect, validate
 
@@ -68,18 +68,21 @@ def lively() -> FasterRCNN:
     return network
 
 
-def image(seed: int, width: int, *objects: tuple[float, ...], labels: list[int], attributes: list[list[int]]) -> Target:
+def image(
+    seed: int, width: int, *objects: tuple[float, ...], labels: list[int], attributes: list[list[int]]
+) -> Example:
     """Noise, 64 pixels high, with these objects."""
-    return Target(
-        pixels=torch.randn(1, 3, 64, width, generator=seeded(seed)) * 20,
+    return Example(
+        image="",
+        pixels=(20 * torch.randn(3, 64, width, generator=seeded(seed))).permute(1, 2, 0) + torch.tensor(PIXEL_MEAN_BGR),
         boxes=boxes(*objects),
         labels=torch.tensor(labels),
         attributes=torch.tensor(attributes, dtype=torch.float32),
-        generator=seeded(seed),
+        seed=seed,
     )
 
 
-def three_images() -> list[Target]:
+def three_images() -> list[Example]:
     """Two sizes, in turns; the first image's first object is an anchor's box, its second one is narrower than any."""
     return [
         image(1, 96, (16, 16, 48, 48), (70, 14, 81, 60), labels=[3, 5], attributes=[[1, 0, 1, 0], [0, 0, 0, 1]]),
@@ -88,10 +91,10 @@ def three_images() -> list[Target]:
     ]
 
 
-def by_torchvision(network: FasterRCNN, target: Target, inside: bool) -> dict[str, tuple[float, int]]:
+def by_torchvision(network: FasterRCNN, target: Example, inside: bool) -> dict[str, tuple[float, int]]:
     """The sums of the losses of one image, of torchvision's matcher, coder and losses, and what each is a sum over."""
-    c4, objects = network.backbone(target.pixels), target.boxes
-    height, width = target.pixels.shape[2:]
+    c4, objects = network.backbone(to_input(target.pixels)), target.boxes
+    height, width = target.pixels.shape[:2]
     logits, deltas = network.rpn(c4)
     anchors = grid_anchors(network.proposal_generator.cell_anchors, *logits.shape[2:])
     logits, moves = (
@@ -269,11 +272,11 @@ MATCHED = {
 @pytest.mark.parametrize("same_score", [False, True])
 @pytest.mark.parametrize("name", MATCHED)
 def test_each_detection_is_right_or_wrong(name: str, same_score: bool):
-    there = AnnotatedBoxes(boxes((0, 0, 10, 10), (20, 0, 30, 10)).numpy(), np.array([1, 2]))
+    objects = boxes((0, 0, 10, 10), (20, 0, 30, 10)).numpy()
     found, expected = zip(*MATCHED[name], strict=True)
     scores = np.linspace(0.9, 0.9 if same_score else 0.5, len(found), dtype=np.float32)
     detections = Detections(boxes(*found).numpy(), scores, np.ones(len(found), int))
-    assert match_detections(detections, there, 0.5).tolist() == list(expected)
+    assert match_detections(detections, objects, np.array([1, 2]), 0.5).tolist() == list(expected)
 
 
 def test_average_precision_is_the_area_under_the_interpolated_curve():

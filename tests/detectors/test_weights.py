@@ -310,7 +310,7 @@ def test_the_command_writes_one_file_with_names(
     ("release", "kind", "lines", "message"),
     [
         ("airsplay", "classes", 1601, "names 1601 classes, the weights have 1600, without the background"),
-        ("vl-bert", "classes", 1600, "the weights have no classes: leave --classes out"),
+        ("vl-bert", "classes", 1600, "names 1600 classes, the weights have 0, without the background"),
     ],
 )
 def test_a_list_of_another_size_is_refused_and_nothing_is_written(

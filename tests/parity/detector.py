@@ -148,7 +148,7 @@ class Stages:
             int(minimum), int(maximum), float(threshold), strict=strict == "strict", plus_one=bool(caffe)
         )
         chosen = select_regions(self.feed("proposals_orig").numpy(), self.probabilities.numpy(), settings)
-        return torch.from_numpy(chosen.indices)
+        return torch.from_numpy(chosen)
 
     def missing(self) -> float:
         """The share of their proposals that are not among ours if nothing of theirs is used but the pixels."""

@@ -84,7 +84,7 @@ def figures(metadata: dict) -> dict[str, np.ndarray]:
         "sel_thr0.01_ge_2_6": SelectionSettings(2, 6, 0.01, strict=False),
         "sel_caffe_origspace_thr0.5_3_10": SelectionSettings(3, 10, 0.5, strict=False, plus_one=True),
     }.items():
-        found[name] = select_regions(found["proposals_orig"], ours.probabilities.numpy(), rule).indices
+        found[name] = select_regions(found["proposals_orig"], ours.probabilities.numpy(), rule)
     return found
 
 
