@@ -181,86 +181,41 @@ def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_
     assert not any("/claims/" in info.path for info in catalog.store.list())
 
 
-def test_a_shard_that_another_commits_while_it_is_detected_does_not_count(tmp_path: Path):
-    catalog = commit_images(tmp_path / "root", [[a_sample(0)]])
-    file = annotations(tmp_path / "a.json", [0])
-    another, lines = AnnotatedDetector(file), []
-
-    class Overtaken(AnnotatedDetector):
-        def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-            assert detect_shard(catalog, "00000", another)
-            return super().detect(samples)
-
-    assert detect_pending(catalog, Overtaken(file), lines.append) == 0
-    assert lines[0].startswith("captions: 1 of 1 shards: 0 images, 0 regions; ")
-
-
-def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
-    catalog = commit_images(tmp_path, [[a_sample(0), a_sample(1)]])
-
-    class Forgetful:
-        id = "0123456789ab"
-        metadata = {"random_init": False}
-
-        def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-            return ["no_regions: none"] * (len(samples) - 1)
-
-    with pytest.raises(ValueError, match="zip"):
-        detect_shard(catalog, "00000", Forgetful())
-    assert catalog.shards("regions/0123456789ab") == []
-    assert catalog.pending("images", "regions/0123456789ab") == ["00000"]
-
-
-TRAINED = [f"--weights={SHIPPED_DETECTOR}"]
 RANDOM_INIT = ["--preset=demo", "--random_init"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "other"),
+    "fields",
     [
-        (["--backend=annotated", "--annotations=FILE"], None),
-        (
-            [*TRAINED, "--selection.maximum=7", "--selection.minimum=3", "--network.post_nms=9", "--keep_features"],
-            ["--no_keep_features"],
-        ),
-        ([*RANDOM_INIT, "--precision=bf16-res5"], ["--precision=fp32"]),
+        ["--backend=annotated", "--annotations=FILE"],
+        [f"--weights={SHIPPED_DETECTOR}", "--selection.maximum=20", "--network.post_nms=9", "--keep_features"],
+        [*RANDOM_INIT, "--precision=bf16-res5", "--boxes=regressed"],
     ],
 )
-def test_what_is_left_is_known_without_a_detector(fields: list[str], other: list[str] | None, tmp_path: Path, capsys):
-    root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
+def test_the_command_does_what_a_config_says_is_left(fields: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = annotations(tmp_path / "a.json", [0, 1])
     fields = [field.replace("=FILE", f"={file}") for field in fields]
     config = parse(DetectionConfig, fields)
-    catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
-
-    def left(config: DetectionConfig) -> list[str]:
-        return catalog.pending(IMAGES, f"regions/{identify(config)}")
-
-    assert left(config) == ["00000", "00001"]
-    another = annotations(tmp_path / "b.json", [1])  # a detector that is done
-    main([str(root), "captions", "--backend=annotated", f"--annotations={another}"])
-    assert left(config) == ["00000", "00001"]
+    catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], ["http_404"]])
+    assert identify(config) == make_detector(config).id
     detect_shard(catalog, "00000", make_detector(config))
-    assert left(config) == ["00001"]
-    main([str(root), "captions", *fields])
-    assert ("random weights" in capsys.readouterr().err) == ("--random_init" in fields)
-    assert left(config) == []
-    if other:
-        assert left(parse(DetectionConfig, [*fields, *other]))
+    assert catalog.pending(IMAGES, f"regions/{identify(config)}") == ["00001"]
+    main([str(tmp_path / "root"), "captions", *fields])
+    assert catalog.pending(IMAGES, f"regions/{identify(config)}") == []
+    printed = capsys.readouterr()
+    assert ("random weights" in printed.err) == ("--random_init" in fields)
+    assert printed.out.splitlines()[-1] == f"captions: regions/{identify(config)}, all rows: 1 no_image, 2 ok"
 
 
-def test_features_and_regressed_boxes_come_back_from_stages_of_their_own(tmp_path: Path):
+def test_features_and_regressed_boxes_come_back(tmp_path: Path):
     samples = [a_sample(n) for n in range(2)]
-    catalog, stages = commit_images(tmp_path, [samples]), set()
-    for boxes, keep in (("proposals", False), ("proposals", True), ("regressed", True)):
-        detector = random_demo(boxes=boxes, keep_features=keep)
-        detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
-        assert detect_shard(catalog, "00000", detector)
-        for ours, sample in zip(detector.detect(samples), catalog.read(stage_of(detector), "00000"), strict=True):
-            assert np.array_equal(ours.boxes, sample.regions.boxes)
-            assert (sample.regions.features is not None) == keep
-            assert not keep or np.array_equal(ours.features, sample.regions.features)
-        stages.add(stage_of(detector))
-    assert len(stages) == 3
+    catalog = commit_images(tmp_path, [samples])
+    detector = random_demo(boxes="regressed", keep_features=True)
+    detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
+    assert detect_shard(catalog, "00000", detector)
+    for ours, sample in zip(detector.detect(samples), catalog.read(stage_of(detector), "00000"), strict=True):
+        assert np.array_equal(ours.boxes, sample.regions.boxes)
+        assert np.array_equal(ours.features, sample.regions.features)
 
 
 FILE = ["--backend=annotated", "--annotations=absent.json"]

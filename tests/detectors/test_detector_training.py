@@ -170,11 +170,6 @@ def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp
     (tmp_path / "images" / "5.jpg").write_bytes((images / "images" / "4.jpg").read_bytes()[:300])
     with pytest.raises(ValueError, match=r"2 samples cannot be read, the last because .*[35].jpg: .* data.unreadable"):
         train(dataclasses.replace(recipe, run_name="torn-twice"), ALONE)
-    for file in (tmp_path / "images").iterdir():
-        file.write_bytes(b"torn")
-    in_workers = dataclasses.replace(recipe, run_name="all-torn", data=dataclasses.replace(data, workers=1))
-    with pytest.raises(ValueError, match=r"^none of the 16 images can be read; the last is .*jpg: "):
-        train(in_workers, ALONE)
 
 
 @pytest.mark.slow
@@ -251,21 +246,11 @@ def test_the_shipped_detector_is_of_its_recipe_and_finds_what_is_drawn(tmp_path)
     assert sum(row["objects"] for row in rows) == sum(len(image.labels) for image in truth.held_out)
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Path:
-    return annotated_images(tmp_path_factory.mktemp("drawn") / "images", 12)
-
-
-def a_recipe(drawn: Path, root: Path, **changes: Any) -> DetectorRecipe:
-    """Of two images a step, the last 4 held out."""
-    data = coco_data(drawn, batch=2, held_out_last=4)
-    return dataclasses.replace(tiny_recipe(drawn, root), **{"data": data, "steps": 2, "save_every": 2} | changes)
-
-
-def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_ended(drawn, tmp_path):
+def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_ended(images, tmp_path):
     file = tmp_path / "runs/tiny/weights.safetensors"
     for steps in (2, 4):
-        train(a_recipe(drawn, tmp_path, steps=steps), ALONE)
+        recipe = tiny_recipe(images, tmp_path, steps=steps, save_every=2)
+        train(recipe, ALONE)
         with safe_open(file, framework="pt") as stream:
             trained = json.loads(stream.metadata()["trained"])
         assert trained["steps"] == steps
@@ -273,7 +258,7 @@ def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_end
         weights, checkpoint = load_file(file), tensors_of(tmp_path, "tiny", steps)
         assert all(torch.equal(weights[name], checkpoint[name]) for name in weights)
     file.unlink()  # as if it had been killed right after its last checkpoint
-    train(a_recipe(drawn, tmp_path, steps=4), ALONE)
+    train(recipe, ALONE)
     assert equal(load_file(file), weights)
 
 
@@ -299,9 +284,8 @@ def norms_at_validation(recipe: DetectorRecipe, rank: int, folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_live_norms_are_validated_and_saved_as_the_first_process_has_them(drawn, tmp_path):
-    network = dataclasses.replace(TINY, resnet=dataclasses.replace(TINY.resnet, norm="batch"))
-    recipe = a_recipe(drawn, tmp_path, network=network, frozen_stages=0)
+def test_live_norms_are_validated_and_saved_as_the_first_process_has_them(images, tmp_path):
+    recipe = tiny_recipe(images, tmp_path, network=LIVE["network"], frozen_stages=0, steps=2, save_every=2)
     spawn = multiprocessing.get_context("spawn")  # autograd of a forked process needs threads that are not there
     children = [spawn.Process(target=norms_at_validation, args=(recipe, rank, tmp_path)) for rank in range(2)]
     for child in children:
@@ -321,11 +305,11 @@ def test_live_norms_are_validated_and_saved_as_the_first_process_has_them(drawn,
 
 
 @pytest.mark.slow
-def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
+def test_the_stage_trains_and_says_where_the_weights_are(images, tmp_path):
     from flows.settings import Processes, TrainDetectorSettings
     from flows.train_detector import train_detector
 
-    recipe = a_recipe(drawn, tmp_path)
+    recipe = tiny_recipe(images, tmp_path)
     given = ("root", "run_name", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last")
     values = {name: functools.reduce(getattr, name.split("."), recipe) for name in given}
     overrides = as_overrides(recipe, override_values(detector_vg_resnet101(), values))
@@ -345,4 +329,4 @@ def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
     assert (trained.run, trained.recipe) == ("staged", "detector_vg_resnet101")
     assert "map50" in trained.metrics
     assert trained.peak_bytes > 0
-    assert any(line.startswith("staged: 8 images with 15 objects of 8 classes, 4 held out") for line in lines)
+    assert any(line.startswith("staged: 16 images with 31 objects of 8 classes, 8 held out") for line in lines)

@@ -132,11 +132,8 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
     ("key", "text"),
     [
         ("network", "[" * 100_000),
-        ("network", "[1]"),
-        ("network", '{"resnet": [1]}'),
         ("network", '{"num_classes": 36}'),
         ("network", '{"resnet": {}, "num_classes": "x"}'),
-        ("classes", '{"a": 1}'),
         ("classes", "[1]"),
         ("release", "7"),
     ],
@@ -144,23 +141,20 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
 def test_metadata_of_another_kind_are_refused_by_file_and_key(key: str, text: str, tmp_path: Path):
     file, network = tmp_path / "theirs.safetensors", FasterRCNN(TINY)
     save_file({f"{HEAD}attr_score.bias": torch.zeros(1)}, file, metadata={key: text})
-    named = f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again"
     for read in (
         lambda: load_weights(network, file),
         lambda: load_resnet(network.backbone, network.roi_heads.res5, file),
         lambda: init_from(network, file),
     ):
-        with pytest.raises(ValueError, match=named):
+        with pytest.raises(ValueError, match=f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again"):
             read()
 
 
 def test_a_converted_file_is_the_same_bytes_each_time_and_its_metadata_in_order(tmp_path: Path):
     metadata = {key: key * 3 for key in "qwertyuiopasdfghjkl"}
-    first, again = (
-        write_weights(tmp_path / name, {"a": torch.ones(3), "b": torch.zeros(2, 2)}, dict(keys))
-        for name, keys in (("a", metadata.items()), ("b", reversed(metadata.items())))
-    )
-    assert first == again
+    tensors = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    first = write_weights(tmp_path / "a", tensors, metadata)
+    assert first == write_weights(tmp_path / "b", tensors, dict(reversed(metadata.items())))
     header = (tmp_path / "a").read_bytes()
     keys = list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"])
     assert keys == sorted(metadata)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
+from tiny_detector import rectangles
 
 from detectors import verify
 from detectors.faster_rcnn import FasterRCNN
@@ -167,35 +168,24 @@ def test_milvlgs_weights_compute_what_its_own_arithmetic_says(converted: dict[st
     assert len(set(label.tolist())) > 100
 
 
-def test_milvlgs_anchors_are_made_by_caffes_rule_where_the_file_has_none(tmp_path: Path):
-    tensors = released.milvlg()
-    del tensors[released.ANCHORS]
-    ours = convert(released.save_torch(tmp_path / "w.pth", tensors))
-    network = loaded_network(ours, tmp_path)
-    assert np.array_equal(network.proposal_generator.cell_anchors, released.CAFFE_ANCHORS)
-    assert load_weights(network, tmp_path / "ours.safetensors")["anchors"] == "generated"
-
-
-def test_milvlg_is_recognised_by_its_objectness_where_it_has_no_attributes(tmp_path: Path):
-    tensors = {name: value for name, value in released.milvlg().items() if not re.search("cls_embed|attr_", name)}
+def test_milvlg_without_anchors_and_attributes_is_known_by_its_objectness_and_gets_caffes_anchors(tmp_path: Path):
+    tensors = {n: value for n, value in released.milvlg().items() if not re.search("cls_embed|attr_|cell_anchors", n)}
     ours = convert(released.save_torch(tmp_path / "w.pth", tensors))
     assert ours.release is MILVLG
     assert ours.network.num_attributes == 0
-    assert ours.tensors[f"{HEAD}bbox_pred.bias"].shape == (6400,)
+    network = loaded_network(ours, tmp_path)
+    assert np.array_equal(network.proposal_generator.cell_anchors, released.CAFFE_ANCHORS)
+    assert describe_weights(tmp_path / "ours.safetensors", network.config)["anchors"] == "generated"
 
 
 def test_vl_berts_resnet_starts_region_features_and_no_detector(converted: dict[str, Converted], tmp_path: Path):
-    ours = converted["vl-bert"]
+    ours, theirs = converted["vl-bert"], released.resnet()
+    assert ours.tensors.keys() == theirs.keys()
+    assert all(np.array_equal(ours.tensors[name], value) for name, value in theirs.items())
     file = tmp_path / "resnet.safetensors"
     write_weights(file, ours.tensors, ours.metadata)
     config = dataclasses.replace(RESNET101, width=released.WIDTH, stem_pool="torch")
-    c4, res5 = ResNetC4(config), Res5(config)
-    load_resnet(c4, res5, file)
-    state = {f"backbone.{name}": value for name, value in c4.state_dict().items()}
-    state |= {f"roi_heads.res5.{name}": value for name, value in res5.state_dict().items()}
-    theirs = released.resnet()
-    assert state.keys() == theirs.keys()
-    assert all(np.array_equal(state[name], value) for name, value in theirs.items())
+    load_resnet(ResNetC4(config), Res5(config), file)
     with pytest.raises(ValueError, match=r"holds a ResNet alone and no detector: it is for model\.regions\.weights"):
         load_weights(FasterRCNN.random_init(ours.network, 0), file)
 
@@ -277,58 +267,37 @@ def test_what_is_no_weight_file_is_refused(tmp_path: Path, files: dict[str, Path
 # --- the command, and names -------------------------------------------------------------------------------------------
 
 
-def names_file(file: Path, names: list[str]) -> Path:
+def names_file(file: Path, names: list[str]) -> str:
     file.write_text("".join(f"{name},another word for {name}\n" for name in names))
-    return file
+    return str(file)
 
 
-@pytest.fixture
-def vocabulary(tmp_path: Path) -> list[str]:
-    """Arguments that name the names."""
-    classes = names_file(tmp_path / "objects_vocab.txt", CLASS_NAMES)
-    attributes = names_file(tmp_path / "attributes_vocab.txt", ATTRIBUTE_NAMES)
-    return ["--classes", str(classes), "--attributes", str(attributes)]
-
-
-def test_the_command_writes_one_file_with_names(
-    files: dict[str, Path], vocabulary: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_the_command_writes_one_file_with_names(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture):
     out = tmp_path / "folder" / "vg.safetensors"
-    main([str(files["milvlg"]), str(out), *vocabulary])
+    names = ["--classes", names_file(tmp_path / "objects_vocab.txt", CLASS_NAMES)]
+    names += ["--attributes", names_file(tmp_path / "attributes_vocab.txt", ATTRIBUTE_NAMES)]
+    main([str(files["milvlg"]), str(out), *names])
     printed = capsys.readouterr().out
     assert "release milvlg: 1600 classes, 400 attributes, anchors file" in printed
-    network = FasterRCNN.random_init(read_config(out), seed=0)
-    loaded = load_weights(network, out)
+    loaded = load_weights(FasterRCNN.random_init(read_config(out), seed=0), out)
     assert printed.splitlines()[-1] == f"{out}: 536 tensors, sha256 {loaded['weights_sha256']}"
     assert (loaded["classes"], loaded["attribute_names"]) == (CLASS_NAMES, ATTRIBUTE_NAMES)
     assert [file.name for file in out.parent.iterdir()] == ["vg.safetensors"]
-    with pytest.raises(SystemExit, match="is there already; give a new name"):
-        main([str(files["milvlg"]), str(out)])
-
-
-@pytest.mark.parametrize(
-    ("release", "kind", "lines", "message"),
-    [
-        ("airsplay", "classes", 1601, "names 1601 classes, the weights have 1600, without the background"),
-        ("vl-bert", "classes", 1600, "names 1600 classes, the weights have 0, without the background"),
-    ],
-)
-def test_a_list_of_another_size_is_refused_and_nothing_is_written(
-    release: str, kind: str, lines: int, message: str, files: dict[str, Path], tmp_path: Path
-):
-    names = names_file(tmp_path / "names.txt", [f"name {number}" for number in range(lines)])
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        main([str(files[release]), str(tmp_path / "out.safetensors"), f"--{kind}", str(names)])
-    assert [file.name for file in tmp_path.iterdir()] == ["names.txt"]
+    more = names_file(tmp_path / "more.txt", [*CLASS_NAMES, "x"])
+    for given, message in (
+        ([str(files["milvlg"]), str(out)], "is there already; give a new name"),
+        (
+            [str(files["airsplay"]), str(tmp_path / "new"), f"--classes={more}"],
+            "names 1601 classes, the weights have 1600",
+        ),
+        ([str(files["vl-bert"]), str(tmp_path / "new"), f"--classes={more}"], "names 1601 classes, the weights have 0"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(given)
+    assert not (tmp_path / "new").exists()
 
 
 # --- looking at weights -----------------------------------------------------------------------------------------------
-
-
-def write_image(file: Path, size: tuple[int, int] = (160, 120)) -> Path:
-    pixels = np.random.default_rng(0).integers(0, 256, (size[1] // 8, size[0] // 8, 3), np.uint8)
-    Image.fromarray(pixels.repeat(8, axis=0).repeat(8, axis=1)).save(file)
-    return file
 
 
 def test_verify_draws_each_image_and_prints_its_top_regions(
@@ -340,22 +309,21 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
     )
     names = {"classes": CLASS_NAMES, "attributes": ATTRIBUTE_NAMES, "network": dataclasses.asdict(network)}
     write_weights(weights, ours.tensors, ours.metadata | names)
-    image = write_image(tmp_path / "a.jpg")
-    (tmp_path / "broken.jpg").write_bytes(b"<html>")
-    other = write_image(tmp_path / "a.png", (64, 200))
+    image, broken = tmp_path / "a.jpg", tmp_path / "broken.jpg"
+    Image.fromarray(rectangles(120, 160, seed=0)).save(image)
+    broken.write_bytes(b"<html>")
     with pytest.raises(SystemExit) as stopped:
-        verify.main([*map(str, (weights, image, tmp_path / "broken.jpg", other)), "--out", str(tmp_path / "out")])
+        verify.main([*map(str, (weights, broken, image)), "--out", str(tmp_path / "out")])
     assert stopped.value.code == 1
     printed = capsys.readouterr()
     assert "broken.jpg is no image for the detector: not_image" in printed.err
     detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2))
     (regions,) = detector.detect([verify.read_sample(image)])
-    for number, (label, attribute, score) in enumerate(
-        zip(regions.labels, regions.attributes, regions.scores, strict=True), start=1
-    ):
-        assert f"{number:2} {score:.2f} like {attribute} class of {label} (attribute " in printed.out
     assert f"a.jpg: 160x120, {len(regions)} regions, the first {len(regions)}:" in printed.out
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a.jpg.png", "a.png.png"]
+    for number, (label, attribute) in enumerate(zip(regions.labels, regions.attributes, strict=True)):
+        name = f"{regions.scores[number]:.2f} like {attribute} class of {label} (attribute "
+        assert f"{number + 1:2} {name}" in printed.out
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["a.jpg.png"]
     write_weights(tmp_path / "unnamed.safetensors", ours.tensors, {})
     with pytest.raises(SystemExit, match="does not say which network its weights are of"):
         verify.main([str(tmp_path / "unnamed.safetensors"), "x.jpg"])
