@@ -1,10 +1,10 @@
-"""How fast regions are found: images/s, CPU-seconds and FLOP/s of each stage, beside detectron2 where it is installed.
+"""How fast regions are found: images/s and CPU-seconds, beside detectron2 where it is installed.
 
     python -m benchmarks.detect [--device cuda --batch 8] [--preset vg_resnet101]
 
 Every contender detects the same drawn images, in turns, in one process: `detectron2` (fp32), `faster_rcnn fp32` and
 `faster_rcnn bf16-res5`, with the same random weights. Then it says how far bf16-res5 is from fp32: IoU of the boxes
-kept, error of their features.
+kept, error of their features; and how many FLOPs the stages of the network take.
 On a CPU one thread computes and another decodes, so that CPU-seconds are those of the work.
 """
 
@@ -20,17 +20,15 @@ import torch
 import torchvision
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measure import in_turns, parser, shown, timed, write_json
+from benchmarks.measure import in_turns, parser, shown, write_json
 from benchmarks.synthetic import drawn_sample
 from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class, running
 from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
-from detectors.select import select_regions
 from storage.sample import Regions, Sample
 
 DETECTRON2 = "detectron2 fp32"
 OURS, HALF = "faster_rcnn fp32", "faster_rcnn bf16-res5"
-STAGES = ("decode and resize", "backbone", "rpn", "proposals", "pool and res5", "heads", "select")
 
 
 def detected(detector: FasterRCNNDetector, samples: Sequence[Sample]) -> int:
@@ -58,28 +56,7 @@ def contenders(config: FasterRCNNConfig, settings: DetectorSettings) -> dict[str
     return detectors
 
 
-@torch.inference_mode()
-def stage_times(detector: FasterRCNNDetector, sample: Sample) -> tuple[dict[str, tuple[float, float]], int]:
-    """Stage -> (wall, CPU) seconds of one image, one stage after the other; and how many proposals it had."""
-    network, device, times = detector.network, detector.settings.device, {}
-
-    def stage(name: str, work: Callable[[], object]) -> object:
-        spent = timed(work, device)
-        times[name] = spent.wall, spent.cpu
-        return spent.result
-
-    pixels = stage("decode and resize", lambda: resize(decode_bgr(sample.image), network.config))
-    c4 = stage("backbone", lambda: network.backbone(to_input(pixels, device)))
-    logits, deltas = stage("rpn", lambda: network.rpn(c4))
-    (boxes,), _ = stage("proposals", lambda: network.proposals(logits, deltas, *pixels.shape[:2]))
-    features = stage("pool and res5", lambda: network.roi_features(c4, [boxes]))
-    probs = stage("heads", lambda: network.heads(features).class_logits.softmax(dim=1).cpu().numpy())
-    stored, rule = boxes.cpu().numpy(), detector.settings.selection
-    stage("select", lambda: select_regions(stored, probs[:, :-1], rule))
-    return times, len(boxes)
-
-
-def counted_flops(config: FasterRCNNConfig, size: tuple[int, int], proposals: int) -> dict[str, int]:
+def counted_flops(config: FasterRCNNConfig, size: tuple[int, int]) -> dict[str, int]:
     """Stage -> FLOPs of one image of this resized size, 2 a multiplication and addition; nothing is computed."""
     flops = {}
 
@@ -93,7 +70,7 @@ def counted_flops(config: FasterRCNNConfig, size: tuple[int, int], proposals: in
         network = FasterRCNN(config)
         c4 = counted("backbone", lambda: network.backbone(torch.zeros(1, 3, *size)))
         counted("rpn", lambda: network.rpn(c4))
-        pooled = torch.zeros(proposals, c4.shape[1], config.pool_size, config.pool_size)
+        pooled = torch.zeros(config.post_nms, c4.shape[1], config.pool_size, config.pool_size)
         features = counted("pool and res5", lambda: network.roi_heads.res5(pooled).mean(dim=(2, 3)))
         counted("heads", lambda: network.heads(features))
     return flops
@@ -145,24 +122,13 @@ def compare(options: argparse.Namespace) -> None:
     }
     exact = detectors[OURS]
     with running():
-        stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
         apart = differences(exact, detectors[HALF], samples)
-    flops = counted_flops(config, resized_size(samples[0].height, samples[0].width, config), stages[OURS][1])
+    flops = counted_flops(config, resized_size(samples[0].height, samples[0].width, config))
     on = torch.cuda.get_device_name() if options.device.startswith("cuda") else "one thread of a CPU"
     print(f"\n{config.post_nms} proposals at most, {len(samples)} images, {options.rounds} rounds, {on}")
     print(
         f"{sum(flops.values()) / 1e12:.3f} TFLOP an image, {flops['pool and res5'] / sum(flops.values()):.0%} in res5\n"
     )
-
-    table = [["seconds an image (wall; CPU)", *detectors]]
-    for stage in STAGES:
-        cells = []
-        for name in detectors:
-            wall, cpu = stages[name][0][stage]
-            rate = f", {flops[stage] / wall / 1e9:,.0f} GFLOP/s" if stage in flops else ""
-            cells.append(f"{wall:.3f}; {cpu:.3f}{rate}")
-        table.append([stage, *cells])
-    print(shown([*table, ["proposals", *(str(stages[name][1]) for name in detectors)]]))
 
     table = [["detect(), in turns", "images/s", "s an image", "CPU-s an image", "of detectron2"]]
     report = {"device": on, "flops": flops, "contenders": {}, "differences": apart}
@@ -171,7 +137,7 @@ def compare(options: argparse.Namespace) -> None:
         wall, cpu = (statistics.median(each) for each in zip(*rounds, strict=True))
         share = f"{cpu / base:.3f}" if base else ""
         table.append([name, f"{1 / wall:.3f}", f"{wall:.3f}", f"{cpu:.3f}", share])
-        report["contenders"][name] = {"rounds": rounds, "stages": stages[name][0]}
+        report["contenders"][name] = {"rounds": rounds}
     print(f"\n{shown(table)}")
     print("\nbf16-res5 beside fp32")
     for what, value in apart.items():

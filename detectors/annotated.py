@@ -1,17 +1,16 @@
 """Regions from an annotation file in COCO's detection format: ground truth in place of a network's output.
 
-An image of the file belongs to the samples whose key is its `sample_key`; without that field, to those whose URL's last
-path component is its `file_name`.
+An image of the file belongs to the samples whose URL's last path component is that of its `file_name`.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
 from detectors import detector_id
-from detectors.coco import name_entry, read_coco
-from detectors.feature_index import file_name_of
+from detectors.coco import read_coco
 from storage.sample import Regions, Sample
 
 # Part of the detector's id: raise it when the code below makes other regions of the same file than before.
@@ -44,9 +43,9 @@ class AnnotatedDetector:
 
     def _detect_one(self, sample: Sample) -> Regions | str:
         file_name = file_name_of(sample.url)
-        image = self._images.get(("sample_key", sample.key)) or self._images.get(("file_name", file_name))
+        image = self._images.get(file_name)
         if image is None:
-            return f"no_annotation: no image has the sample_key {sample.key} or the file_name {file_name}"
+            return f"no_annotation: no image has the file_name {file_name}"
         annotated = self._boxes[image["id"]]
         if not annotated:
             return f"no_regions: image {image['id']} has no boxes"
@@ -71,19 +70,18 @@ class AnnotatedDetector:
         )
 
 
-def _index_images(images: Sequence[dict], file: Path) -> dict[tuple[str, str], dict]:
-    """("sample_key", key) or ("file_name", last path component) -> the file's image; each image under one of them."""
+def file_name_of(url: str) -> str:
+    """Return the last component of a URL's path, without escapes and query."""
+    return unquote(urlsplit(url).path).rsplit("/", 1)[-1]
+
+
+def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
+    """The file's images by the last path component of their file names."""
     index = {}
     for image in images:
-        if "sample_key" in image:
-            name = ("sample_key", image["sample_key"])
-        else:
-            name = ("file_name", image["file_name"].rsplit("/", 1)[-1])
+        name = image["file_name"].rsplit("/", 1)[-1]
         if name in index:
-            raise ValueError(
-                f"{file}: images {index[name]['id']} and {image['id']} both have the {name[0]} {name[1]}; "
-                "give them different `sample_key`s"
-            )
+            raise ValueError(f"{file}: images {index[name]['id']} and {image['id']} both have the file_name {name}")
         index[name] = image
     return index
 
@@ -95,8 +93,7 @@ def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int,
     for index, annotation in enumerate(data["annotations"]):
         if annotation.get("iscrowd", 0):
             continue
-        where = name_entry(file, "annotations", index, annotation)
-        box = _clipped(annotation["bbox"], *sizes[annotation["image_id"]], where)
+        box = _clipped(annotation["bbox"], *sizes[annotation["image_id"]], f"{file}: annotations[{index}]")
         boxes[annotation["image_id"]].append((column[annotation["category_id"]], box))
     return boxes
 

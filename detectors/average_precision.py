@@ -13,16 +13,6 @@ import torchvision
 
 
 @dataclass(frozen=True, eq=False)
-class AnnotatedBoxes:
-    """The objects of an image."""
-
-    boxes: np.ndarray
-    """float32 [G, 4] xyxy."""
-    labels: np.ndarray
-    """int64 [G]."""
-
-
-@dataclass(frozen=True, eq=False)
 class Detections:
     """The detections in an image."""
 
@@ -34,13 +24,16 @@ class Detections:
     """int64 [K]."""
 
 
-def match_detections(detections: Detections, objects: AnnotatedBoxes, iou_threshold: float) -> np.ndarray:
-    """bool [K]: which are true positives; among equal scores the first detection matches first."""
+def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
+    """bool [K]: which are true positives; among equal scores the first detection matches first.
+
+    boxes float32 [G, 4] and labels int64 [G]: of the objects.
+    """
     right = np.zeros(len(detections.scores), bool)
-    matched = np.zeros(len(objects.labels), bool)
-    iou = torchvision.ops.box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(objects.boxes)).numpy()
+    matched = np.zeros(len(labels), bool)
+    iou = torchvision.ops.box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(boxes)).numpy()
     for index in np.argsort(-detections.scores, kind="stable"):
-        candidates = np.flatnonzero(objects.labels == detections.labels[index])
+        candidates = np.flatnonzero(labels == detections.labels[index])
         best = candidates[iou[index, candidates].argmax()] if len(candidates) else None
         if best is not None and iou[index, best] >= iou_threshold and not matched[best]:
             right[index] = matched[best] = True
@@ -59,33 +52,23 @@ def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: in
     return float(highest_from_here[true_positive[order].astype(bool)].sum() / objects)
 
 
-@dataclass(frozen=True)
-class ClassResult:
-    """The result of one class that the held-out images show."""
-
-    label: int
-    objects: int
-    detections: int
-    average_precision: float
-
-
-def class_results(labels: np.ndarray, scores: np.ndarray, right: np.ndarray, objects: np.ndarray) -> list[ClassResult]:
-    """The results of the classes that have objects.
+def class_results(labels: np.ndarray, scores: np.ndarray, right: np.ndarray, objects: np.ndarray) -> list[dict]:
+    """Return a row for each class that has objects: its number, average precision, objects and detections.
 
     labels, scores, right [K]: of all detections in a fixed order; objects int64 [C]: how many of each class.
     """
-    results = []
-    for label in np.flatnonzero(objects):
-        own = labels == label
-        precision = average_precision(scores[own], right[own], int(objects[label]))
-        results.append(ClassResult(int(label), int(objects[label]), int(own.sum()), precision))
-    return results
+    rows = []
+    for label in np.flatnonzero(objects).tolist():
+        own, count = labels == label, int(objects[label])
+        precision = average_precision(scores[own], right[own], count)
+        rows.append({"class": label, "average_precision": precision, "objects": count, "detections": int(own.sum())})
+    return rows
 
 
-def mean_average_precision(results: Sequence[ClassResult]) -> dict[str, float]:
+def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
     """`map50`: the mean over the classes that have objects; `map50_weighted`: weighted by how many."""
-    if not results:
+    if not rows:
         return {}
-    precisions = np.array([result.average_precision for result in results])
-    weights = np.array([result.objects for result in results])
+    precisions = np.array([row["average_precision"] for row in rows])
+    weights = np.array([row["objects"] for row in rows])
     return {"map50": float(precisions.mean()), "map50_weighted": float((precisions * weights).sum() / weights.sum())}

@@ -7,7 +7,6 @@ from typing import Any
 
 from storage.safe_json import parse_json, shown
 
-_SINGULAR = {"images": "image", "annotations": "annotation", "categories": "category"}
 _WANTED = "needed is an object with the lists images, annotations and categories"
 
 
@@ -24,7 +23,7 @@ _ID = (lambda value: type(value) is int, "a whole number")
 _TEXT = (lambda value: type(value) is str and value != "", "a text")
 # Of each entry of a list: the fields that it must have, and what they must be.
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
-    "images": {"id": _ID, "width": _POSITIVE, "height": _POSITIVE},
+    "images": {"id": _ID, "width": _POSITIVE, "height": _POSITIVE, "file_name": _TEXT},
     "categories": {"id": _ID, "name": _TEXT},
     "annotations": {
         "image_id": _ID,
@@ -37,8 +36,6 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
 def read_coco(file: Path) -> tuple[dict, str]:
     """Return the parsed file, its categories sorted by id, and the sha256 of its bytes.
 
-    An image has a `sample_key` or a `file_name`.
-
     Raises:
         ValueError: Names the file and the first entry that lacks a field we need, has one of a wrong type, another's
             id, or refers to an image or category that is not in the file.
@@ -47,25 +44,22 @@ def read_coco(file: Path) -> tuple[dict, str]:
         raise ValueError(f"there is no annotation file {file}; name one in COCO's detection format")
     raw = file.read_bytes()
     data = parse_json(raw, str(file), fix=f"write or fetch it again in COCO's detection format: {_WANTED}")
-    wrong = [kind for kind in _SINGULAR if not isinstance(data.get(kind), list)]
+    wrong = [kind for kind in _FIELDS if not isinstance(data.get(kind), list)]
     if wrong:
         raise ValueError(f"{file} is not in COCO's detection format: {', '.join(wrong)} missing or no list; {_WANTED}")
     ids: dict[str, set[int]] = {"images": set(), "categories": set()}
     for kind, fields in _FIELDS.items():
         for index, entry in enumerate(data[kind]):
-            where = name_entry(file, kind, index, entry)
+            where = f"{file}: {kind}[{index}]"
             if not isinstance(entry, dict):
                 raise ValueError(f"{where} is {shown(entry)}, not an object; remove it")
-            own = fields
-            if kind == "images":
-                own = fields | {"sample_key" if "sample_key" in entry else "file_name": _TEXT}
-            for name, (fits, wanted) in own.items():
+            for name, (fits, wanted) in fields.items():
                 if not fits(entry.get(name)):
                     found = f"the {name} {shown(entry[name])}, not" if name in entry else f"no {name}:"
                     raise ValueError(f"{where} has {found} {wanted}; correct or remove the entry")
             if kind in ids:
                 if entry["id"] in ids[kind]:
-                    raise ValueError(f"{where}: {kind}[{index}] has the id of another; give it one of its own")
+                    raise ValueError(f"{where} has the id of another, {entry['id']}; give it one of its own")
                 ids[kind].add(entry["id"])
             elif entry["image_id"] not in ids["images"] or entry["category_id"] not in ids["categories"]:
                 raise ValueError(
@@ -74,9 +68,3 @@ def read_coco(file: Path) -> tuple[dict, str]:
                 )
     data["categories"].sort(key=lambda category: category["id"])
     return data, hashlib.sha256(raw).hexdigest()
-
-
-def name_entry(file: Path, kind: str, index: int, entry: Any) -> str:
-    """Return the name of an entry for messages: by its id or, without one, by its index."""
-    number = entry.get("id") if isinstance(entry, dict) else None
-    return f"{file}: {_SINGULAR[kind]} {number}" if type(number) is int else f"{file}: {kind}[{index}]"

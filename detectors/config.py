@@ -73,7 +73,7 @@ class DetectorChoice:
     network: NetworkOverrides = NetworkOverrides()
     """What differs from the preset or the weight file."""
     annotations: str | None = None
-    """File in COCO's detection format, for backend `annotated` and for boxes `given`; crowds are skipped."""
+    """File in COCO's detection format, for backend `annotated`; crowds are skipped."""
     imported: ImportedFeatures = ImportedFeatures()
     """The files of backend `imported`."""
 
@@ -84,12 +84,11 @@ class DetectorSettings:
 
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     """Which proposals become regions."""
-    boxes: Literal["proposals", "regressed", "given"] = "proposals"
+    boxes: Literal["proposals", "regressed"] = "proposals"
     """A region's box: `proposals`, the RPN's own, as in the authors' files; `regressed`, where the box head moves it
-    for the region's class, as Faster R-CNN's detections are; or `given`, the boxes of `annotations`, in its order. With
-    `regressed` only the boxes change: the selection, its order, probabilities and features are those of the proposals,
-    so that boxes may overlap more than the selection allows; one without any area inside the image keeps its proposal's
-    box."""
+    for the region's class, as Faster R-CNN's detections are. With `regressed` only the boxes change: the selection, its
+    order, probabilities and features are those of the proposals, so that boxes may overlap more than the selection
+    allows; one without any area inside the image keeps its proposal's box."""
     keep_features: bool = False
     """Store the features [N, D] of the regions, too, in float16: 2 D bytes a region."""
     device: str = "cpu"
@@ -119,27 +118,22 @@ class DetectionConfig(DetectorSettings, DetectorChoice):
 
     def __post_init__(self):
         super().__post_init__()
-        given = self.boxes == "given"
-        needed = {"annotated": ("annotations",), "imported": ("imported.", "keep_features")}.get(self.backend)
-        what, changed = f"backend {self.backend}", [name for name in changed_fields(self) if name != "backend"]
-        if needed:
-            foreign = [name for name in changed if not name.startswith(needed)]
-        elif given:  # all boxes are kept
-            what, foreign = "boxes given", [name for name in changed if name.startswith(("selection.", "imported."))]
+        files = {"annotated": ("annotations",), "imported": ("imported.", "keep_features")}
+        changed = [name for name in changed_fields(self) if name != "backend"]
+        if self.backend in files:
+            foreign = [name for name in changed if not name.startswith(files[self.backend])]
         else:
             foreign = [name for name in changed if name.startswith(("annotations", "imported."))]
         if foreign:
-            raise ValueError(f"{', '.join(foreign)}: not for {what}; leave out")
+            raise ValueError(f"{', '.join(foreign)}: not for backend {self.backend}; leave out")
         if self.backend == "imported" and not self.imported.files:
             raise ValueError("imported.files is not set: backend imported needs files of features")
-        if (given or self.backend == "annotated") and not self.annotations:
-            raise ValueError(f"annotations is not set: {what} needs a file in COCO's detection format")
-        if needed:
-            return
-        if bool(self.weights) == self.random_init:
+        if self.backend == "annotated" and not self.annotations:
+            raise ValueError("annotations is not set: backend annotated needs a file in COCO's detection format")
+        if self.backend not in files and bool(self.weights) == self.random_init:
             raise ValueError(
-                f"weights is {self.weights!r} and random_init {self.random_init}: {what} needs weights (a safetensors "
-                "file) or, for a trial on random ones, random_init; not both"
+                f"weights is {self.weights!r} and random_init {self.random_init}: backend {self.backend} needs weights "
+                "(a safetensors file) or, for a trial on random ones, random_init; not both"
             )
         if self.random_init and not self.preset:
             raise ValueError(
@@ -171,7 +165,7 @@ class AnnotationConfig:
     attribute_names: str | None = None
     """The same of the attributes (attributes_vocab.txt)."""
     train_list: str | None = None
-    """Images to train on, one a line: an id or a path; none: all that are not held out."""
+    """Images to train on, the path of a file in each line; none: all that are not held out."""
     held_out_list: str | None = None
     """Images of validation, listed like that."""
     held_out_last: int = 0

@@ -18,7 +18,7 @@ import torch
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
-from detectors import Detector, detector_id
+from detectors import detector_id
 from detectors.config import DetectorSettings
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, clip_boxes
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, decode_bgr, resize, resize_scale, resized_size, to_input
@@ -59,12 +59,6 @@ class _Prepared:
     """[H, W, 3], resized."""
     scales: tuple[float, float]
     """Input pixels per stored pixel: vertical, horizontal."""
-    given: Regions | None
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the input."""
-        return self.pixels.shape[:2]
 
     def to_stored(self, boxes: Tensor) -> np.ndarray:
         """Boxes [K, 4] in input pixels -> pixels of the stored image, clipped to it."""
@@ -73,7 +67,7 @@ class _Prepared:
 
 @dataclass(frozen=True, eq=False)
 class _Outputs:
-    """The network's outputs for the boxes of one image, on the CPU."""
+    """The network's outputs for the proposals of one image, on the CPU."""
 
     boxes: np.ndarray
     """float32 [P, 4], stored pixels."""
@@ -87,20 +81,19 @@ class _Outputs:
 
 
 def describe_detector(
-    network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, given: str | None, backend: str
+    network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """The id and the metadata of a FasterRCNNDetector, without building the network.
+    """Return the id and the metadata of a FasterRCNNDetector, without building the network.
 
-    weights: metadata of the weights; given: the id of the detector whose boxes are the regions.
+    weights: metadata of the weights.
     """
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),
         "rules_version": _RULES_VERSION,
         "network": dataclasses.asdict(network),
-        "selection": dataclasses.asdict(settings.selection) if given is None else None,
+        "selection": dataclasses.asdict(settings.selection),
         "boxes": settings.boxes,
-        "given": given,
         "keep_features": settings.keep_features,
         "precision": settings.precision,
         "device": settings.device_type,
@@ -110,7 +103,7 @@ def describe_detector(
     ignored = _IGNORED_FIELDS | ({"device"} if settings.precision == "fp32" else set())
     hashed = {name: value for name, value in metadata.items() if name not in ignored}
     # Names and values that were hashed at first: ids stay what they are.
-    hashed |= {"untrained": hashed.pop("random_init"), "convolutions": "float32"}
+    hashed |= {"untrained": hashed.pop("random_init"), "convolutions": "float32", "given": None}
     return detector_id(hashed), metadata
 
 
@@ -124,63 +117,43 @@ def network_class(backend: str) -> type[FasterRCNN]:
 
 
 class FasterRCNNDetector:
-    """A network and the metadata of its weights: `LoadedWeights.metadata`, or {"random_init": True, "seed": ...}.
-
-    given: whose boxes are the regions, with DetectorSettings.boxes `given`.
-    """
+    """A network and the metadata of its weights: what load_weights returns, or {"random_init": True, "seed": ...}."""
 
     # Of torch, on a CPU. Another number adds in another order, and so gives other last bits: one is what every machine
     # can do alike, and more processes, each with its own shards, use more cores.
     threads = 1
 
-    def __init__(
-        self,
-        network: FasterRCNN,
-        weights: dict,
-        settings: DetectorSettings,
-        given: Detector | None = None,
-        backend: str = "faster_rcnn",
-    ):
+    def __init__(self, network: FasterRCNN, weights: dict, settings: DetectorSettings, backend: str = "faster_rcnn"):
         if settings.device_type == "cuda" and not torch.cuda.is_available():
             raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
         rois = ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
-        self.settings, self.given = settings, given
+        self.settings = settings
         # Threads that decode and resize the next images, and choose the regions of the last ones: a GPU waits for one.
         self.workers = 1 if settings.device_type == "cpu" else min(8, os.cpu_count() or 1)
-        self.id, self.metadata = describe_detector(
-            network.config, weights, settings, given.id if given else None, backend
-        )
+        self.id, self.metadata = describe_detector(network.config, weights, settings, backend)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
+        found: dict[int, Future | str] = {}
+        batches: dict[tuple[int, ...], dict[int, _Prepared]] = {}  # of equal size, by index
         with running(self.threads), ThreadPoolExecutor(self.workers) as pool, torch.inference_mode():
-            found = self._submit(samples, pool)
-            return [one.result() if isinstance(one, Future) else one for one in found]
 
-    def _submit(self, samples: Sequence[Sample], pool: ThreadPoolExecutor) -> list:
-        """A future or a status of each sample.
+            def run(batch: dict[int, _Prepared]) -> None:
+                for index, outputs in zip(batch, self._run_network(list(batch.values())), strict=True):
+                    found[index] = outputs if isinstance(outputs, str) else pool.submit(self._select, outputs)
 
-        Batches of equal size go through the network while the pool works before and after it.
-        """
-        futures = [pool.submit(self._prepare, sample) for sample in samples]
-        batches: dict[tuple[int, int], list[int]] = {}
-
-        def run(batch: list[int]) -> None:
-            outputs = self._run_network([futures[index].result() for index in batch])
-            for index, output in zip(batch, outputs, strict=True):
-                futures[index] = pool.submit(self._select, output) if isinstance(output, _Outputs) else output
-
-        for index, future in enumerate(list(futures)):
-            prepared = future.result()
-            if isinstance(prepared, str):
-                continue
-            batch = batches.setdefault(prepared.size, [])
-            batch.append(index)
-            if len(batch) == self.settings.batch:
-                run(batches.pop(prepared.size))
-        for batch in batches.values():
-            run(batch)
-        return futures
+            # The pool works before and after the network.
+            for index, image in enumerate(pool.map(self._prepare, samples)):
+                if isinstance(image, str):
+                    found[index] = image
+                    continue
+                batch = batches.setdefault(image.pixels.shape, {})
+                batch[index] = image
+                if len(batch) == self.settings.batch:
+                    run(batches.pop(image.pixels.shape))
+            for batch in batches.values():
+                run(batch)
+            return [one if isinstance(one, str) else one.result() for _, one in sorted(found.items())]
 
     def _prepare(self, sample: Sample) -> _Prepared | str:
         try:
@@ -193,9 +166,6 @@ class FasterRCNNDetector:
         height, width = image.shape[:2]
         if (height, width) != (sample.height, sample.width):
             return f"bad_image: is {width}x{height}, its record says {sample.width}x{sample.height}"
-        given = self.given.detect([sample])[0] if self.given else None
-        if isinstance(given, str):
-            return given
         config = self.network.config
         size = resized_size(height, width, config)
         if min(size) < NARROWEST_INPUT:
@@ -207,24 +177,17 @@ class FasterRCNNDetector:
         scales = (pixels.shape[0] / height, pixels.shape[1] / width)
         if config.resize == "caffe":
             scales = (resize_scale(height, width, config),) * 2
-        return _Prepared(sample, pixels, scales, given)
+        return _Prepared(sample, pixels, scales)
 
     def _run_network(self, batch: list[_Prepared]) -> list[_Outputs | str]:
         """The network's outputs for images of one size, or `status: detail` saying why there are none."""
-        network, size = self.network, batch[0].size
+        network, size = self.network, batch[0].pixels.shape[:2]
         c4 = network.backbone(to_input(np.stack([image.pixels for image in batch]), self.settings.device))
+        logits, deltas = network.rpn(c4)
         # Checked here, because pooling passes over what is not a number, as if it were not part of the image.
-        finite = torch.isfinite(c4).flatten(1).all(dim=1).tolist()
-        if not all(finite):
-            good = [image for image, is_finite in zip(batch, finite, strict=True) if is_finite]
-            outputs = iter(self._run_network(good) if good else [])
-            return [next(outputs) if is_finite else _not_finite("activations") for is_finite in finite]
-        if self.given:
-            boxes = [_to_input_pixels(image.given.boxes, image.scales, c4) for image in batch]
-            stored = [image.given.boxes for image in batch]
-        else:
-            logits, deltas = network.rpn(c4)
-            boxes, stored = self._proposals(batch, logits, deltas)
+        finite = [torch.isfinite(each).flatten(1).all(dim=1) for each in (c4, logits, deltas)]
+        finite = torch.stack(finite).all(dim=0).tolist()
+        boxes, stored = self._proposals(batch, logits, deltas)
         features = network.roi_features(c4, boxes)
         heads = network.heads(features)
         probs = heads.class_logits.softmax(dim=1)
@@ -233,22 +196,21 @@ class FasterRCNNDetector:
             attribute_probs = heads.attribute_logits.softmax(dim=1)[:, :-1]
         if self.settings.boxes == "regressed":
             regressed = network.regressed(torch.cat(boxes), heads.box_deltas, probs[:, :-1].argmax(dim=1), *size)
-        if not self.settings.keep_features:
-            features = None
         # Copied from the device once a batch, then split into images.
-        tensors = (probs, attribute_probs, regressed, features)
+        tensors = (probs, attribute_probs, regressed, features if self.settings.keep_features else None)
         tensors = [None if one is None else one.cpu() for one in tensors]
         outputs, end = [], 0
-        for i, image in enumerate(batch):
-            start, end = end, end + len(boxes[i])
-            if start == end:
-                outputs.append(_no_proposals(logits[i], deltas[i]))
-                continue
-            own = (None if one is None else one[start:end].numpy() for one in tensors)
-            probs, attribute_probs, regressed, features = own
-            if regressed is not None:
-                regressed = image.to_stored(torch.from_numpy(regressed))
-            outputs.append(_Outputs(stored[i], probs, attribute_probs, regressed, features))
+        for image, own, is_finite in zip(batch, stored, finite, strict=True):
+            start, end = end, end + len(own)
+            if not is_finite:
+                outputs.append(_not_finite("activations"))
+            elif not len(own):
+                outputs.append("no_regions: the network proposes no box inside the image")
+            else:
+                arrays = [None if one is None else one[start:end].numpy() for one in tensors]
+                if arrays[2] is not None:
+                    arrays[2] = image.to_stored(torch.from_numpy(arrays[2]))
+                outputs.append(_Outputs(own, *arrays))
         return outputs
 
     def _proposals(
@@ -257,7 +219,7 @@ class FasterRCNNDetector:
         """The proposals [P, 4] of each image that have an area in the stored one: in input pixels on the device, and in
         stored pixels."""
         scales = [min(image.scales) for image in batch]
-        boxes, _ = self.network.proposals(logits, deltas, *batch[0].size, scales)
+        boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales)
         # Copied from the device once a batch.
         copies = torch.cat(boxes).cpu().split([len(own) for own in boxes])
         stored = [image.to_stored(own) for image, own in zip(batch, copies, strict=True)]
@@ -268,27 +230,26 @@ class FasterRCNNDetector:
         return boxes, stored
 
     def _select(self, outputs: _Outputs) -> Regions | str:
-        """The regions of one image, by the 10-100 rule and most probable first; given boxes all, in their order."""
-        if not np.isfinite(outputs.probs).all():
-            return _not_finite("class probabilities")
+        """The regions of one image, by the 10-100 rule and most probable first."""
+        numbers = {
+            "class probabilities": outputs.probs,
+            "attribute probabilities": outputs.attribute_probs,
+            "boxes": outputs.regressed,
+        }
+        for what, array in numbers.items():
+            if array is not None and not np.isfinite(array).all():
+                return _not_finite(what)
         foreground = outputs.probs[:, :-1]
-        if self.given:
-            selected = np.arange(len(foreground))
-        else:
-            selected = select_regions(outputs.boxes, foreground, self.settings.selection).indices
-            selected = selected[np.argsort(-foreground[selected].max(axis=1), kind="stable")]
+        selected = select_regions(outputs.boxes, foreground, self.settings.selection)
+        selected = selected[np.argsort(-foreground[selected].max(axis=1), kind="stable")]
         boxes = outputs.boxes[selected]
         if outputs.regressed is not None:
             regressed = outputs.regressed[selected]
-            if not np.isfinite(regressed).all():
-                return _not_finite("boxes")
             has_area = (regressed[:, 2:] > regressed[:, :2]).all(axis=1)
             boxes = np.where(has_area[:, None], regressed, boxes)
         attributes = attribute_scores = features = None
         if outputs.attribute_probs is not None:
             attribute_probs = outputs.attribute_probs[selected]
-            if not np.isfinite(attribute_probs).all():
-                return _not_finite("attribute probabilities")
             attributes = attribute_probs.argmax(axis=1).astype(np.int32)
             attribute_scores = attribute_probs.max(axis=1)
         if outputs.features is not None:
@@ -310,14 +271,6 @@ class FasterRCNNDetector:
         )
 
 
-def _no_proposals(logits: Tensor, deltas: Tensor) -> str:
-    """Why an image has no proposals."""
-    for what, numbers in (("objectness", logits), ("box deltas", deltas)):
-        if not torch.isfinite(numbers).all():
-            return _not_finite(what)
-    return "no_regions: the network proposes no box inside the image"
-
-
 def _not_finite(what: str) -> str:
     return f"not_finite: the network's {what} are not all finite numbers"
 
@@ -330,8 +283,3 @@ def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: Sequence[in
     down, across = scales
     factors = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)
     return clip_boxes(boxes * factors, *stored)
-
-
-def _to_input_pixels(boxes: np.ndarray, scales: Sequence[float], like: Tensor) -> Tensor:
-    down, across = scales
-    return torch.from_numpy(boxes * np.float32([across, down, across, down])).to(like)

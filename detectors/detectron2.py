@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detectors.faster_rcnn import STRIDE, FasterRCNN, FasterRCNNConfig, HeadOutputs, clip_boxes
+from detectors.faster_rcnn import STRIDE, AttributeHead, FasterRCNN, FasterRCNNConfig, HeadOutputs, clip_boxes
 from detectors.resnet import ResNetConfig
 
 _NORMS = {"frozen": "FrozenBN", "batch": "BN"}
 # RoIPool has no sampling ratio; detectron2's `ROIAlign` is the one without the half-pixel shift.
 _POOLERS = {"pool": ("ROIPool", 0), "align1": ("ROIAlign", 1)}
-_STEM_POOLS = ("caffe", "torch")
 # Arguments of RPN and RoI heads that only training uses.
 _TRAINING = {"batch_size_per_image": 1, "positive_fraction": 0.5}
 
@@ -95,18 +94,12 @@ class Detectron2FasterRCNN(nn.Module):
 
 def _check(config: FasterRCNNConfig) -> None:
     """ValueError names the first setting that this backend lacks."""
-    choices = {
-        "ResNetConfig.norm": (config.resnet.norm, _NORMS),
-        "ResNetConfig.stem_pool": (config.resnet.stem_pool, _STEM_POOLS),
-        "FasterRCNNConfig.roi_op": (config.roi_op, _POOLERS),
-        "FasterRCNNConfig.box_arithmetic": (config.box_arithmetic, ("continuous",)),
-        # detectron2 drops small boxes after it has taken the pre_nms best, Caffe before: other proposals.
-        "FasterRCNNConfig.minimum_side": (config.minimum_side, (0,)),
-    }
-    for name, (value, known) in choices.items():
-        if value not in known:
-            known = " and ".join(str(one) for one in known)
-            raise ValueError(f"{name} is {value!r}, backend detectron2 has only {known}: use backend faster_rcnn")
+    # detectron2 drops small boxes after it has taken the pre_nms best, Caffe before: other proposals.
+    for name, only in {"box_arithmetic": "continuous", "minimum_side": 0}.items():
+        if (value := getattr(config, name)) != only:
+            raise ValueError(
+                f"FasterRCNNConfig.{name} is {value!r}, backend detectron2 has only {only}: use backend faster_rcnn"
+            )
 
 
 def _require_detectron2() -> None:
@@ -212,29 +205,16 @@ def _box_predictor(config: FasterRCNNConfig) -> nn.Module:
     from detectron2.modeling.box_regression import Box2BoxTransform
     from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers
 
-    class BoxPredictor(FastRCNNOutputLayers):
-        def drop_attributes(self) -> None:
-            """Go on without an attribute head; attributes are then absent, not zero."""
-            self.cls_embedding = self.fc_attr = self.attr_score = None
-
+    class BoxPredictor(AttributeHead, FastRCNNOutputLayers):
         def forward(self, features: Tensor) -> HeadOutputs:
             class_logits, deltas = super().forward(features)
-            attribute_logits = None
-            if self.attr_score is not None:
-                embedded = self.cls_embedding(class_logits.argmax(dim=1))
-                attribute_logits = self.attr_score(F.relu(self.fc_attr(torch.cat([features, embedded], dim=1))))
+            attribute_logits = self.attribute_logits(features, class_logits.argmax(dim=1))
             return HeadOutputs(class_logits, deltas.unflatten(1, (-1, 4)), attribute_logits)
 
-    channels = config.resnet.res5_channels
     predictor = BoxPredictor(
-        ShapeSpec(channels=channels),
+        ShapeSpec(channels=config.resnet.res5_channels),
         box2box_transform=Box2BoxTransform(weights=tuple(float(weight) for weight in config.box_weights)),
         num_classes=config.num_classes,
     )
-    if config.num_attributes:
-        predictor.cls_embedding = nn.Embedding(config.num_classes + 1, config.attribute_embedding)
-        predictor.fc_attr = nn.Linear(channels + config.attribute_embedding, config.attribute_hidden)
-        predictor.attr_score = nn.Linear(config.attribute_hidden, config.num_attributes + 1)
-    else:
-        predictor.drop_attributes()
+    predictor.add_attributes(config)
     return predictor

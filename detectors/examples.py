@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.ground_truth import LabelledImage
-from detectors.losses import Target
-from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, resize, resized_size, to_input
+from detectors.losses import Example
+from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, resize, resized_size
 from detectors.recipes import DataConfig
 from storage.collect.normalise import FILE_FORMATS
 from storage.order import mix, take
@@ -22,39 +22,14 @@ _ORDER, _AUGMENTATION = 0, 1  # independent streams of randomness
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
-    """One image of a batch, before it goes to the device."""
-
-    image: str
-    """Its id."""
-    pixels: np.ndarray
-    """BGR [H, W, 3], resized: uint8, or float32 of 0..255."""
-    boxes: np.ndarray
-    """float32 [G, 4] xyxy in pixels of the resized image."""
-    labels: np.ndarray
-    """int64 [G]."""
-    attributes: np.ndarray
-    """float32 [G, number of attributes + 1], as in losses.Target."""
-    seed: int
-    """Of the sampling of anchors and regions."""
-
-    def target(self, device: torch.device) -> Target:
-        """On the device."""
-        return Target(
-            pixels=to_input(self.pixels, device),
-            boxes=torch.from_numpy(self.boxes).to(device),
-            labels=torch.from_numpy(self.labels).to(device),
-            attributes=torch.from_numpy(self.attributes).to(device),
-            generator=torch.Generator().manual_seed(self.seed),
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class Batch:
     """The examples of one rank in a step, and the images that could not be read: the next ones replace them."""
 
     examples: list[Example]
     unreadable: list[Unreadable]
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch([example.to(device) for example in self.examples], self.unreadable)
 
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
@@ -86,14 +61,8 @@ def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool,
     attributes = np.zeros((len(image.labels), config.num_attributes + 1), np.float32)
     for row, numbers in zip(attributes, image.attributes, strict=True):
         row[list(numbers) or [config.num_attributes]] = 1
-    return Example(
-        image=image.id,
-        pixels=np.ascontiguousarray(pixels),
-        boxes=boxes,
-        labels=image.labels,
-        attributes=attributes,
-        seed=seed,
-    )
+    arrays = (torch.tensor(np.ascontiguousarray(array)) for array in (pixels, boxes, image.labels, attributes))
+    return Example(image.id, *arrays, seed)
 
 
 class TrainingImages(Dataset):

@@ -164,6 +164,17 @@ def _best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return scores[:, :count], *(one.gather(1, order) for one in others)
 
 
+def _suppress(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
+    """Indices [P] of the boxes [K, 4], best first, that none better overlaps."""
+    most, threshold = config.post_nms, config.rpn_nms_threshold
+    # Boxes are only suppressed by better ones, so suppression among the best few is exact, and mostly enough.
+    few = 4 * most
+    kept = torchvision.ops.nms(boxes[:few], scores[:few], threshold)
+    if len(kept) < most and few < len(boxes):
+        kept = torchvision.ops.nms(boxes, scores, threshold)
+    return kept[:most]
+
+
 # --- the network ------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +217,31 @@ class HeadOutputs:
     """[K, number of attributes + 1], or None without an attribute head."""
 
 
-class BoxPredictor(nn.Module):
+class AttributeHead(nn.Module):
+    """Attributes given a class: the part of a predictor that bottom-up attention added to Faster R-CNN."""
+
+    def add_attributes(self, config: FasterRCNNConfig) -> None:
+        if not config.num_attributes:
+            self.drop_attributes()
+            return
+        self.cls_embedding = nn.Embedding(config.num_classes + 1, config.attribute_embedding)
+        channels = config.resnet.res5_channels + config.attribute_embedding
+        self.fc_attr = nn.Linear(channels, config.attribute_hidden)
+        self.attr_score = nn.Linear(config.attribute_hidden, config.num_attributes + 1)
+
+    def drop_attributes(self) -> None:
+        """Go on without an attribute head; attributes are then absent, not zero."""
+        self.cls_embedding = self.fc_attr = self.attr_score = None
+
+    def attribute_logits(self, features: Tensor, labels: Tensor) -> Tensor | None:
+        """[K, number of attributes + 1] of features [K, D] and classes [K]."""
+        if self.attr_score is None:
+            return None
+        embedded = self.cls_embedding(labels)
+        return self.attr_score(F.relu(self.fc_attr(torch.cat([features, embedded], dim=1))))
+
+
+class BoxPredictor(AttributeHead):
     """Features [K, D] -> classes, class-specific boxes, and attributes given the most probable class."""
 
     def __init__(self, config: FasterRCNNConfig):
@@ -218,25 +253,12 @@ class BoxPredictor(nn.Module):
         nn.init.normal_(self.bbox_pred.weight, std=0.001)
         nn.init.zeros_(self.cls_score.bias)
         nn.init.zeros_(self.bbox_pred.bias)
-        if config.num_attributes:
-            self.cls_embedding = nn.Embedding(classes + 1, config.attribute_embedding)
-            self.fc_attr = nn.Linear(channels + config.attribute_embedding, config.attribute_hidden)
-            self.attr_score = nn.Linear(config.attribute_hidden, config.num_attributes + 1)
-        else:
-            self.drop_attributes()
-
-    def drop_attributes(self) -> None:
-        """Go on without an attribute head; attributes are then absent, not zero."""
-        self.cls_embedding = self.fc_attr = self.attr_score = None
+        self.add_attributes(config)
 
     def forward(self, features: Tensor) -> HeadOutputs:
         class_logits = self.cls_score(features)
-        attribute_logits = None
-        if self.attr_score is not None:
-            embedded = self.cls_embedding(class_logits.argmax(dim=1))
-            attribute_logits = self.attr_score(F.relu(self.fc_attr(torch.cat([features, embedded], dim=1))))
         deltas = self.bbox_pred(features).unflatten(1, (-1, 4))
-        return HeadOutputs(class_logits, deltas, attribute_logits)
+        return HeadOutputs(class_logits, deltas, self.attribute_logits(features, class_logits.argmax(dim=1)))
 
 
 class RoIHeads(nn.Module):
@@ -271,16 +293,22 @@ class FasterRCNN(nn.Module):
         return self.proposal_generator.rpn_head(c4)
 
     def proposals(
-        self, logits: Tensor, deltas: Tensor, height: int, width: int, scales: Sequence[float] | None = None
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        height: int,
+        width: int,
+        scales: Sequence[float] | None = None,
+        config: FasterRCNNConfig | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Proposals [P, 4] (xyxy, input pixels) and logits [P] of each image, best first, from [N, A, h, w] and
         [N, 4A, h, w].
 
         height and width are those of the network's input, scales say by how much it is larger than each stored image
-        (None: by nothing). Non-finite boxes and those with no area inside are dropped. On a GPU the host waits once for
-        all images, and torchvision's nms once an image.
+        (None: by nothing); config: in place of the network's own. Non-finite boxes and those with no area inside are
+        dropped. On a GPU the host waits once for all images, and torchvision's nms once an image.
         """
-        config = self.config
+        config = config or self.config
         caffe = config.box_arithmetic == "plus_one"
         anchors = grid_anchors(self.proposal_generator.cell_anchors, *logits.shape[2:])
         boxes = anchors.expand(len(logits), -1, -1)
@@ -302,20 +330,10 @@ class FasterRCNN(nn.Module):
         ends = torch.cat([boxes[..., :2], boxes[..., 2:] + caffe], dim=2)
         counts = usable.cpu().sum(dim=1).tolist()
         kept = [
-            self._suppress(own_ends[:count], own_scores[:count])
+            _suppress(own_ends[:count], own_scores[:count], config)
             for own_ends, own_scores, count in zip(ends, scores, counts, strict=True)
         ]
         return tuple([own[of] for own, of in zip(each, kept, strict=True)] for each in (boxes, scores))
-
-    def _suppress(self, boxes: Tensor, scores: Tensor) -> Tensor:
-        """Indices [P] of the boxes [K, 4], best first, that none better overlaps."""
-        most, threshold = self.config.post_nms, self.config.rpn_nms_threshold
-        # Boxes are only suppressed by better ones, so suppression among the best few is exact, and mostly enough.
-        few = 4 * most
-        kept = torchvision.ops.nms(boxes[:few], scores[:few], threshold)
-        if len(kept) < most and few < len(boxes):
-            kept = torchvision.ops.nms(boxes, scores, threshold)
-        return kept[:most]
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
         """[K, 16w, pool_size, pool_size] from the C4 maps [N, 16w, h, w]; rois [K, 5]: image 0..N-1, xyxy in input

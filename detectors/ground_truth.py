@@ -118,32 +118,19 @@ def _read_coco(
         objects[annotation["image_id"]].append(AnnotatedObject(annotation["bbox"], label, numbers))
     images = []
     for image in sorted(data["images"], key=lambda image: image["id"]):
-        name, size = image.get("file_name"), (int(image["height"]), int(image["width"]))
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"{file}: image {image['id']} has no file_name; training reads images by their files")
-        images.append(AnnotatedImage(str(image["id"]), name, *size, objects[image["id"]]))
+        size = int(image["height"]), int(image["width"])
+        images.append(AnnotatedImage(str(image["id"]), image["file_name"], *size, objects[image["id"]]))
     return images, classes
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
-    """File name -> its path, in the first folder that has it, by its whole name or the last part of that."""
+    """File name -> its path, in the first folder that has it."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"data.images names {folder}, which is no folder")
-    found: dict[str, Path] = {}
-    owners: dict[Path, str] = {}
-    for entry in annotated:
-        names = (entry.file_name, Path(entry.file_name).name)
-        file = next((f for folder in folders for name in names if (f := Path(folder) / name).is_file()), None)
-        if file is None:
-            continue
-        found[entry.file_name] = file
-        if owners.setdefault(file, entry.id) != entry.id:
-            raise ValueError(
-                f"images {owners[file]} and {entry.id} would both be {file}; keep the folders that their names have, "
-                "or remove one"
-            )
-    return found
+    names = [entry.file_name for entry in annotated]
+    found = {name: next((f for folder in folders if (f := Path(folder) / name).is_file()), None) for name in names}
+    return {name: file for name, file in found.items() if file}
 
 
 def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> LabelledImage | None:
@@ -178,11 +165,7 @@ def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> Labell
 def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Counter[str]) -> tuple[set[str], set[str]]:
     """The ids of the images to train on, and of those that are held out."""
     ids = [entry.id for entry in annotated]
-    if config.held_out_last and config.held_out_last >= len(ids):
-        raise ValueError(
-            f"data.held_out_last is {config.held_out_last}, and there are {len(ids)} images; hold out fewer"
-        )
-    held_out = set(ids[len(ids) - config.held_out_last :])
+    held_out = set(ids[max(0, len(ids) - config.held_out_last) :])
     if config.held_out_list:
         held_out = _listed(Path(config.held_out_list), annotated, counts)
     if not config.train_list:
@@ -197,23 +180,19 @@ def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Coun
 
 
 def _listed(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
-    """The ids of the images that a list names. The first word of each line is an id or, where no image has it, the path
-    of an image's file, of which the last part counts."""
-    ids = {entry.id for entry in annotated}
-    by_name: dict[str, list[str]] = {}
+    """The ids of the images that a list names: the first word of each line is the path of an image's file, of which the
+    last part counts."""
+    ids: dict[str, list[str]] = {}
     for entry in annotated:
-        by_name.setdefault(Path(entry.file_name).name, []).append(entry.id)
-    found, unknown = set(), 0
+        ids.setdefault(Path(entry.file_name).name, []).append(entry.id)
+    found = set()
     for number, line in enumerate(read_lines(file, "images"), start=1):
         for word in line.split()[:1]:
-            named = [word] if word in ids else by_name.get(Path(word).name, [])
+            named = ids.get(Path(word).name, [])
             if len(named) > 1:
-                raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images; give their ids")
+                raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images, which must differ")
             found.update(named)
-            unknown += not named
+            counts[f"lines of {file.name} that name no image"] += not named
     if not found:
-        raise ValueError(
-            f"{file} names none of the {len(annotated)} images; its lines are ids, or paths of image files"
-        )
-    counts[f"lines of {file.name} that name no image"] += unknown
+        raise ValueError(f"{file} names none of the {len(annotated)} images; its lines are paths of image files")
     return found

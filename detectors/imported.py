@@ -6,18 +6,18 @@ every region is of the one class 1 with score 1.
 """
 
 import base64
-import sys
+import dataclasses
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from detectors import detector_id
+from detectors.annotated import file_name_of
 from detectors.config import ImportedFeatures
-from detectors.feature_files import FeatureFile, open_feature_file
-from detectors.feature_index import RowIndex
+from detectors.feature_files import FeatureFile, open_feature_file, stem_of
 from storage.safe_json import printable, shown
 from storage.sample import Regions, Sample
 
@@ -30,30 +30,6 @@ _SUM = 0.02  # by which class probabilities may miss 1: they may have been store
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """A row of a file, checked."""
-
-    size: tuple[int, int]
-    """Width and height of the image in which its boxes lie."""
-    boxes: np.ndarray
-    """float64 [N, 4], as the file has them."""
-    class_probs: np.ndarray | None
-    """float32 [N, 1 + C]."""
-    labels: np.ndarray
-    """int32 [N], columns of class_probs."""
-    scores: np.ndarray
-    """float32 [N]."""
-    features: np.ndarray | None
-    """float16 [N, D]."""
-
-    @property
-    def widths(self) -> dict[str, int | None]:
-        """Of the arrays that must be equally wide in all rows."""
-        arrays = {"class probabilities": self.class_probs, "features": self.features}
-        return {name: None if array is None else array.shape[1] for name, array in arrays.items()}
-
-
 class ImportedDetector:
     """Looks the regions of an image up in files of features.
 
@@ -64,11 +40,12 @@ class ImportedDetector:
     def __init__(self, settings: ImportedFeatures, keep_features: bool):
         self._settings, self._keep_features = settings, keep_features
         self._files = [open_feature_file(Path(file)) for file in settings.files]
-        self._indexes = [RowIndex(file.names, settings.match) for file in self._files]
-        self._widths = self._first_widths(self._files[0])
-        for file in self._files[1:]:
-            if (widths := self._first_widths(file)) != self._widths:
-                raise ValueError(f"{file.path}: its first row {_other_width(widths, self._widths)}")
+        # Where the rows of an image lie: 300 bytes a row.
+        self._rows: dict[str | int, list[tuple[FeatureFile, int]]] = {}
+        for file in self._files:
+            for number, name in enumerate(file.names):
+                if (value := self._value(name)) not in ("", None):
+                    self._rows.setdefault(value, []).append((file, number))
         hashed = {
             "backend": "imported",
             "rules_version": _RULES_VERSION,
@@ -79,31 +56,40 @@ class ImportedDetector:
             "keep_features": keep_features,
         }
         self.id = detector_id(hashed)
+        self._widths: dict[str, int] = {}
+        for file in self._files:
+            self._check_first(file)
         self.metadata = hashed | {
             "random_init": False,
-            "files": [{"name": file.path.name, "format": file.kind} for file in self._files],
-            "feature_channels": self._widths["features"],
+            "files": [file.path.name for file in self._files],
+            "feature_channels": self._widths["features"] or None,
         }
-        if not keep_features:
-            print("the features of the files are not kept; --keep_features keeps them", file=sys.stderr)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         return [self._detect_one(sample) for sample in samples]
 
-    def _first_widths(self, file: FeatureFile) -> dict[str, int | None]:
-        """What all other rows must have as the first row with boxes has it."""
+    def _value(self, name: str) -> str | int | None:
+        """What `match` compares of a row's image id, or of a file's name."""
+        if self._settings.match == "number":
+            digits = re.search(r"(?<![0-9])[0-9]{1,100}$", stem_of(name))
+            return int(digits[0]) if digits else None
+        return stem_of(name) if self._settings.match == "file_name" else name
+
+    def _check_first(self, file: FeatureFile) -> None:
+        """Raises ValueError if the first row with boxes is unusable, or there is none."""
         for number in range(len(file.names)):
             try:
-                row = self._read(file, number)
+                _, regions = self._read(file, number)
             except ValueError as error:
                 raise ValueError(f"{file.path}: its first row, {file.where(number)}, {printable(error)}") from error
-            if len(row.boxes):
-                return row.widths
+            if len(regions):
+                return
         raise ValueError(f"{file.path} holds no row with boxes; fetch it again")
 
     def _detect_one(self, sample: Sample) -> Regions | str:
-        match, indexes = self._settings.match, zip(self._files, self._indexes, strict=True)
-        found = [(file, row) for file, index in indexes for row in index.find(sample.url, sample.key)]
+        match = self._settings.match
+        name = {"url": sample.url, "key": sample.key}.get(match) or file_name_of(sample.url)
+        found = self._rows.get(self._value(name), [])
         if not found:
             name = sample.key if match == "key" else printable(sample.url)
             first = printable(self._files[0].names[0])
@@ -113,47 +99,20 @@ class ImportedDetector:
             return f"ambiguous_features: {names} have the same {match}"
         file, number = found[0]
         try:
-            row = self._read(file, number)
-            if len(row.boxes) and row.widths != self._widths:
-                raise ValueError(_other_width(row.widths, self._widths))
+            size, regions = self._read(file, number)
         except ValueError as error:
             return f"bad_features: {file.where(number)} {printable(error)}"
-        return self._regions(row, sample, file.where(number))
+        return _moved(regions, size, sample, file.where(number))
 
-    def _regions(self, row: _Row, sample: Sample, where: str) -> Regions | str:
-        width, height = row.size
-        if not _same_shape(row.size, (sample.width, sample.height)):
-            return (
-                f"size_mismatch: {where} is of an image of {width}x{height}, which is not that of "
-                f"{sample.width}x{sample.height} resized"
-            )
-        kept = np.argsort(-row.scores, kind="stable")
-        scale = np.array([sample.width / width, sample.height / height] * 2)
-        boxes = np.clip(row.boxes * scale, 0, [sample.width, sample.height] * 2).astype(np.float32)
-        kept = kept[(boxes[kept, 2:] > boxes[kept, :2]).all(axis=1)]
-        if not len(kept):
-            return f"no_regions: {where} has no box with an area"
-        probs = row.class_probs
-        last = self._settings.background == "last" and probs is not None
-        return Regions(
-            boxes=boxes[kept],
-            scores=row.scores[kept],
-            labels=row.labels[kept],
-            detector=self.id,
-            background=probs.shape[1] - 1 if last else 0,
-            class_probs=None if probs is None else probs[kept].astype(np.float16),
-            features=None if row.features is None else row.features[kept],
-        )
-
-    def _read(self, file: FeatureFile, number: int) -> _Row:
-        """A row, checked: ValueError says what is wrong with it."""
+    def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int], Regions]:
+        """The width and height of a row's image, and its regions in there; ValueError says what is wrong with them."""
         fields = file.read(number)
         size = _whole(fields, "image_w"), _whole(fields, "image_h")
         boxes = _array(fields, "boxes", np.float32)
         count = _whole(fields, "num_boxes", least=0) if "num_boxes" in fields else boxes.size // 4
         if count > _MOST_BOXES:
             raise ValueError(f"has {count} boxes, more than {_MOST_BOXES}")
-        boxes = _per_box("boxes", boxes, count, 4).astype(np.float64)
+        boxes = _per_box("boxes", boxes, count, 4)
         _check_boxes(boxes, *size)
         probs, labels, scores = _classes(fields, count, self._settings)
         features = None
@@ -163,12 +122,42 @@ class ImportedDetector:
                 largest = np.abs(features).max()
                 raise ValueError(f"has a feature of {largest:g}; float16 holds {_LARGEST_FLOAT16:.0f} at most")
             features = features.astype(np.float16)
-        return _Row(size, boxes, probs, labels, scores, features)
+        arrays = {"class probabilities": probs, "features": features}
+        widths = {name: 0 if array is None else array.shape[1] for name, array in arrays.items()}
+        self._widths = self._widths or (widths if count else {})
+        for name, width in widths.items():
+            if count and width != self._widths[name]:
+                first = self._widths[name] or "no"
+                raise ValueError(f"has {width or 'no'} {name} a region, the first row of the files {first}")
+        last = self._settings.background == "last" and probs is not None
+        return size, Regions(
+            boxes=boxes,
+            scores=scores,
+            labels=labels,
+            detector=self.id,
+            background=probs.shape[1] - 1 if last else 0,
+            class_probs=None if probs is None else probs.astype(np.float16),
+            features=features,
+        )
 
 
-def _other_width(widths: dict[str, int | None], first: dict[str, int | None]) -> str:
-    name = next(name for name, width in widths.items() if width != first[name])
-    return f"has {widths[name] or 'no'} {name} a region, the first row of the files {first[name] or 'no'}"
+def _moved(regions: Regions, size: tuple[int, int], sample: Sample, where: str) -> Regions | str:
+    """Regions of an image of this width and height, moved to the sample's size, most probable first; or a status."""
+    width, height = size
+    if not _same_shape(size, (sample.width, sample.height)):
+        return (
+            f"size_mismatch: {where} is of an image of {width}x{height}, which is not that of "
+            f"{sample.width}x{sample.height} resized"
+        )
+    scale = np.array([sample.width / width, sample.height / height] * 2)
+    boxes = np.clip(regions.boxes * scale, 0, [sample.width, sample.height] * 2).astype(np.float32)
+    kept = np.argsort(-regions.scores, kind="stable")
+    kept = kept[(boxes[kept, 2:] > boxes[kept, :2]).all(axis=1)]
+    if not len(kept):
+        return f"no_regions: {where} has no box with an area"
+    arrays = {name: getattr(regions, name) for name in ("scores", "labels", "class_probs", "features")}
+    arrays = {name: array if array is None else array[kept] for name, array in arrays.items()}
+    return dataclasses.replace(regions, boxes=boxes[kept], **arrays)
 
 
 def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
@@ -207,8 +196,11 @@ def _classes(
         objects = objects.astype(np.int32)
     if "class_probs" in fields:
         probs = _fractions(fields, "class_probs", count)
-        best, scores = _best(probs, settings.background)
-        sums = probs.sum(axis=1)
+        others = {"first": slice(1, None), "last": slice(None, -1), "none": slice(None)}[settings.background]
+        others = probs[:, others]
+        if not others.shape[1]:
+            raise ValueError("has probabilities of one class alone")
+        best, sums = others.argmax(axis=1).astype(np.int32), probs.sum(axis=1)
         if settings.background == "none":
             probs = np.concatenate([(1 - sums).clip(0, 1)[:, None], probs], axis=1)
             sums = sums.clip(min=1)
@@ -222,7 +214,7 @@ def _classes(
                 "has an objects_id that is not its most probable class: is imported.background to be "
                 f"{'last' if shift else 'first'}?"
             )
-        return probs, best + shift, scores
+        return probs, best + shift, others.max(axis=1)
     scores = np.ones(count, np.float32)
     if objects is None:
         return None, np.ones(count, np.int32), scores
@@ -234,14 +226,6 @@ def _classes(
         raise ValueError(f"has the objects_id {objects.max()}, and imported.num_classes is {classes}")
     labels = objects + shift
     return np.eye(1 + classes, dtype=np.float32)[labels], labels, scores
-
-
-def _best(probs: np.ndarray, background: str) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable column beside that of the background, from 0, and its probability."""
-    others = probs[:, {"first": slice(1, None), "last": slice(None, -1), "none": slice(None)}[background]]
-    if not others.shape[1]:
-        raise ValueError("has probabilities of one class alone")
-    return others.argmax(axis=1).astype(np.int32), others.max(axis=1)
 
 
 def _whole(fields: Fields, name: str, least: int = 1) -> int:

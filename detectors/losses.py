@@ -3,8 +3,7 @@
 Shape letters: A anchors of an image, P proposals, R regions of interest of an image, G objects, K boxes.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -14,6 +13,7 @@ import torchvision
 from torch import Tensor, nn
 
 from detectors.faster_rcnn import FasterRCNN, grid_anchors
+from detectors.preprocess import to_input
 from detectors.recipes import SamplingConfig
 
 # The label of an anchor or region: not sampled, background, or the object that it matches.
@@ -21,19 +21,25 @@ IGNORED, BACKGROUND, FOREGROUND = -1, 0, 1
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
-    """One image and its objects, on the device."""
+class Example:
+    """One image and its objects."""
 
+    image: str
+    """Its id."""
     pixels: Tensor
-    """float32 [1, 3, H, W], what to_input gives."""
+    """BGR [H, W, 3], resized: uint8, or float32 of 0..255."""
     boxes: Tensor
-    """float32 [G, 4], xyxy in pixels of the input; at least one."""
+    """float32 [G, 4], xyxy in pixels of the resized image; at least one."""
     labels: Tensor
     """int64 [G], classes 0..C-1."""
     attributes: Tensor
     """float32 [G, number of attributes + 1], 1 where an object has one; the last column is "no attribute"."""
-    generator: torch.Generator
-    """Samples its anchors and regions; on the CPU, so that all devices sample alike."""
+    seed: int
+    """Of the sampling of anchors and regions; on the CPU, so that all devices sample alike."""
+
+    def to(self, device: torch.device) -> "Example":
+        moved = {name: getattr(self, name).to(device) for name in ("pixels", "boxes", "labels", "attributes")}
+        return replace(self, **moved)
 
 
 def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1, 1, 1, 1)) -> Tensor:
@@ -79,17 +85,6 @@ def _sample(indices: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return indices[order.sort().values.to(indices.device)]
 
 
-@contextmanager
-def _proposing(network: FasterRCNN, sampling: SamplingConfig) -> Iterator[None]:
-    """Within it the network makes training's numbers of proposals."""
-    before = network.config
-    network.config = replace(before, pre_nms=sampling.pre_nms, post_nms=sampling.post_nms)
-    try:
-        yield
-    finally:
-        network.config = before
-
-
 class Losses(nn.Module):
     """The network and its losses in one forward pass, as DistributedDataParallel needs it.
 
@@ -99,67 +94,72 @@ class Losses(nn.Module):
     def __init__(self, network: FasterRCNN, sampling: SamplingConfig):
         super().__init__()
         self.network, self.sampling = network, sampling
+        self.proposing = replace(network.config, pre_nms=sampling.pre_nms, post_nms=sampling.post_nms)
 
-    def forward(self, targets: Sequence[Target]) -> dict[str, tuple[Tensor, int]]:
+    def forward(self, examples: Sequence[Example]) -> dict[str, tuple[Tensor, int]]:
         parts: dict[str, list[tuple[Tensor, int]]] = {}
         # Images of one size form a batch; padding to one size would change features near the border.
-        for _, group in groupby(sorted(targets, key=_size), key=_size):
+        for _, group in groupby(sorted(examples, key=_size), key=_size):
             for name, loss in self._of_group(list(group)).items():
                 parts.setdefault(name, []).append(loss)
         return {name: (sum(s for s, _ in losses), sum(c for _, c in losses)) for name, losses in parts.items()}
 
-    def _of_group(self, targets: list[Target]) -> dict[str, tuple[Tensor, int]]:
-        network = self.network
-        c4 = network.backbone(torch.cat([target.pixels for target in targets]))
+    def _of_group(self, examples: list[Example]) -> dict[str, tuple[Tensor, int]]:
+        network, size = self.network, _size(examples[0])
+        generators = [torch.Generator().manual_seed(example.seed) for example in examples]
+        c4 = network.backbone(torch.cat([to_input(example.pixels) for example in examples]))
         logits, deltas = network.rpn(c4)
-        losses = self._of_anchors(logits, deltas, targets)
-        with torch.no_grad(), _proposing(network, self.sampling):
-            proposals, _ = network.proposals(logits.float(), deltas.float(), *targets[0].pixels.shape[2:])
-        regions = [self._regions(*each) for each in zip(proposals, targets, strict=True)]
-        return losses | self._of_regions(network.roi_features(c4, [boxes for boxes, _, _ in regions]), regions, targets)
+        losses = self._of_anchors(logits, deltas, examples, generators)
+        with torch.no_grad():
+            proposals, _ = network.proposals(logits.float(), deltas.float(), *size, config=self.proposing)
+        regions = [self._regions(*each) for each in zip(proposals, examples, generators, strict=True)]
+        features = network.roi_features(c4, [boxes for boxes, _, _ in regions])
+        return losses | self._of_regions(features, regions, examples)
 
-    def _of_anchors(self, logits: Tensor, deltas: Tensor, targets: list[Target]) -> dict[str, tuple[Tensor, int]]:
+    def _of_anchors(
+        self, logits: Tensor, deltas: Tensor, examples: list[Example], generators: list[torch.Generator]
+    ) -> dict[str, tuple[Tensor, int]]:
         sampling = self.sampling
         anchors = grid_anchors(self.network.proposal_generator.cell_anchors, *logits.shape[2:])
         logits = logits.float().permute(0, 2, 3, 1).flatten(1)  # [N, A]
         deltas = deltas.float().unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3)  # [N, A, 4]
         objectness, boxes, count = logits.sum() * 0, deltas.sum() * 0, 0
-        for own_logits, own_deltas, target in zip(logits, deltas, targets, strict=True):
-            labels, matched = match_anchors(anchors, target.boxes, *target.pixels.shape[2:], sampling)
-            foreground, background = subsample(labels, sampling.anchors, sampling.anchor_foreground, target.generator)
+        for own_logits, own_deltas, example, generator in zip(logits, deltas, examples, generators, strict=True):
+            labels, matched = match_anchors(anchors, example.boxes, *_size(example), sampling)
+            foreground, background = subsample(labels, sampling.anchors, sampling.anchor_foreground, generator)
             sampled = torch.cat([foreground, background])
             truth = torch.zeros(len(sampled), device=sampled.device)
             truth[: len(foreground)] = 1
             objectness = objectness + F.binary_cross_entropy_with_logits(own_logits[sampled], truth, reduction="sum")
-            wanted = encode_deltas(anchors[foreground], target.boxes[matched[foreground]])
+            wanted = encode_deltas(anchors[foreground], example.boxes[matched[foreground]])
             boxes = boxes + F.smooth_l1_loss(own_deltas[foreground], wanted, reduction="sum", beta=sampling.anchor_beta)
             count += len(sampled)
         return {"objectness": (objectness, count), "anchors": (boxes, count)}
 
-    def _regions(self, proposals: Tensor, target: Target) -> tuple[Tensor, Tensor, int]:
+    def _regions(self, proposals: Tensor, example: Example, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
         """Regions of interest [R, 4], the object of each one's highest IoU, int64 [R], and how many are foreground:
         these come first."""
         sampling = self.sampling
-        boxes = torch.cat([proposals, target.boxes])
-        best, matched = torchvision.ops.box_iou(boxes, target.boxes).max(dim=1)
+        boxes = torch.cat([proposals, example.boxes])
+        best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)
         labels = torch.where(best >= sampling.roi_positive, FOREGROUND, BACKGROUND)
-        foreground, background = subsample(labels, sampling.rois, sampling.roi_foreground, target.generator)
+        foreground, background = subsample(labels, sampling.rois, sampling.roi_foreground, generator)
         sampled = torch.cat([foreground, background])
         return boxes[sampled], matched[sampled], len(foreground)
 
     def _of_regions(
-        self, features: Tensor, regions: list[tuple[Tensor, Tensor, int]], targets: list[Target]
+        self, features: Tensor, regions: list[tuple[Tensor, Tensor, int]], examples: list[Example]
     ) -> dict[str, tuple[Tensor, int]]:
         config, sampling, predictor = self.network.config, self.sampling, self.network.roi_heads.box_predictor
         labels, is_foreground, wanted, attributes = [], [], [], []
-        for (boxes, matched, foreground), target in zip(regions, targets, strict=True):
-            label = target.labels[matched].clone()
+        for (boxes, matched, foreground), example in zip(regions, examples, strict=True):
+            label = example.labels[matched].clone()
             label[foreground:] = config.num_classes
             labels.append(label)
             is_foreground.append(torch.arange(len(boxes), device=boxes.device) < foreground)
             objects = matched[:foreground]
-            wanted.append(encode_deltas(boxes[:foreground], target.boxes[objects], config.box_weights))
-            attributes.append(target.attributes[objects])
+            wanted.append(encode_deltas(boxes[:foreground], example.boxes[objects], config.box_weights))
+            attributes.append(example.attributes[objects])
         labels, is_foreground, wanted, attributes = map(torch.cat, (labels, is_foreground, wanted, attributes))
         classes = F.cross_entropy(predictor.cls_score(features).float(), labels, reduction="sum")
         deltas = predictor.bbox_pred(features[is_foreground]).float().unflatten(1, (-1, 4))
@@ -168,12 +168,11 @@ class Losses(nn.Module):
         losses = {"classes": (classes, len(labels)), "boxes": (boxes, len(labels))}
         if predictor.attr_score is not None:
             # Given the true class: the most probable one is mostly wrong at first.
-            embedded = predictor.cls_embedding(labels[is_foreground])
-            hidden = F.relu(predictor.fc_attr(torch.cat([features[is_foreground], embedded], dim=1)))
-            logs = predictor.attr_score(hidden).float().log_softmax(dim=1)
+            logits = predictor.attribute_logits(features[is_foreground], labels[is_foreground])
+            logs = logits.float().log_softmax(dim=1)
             losses["attributes"] = (-(logs * attributes).sum(), int(attributes.sum()))
         return losses
 
 
-def _size(target: Target) -> tuple[int, int]:
-    return tuple(target.pixels.shape[2:])
+def _size(example: Example) -> tuple[int, int]:
+    return tuple(example.pixels.shape[:2])

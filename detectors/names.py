@@ -15,17 +15,12 @@ def read_lines(file: Path, what: str) -> list[str]:
 
 
 def read_names(file: Path) -> list[list[str]]:
-    """Return the names of each line, synonyms after the first."""
+    """Return the names of each line, synonyms after the first; ValueError for a line without a first name."""
     found = [[name.strip() for name in line.split(",")] for line in read_lines(file, "names")]
-    check_names(found, str(file))
+    for index, synonyms in enumerate(found):
+        if not synonyms[0]:
+            raise ValueError(f"{file} has no name in line {index + 1}; remove the line")
     return found
-
-
-def check_names(names: Sequence[Sequence[str]], where: str) -> None:
-    """ValueError for a line without a first name."""
-    for index, synonyms in enumerate(names):
-        if not synonyms[0].strip():
-            raise ValueError(f"{where} has no name in line {index + 1}; remove the line")
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,6 @@ class Names:
     @classmethod
     def of(cls, names: Sequence[Sequence[str]], where: str) -> "Names":
         """ValueError where a name stands in two lines."""
-        check_names(names, where)
         number: dict[str, int] = {}
         for index, synonyms in enumerate(names):
             for name in filter(None, map(plain, synonyms)):

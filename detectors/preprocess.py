@@ -75,8 +75,10 @@ def _interpolated(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
     return pixels[before] * (1 - share) + pixels[after] * share
 
 
-def to_input(resized_bgr: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
+def to_input(resized_bgr: np.ndarray | Tensor, device: torch.device | str | None = None) -> Tensor:
     """BGR [H, W, 3] or [N, H, W, 3] -> float32 [N, 3, H, W], minus the mean of each channel; 0..255, not divided."""
-    pixels = torch.from_numpy(np.array(resized_bgr, order="C")).to(device)
+    if isinstance(resized_bgr, np.ndarray):
+        resized_bgr = torch.from_numpy(np.array(resized_bgr, order="C"))
+    pixels = resized_bgr.to(device)
     pixels = pixels.reshape(-1, *pixels.shape[-3:]).permute(0, 3, 1, 2).float()
-    return pixels - torch.tensor(PIXEL_MEAN_BGR, device=device)[None, :, None, None]
+    return pixels - torch.tensor(PIXEL_MEAN_BGR, device=pixels.device)[None, :, None, None]

@@ -10,7 +10,8 @@ import torch
 from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class
 from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
-from detectors.weights.files import config_from, load_weights, read_config, weights_hash
+from detectors.weights.files import config_from, load_weights, read_config
+from storage.catalog import sha256_of
 
 
 def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str) -> FasterRCNNDetector:
@@ -20,7 +21,7 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
     was recorded, or the file holds other weights; a warning where the detector built here has another id.
     """
     metadata = (recorded or {}).get("metadata") or {}
-    if "network" not in metadata or metadata["boxes"] == "given":
+    if "network" not in metadata:
         raise ValueError(f"{where} does not say which network finds regions in a picture of one's own")
     if not metadata["random_init"]:
         _check_weights(file, metadata, where)
@@ -34,7 +35,7 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
     if metadata["random_init"]:
         weights = {"random_init": True, "seed": metadata["seed"]}
     else:
-        weights = load_weights(network, file).metadata
+        weights = load_weights(network, file)
     detector = FasterRCNNDetector(network, weights, settings, backend=metadata["backend"])
     detector.threads = torch.get_num_threads()  # changes only the last bits
     if detector.id != recorded["id"]:
@@ -55,8 +56,7 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
 def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
     """Return the network that a weight file describes, on this machine's CPU, with these DetectorSettings."""
     network = FasterRCNN.random_init(read_config(Path(file)), seed=0)
-    metadata = load_weights(network, Path(file)).metadata
-    detector = FasterRCNNDetector(network, metadata, DetectorSettings(**settings))
+    detector = FasterRCNNDetector(network, load_weights(network, Path(file)), DetectorSettings(**settings))
     detector.threads = torch.get_num_threads()
     return detector
 
@@ -66,7 +66,7 @@ def _check_weights(file: str | Path | None, metadata: dict, where: str) -> None:
     if file is None or not Path(file).is_file():
         missing = f"there is no file {file}" if file else "nothing says where that is"
         raise ValueError(f"{where} learned from the regions of {expected}, and {missing}; name it: --detector FILE")
-    sha256 = weights_hash(Path(file))
+    sha256 = sha256_of(Path(file))
     if sha256 != metadata["weights_sha256"]:
         raise ValueError(
             f"{file} (sha256 {sha256[:12]}...) is not what {where} learned from: {expected}; name that: --detector FILE"

@@ -77,22 +77,6 @@ SGD = OptimizerConfig(
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
-    """How detections are made and counted: VOC's average precision, the area under the interpolated curve."""
-
-    score_threshold: float = 0.05  # a detection's probability must be higher
-    nms_threshold: float = 0.5  # within a class, a detection is suppressed by a better one of a higher IoU
-    iou_threshold: float = 0.5  # with an object's box, from which a detection is right
-    detections: int = 100  # an image at most: the most probable
-
-    def __post_init__(self):
-        check_choices(self)
-        for name in ("score_threshold", "nms_threshold", "iou_threshold"):
-            check(self, 0 <= getattr(self, name) <= 1, name, "from 0 to 1")
-        check(self, self.detections > 0, "detections", "at least 1")
-
-
-@dataclass(frozen=True)
 class DetectorRecipe(RunSettings):
     """One run, whole."""
 
@@ -100,17 +84,18 @@ class DetectorRecipe(RunSettings):
     data: DataConfig = DataConfig()  # what is read, in which batches
     sampling: SamplingConfig = SamplingConfig()  # which anchors and regions the losses are about
     optimizer: OptimizerConfig = SGD  # how weights change, and at which rate
-    validation: ValidationConfig = ValidationConfig()  # how detections are made and counted
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
     init_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
     frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products and convolutions, on any device
     threads: int | None = None  # of torch on a CPU: another number gives other last bits; None: torch's own choice
-    half: bool = False  # weights.safetensors in float16; it is read as float32
+    # In validation, within a class: a detection is suppressed by a better one of a higher IoU.
+    validation_nms: float = 0.5
 
     def __post_init__(self):
         super().__post_init__()
         check(self, 0 <= self.frozen_stages <= 4, "frozen_stages", "0 to 4")
+        check(self, 0 <= self.validation_nms <= 1, "validation_nms", "from 0 to 1")
         check(self, self.threads is None or self.threads > 0, "threads", "at least 1")
         check(self, not (self.random_init and self.init_from), "random_init", "false with init_from")
         if self.network.box_arithmetic != "continuous":
@@ -130,7 +115,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
         name="detector_vg_resnet101",
         sampling=SamplingConfig(anchors=64, rois=64, roi_foreground=0.5),
         optimizer=replace(SGD, schedule="step", decay_at=(350_000,)),
-        validation=ValidationConfig(nms_threshold=0.3),
+        validation_nms=0.3,
         steps=380_000,
         validate_every=20_000,
     )
@@ -161,7 +146,6 @@ def detector_demo() -> DetectorRecipe:
         steps=2_000,
         random_init=True,
         frozen_stages=0,
-        half=True,
         threads=1,
         validate_every=500,
         save_every=250,

@@ -4,8 +4,6 @@ Parameters are named as detectron2 names them (`res3.0.conv1.norm.weight`), so t
 Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
 from storage.settings import check, check_choices
 from training.precision import computed_in
@@ -72,18 +69,6 @@ class FrozenNorm(nn.Module):
         return F.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=BATCH_NORM_EPS
         )
-
-    @classmethod
-    def of(cls, norm: nn.BatchNorm2d) -> "FrozenNorm":
-        """What `norm` does in eval mode, for good; it must have the eps of this network."""
-        if norm.eps != BATCH_NORM_EPS:
-            raise ValueError(
-                f"a BatchNorm2d with eps {norm.eps} cannot become a FrozenNorm, which has {BATCH_NORM_EPS}"
-            )
-        frozen = cls(norm.num_features).to(norm.weight)
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            getattr(frozen, name).copy_(getattr(norm, name).detach())
-        return frozen
 
 
 class NormedConv(nn.Conv2d):
@@ -246,24 +231,6 @@ def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) ->
     ]
 
 
-class _Undrawn(TorchFunctionMode):
-    """Drawing numbers changes nothing: on the device meta torch takes seconds for it, and draws none."""
-
-    DRAWING = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
-
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        if func in self.DRAWING:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Networks made in the block have the shapes of their tensors and no values, on the device meta."""
-    with torch.device("meta"), _Undrawn():
-        yield
-
-
 def _initialise(module: nn.Module, config: ResNetConfig) -> None:
     """He initialisation by fan-out.
 
@@ -297,8 +264,6 @@ class ResNetC4(nn.Module):
 
     def freeze(self, stages: int) -> "ResNetC4":
         """Freeze the first `stages` of stem, res2, res3, res4; live batch norms there become frozen ones."""
-        if not 0 <= stages <= 4:
-            raise ValueError(f"cannot freeze {stages} stages, only 0 (none) to 4 (stem, res2, res3, res4)")
         for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
             freeze_module(stage)
         return self
@@ -323,20 +288,14 @@ class Res5(nn.Module):
             x = block(x)
         return x
 
-    def freeze(self, stages: int = 1) -> "Res5":
-        """Freeze it if `stages` is 1, do nothing if it is 0."""
-        if stages not in (0, 1):
-            raise ValueError(f"cannot freeze {stages} stages of res5, which is one")
-        if stages:
-            freeze_module(self)
-        return self
-
 
 def freeze_module(module: nn.Module) -> None:
     """Parameters of `module` get no gradient any more, and its live batch norms become frozen ones."""
     for conv in module.modules():
-        if isinstance(conv, NormedConv) and isinstance(conv.norm, nn.BatchNorm2d):
-            conv.norm = FrozenNorm.of(conv.norm)
+        if isinstance(conv, NormedConv) and isinstance(live := conv.norm, nn.BatchNorm2d):
+            conv.norm = FrozenNorm(live.num_features).to(live.weight)
+            for name, buffer in conv.norm.named_buffers():
+                buffer.copy_(getattr(live, name).detach())
     module.requires_grad_(False)
 
 

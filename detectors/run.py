@@ -1,7 +1,6 @@
 """Detect regions in every image shard that has none yet from this detector: `vlbert detect`.
 
-Prints a line per shard, and one about the whole stage at the end; each is
-a JSON object with --json.
+Prints a line per shard, and one about the whole stage at the end.
 Any number of these may run at once, on any machines: each claims the shard that it is at work on (storage/claims.py).
 One that finds no shard free waits for those of the others. A run that was stopped goes on where it was.
 Exit status: 0 when no shard is left; 1 when the input or a setting is wrong, which running again does not change; 75
@@ -12,12 +11,13 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import pyarrow.compute as pc
 
@@ -116,55 +116,27 @@ def _found(
                 yield row, None, f"{BAD_SAMPLE}: {sample.__cause__}"
 
 
-def detect_pending(
-    catalog: Catalog, detector: Detector, on_shard: Callable[[dict], None], say: Callable[[str], object] = print
-) -> int:
+def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], object] = print) -> int:
     """Detect all shards that are pending, and return how many this process committed. It ends when none is pending.
 
-    Args:
-        on_shard: Gets, after each shard that was detected here: shard, images (looked at), regions (found), done
-            (shards that are committed, by anyone) and of (shards that were pending), and by: `this` process, or
-            `another` that was first to commit it. What another has done counts as done, without a report.
-        say: Gets lines about the shards of others that this process waits for.
+    say: gets a line after each shard that was detected here, and lines about the shards of others that this process
+    waits for. Images and regions in them are those that this process committed; shards are those of all.
     """
     if not catalog.shards(IMAGES):
         where = catalog.store.where(f"{catalog.dataset}/{IMAGES}")
         raise ValueError(f"no shard is committed in {where}; collect the images first, or check the dataset's name")
-    stage, committed = stage_of(detector), 0
+    stage, started = stage_of(detector), time.monotonic()
     still = partial(catalog.pending, IMAGES, stage)
-    pending = still()
+    pending, committed, counts = still(), 0, Counter(images=0, regions=0)
     with Claims(catalog.store, catalog.path(stage, "")) as claims, closing(claims.each(pending, still, say)) as ours:
         for shard, left in ours:
-            first = detect_shard(catalog, shard, detector)
-            committed += first
-            on_shard(
-                {
-                    "shard": shard,
-                    "images": catalog.manifest(IMAGES, shard).ok_rows,
-                    "regions": pc.sum(catalog.manifest(stage, shard).table["num_regions"]).as_py() or 0,
-                    "done": len(pending) - left,
-                    "of": len(pending),
-                    "by": "this" if first else "another",
-                }
-            )
+            if detect_shard(catalog, shard, detector):
+                committed += 1
+                counts["images"] += catalog.manifest(IMAGES, shard).ok_rows
+                counts["regions"] += pc.sum(catalog.manifest(stage, shard).table["num_regions"]).as_py() or 0
+            seconds, done = time.monotonic() - started, len(pending) - left
+            say(progress_line(catalog.dataset, done, len(pending), "shards", counts, seconds))
     return committed
-
-
-class Progress:
-    """What `detect_pending` reports of shards, as lines for people; images and regions are those of this process."""
-
-    def __init__(self, dataset: str):
-        self.dataset, self.started = dataset, time.monotonic()
-        self.shards = self.images = self.regions = 0  # that this process committed
-
-    def line(self, report: Mapping[str, Any]) -> str:
-        """Count a report; returns the line about all so far."""
-        ours = report["by"] == "this"
-        self.shards += ours
-        self.images += ours * report["images"]
-        self.regions += ours * report["regions"]
-        counts, seconds = {"images": self.images, "regions": self.regions}, time.monotonic() - self.started
-        return progress_line(self.dataset, report["done"], report["of"], "shards", counts, seconds)
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -176,34 +148,29 @@ def make_detector(config: DetectionConfig) -> Detector:
         from detectors.imported import ImportedDetector
 
         return ImportedDetector(config.imported, config.keep_features)
-    annotated = None
-    if config.annotations is not None:
+    if config.backend == "annotated":
         from detectors.annotated import AnnotatedDetector
 
-        annotated = AnnotatedDetector(Path(config.annotations))
-    if config.backend == "annotated":
-        return annotated
+        return AnnotatedDetector(Path(config.annotations))
     # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
     from detectors.detect import FasterRCNNDetector, network_class
     from detectors.weights.files import load_weights
 
     network = network_class(config.backend).random_init(_network(config), _SEED)
-    weights = _RANDOM if config.random_init else load_weights(network, Path(config.weights)).metadata
-    return FasterRCNNDetector(network, weights, config, annotated, config.backend)
+    weights = _RANDOM if config.random_init else load_weights(network, Path(config.weights))
+    return FasterRCNNDetector(network, weights, config, config.backend)
 
 
 def identify(config: DetectionConfig) -> str:
     """Return the id of that detector. No network is made for it: of weights, the file is hashed and its header read."""
     if config.backend in ("annotated", "imported"):
         return make_detector(config).id
-    from detectors.annotated import AnnotatedDetector
     from detectors.detect import describe_detector  # here, as above
     from detectors.weights.files import describe_weights
 
-    given = AnnotatedDetector(Path(config.annotations)).id if config.annotations is not None else None
     network = _network(config)
-    weights = _RANDOM if config.random_init else describe_weights(Path(config.weights), network).metadata
-    return describe_detector(network, weights, config, given, config.backend)[0]
+    weights = _RANDOM if config.random_init else describe_weights(Path(config.weights), network)
+    return describe_detector(network, weights, config, config.backend)[0]
 
 
 def _network(config: DetectionConfig) -> "FasterRCNNConfig":
@@ -232,13 +199,13 @@ def detect(
         dataset: the images, as they were collected
     """
     exit_at_sigterm()
-    progress, say = Progress(dataset), partial(print, flush=True)
+    say = partial(print, flush=True)
     try:
         catalog = Catalog(open_store(root), dataset)
         detector = make_detector(config)
         if detector.metadata["random_init"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
-        detect_pending(catalog, detector, lambda report: say(progress.line(report)), say)
+        detect_pending(catalog, detector, say)
         stage = stage_of(detector)
         rows = ", ".join(f"{count:,} {status}" for status, count in catalog.counts(stage).items())
     except StorageUnreachable as error:

@@ -43,27 +43,16 @@ class SelectionSettings:
             check(self, 0 <= getattr(self, name) <= 1, name, "from 0 to 1")
 
 
-@dataclass(frozen=True, eq=False)
-class Selection:
-    """The boxes kept, int64 [K] indices: ascending, unless minimum or maximum decided, then most confident first.
-
-    confidence is float32 [P]: exact where it decided about a box, 0 where it was too low to matter.
-    """
-
-    indices: np.ndarray
-    confidence: np.ndarray
-
-
-def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: SelectionSettings) -> Selection:
+def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: SelectionSettings) -> np.ndarray:
     """Apply the rule to boxes [P, 4] (xyxy, original-image pixels) with probabilities [P, C], background left out.
 
+    Returns the indices of the boxes kept, int64 [K]: ascending, unless minimum or maximum decided, then most confident
+    first.
     Exact, although only pairs (box, class) above a floor are considered: a pair is only suppressed by a more probable
     one of the same class, so pairs below the floor change nothing above it.
     """
-    if len(boxes) != len(foreground_probs) or not foreground_probs.size:
-        if len(boxes) == len(foreground_probs) == 0:
-            return Selection(np.zeros(0, np.int64), np.zeros(0, np.float32))
-        raise ValueError(f"{len(boxes)} boxes have probabilities of shape {foreground_probs.shape}")
+    if not len(boxes):
+        return np.zeros(0, np.int64)
     overlaps = overlapping(boxes.astype(np.float32), settings)
     probs = foreground_probs.astype(np.float32)
     wanted = min(settings.minimum, len(boxes))
@@ -75,9 +64,9 @@ def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: Se
 
     kept = np.flatnonzero(_passes(confidence, settings.threshold, settings))
     if settings.minimum <= len(kept) <= settings.maximum:
-        return Selection(kept, confidence)
+        return kept
     count = wanted if len(kept) < settings.minimum else settings.maximum
-    return Selection(np.argsort(-confidence, kind="stable")[:count], confidence)
+    return np.argsort(-confidence, kind="stable")[:count]
 
 
 def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float = 0.0) -> np.ndarray:

@@ -29,7 +29,7 @@ from detectors.weights.files import COUNTER, write_weights
 from detectors.weights.init_from import init_from
 from storage.object_store import open_store
 from storage.order import mix
-from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
+from storage.runs import CONFIG, as_json, checkpoints, open_folder
 from storage.settings import differing_fields, flat, to_json
 from training import distributed
 from training.checkpoint import (
@@ -39,7 +39,6 @@ from training.checkpoint import (
     load_optimizer,
     load_tensors,
     optimizer_tensors,
-    prune_checkpoints,
     write_checkpoint,
 )
 from training.distributed import World
@@ -86,7 +85,7 @@ class DetectorRun(Run):
     def losses(self, model: nn.Module, part: Batch) -> dict[str, tuple[Tensor, int]]:
         self.unreadable += part.unreadable
         with autocast(self.recipe, self.world):
-            return model([example.target(self.world.device) for example in part.examples])
+            return model(part.examples)
 
     def keys(self, part: Batch) -> list[str]:
         return [example.image for example in part.examples]
@@ -143,17 +142,15 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
         )
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     network = FasterRCNN(recipe.network)
+    network.backbone.freeze(recipe.frozen_stages)
     if saved:
-        _load(network, folder)
+        network.load_state_dict(load_tensors(folder, MODEL), strict=True)
     elif recipe.init_from:
         say(init_from(network, Path(recipe.init_from), truth.classes, truth.attribute_names))
-    network.backbone.freeze(recipe.frozen_stages)
     network.to(world.device, memory_format=torch.channels_last)
     optimizer = make_optimizer(network, recipe.optimizer)
     if saved:
         load_optimizer(folder, network, optimizer)
-    if saved and world.first:  # a run that was killed may not have removed its old checkpoints
-        prune_checkpoints(store, recipe.run, recipe.keep_checkpoints, BEST_BY)
     run = DetectorRun(
         recipe=recipe,
         world=world,
@@ -192,14 +189,6 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _load(network: FasterRCNN, folder: Folder) -> None:
-    tensors = load_tensors(folder, MODEL)
-    own = network.state_dict()
-    # Norms of frozen stages are saved without a counter.
-    tensors |= {name: tensor for name, tensor in own.items() if COUNTER.search(name) and name not in tensors}
-    network.load_state_dict(tensors, strict=True)
-
-
 def _result(recipe: DetectorRecipe) -> str:
     return f"runs/{recipe.run}/weights.safetensors"
 
@@ -208,8 +197,6 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
     """Write the weights of step `done`, with frozen norms, for detectors.run; returns a line that says where."""
     recipe, store = run.recipe, run.writer.store
     tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
-    if recipe.half:
-        tensors = {name: _halved(tensor) for name, tensor in tensors.items()}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
     metadata = {
         "network": dataclasses.asdict(dataclasses.replace(recipe.network, resnet=resnet)),
@@ -233,19 +220,13 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
     return f"{store.where(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
 
 
-def _halved(tensor: Tensor) -> Tensor:
-    """In float16, unless a number would overflow or lose precision, as variances of norms may."""
-    half = tensor.half()
-    close = torch.allclose(half.float(), tensor, rtol=2**-10, atol=1e-4 * float(tensor.abs().max()))
-    return half if torch.isfinite(half).all() and close else tensor
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def check_complete(recipe: DetectorRecipe) -> None:
     """ValueError where a setting that depends on the machine or the data is missing."""
     data, attributes = recipe.data, recipe.network.num_attributes
+    start = recipe.init_from
     for holds, message in (
         (recipe.root, "root is not set; give --root=FOLDER or --root=s3://bucket/prefix, for the run's files"),
         (
@@ -264,17 +245,14 @@ def check_complete(recipe: DetectorRecipe) -> None:
             "as data.attribute_names=attributes_vocab.txt, or neither: --network.num_attributes=0",
         ),
         (
-            recipe.init_from or recipe.random_init,
+            start or recipe.random_init,
             "the network has no weights to start from; give --init_from=FILE, an ImageNet ResNet's or a detector's, or "
             "start from random ones: --random_init",
         ),
+        (not start or Path(start).is_file(), f"init_from is {start}, and there is no such file"),
     ):
         if not holds:
             raise ValueError(message)
-    files = ("annotations", "objects", "classes", "attribute_names", "train_list", "held_out_list")
-    for name, file in [("init_from", recipe.init_from), *((f"data.{name}", getattr(data, name)) for name in files)]:
-        if file is not None and not Path(file).is_file():
-            raise ValueError(f"{name} is {file}, and there is no such file")
 
 
 def check_shares(recipe: DetectorRecipe, world_size: int) -> None:

@@ -1,29 +1,27 @@
-"""Detects objects in held-out images and measures mean average precision."""
+"""Detects objects in held-out images and measures VOC's mean average precision, all points."""
 
 import numpy as np
 import torch
 import torchvision
 from torch import Tensor
 
-from detectors.average_precision import (
-    AnnotatedBoxes,
-    Detections,
-    class_results,
-    match_detections,
-    mean_average_precision,
-)
+from detectors.average_precision import Detections, class_results, match_detections, mean_average_precision
 from detectors.examples import HeldOutImages
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import LabelledImage
 from detectors.preprocess import to_input
-from detectors.recipes import DetectorRecipe, ValidationConfig
+from detectors.recipes import DetectorRecipe
 from training import distributed
 from training.distributed import World
 from training.loading import batches
 
+SCORE_THRESHOLD = 0.05  # a detection's probability must be higher
+IOU_THRESHOLD = 0.5  # with an object's box, from which a detection is right
+MOST_DETECTIONS = 100  # of an image: the most probable
+
 
 @torch.inference_mode()
-def detect(network: FasterRCNN, pixels: Tensor, config: ValidationConfig) -> tuple[Detections, np.ndarray]:
+def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[Detections, np.ndarray]:
     """Detections of one image [1, 3, H, W], most probable first, and the proposals [P, 4] that they come from; all in
     pixels of the input."""
     height, width = pixels.shape[2:]
@@ -34,12 +32,11 @@ def detect(network: FasterRCNN, pixels: Tensor, config: ValidationConfig) -> tup
         return _detections(proposals, proposals[:, 0], proposals[:, 0].long()), proposals.cpu().numpy()
     outputs = network.heads(network.roi_features(c4, [proposals]))
     probs = outputs.class_logits.softmax(dim=1)[:, :-1]
-    of, labels = (probs > config.score_threshold).nonzero(as_tuple=True)
+    of, labels = (probs > SCORE_THRESHOLD).nonzero(as_tuple=True)
     scores = probs[of, labels]
     boxes = network.regressed(proposals[of], outputs.box_deltas[of], labels, height, width)
     # In double precision: classes are moved apart by adding to their boxes, which would round them.
-    kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, config.nms_threshold)
-    kept = kept[: config.detections]
+    kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, nms_threshold)[:MOST_DETECTIONS]
     return _detections(boxes[kept], scores[kept], labels[kept]), proposals.cpu().numpy()
 
 
@@ -52,7 +49,6 @@ def validate(
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and one row a class, over the images of all ranks: mAP, and `proposal_recall`, the share of objects whose
     IoU with a proposal reaches the threshold."""
-    config = recipe.validation
     training = network.training
     network.eval()
     rows, covered, bad = [], 0, 0
@@ -62,11 +58,12 @@ def validate(
             bad += 1
             print(f"cannot validate on {pixels}", flush=True)
             continue
-        detections, proposals = detect(network, to_input(pixels, world.device), config)
-        objects = _annotated_boxes(images[index], pixels.shape[:2])
-        right = match_detections(detections, objects, config.iou_threshold)
-        rows.append((index, detections.labels, detections.scores, right, objects.labels))
-        covered += _covered(proposals, objects, config.iou_threshold)
+        detections, proposals = detect(network, to_input(pixels, world.device), recipe.validation_nms)
+        image, (height, width) = images[index], pixels.shape[:2]
+        objects = image.boxes * np.array([width / image.width, height / image.height] * 2, np.float32)
+        right = match_detections(detections, objects, image.labels, IOU_THRESHOLD)
+        rows.append((index, detections.labels, detections.scores, right, image.labels))
+        covered += _covered(proposals, objects)
     network.train(training)
     # In the order of the images: any number of ranks then orders equal scores alike.
     rows = sorted(distributed.gather_rows(rows, world), key=lambda row: row[0])
@@ -77,27 +74,12 @@ def validate(
     metrics = mean_average_precision(results) | {"proposal_recall": covered / max(1, len(truth))}
     if bad:
         metrics["unreadable_images"] = bad
-    predictions = [
-        {
-            "class": classes[result.label],
-            "average_precision": result.average_precision,
-            "objects": result.objects,
-            "detections": result.detections,
-        }
-        for result in results
-    ]
-    return metrics, predictions
+    return metrics, [row | {"class": classes[row["class"]]} for row in results]
 
 
-def _annotated_boxes(image: LabelledImage, size: tuple[int, int]) -> AnnotatedBoxes:
-    """The image's objects, in pixels of the resized image of this height and width."""
-    scale = np.array([size[1] / image.width, size[0] / image.height] * 2, np.float32)
-    return AnnotatedBoxes(image.boxes * scale, image.labels)
-
-
-def _covered(proposals: np.ndarray, objects: AnnotatedBoxes, threshold: float) -> int:
-    """How many objects have a proposal of at least this IoU."""
-    boxes = torch.from_numpy(objects.boxes)
-    if not len(proposals) or not len(boxes):
+def _covered(proposals: np.ndarray, objects: np.ndarray) -> int:
+    """How many objects [G, 4] a proposal [P, 4] overlaps by IOU_THRESHOLD."""
+    if not len(proposals) or not len(objects):
         return 0
-    return int((torchvision.ops.box_iou(boxes, torch.from_numpy(proposals)).amax(dim=1) >= threshold).sum())
+    iou = torchvision.ops.box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))
+    return int((iou.amax(dim=1) >= IOU_THRESHOLD).sum())

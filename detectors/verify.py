@@ -1,4 +1,4 @@
-"""Draw what the weights of a file detect: boxes with names and scores, on images of your own.
+"""Draw what the weights of a file detect: boxes with names, on images of your own.
 
     vlbert verify-detector WEIGHTS IMAGE... [--out DIR] [--boxes regressed]
 
@@ -9,16 +9,13 @@ Exit status: 0 when every image was drawn, else 1.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import tyro
-from PIL import Image
 
 from detectors.detect import FasterRCNNDetector
-from detectors.drawing import colour_of, draw_boxes, write_below
+from detectors.drawing import colour_of, draw_boxes
 from detectors.rebuild import detector_of_file
 from detectors.select import SelectionSettings
 from storage.collect.normalise import ImageSettings, Refused, normalise
@@ -40,15 +37,6 @@ def name_regions(regions: Regions, metadata: dict) -> list[str]:
             name = f"{said} {name} (attribute {regions.attribute_scores[index]:.2f})"
         named.append(name)
     return named
-
-
-def draw(sample: Sample, regions: Regions, names: Sequence[str]) -> Image.Image:
-    """Return the image with numbered boxes, and below it the regions with their scores."""
-    sizes = (regions.boxes[:, 2:] - regions.boxes[:, :2]).prod(axis=1)[: len(names)]
-    order = np.argsort(-sizes, kind="stable")  # small boxes on top of large ones
-    boxes = [(regions.boxes[i], colour_of(i + 1), f"{i + 1} {names[i].partition(' (')[0]}") for i in order]
-    lines = [(f"{i + 1} {name}", float(regions.scores[i])) for i, name in enumerate(names)]
-    return write_below(draw_boxes(sample, boxes, side=_LONGER_SIDE), lines)
 
 
 def read_sample(file: Path) -> Sample:
@@ -74,7 +62,9 @@ def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
         x1, y1, x2, y2 = regions.boxes[i].round().astype(int)
         print(f"  {i + 1:2} {regions.scores[i]:.2f} {name}, x {x1}-{x2}, y {y1}-{y2}")
     target = folder / f"{file.name}.png"
-    draw(sample, regions, names).save(target)
+    # The most probable on top.
+    boxes = [(regions.boxes[i], colour_of(i + 1), f"{i + 1} {name.partition(' (')[0]}") for i, name in enumerate(names)]
+    draw_boxes(sample, boxes[::-1], side=_LONGER_SIDE).save(target)
     print(f"  drawn in {target}")
 
 
@@ -84,7 +74,7 @@ def draw_regions(
     out: Path = Path("verified"),
     boxes: Literal["proposals", "regressed"] = "proposals",
 ) -> None:
-    """Draw what the weights of a file detect: boxes with names and scores, on images of your own.
+    """Draw what the weights of a file detect: boxes with names, on images of your own.
 
     Args:
         weights: safetensors file

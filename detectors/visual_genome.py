@@ -1,8 +1,7 @@
 """Reads Visual Genome's annotation files: scene_graphs.json, or objects.json.
 
 Either is a list with one entry an image, `image_id` and `objects`; an object has x, y, w, h, `names` and, in the scene
-graphs, perhaps `attributes`, a list of words. attributes.json has the objects under `attributes`. An image's file is
-<image_id>.jpg, which alone tells the image's size.
+graphs, perhaps `attributes`, a list of words. An image's file is <image_id>.jpg, which alone tells the image's size.
 """
 
 from collections import Counter
@@ -60,12 +59,12 @@ def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Co
     objects_of: dict[int, list[AnnotatedObject]] = {}
     for index, entry in enumerate(parse_json(data, str(file), list, fix)):
         where = f"{file}: [{index}]"
-        image = entry.get("image_id", entry.get("id")) if isinstance(entry, dict) else None
+        image = entry.get("image_id") if isinstance(entry, dict) else None
         if type(image) is not int:
             raise ValueError(f"{where} has image_id {shown(image)}, no whole number; {_CORRECT}")
-        objects = entry.get("objects", entry.get("attributes"))
+        objects = entry.get("objects")
         if not isinstance(objects, list):
-            raise ValueError(f"{where} has no list `objects` (or `attributes`): is it Visual Genome's?")
+            raise ValueError(f"{where} has no list `objects`: is it Visual Genome's?")
         own = objects_of.setdefault(image, [])
         own += [
             _read_object(one, f"{file}: image {image}, [{number}]", classes, attributes, counts)

@@ -35,7 +35,7 @@ def demo_detector(**settings: object) -> FasterRCNNDetector:
     """The demo's, as its stages run it."""
     network = FasterRCNN.random_init(dataclasses.replace(read_config(WEIGHTS), post_nms=30), seed=0)
     selection = SelectionSettings(minimum=3)
-    return FasterRCNNDetector(network, load_weights(network, WEIGHTS).metadata, DetectorSettings(selection, **settings))
+    return FasterRCNNDetector(network, load_weights(network, WEIGHTS), DetectorSettings(selection, **settings))
 
 
 def recorded(detector: FasterRCNNDetector) -> dict:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
-from detectors.resnet import without_values
 from storage.collect.download import Downloader, DownloadSettings
 from storage.collect.plan import CollectSettings, ListSample, sample_list
 from storage.collect.spool import Spool
@@ -92,7 +93,7 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
     words = [f"w{n}" for n in range(recipe.vocabulary_size - len(SPECIALS))]
     vocabulary = Vocabulary.read(recipe.vocabulary) if recipe.vocabulary else Vocabulary([*SPECIALS, *words])
     task = make_task(dataclasses.replace(recipe.task, monitored_words=()), vocabulary, num_classes)
-    with without_values():
+    with torch.device("meta"):
         model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     moments = 1 if recipe.optimizer.kind == "sgd" else 2
     learned = sum(one.nbytes for one in model.parameters() if one.requires_grad)

@@ -12,15 +12,13 @@ import tyro
 
 from detectors.names import read_names
 from detectors.weights.files import write_weights
-from detectors.weights.releases import convert, describe
+from detectors.weights.releases import convert
 from storage.programs import Command, Positional
 
 
 def _names(file: Path, kind: str, count: int) -> list[str]:
     """The first names in a file of `count` lines; kind: `classes` or `attributes`. ValueError for more or fewer."""
     names = [synonyms[0] for synonyms in read_names(file)]
-    if not count:
-        raise ValueError(f"the weights have no {kind}: leave --{kind} out")
     if len(names) != count:
         raise ValueError(f"{file} names {len(names)} {kind}, the weights have {count}, without the background")
     return names
@@ -43,7 +41,7 @@ def convert_detector(
     if out.exists():
         raise ValueError(f"{out} is there already; give a new name")
     converted = convert(source)
-    metadata, network = converted.metadata(), converted.network
+    metadata, network = dict(converted.metadata), converted.network
     counts = {"classes": network.num_classes, "attributes": network.num_attributes}
     if converted.release.resnet_alone:
         counts = {"classes": 0, "attributes": 0}
@@ -52,8 +50,8 @@ def convert_detector(
             metadata[kind] = _names(file, kind, counts[kind])
     out.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_weights(out, converted.tensors, metadata)
-    print(describe(converted))
-    print(f"{out}: {len(converted.tensors)} tensors, sha256 {sha256}")
+    heads = f"{counts['classes']} classes, {counts['attributes']} attributes, anchors {metadata.get('anchors', 'none')}"
+    print(f"release {converted.release.name}: {heads}\n{out}: {len(converted.tensors)} tensors, sha256 {sha256}")
 
 
 main = Command("vlbert convert-detector", convert_detector)

@@ -1,21 +1,19 @@
 """Weight files (safetensors) of the Faster R-CNN: loaded whole or not at all, and identified by their hash."""
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
-from detectors.weights.tensor_files import what_instead
+from detectors.weights.tensor_files import read_safetensors
+from storage.catalog import sha256_of
 from storage.safe_json import parse_json, shown
 from storage.settings import as_arguments, from_json
 
@@ -23,130 +21,80 @@ RESNET = ("backbone.", "roi_heads.res5.")
 ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
 COUNTER = re.compile(r"\.num_batches_tracked$")  # which a frozen norm does not have
+_OTHER = "does not fit the network; is it for another preset?"
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """What a weight file holds."""
-
-    file: str
-    """The file's name, without its folder."""
-    sha256: str
-    attributes: bool
-    """Whether it has an attribute head."""
-    anchors: str
-    """`file`: from the file, or from the release that it was made of; `generated`: by a rule."""
-    classes: tuple[str, ...] | None
-    """Names of the C classes, from the file's metadata `classes` (a JSON list); None where it has none."""
-    attribute_names: tuple[str, ...] | None = None
-    """The same of the attributes, from `attributes`."""
-    release: str | None = None
-    """The published weights that the file was converted from; from `release`."""
-
-    @property
-    def metadata(self) -> dict:
-        """What a detector's metadata say of its weights."""
-        metadata = {
-            "random_init": False,
-            "weights_file": self.file,
-            "weights_sha256": self.sha256,
-            "attribute_head": self.attributes,
-            "anchors": self.anchors,
-            "classes": None if self.classes is None else list(self.classes),
-        }
-        if self.attribute_names is not None:
-            metadata["attribute_names"] = list(self.attribute_names)
-        if self.release is not None:
-            metadata["release"] = self.release
-        return metadata
-
-
-def weights_hash(file: Path) -> str:
-    """The sha256 of a weight file, 64 hex digits."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def load_weights(network: FasterRCNN, file: Path) -> LoadedWeights:
-    """Put the file's weights into the network, all or none.
+def load_weights(network: FasterRCNN, file: Path) -> dict[str, Any]:
+    """Put the file's weights into the network, all or none; return what a detector's metadata say of them.
 
     Only the whole attribute head may be absent; the network then goes on without it. Anchors may be there.
 
     Raises:
         ValueError: Names the file and every tensor that is missing, unexpected or of a wrong shape.
     """
-    tensors, metadata = read_safetensors(file)
+    tensors, texts = read_safetensors(file)
     if tensors and all(name.startswith(RESNET) for name in tensors):
         raise ValueError(f"{file} holds a ResNet alone and no detector: it is for model.regions.weights of VL-BERT")
-    loaded, own = _describe(file, tensors.keys(), metadata, network.config), network.proposal_generator.cell_anchors
-    expected = {n: t for n, t in network.state_dict().items() if loaded.attributes or not n.startswith(ATTRIBUTE_HEAD)}
-    _check_tensors(tensors, expected | ({ANCHORS: own} if ANCHORS in tensors else {}), file)
+    metadata, own = _describe(file, tensors.keys(), texts, network.config), network.proposal_generator.cell_anchors
+    attributes = metadata["attribute_head"]
+    expected = {n: t for n, t in network.state_dict().items() if attributes or not n.startswith(ATTRIBUTE_HEAD)}
+    check_tensors(tensors, expected | ({ANCHORS: own} if ANCHORS in tensors else {}), f"{file} {_OTHER}")
     anchors = tensors.pop(ANCHORS, own)
-    if not loaded.attributes:
+    if not attributes:
         network.roi_heads.box_predictor.drop_attributes()
     network.load_state_dict(tensors, strict=True)
     own.copy_(anchors)
-    return loaded
+    return metadata
 
 
-def describe_weights(file: Path, config: FasterRCNNConfig) -> LoadedWeights:
+def describe_weights(file: Path, config: FasterRCNNConfig) -> dict[str, Any]:
     """Return what load_weights returns for a network of this configuration; no tensor is read."""
     return _describe(file, *read_safetensors(file, tensors=False), config)
 
 
-def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], config: FasterRCNNConfig) -> LoadedWeights:
-    metadata, attributes = _parse_metadata(texts, file), any(name.startswith(ATTRIBUTE_HEAD) for name in names)
-    counts = (
-        ("classes", metadata.classes, config.num_classes),
-        ("attributes", metadata.attributes, config.num_attributes),
-    )
-    for kind, known, count in counts:
-        if known is not None and len(known) != count and (attributes or kind == "classes"):
-            raise ValueError(f"{file} names {len(known)} {kind}, the network has {count}")
-    return LoadedWeights(
-        file=Path(file).name,
-        sha256=weights_hash(file),
-        attributes=attributes,
-        anchors=metadata.anchors or ("file" if ANCHORS in names else "generated"),
-        classes=metadata.classes,
-        attribute_names=metadata.attributes if attributes else None,
-        release=metadata.release,
-    )
+def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], config: FasterRCNNConfig) -> dict[str, Any]:
+    found, attributes = _parse_metadata(texts, file), any(name.startswith(ATTRIBUTE_HEAD) for name in names)
+    counts = {"classes": config.num_classes} | ({"attributes": config.num_attributes} if attributes else {})
+    for kind, count in counts.items():
+        if found[kind] is not None and len(found[kind]) != count:
+            raise ValueError(f"{file} names {len(found[kind])} {kind}, the network has {count}")
+    return {
+        "random_init": False,
+        "weights_file": Path(file).name,
+        "weights_sha256": sha256_of(Path(file)),
+        "attribute_head": attributes,
+        # `file`: from the file, or from the release that it was made of; `generated`: by a rule.
+        "anchors": found["anchors"] or ("file" if ANCHORS in names else "generated"),
+        "classes": found["classes"],
+        "attribute_names": found["attributes"] if attributes else None,
+        "release": found["release"],
+    }
 
 
-@dataclass(frozen=True)
-class WeightMetadata:
-    """Metadata of a weight file; None for each that the file lacks."""
+def read_metadata(file: Path) -> dict[str, Any]:
+    """Return what a file says of itself, None for what it lacks; ValueError names the file and the key.
 
-    network: FasterRCNNConfig | None
-    classes: tuple[str, ...] | None
-    attributes: tuple[str, ...] | None
-    anchors: str | None
-    release: str | None
-
-
-def read_metadata(file: Path) -> WeightMetadata:
-    """Return what a file says of itself; ValueError names the file and the key that is of another kind."""
+    `network`, a FasterRCNNConfig; `classes` and `attributes`, lists of names; `anchors` and `release`, texts.
+    """
     return _parse_metadata(read_safetensors(file, tensors=False)[1], file)
 
 
-def _parse_metadata(texts: Mapping[str, str], file: Path) -> WeightMetadata:
+def _parse_metadata(texts: Mapping[str, str], file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     kinds = {"network": dict, "classes": list, "attributes": list, "anchors": str, "release": str}
     for key, wanted in kinds.items():
         where = f"{file}: its metadata {key!r}"
-        value = parse_json(texts.get(key, "null"), where, (wanted, type(None)), fix="convert it again")
-        if wanted is list and not all(isinstance(one, str) for one in value or ()):
-            raise ValueError(f"{where} holds {shown(value)}, no list of texts; convert it again")
-        found[key] = tuple(value) if isinstance(value, list) else value
+        found[key] = parse_json(texts.get(key, "null"), where, (wanted, type(None)), fix="convert it again")
+        if wanted is list and not all(isinstance(one, str) for one in found[key] or ()):
+            raise ValueError(f"{where} holds {shown(found[key])}, no list of texts; convert it again")
     if found["network"] is not None:
         found["network"] = config_from(found["network"], str(file))
-    return WeightMetadata(**found)
+    return found
 
 
 def read_config(file: Path) -> FasterRCNNConfig:
     """Return the network of a file's weights; ValueError where it does not say which."""
-    network = read_metadata(file).network
+    network = read_metadata(file)["network"]
     if network is None:
         raise ValueError(f"{file} does not say which network its weights are of; name its preset")
     return network
@@ -183,7 +131,7 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         stream.write(len(header).to_bytes(8, "little") + header)
         stream.write(data)
     part.replace(file)
-    return weights_hash(file)
+    return sha256_of(file)
 
 
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
@@ -200,7 +148,8 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     modules = dict(zip(RESNET, (backbone, res5), strict=True))
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
     counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
-    _check_tensors(found, {name: tensor for name, tensor in ours.items() if name not in counters}, file)
+    expected = {name: tensor for name, tensor in ours.items() if name not in counters}
+    check_tensors(found, expected, f"{file} {_OTHER}")
     found |= counters
     for prefix, module in modules.items():
         mine = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
@@ -212,7 +161,7 @@ def check_wiring(config: ResNetConfig, file: Path, names: Sequence[str], setting
 
     names: the fields to compare; setting: the config's name on the command line.
     """
-    network = read_metadata(file).network
+    network = read_metadata(file)["network"]
     for name in names if network else ():
         ours, theirs = getattr(config, name), getattr(network.resnet, name)
         if theirs != ours:
@@ -220,41 +169,23 @@ def check_wiring(config: ResNetConfig, file: Path, names: Sequence[str], setting
             raise ValueError(f"{file} was trained with resnet.{name} = {theirs}, not {ours}; set {argument}")
 
 
-def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return all tensors by name, and the metadata, of a safetensors file. With tensors=False every tensor is None."""
-    if not Path(file).is_file():
-        raise ValueError(f"there is no weight file {file}; name a safetensors file")
-    with open(file, "rb") as stream:
-        if instead := what_instead(stream.read(512)):
-            raise ValueError(f"{file} {instead}")
-    try:
-        with safe_open(file, framework="pt") as stream:
-            found = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
-            return found, stream.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(
-            f"{file} is not a safetensors file, or is damaged ({error}); fetch or convert it again"
-        ) from error
-
-
-def tensor_fault(tensor: Tensor, shape: Sequence[int]) -> str | None:
-    """What is wrong with a weight that should have this shape."""
-    if tensor.layout != torch.strided or tuple(tensor.shape) != tuple(shape):
-        return f"has shape {list(tensor.shape)}, the network's is {list(shape)}"
-    if not tensor.is_floating_point():
-        return f"holds {tensor.dtype}, no floating-point numbers"
-    return None if torch.isfinite(tensor).all() else "is not finite"
-
-
 def tensor_faults(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Every tensor that is missing, unexpected or unfit."""
+    """Return what is wrong with every tensor that is missing, unexpected or unfit."""
     faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    checked = {name: tensor_fault(tensors[name], expected[name].shape) for name in expected.keys() & tensors.keys()}
-    return faults + [f"{name} {fault}" for name, fault in sorted(checked.items()) if fault]
+    for name in sorted(expected.keys() & tensors.keys()):
+        tensor, shape = tensors[name], list(expected[name].shape)
+        if tensor.layout != torch.strided or list(tensor.shape) != shape:
+            faults.append(f"{name} has shape {list(tensor.shape)}, the network's is {shape}")
+        elif not tensor.is_floating_point():
+            faults.append(f"{name} holds {tensor.dtype}, no floating-point numbers")
+        elif not torch.isfinite(tensor).all():
+            faults.append(f"{name} is not finite")
+    return faults
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], file: Path) -> None:
-    faults = tensor_faults(tensors, expected)
-    if faults:
-        raise ValueError(f"{file} does not fit the network; is it for another preset? {'; '.join(faults)}")
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
+    """Raises ValueError, which begins with `message`, naming the first 20 tensors that do not fit."""
+    if faults := tensor_faults(tensors, expected):
+        more = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
+        raise ValueError(f"{message}: {'; '.join(faults[:20])}{more}")

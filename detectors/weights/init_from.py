@@ -12,12 +12,13 @@ from detectors.weights.files import (
     ANCHORS,
     COUNTER,
     RESNET,
+    check_tensors,
     check_wiring,
     read_metadata,
     tensor_faults,
 )
 from detectors.weights.releases import VLBERT, our_name
-from detectors.weights.tensor_files import read_tensors
+from detectors.weights.tensor_files import is_safetensors, plain_names, read_tensors
 
 RPN, HEADS = "proposal_generator.", "roi_heads.box_predictor."
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
@@ -30,20 +31,15 @@ def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attr
     The ResNet must fit completely. Of a detector, the RPN is copied if it has our shapes and anchors, the heads if they
     have our shapes, classes, attributes and weights of boxes.
     """
-    if not file.is_file():
-        raise ValueError(f"--init_from={file} is no file; give a ResNet's or a detector's weights")
-    found, new = read_tensors(file), set()
-    tensors = found.plain()
-    if found.container == "safetensors file" and "layer1.0.conv1.weight" not in tensors:
+    tensors, new = plain_names(read_tensors(file), file), set()
+    if is_safetensors(file) and "layer1.0.conv1.weight" not in tensors:
         new = _parts_of_other_meaning(network, tensors, file, classes, attribute_names)
     else:
         tensors = _from_torchvision(tensors, network, file)
     tensors = {name: tensor.float() for name, tensor in tensors.items() if not COUNTER.search(name)}
     ours = {name: tensor for name, tensor in network.state_dict().items() if not COUNTER.search(name)}
-    faults = tensor_faults(_starting(tensors, RESNET), _starting(ours, RESNET))
-    if faults:
-        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise ValueError(f"{file} does not fit the ResNet of network.resnet: {'; '.join(faults[:5])}{more}")
+    message = f"{file} does not fit the ResNet of network.resnet"
+    check_tensors(_starting(tensors, RESNET), _starting(ours, RESNET), message)
     new |= {part for part in (RPN, HEADS) if tensor_faults(_starting(tensors, part), _starting(ours, part))}
     taken = RESNET + tuple(part for part in (RPN, HEADS) if part not in new)
     network.load_state_dict(_starting(tensors, taken), strict=False)
@@ -64,15 +60,15 @@ def _parts_of_other_meaning(
     config = network.config
     check_wiring(config.resnet, file, ("stride_in_1x1", "res5_dilated", "stem_pool"), "network.resnet")
     metadata, own = read_metadata(file), network.proposal_generator.cell_anchors
-    theirs = metadata.network or config
+    theirs = metadata["network"] or config
     anchors = tensors.pop(ANCHORS, None)
     if anchors is None:
         anchors = cell_anchors(theirs)
     new = set()
     if anchors.shape != own.shape or not torch.allclose(anchors.float(), own, atol=1e-3):
         new.add(RPN)
-    names = ((metadata.classes, classes), (metadata.attributes, attribute_names))
-    renamed = any(known is not None and wanted and known != tuple(wanted) for known, wanted in names)
+    names = ((metadata["classes"], classes), (metadata["attributes"], attribute_names))
+    renamed = any(known is not None and wanted and known != list(wanted) for known, wanted in names)
     if renamed or theirs.box_weights != config.box_weights:
         new.add(HEADS)
     return new

@@ -6,7 +6,6 @@ weights_only, storage/pickles.py the pickles.
 
 import pickle
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,59 +27,42 @@ _WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
 _SHARING = 4
 
 
-@dataclass(frozen=True)
-class TensorFile:
-    """The tensors of a weight file."""
-
-    file: Path
-    tensors: dict[str, Tensor]
-    """By the names that the file has for them."""
-    container: str
-    """`torch file`, `safetensors file` or `pickle of numpy arrays`."""
-
-    def plain(self) -> dict[str, Tensor]:
-        """Return the tensors by `without_wrappers`; ValueError where two have one."""
-        found = {without_wrappers(name): tensor for name, tensor in self.tensors.items()}
-        if len(found) < len(self.tensors):
-            raise ValueError(f"{self.file} holds tensors whose names are the same without those of wrappers")
-        return found
-
-
 def without_wrappers(key: str) -> str:
     """Return the name of a tensor without those of wrappers: module.x and module._orig_mod.x are x."""
     return _WRAPPERS.sub("", key)
 
 
-def read_tensors(file: Path) -> TensorFile:
+def plain_names(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return the tensors by `without_wrappers`; ValueError where two have one."""
+    found = {without_wrappers(name): tensor for name, tensor in tensors.items()}
+    if len(found) < len(tensors):
+        raise ValueError(f"{file} holds tensors whose names are the same without those of wrappers")
+    return found
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
     """Read the tensors of a file. Beside them it may hold other things, which are left.
 
     Raises:
         ValueError: Names the file, and says what it is or holds instead.
     """
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}")
-    with open(file, "rb") as stream:
-        start = stream.read(512)
-    if instead := what_instead(start):
-        raise ValueError(f"{file} {instead}")
+    start = _first_bytes(file)
+    if is_safetensors(file):
+        return read_safetensors(file)[0]
     try:
-        if is_safetensors(start, file.stat().st_size):
-            with safe_open(file, framework="pt") as stream:
-                tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-                return TensorFile(file, tensors, "safetensors file")
         if start.startswith((_ZIP, _OLD_TORCH)):
             names = [(call, f"{module}.{name}") for (module, name), call in STAND_INS.items()]
             with torch.serialization.safe_globals(names):
-                container, loaded = "torch file", torch.load(file, map_location="cpu", weights_only=True)
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
         else:
-            container, loaded = "pickle of numpy arrays", read_pickle(file.read_bytes())
+            loaded = read_pickle(file.read_bytes())
     except UnsafePickle as error:
         raise _unsafe(file, str(error)) from error
     except Exception as error:  # of any kind: torch's reader checks little of what it reads
         named = re.search(r"GLOBAL (\S+)", str(error))
         if isinstance(error, pickle.UnpicklingError) and named:
             raise _unsafe(file, printable(named[1])) from error
-        reason = printable(error)[:200] if isinstance(error, ValueError | SafetensorError) else type(error).__name__
+        reason = printable(error)[:200] if isinstance(error, ValueError) else type(error).__name__
         raise ValueError(f"{file} is torn or no weight file ({reason}); fetch it again") from error
     while isinstance(loaded, dict) and (inner := next((loaded[n] for n in _BELOW if n in loaded), None)) is not None:
         loaded = inner
@@ -91,23 +73,41 @@ def read_tensors(file: Path) -> TensorFile:
     tensors = {name: _tensor(name, value, file) for name, value in loaded.items()}
     if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > _SHARING * file.stat().st_size:
         raise ValueError(f"{file} holds tensors larger than itself; they have the same numbers again and again")
-    return TensorFile(file, tensors, container)
+    return tensors
 
 
-def what_instead(start: bytes) -> str:
-    """Return what a file that begins so is in place of weights; "" where that is not known."""
+def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return all tensors by name, and the metadata, of a safetensors file. With tensors=False every tensor is None."""
+    _first_bytes(file)
+    try:
+        with safe_open(file, framework="pt") as stream:
+            found = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
+            return found, stream.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is not a safetensors file, or is damaged ({error}); fetch or convert it again"
+        ) from error
+
+
+def is_safetensors(file: Path) -> bool:
+    """Whether a file begins as a safetensors file does."""
+    start = _first_bytes(file)
+    return start[8:9] == b"{" and int.from_bytes(start[:8], "little") < file.stat().st_size
+
+
+def _first_bytes(file: Path) -> bytes:
+    """Raises ValueError if the file is missing or is known to be something else in place of weights."""
+    if not Path(file).is_file():
+        raise ValueError(f"there is no file of weights {file}")
+    with open(file, "rb") as stream:
+        start = stream.read(512)
     if not start:
-        return "is empty: fetch it again"
+        raise ValueError(f"{file} is empty: fetch it again")
     if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"<":
-        return "is a web page, no weights: download the file behind the link"
+        raise ValueError(f"{file} is a web page, no weights: download the file behind the link")
     if start.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, no weights: run git lfs pull"
-    return ""
-
-
-def is_safetensors(start: bytes, size: int) -> bool:
-    """Whether a file of this size that begins so is a safetensors file."""
-    return start[8:9] == b"{" and int.from_bytes(start[:8], "little") < size
+        raise ValueError(f"{file} is a Git LFS pointer, no weights: run git lfs pull")
+    return start
 
 
 def _unsafe(file: Path, name: str) -> ValueError:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from detectors.select import SelectionSettings, select_regions
+from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
 from storage.collect.lists import read_captions
 from vlbert.data.boxes import geometry_embedding
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -223,11 +223,12 @@ def selections(folder: Path, expected: Any) -> Compared:
         data = np.load(folder / case["case"])
         for threshold, stated in case["expected"].items():
             settings = SelectionSettings(threshold=float(threshold), strict=False, plus_one=True)
-            chosen = select_regions(data["rois"][:, 1:] / data["im_scale"], data["cls_prob"][:, 1:], settings)
+            boxes, probs = data["rois"][:, 1:] / data["im_scale"], data["cls_prob"][:, 1:]
+            chosen = select_regions(boxes, probs, settings)
             name, kept = f"{case['case']} at {threshold}", stated["keep_indices"]
-            same = sorted(chosen.indices.tolist()) == sorted(kept)
-            tied = same and np.array_equal(chosen.confidence[chosen.indices], chosen.confidence[kept])
-            ours[name], wanted[name] = kept if tied else chosen.indices.tolist(), kept
+            confidence = surviving_confidence(overlapping(boxes, settings), probs)
+            tied = sorted(chosen) == sorted(kept) and np.array_equal(confidence[chosen], confidence[kept])
+            ours[name], wanted[name] = kept if tied else chosen.tolist(), kept
     yield "regions of an image", ours, wanted, 0
 
 

@@ -38,26 +38,14 @@ def detector_of(folder: Path, content: dict) -> AnnotatedDetector:
     return AnnotatedDetector(file)
 
 
-@pytest.mark.parametrize(
-    ("size", "boxes"),
-    [
-        ((200, 100), [[10, 20, 40, 60], [0, 90, 200, 100]]),
-        ((100, 300), [[5, 60, 20, 180], [0, 270, 100, 300]]),
-    ],
-)
-def test_boxes_become_xyxy_scaled_and_clipped_to_the_stored_image(tmp_path: Path, size: tuple, boxes: list):
-    (regions,) = detector_of(tmp_path, coco()).detect([a_sample(size=size)])
-    assert regions.boxes.tolist() == boxes
-    assert regions.scores.tolist() == [1, 1]
-
-
-def test_classes_are_columns_after_the_background_in_order_of_category_id(tmp_path: Path):
+def test_boxes_are_scaled_and_clipped_and_classes_stand_behind_the_background_in_order_of_their_ids(tmp_path: Path):
     detector = detector_of(tmp_path, coco())
-    (regions,) = detector.detect([a_sample()])
-    assert regions.background == 0
-    assert regions.labels.tolist() == [3, 1]
-    assert regions.class_probs.dtype == np.float16
-    assert regions.class_probs.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
+    same, resized = detector.detect([a_sample(), a_sample(size=(100, 300))])
+    assert same.boxes.tolist() == [[10, 20, 40, 60], [0, 90, 200, 100]]
+    assert resized.boxes.tolist() == [[5, 60, 20, 180], [0, 270, 100, 300]]
+    assert (same.background, same.labels.tolist(), same.scores.tolist()) == (0, [3, 1], [1, 1])
+    assert same.class_probs.dtype == np.float16
+    assert same.class_probs.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
     assert detector.metadata["classes"] == ["blue disc", "ring", "red star"]
 
 
@@ -67,14 +55,7 @@ TURNED = {"size": (100, 200), "flags": ("exif_rotated",)}
 @pytest.mark.parametrize(
     ("kind", "changes", "sample", "status"),
     [
-        (
-            "images",
-            {},
-            {"url": "http://host/9.jpg"},
-            "no_annotation: no image has the sample_key k1 or the file_name 9",
-        ),
-        ("images", {"sample_key": "k2"}, {}, "no_annotation: "),
-        ("images", {"sample_key": "k2"}, {"key": "k2", "url": "http://host/other.png"}, 2),
+        ("images", {}, {"url": "http://host/9.jpg"}, "no_annotation: no image has the file_name 9.jpg"),
         ("images", {"file_name": "train/a b.jpg"}, {"url": "http://host/x/a%20b.jpg?size=big#top"}, 2),
         ("images", {}, {"url": "http://host/000002.jpg", "size": (50, 50)}, "no_regions: image 8 has no boxes"),
         ("images", {}, TURNED, "size_mismatch: image 7 was annotated at 200x100"),
@@ -94,9 +75,7 @@ def test_a_sample_gets_the_boxes_of_its_image_or_a_status(
     ("content", "message"),
     [
         ('{"images": [', r"a\.json is not JSON"),
-        ("[]", r"a\.json holds a list, not an object"),
         ({"images": [], "annotations": []}, "categories missing or no list"),
-        (coco(images={}), "images missing or no list"),
         (coco(annotations=[None]), r"annotations\[0\] is None, not an object"),
     ],
 )
@@ -105,41 +84,26 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, 
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
         AnnotatedDetector(file)
-    with pytest.raises(ValueError, match="there is no annotation file"):
-        AnnotatedDetector(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
         ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number"),
-        ("categories", "id", 30, r"category 30: categories\[1\] has the id of another"),
-        ("categories", "name", None, r"category 5 has the name None, not a text"),
-        ("images", "id", 7, r"image 7: images\[1\] has the id of another"),
+        ("categories", "id", 30, r"categories\[1\] has the id of another, 30"),
+        ("categories", "name", None, r"categories\[1\] has the name None, not a text"),
         ("images", "file_name", "other/000001.jpg", "images 7 and 8 both have the file_name 000001.jpg"),
-        ("images", "sample_key", None, r"image 8 has the sample_key None, not a text"),
-        ("images", "height", 0, r"image 8 has the height 0, not a positive number"),
-        ("annotations", "bbox", ..., r"annotation 2 has no bbox"),
-        *(
-            ("annotations", "bbox", bbox, "annotation 2 has the bbox")
-            for bbox in (
-                [10, 20, 0, 40],
-                [200, 20, 30, 40],
-                [10, 20, float("nan"), 40],
-                [10, 20, 10**400, 40],
-                [1, 2, 3],
-                [1, 2, "3", 4],
-            )
-        ),
-        ("annotations", "category_id", 6, "annotation 2 refers to image 7 and category 6"),
-        ("annotations", "image_id", [7], r"annotation 2 has the image_id \[7\], not a whole number"),
+        ("images", "file_name", None, r"images\[1\] has the file_name None, not a text"),
+        ("images", "height", 0, r"images\[1\] has the height 0, not a positive number"),
+        ("annotations", "bbox", [10, 20, 0, 40], r"annotations\[1\] has the bbox"),
+        ("annotations", "bbox", [200, 20, 30, 40], r"annotations\[1\] has the bbox"),
+        ("annotations", "bbox", [10, 20, float("nan"), 40], r"annotations\[1\] has the bbox"),
+        ("annotations", "bbox", [1, 2, "3", 4], r"annotations\[1\] has the bbox"),
+        ("annotations", "category_id", 6, r"annotations\[1\] refers to image 7 and category 6"),
     ],
 )
 def test_a_wrong_entry_is_named(tmp_path: Path, kind: str, field: str, value: object, message: str):
     content = coco()
-    if value is ...:
-        del content[kind][1][field]
-    else:
-        content[kind][1][field] = value
+    content[kind][1][field] = value
     with pytest.raises(ValueError, match=rf"annotations\.json.*{message}"):
         detector_of(tmp_path, content)

@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import os
-import re
+import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from places import PROJECT
 from tiny_detector import coco_annotations, commit_images, image_sample, rectangles
 
 from demo.deployments import SHIPPED_DETECTOR
@@ -70,7 +66,7 @@ def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
         (2, "no_annotation", None, "CC 2"),
         (3, "ok", 1, "CC 3"),
     ]
-    assert manifest.table["detail"][1].as_py().startswith("no image has the sample_key")
+    assert manifest.table["detail"][1].as_py() == "no image has the file_name 000002.jpg"
     assert manifest.table["url"][1].as_py() == "http://host/000002.jpg"
     found = list(catalog.read(stage_of(detector), "00000"))
     assert [sample.key for sample in found] == [first[0].key, first[3].key]
@@ -129,30 +125,25 @@ def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_
 def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], ["dead"], [a_sample(3)] + [a_sample(4)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1, 3]))
-    reports = []
-    assert detect_pending(catalog, detector, reports.append) == 3
-    assert detect_pending(catalog, detector, reports.append) == 0
-    assert [report.pop("done") for report in reports] == [1, 2, 3]
-    assert sorted(reports, key=lambda report: report["shard"]) == [
-        {"shard": "00000", "images": 2, "regions": 2, "of": 3, "by": "this"},
-        {"shard": "00001", "images": 0, "regions": 0, "of": 3, "by": "this"},
-        {"shard": "00002", "images": 2, "regions": 1, "of": 3, "by": "this"},
-    ]
+    lines = []
+    assert detect_pending(catalog, detector, lines.append) == 3
+    assert detect_pending(catalog, detector, lines.append) == 0
+    assert [line.partition(" shards: ")[0] for line in lines] == [f"captions: {n} of 3" for n in (1, 2, 3)]
+    assert lines[-1].startswith("captions: 3 of 3 shards: 4 images, 3 regions; ")
     assert catalog.counts(stage_of(detector)) == {"no_annotation": 1, "no_image": 1, "ok": 3}
 
 
 def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(3)]])
-    detector, reports = CountingDetector(annotations(tmp_path / "a.json", range(4))), []
-    assert detect_pending(catalog, detector, reports.append) == 2
+    detector = CountingDetector(annotations(tmp_path / "a.json", range(4)))
+    assert detect_pending(catalog, detector) == 2
     samples = [a_sample(0), a_sample(1)]
     rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in enumerate(samples)]
     assert commit_shard(catalog, "images", "00000", samples, rows, {}, catalog.headers("images")["00000"])
     assert catalog.pending("images", stage_of(detector)) == ["00000"]
     detector.samples = 0
-    assert detect_pending(catalog, detector, reports.append) == 1
+    assert detect_pending(catalog, detector) == 1
     assert detector.samples == 2
-    assert reports[-1]["shard"] == "00000"
     manifest = catalog.manifest(stage_of(detector), "00000")
     assert (manifest.revision, manifest.ok_rows) == (2, 2)
     assert detect_shard(catalog, "00000", detector) is False
@@ -168,7 +159,7 @@ def test_withdrawn_images_are_not_detected_and_their_withdrawal_detects_nothing_
     for stage, shard in (("images", "00000"), ("images", "00001"), (stage_of(detector), "00000")):
         assert withdraw_samples(catalog, stage, shard)
     detector.samples = 0
-    assert detect_pending(catalog, detector, lambda report: None) == 1
+    assert detect_pending(catalog, detector) == 1
     assert detector.samples == 1
     assert catalog.manifest(stage_of(detector), "00001").statuses == {"ok": 1}
     assert catalog.manifest("images", "00000").revision == catalog.manifest(stage_of(detector), "00000").revision == 2
@@ -180,7 +171,7 @@ def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_
     detectors = [CountingDetector(file), CountingDetector(file)]
 
     def detect(detector: CountingDetector) -> tuple[int, list[str]]:
-        committed = detect_pending(catalog, detector, lambda report: time.sleep(0.05), say=lambda line: None)
+        committed = detect_pending(catalog, detector, lambda line: time.sleep(0.05))
         return committed, catalog.pending("images", stage_of(detector))
 
     with ThreadPoolExecutor(2) as pool:
@@ -190,105 +181,43 @@ def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_
     assert not any("/claims/" in info.path for info in catalog.store.list())
 
 
-def test_a_shard_that_another_commits_while_it_is_detected_is_reported_as_the_others(tmp_path: Path):
-    catalog = commit_images(tmp_path / "root", [[a_sample(0)]])
-    file = annotations(tmp_path / "a.json", [0])
-    another, reports = AnnotatedDetector(file), []
-
-    class Overtaken(AnnotatedDetector):
-        def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-            assert detect_shard(catalog, "00000", another)
-            return super().detect(samples)
-
-    assert detect_pending(catalog, Overtaken(file), reports.append) == 0
-    assert [(report["shard"], report["by"], report["done"], report["of"]) for report in reports] == [
-        ("00000", "another", 1, 1)
-    ]
-
-
-def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
-    catalog = commit_images(tmp_path, [[a_sample(0), a_sample(1)]])
-
-    class Forgetful:
-        id = "0123456789ab"
-        metadata = {"random_init": False}
-
-        def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-            return ["no_regions: none"] * (len(samples) - 1)
-
-    with pytest.raises(ValueError, match="zip"):
-        detect_shard(catalog, "00000", Forgetful())
-    assert catalog.shards("regions/0123456789ab") == []
-    assert catalog.pending("images", "regions/0123456789ab") == ["00000"]
-
-
-NETWORK = ["--backend=faster_rcnn"]
-TRAINED = [*NETWORK, f"--weights={SHIPPED_DETECTOR}"]
-RANDOM_INIT = [*NETWORK, "--preset=demo", "--random_init"]
+RANDOM_INIT = ["--preset=demo", "--random_init"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "other"),
+    "fields",
     [
-        (["--backend=annotated", "--annotations=FILE"], None),
-        (
-            [*TRAINED, "--selection.maximum=7", "--selection.minimum=3", "--network.post_nms=9", "--keep_features"],
-            ["--no_keep_features"],
-        ),
-        ([*RANDOM_INIT, "--precision=bf16-res5"], ["--precision=fp32"]),
-        ([*RANDOM_INIT, "--boxes=given", "--annotations=FILE"], ["--keep_features"]),
+        ["--backend=annotated", "--annotations=FILE"],
+        [f"--weights={SHIPPED_DETECTOR}", "--selection.maximum=20", "--network.post_nms=9", "--keep_features"],
+        [*RANDOM_INIT, "--precision=bf16-res5", "--boxes=regressed"],
     ],
 )
-def test_what_is_left_is_known_without_a_detector(fields: list[str], other: list[str] | None, tmp_path: Path, capsys):
-    root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
+def test_the_command_does_what_a_config_says_is_left(fields: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = annotations(tmp_path / "a.json", [0, 1])
     fields = [field.replace("=FILE", f"={file}") for field in fields]
     config = parse(DetectionConfig, fields)
-    catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
-
-    def left(config: DetectionConfig) -> list[str]:
-        return catalog.pending(IMAGES, f"regions/{identify(config)}")
-
-    assert left(config) == ["00000", "00001"]
-    another = annotations(tmp_path / "b.json", [1])  # a detector that is done
-    main([str(root), "captions", "--backend=annotated", f"--annotations={another}"])
-    assert left(config) == ["00000", "00001"]
+    catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], ["http_404"]])
+    assert identify(config) == make_detector(config).id
     detect_shard(catalog, "00000", make_detector(config))
-    assert left(config) == ["00001"]
-    main([str(root), "captions", *fields])
-    assert ("random weights" in capsys.readouterr().err) == ("--random_init" in fields)
-    assert left(config) == []
-    if other:
-        assert left(parse(DetectionConfig, [*fields, *other]))
-    file.write_text(file.read_text() + " ")
-    assert bool(left(config)) == bool(config.annotations), "another file, another detector"
+    assert catalog.pending(IMAGES, f"regions/{identify(config)}") == ["00001"]
+    main([str(tmp_path / "root"), "captions", *fields])
+    assert catalog.pending(IMAGES, f"regions/{identify(config)}") == []
+    printed = capsys.readouterr()
+    assert ("random weights" in printed.err) == ("--random_init" in fields)
+    assert printed.out.splitlines()[-1] == f"captions: regions/{identify(config)}, all rows: 1 no_image, 2 ok"
 
 
-def test_features_and_regressed_boxes_come_back_from_stages_of_their_own(tmp_path: Path):
+def test_features_and_regressed_boxes_come_back(tmp_path: Path):
     samples = [a_sample(n) for n in range(2)]
-    catalog, stages = commit_images(tmp_path, [samples]), set()
-    for boxes, keep in (("proposals", False), ("proposals", True), ("regressed", True)):
-        detector = random_demo(boxes=boxes, keep_features=keep)
-        detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
-        assert detect_shard(catalog, "00000", detector)
-        for ours, sample in zip(detector.detect(samples), catalog.read(stage_of(detector), "00000"), strict=True):
-            assert np.array_equal(ours.boxes, sample.regions.boxes)
-            assert (sample.regions.features is not None) == keep
-            assert not keep or np.array_equal(ours.features, sample.regions.features)
-        stages.add(stage_of(detector))
-    assert len(stages) == 3
+    catalog = commit_images(tmp_path, [samples])
+    detector = random_demo(boxes="regressed", keep_features=True)
+    detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
+    assert detect_shard(catalog, "00000", detector)
+    for ours, sample in zip(detector.detect(samples), catalog.read(stage_of(detector), "00000"), strict=True):
+        assert np.array_equal(ours.boxes, sample.regions.boxes)
+        assert np.array_equal(ours.features, sample.regions.features)
 
 
-def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: pytest.CaptureFixture):
-    commit_images(tmp_path, [[a_sample(0)], [a_sample(1), a_sample(2)]])
-    file = annotations(tmp_path / "a.json", [0, 1])
-    main([str(tmp_path), "captions", "--backend=annotated", f"--annotations={file}"])
-    _, shard, stage = capsys.readouterr().out.splitlines()
-    assert shard.startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
-    assert re.fullmatch(r"captions: regions/\w+, all rows: 1 no_annotation, 2 ok", stage)
-
-
-DEMO_NETWORK = ["--preset=demo", "--random_init"]
-GIVEN = [*DEMO_NETWORK, "--boxes=given", "--annotations=absent.json"]
 FILE = ["--backend=annotated", "--annotations=absent.json"]
 IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
 
@@ -299,19 +228,17 @@ IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
         (["--backend=annotated"], "annotations is not set: backend annotated needs a file"),
         ([], "weights is None and random_init False: backend faster_rcnn needs weights .* not both"),
         (["--random_init"], "preset is not set"),
-        ([*DEMO_NETWORK, "--weights=x"], "not both"),
-        (["--preset=demo", "--weights=x.st"], "there is no weight file x.st"),
-        ([*DEMO_NETWORK, "--network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
-        ([*DEMO_NETWORK, "--boxes=given"], "annotations is not set: boxes given needs a file"),
-        ([*DEMO_NETWORK, "--annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
-        ([*GIVEN, "--selection.no_strict", "--selection.threshold=0.2"], "selection.threshold, selection.strict: not"),
-        (GIVEN, "there is no annotation file absent.json"),
+        ([*RANDOM_INIT, "--weights=x"], "not both"),
+        (["--preset=demo", "--weights=x.st"], "there is no file of weights x.st"),
+        ([*RANDOM_INIT, "--network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
+        ([*RANDOM_INIT, "--annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
+        (FILE, "there is no annotation file absent.json"),
         ([*FILE, "--network.post_nms=3", "--random_init"], "random_init, network.post_nms: not for backend annotated"),
         ([*FILE, "--imported.files=x"], "imported.files: not for backend annotated"),
         (["--backend=imported"], "imported.files is not set: backend imported needs files of features"),
         ([*IMPORTED, "--weights=x", "--selection.minimum=3"], "weights, selection.minimum: not for backend imported"),
         (IMPORTED, "there is no file of features absent.tsv"),
-        (DEMO_NETWORK, r"no shard is committed in .*captions/images; collect the images first"),
+        (RANDOM_INIT, r"no shard is committed in .*captions/images; collect the images first"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, fields: list[str], message: str):
@@ -319,58 +246,37 @@ def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, field
         main([str(tmp_path), "captions", *fields])
 
 
-def unreachable() -> str:
-    """The URL of a port of this machine where nobody listens."""
-    with socket.socket() as taken:
+def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path, monkeypatch, capsys):
+    with socket.socket() as taken:  # a port of this machine where nobody listens afterwards
         taken.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
-def s3_environment(endpoint: str) -> dict[str, str]:
-    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
-    return {**os.environ, **keys, "AWS_ENDPOINT_URL": endpoint}
-
-
-def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path):
-    file = annotations(tmp_path / "a.json", [0])
-    endpoint = unreachable()
-    command = [sys.executable, "-m", "vlbert", "detect", "s3://bucket/images", "captions", "--backend=annotated"]
-    run = subprocess.run(
-        [*command, f"--annotations={file}"],
-        capture_output=True,
-        text=True,
-        cwd=PROJECT,
-        env=s3_environment(endpoint),
-        timeout=60,
-    )
-    assert (run.returncode, run.stdout) == (75, "")
-    (line,) = run.stderr.splitlines()
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(SystemExit) as ended:
+        main(["s3://bucket/images", "captions", *RANDOM_INIT])
+    assert ended.value.code == 75
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"head_bucket of s3://bucket/images/ at {endpoint} failed")
 
 
-def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):
-    catalog = commit_images(tmp_path, [[a_sample(number) for number in range(300)]])
-    command = [sys.executable, "-m", "vlbert", "detect", str(tmp_path), "captions", *DEMO_NETWORK]
-    running = subprocess.Popen(command, cwd=PROJECT)
+def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    catalog, claims = commit_images(tmp_path, [[a_sample(0)]]), []
 
-    def claims() -> list[str]:
-        return [info.path for info in catalog.store.list("captions/regions/") if "/claims/" in info.path]
+    def detect(self: AnnotatedDetector, samples: Sequence[Sample]) -> list[Regions | str]:
+        claims.extend(info.path for info in catalog.store.list() if "/claims/" in info.path)
+        signal.raise_signal(signal.SIGTERM)
+        return []
 
+    monkeypatch.setattr(AnnotatedDetector, "detect", detect)
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        while not claims():
-            assert running.poll() is None
-            time.sleep(0.05)
-        running.terminate()
-        assert running.wait(60) == 143
+        with pytest.raises(SystemExit) as ended:
+            main(
+                [str(tmp_path), "captions", "--backend=annotated", f"--annotations={annotations(tmp_path / 'a', [0])}"]
+            )
     finally:
-        running.kill()
-    assert claims() == []
-
-
-def test_the_annotated_backend_does_without_the_network(tmp_path: Path):
-    commit_images(tmp_path / "root", [[a_sample(0)]])
-    file = annotations(tmp_path / "a.json", [0])
-    arguments = [str(tmp_path / "root"), "captions", "--backend=annotated", f"--annotations={file}"]
-    code = f"import sys, detectors.run as r; r.main({arguments!r}); sys.exit('detectors.faster_rcnn' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
-    assert (run.returncode, run.stderr) == (0, "")
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
+    assert len(claims) == 1
+    assert not any("/claims/" in info.path for info in catalog.store.list())

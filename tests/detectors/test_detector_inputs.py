@@ -1,4 +1,4 @@
-"""Bad images, given boxes and batches: what a detector makes of them."""
+"""Bad images, colours and batches: what a detector makes of them."""
 
 import dataclasses
 import re
@@ -12,10 +12,9 @@ import pytest
 import torch
 from PIL import Image
 from seeded import another_writer
-from tiny_detector import coco_annotations, commit_images, image_file, image_sample, lively_norms, rectangles
+from tiny_detector import commit_images, image_file, image_sample, lively_norms, rectangles
 from torch import Tensor
 
-from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
@@ -78,8 +77,8 @@ def noisy_network(**changes: object) -> FasterRCNN:
     return network
 
 
-def detector_of(network: FasterRCNN, given: AnnotatedDetector | None = None, **settings: object) -> FasterRCNNDetector:
-    return FasterRCNNDetector(network, {"random_init": True, "seed": 0}, DetectorSettings(**settings), given)
+def detector_of(network: FasterRCNN, **settings: object) -> FasterRCNNDetector:
+    return FasterRCNNDetector(network, {"random_init": True, "seed": 0}, DetectorSettings(**settings))
 
 
 ARRAYS = ("boxes", "scores", "labels", "class_probs", "attributes", "attribute_scores", "features")
@@ -93,15 +92,13 @@ def assert_identical(ours: Regions, theirs: Regions) -> None:
 
 
 def assert_same_to_the_last_digits(ours: Regions, theirs: Regions) -> None:
-    """In the same order where scores are further apart than rounding."""
+    """As sets: scores that are nearly equal may change places."""
     assert len(ours) == len(theirs)
     assert np.allclose(ours.scores, theirs.scores, atol=1e-5)
     distance = np.abs(ours.boxes[:, None] - theirs.boxes[None]).max(axis=2)
     twin = distance.argmin(axis=1)
     assert sorted(twin) == list(range(len(ours)))
     assert distance[np.arange(len(ours)), twin].max() < 0.01
-    moved = twin != np.arange(len(ours))
-    assert np.abs(ours.scores[moved] - ours.scores[twin[moved]]).max(initial=0) < 1e-5
     for name in ARRAYS[1:]:
         one, other = getattr(ours, name).astype(float), getattr(theirs, name)[twin].astype(float)
         assert np.abs(one - other).max() <= 1e-3 * np.abs(one).max(), name
@@ -121,18 +118,19 @@ def png_that_says(width: int, height: int) -> bytes:
 
 GOOD = {
     0: halves(84, 112, BLUE, RED),
+    2: halves(84, 112, BLUE, BLUE),
     4: halves(84, 112, RED, BLUE),
     7: halves(84, 112, BLUE, BLUE, top=0.5),
     9: halves(140, 100, RED, DARK),
     13: halves(84, 112, DARK, BLUE),
     16: halves(84, 112, RED, RED, top=0.3),
+    18: halves(84, 112, RED, DARK),
     19: halves(100, 140, BLUE, RED),
 }
 JPEG = image_file(GOOD[0])
 # Number: image, the size in its record, and the row that it gets.
 BAD = {
     1: (b"<html>not found</html>", (84, 112), "bad_image: UnidentifiedImageError: "),
-    2: (b"", (84, 112), "bad_image: UnidentifiedImageError: "),
     3: (JPEG[: len(JPEG) // 2], (84, 112), "bad_image: OSError: "),
     5: (png_that_says(30_000, 30_000), (30_000, 30_000), "bad_image: DecompressionBombError: "),
     8: (
@@ -148,10 +146,9 @@ BAD = {
     17: (image_file(np.zeros((2, 2000, 3), np.uint8)), (2, 2000), "bad_image: 2000x2 is too narrow: "),
     # A format that no shard has, but Pillow knows: the errors of its readers are of every kind, so none is opened.
     6: (b"DDS " + struct.pack("<I", 124) + bytes(120), (84, 112), "bad_image: UnidentifiedImageError: "),
-    18: (image_file(np.full((3, 4, 3), 50, np.uint8)), (3, 4), "no_regions: the network proposes no box"),
 }
 # Those that no reader of a shard lets through: no JPEG, a bomb, another size than recorded.
-BAD_SAMPLES = {1, 2, 5, 6, 10, 11}
+BAD_SAMPLES = {1, 5, 6, 10, 11}
 # They have regions, however few.
 NARROW = {20: halves(20, 800, BLUE, RED), 21: halves(800, 20, BLUE, RED)}
 
@@ -163,7 +160,7 @@ def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp
     samples.sort(key=lambda sample: sample.key)
     with another_writer():
         catalog = commit_images(tmp_path, [samples])
-    # Boxes of 4 stored pixels at least: there are none in 1x1, nor in 4x3, which the network gets as large as others.
+    # Boxes of 4 stored pixels at least: there are none in 1x1, which the network gets as large as others.
     detector = detector_of(colour_network(minimum_side=4), batch=batch, keep_features=True)
     detector.workers = workers
     assert detect_shard(catalog, "00000", detector)
@@ -188,20 +185,6 @@ def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp
     assert len({sample.regions.boxes.tobytes() for sample in found}) == len(found)
 
 
-@pytest.mark.parametrize("rois_at_a_time", [16, None])  # by either way of pooling
-def test_given_boxes_of_an_image_that_overflows_beside_them_have_no_features(
-    tmp_path: Path, rois_at_a_time: int | None
-):
-    boxes = {n: [[10, 10, 50, 60], [120, 20, 90, 100]] for n in range(2)}
-    given = AnnotatedDetector(coco_annotations(tmp_path / "a.json", boxes))
-    samples = [image_sample(0, halves(84, 112, BLUE, GREEN, top=0.8)), image_sample(1, halves(84, 112, BLUE, RED))]
-    detector = detector_of(colour_network(), given, boxes="given", batch=2)
-    detector.network.rois_at_a_time = rois_at_a_time
-    found = detector.detect(samples)
-    assert found[0] == "not_finite: the network's activations are not all finite numbers"
-    assert found[1].labels.tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("others", [(), (BAD[1],)])
 def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_path: Path, others: Sequence[tuple]):
     samples = [image_sample(n, halves(84, 112, GREEN, GREEN, top=n / 10)) for n in range(3)]
@@ -222,15 +205,8 @@ def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_pat
 
 
 @pytest.mark.parametrize("resize", ["pil", "caffe"])
-@pytest.mark.parametrize("boxes", ["proposals", "given"])
-def test_a_jpegs_blue_is_blue_to_the_network_and_its_red_red(tmp_path: Path, resize: str, boxes: str):
-    given = None
-    if boxes == "given":
-        # On images annotated at twice their size: the left half, then the right one, twice.
-        given = AnnotatedDetector(
-            coco_annotations(tmp_path / "a.json", {n: [[8, 8, 80, 150], [140, 8, 80, 150]] for n in (0, 1)})
-        )
-    detector = detector_of(colour_network(resize=resize), given, boxes=boxes)
+def test_a_jpegs_blue_is_blue_to_the_network_and_its_red_red(resize: str):
+    detector = detector_of(colour_network(resize=resize))
     images = [halves(84, 112, BLUE, RED), halves(84, 112, RED, BLUE)]
     for swapped, regions in enumerate(detector.detect([image_sample(n, pixels) for n, pixels in enumerate(images)])):
         left, right = regions.boxes[:, 2] < 50, regions.boxes[:, 0] > 64
@@ -315,41 +291,3 @@ def test_where_the_rois_are_cut_changes_no_feature(counts: tuple[int, int], roi_
         assert (features - whole).abs().max() <= 1e-5 * whole.abs().max() if sum(counts) else not sizes
         assert sum(sizes) == sum(counts)
         assert max(sizes, default=0) <= limit
-
-
-# --- given boxes ------------------------------------------------------------------------------------------------------
-
-# In the file's order, of an image annotated at 224x168; none of them is one that the network proposes.
-GIVEN = [[100, 60, 80, 70], [10, 20, 60, 110], [11, 21, 59, 109], [0, 0, 224, 168], [200, 150, 24, 18]]
-
-
-@pytest.mark.parametrize(("resize_by", "roi_op"), [("pil", "pool"), ("pil", "align1"), ("caffe", "align1")])
-def test_regions_in_given_boxes_are_the_files_and_say_what_the_network_says_of_exactly_these(
-    tmp_path: Path, resize_by: str, roi_op: str
-):
-    # 31x90 stored, 39x112 for the network: the scales of the two sides differ by a hundredth.
-    sample, network = image_sample(0, rectangles(31, 90, 5)), noisy_network(resize=resize_by, roi_op=roi_op)
-    given = AnnotatedDetector(coco_annotations(tmp_path / "a.json", {0: GIVEN}))
-    (regions,) = detector_of(network, given, boxes="given", keep_features=True).detect([sample])
-
-    x, y, width, height = np.array(GIVEN, np.float32).T
-    stored = np.stack([x, y, x + width, y + height], axis=1) * np.float32([90 / 224, 31 / 168] * 2)
-    assert np.allclose(regions.boxes, stored, atol=1e-4)
-    assert (regions.boxes[:, 2:] <= (90, 31)).all()
-    with torch.inference_mode():
-        pixels = resize(decode_bgr(sample.image), network.config)
-        assert pixels.shape == (39, 112, 3)
-        across, down = (112 / 90,) * 2 if resize_by == "caffe" else (112 / 90, 39 / 31)
-        boxes = torch.tensor(stored * np.float32([across, down] * 2))
-        features = network.roi_features(network.backbone(to_input(pixels)), [boxes])
-        outputs = network.heads(features)
-    probs = outputs.class_logits.softmax(dim=1).numpy()
-    attribute_probs = outputs.attribute_logits.softmax(dim=1)[:, :-1].numpy()
-    assert np.allclose(regions.features, features.numpy(), rtol=2e-3, atol=1e-4)
-    assert np.allclose(regions.class_probs, probs, atol=1e-3)
-    assert np.array_equal(regions.labels, probs[:, :-1].argmax(axis=1))
-    assert np.allclose(regions.scores, probs[:, :-1].max(axis=1), atol=1e-5)
-    assert np.array_equal(regions.attributes, attribute_probs.argmax(axis=1))
-    assert np.allclose(regions.attribute_scores, attribute_probs.max(axis=1), atol=1e-5)
-    assert regions.background == 5
-    assert list(regions.scores) != sorted(regions.scores, reverse=True)

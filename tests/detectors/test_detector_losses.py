@@ -13,8 +13,8 @@ from torch import Tensor
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.ops import box_iou
 
+import detectors.validate
 from detectors.average_precision import (
-    AnnotatedBoxes,
     Detections,
     average_precision,
     class_results,
@@ -24,8 +24,9 @@ from detectors.average_precision import (
 from detectors.examples import make_example
 from detectors.faster_rcnn import FasterRCNN, HeadOutputs, grid_anchors
 from detectors.ground_truth import LabelledImage
-from detectors.losses import Losses, Target
-from detectors.recipes import DataConfig, DetectorRecipe, SamplingConfig, ValidationConfig
+from detectors.losses import Example, Losses
+from detectors.preprocess import PIXEL_MEAN_BGR, to_input
+from detectors.recipes import DataConfig, DetectorRecipe, SamplingConfig
 from detectors.validate import detect, validate
 
 # Two anchors a cell. The thresholds, betas and numbers of proposals differ from each other and from the defaults, so
@@ -67,18 +68,21 @@ def lively() -> FasterRCNN:
     return network
 
 
-def image(seed: int, width: int, *objects: tuple[float, ...], labels: list[int], attributes: list[list[int]]) -> Target:
+def image(
+    seed: int, width: int, *objects: tuple[float, ...], labels: list[int], attributes: list[list[int]]
+) -> Example:
     """Noise, 64 pixels high, with these objects."""
-    return Target(
-        pixels=torch.randn(1, 3, 64, width, generator=seeded(seed)) * 20,
+    return Example(
+        image="",
+        pixels=(20 * torch.randn(3, 64, width, generator=seeded(seed))).permute(1, 2, 0) + torch.tensor(PIXEL_MEAN_BGR),
         boxes=boxes(*objects),
         labels=torch.tensor(labels),
         attributes=torch.tensor(attributes, dtype=torch.float32),
-        generator=seeded(seed),
+        seed=seed,
     )
 
 
-def three_images() -> list[Target]:
+def three_images() -> list[Example]:
     """Two sizes, in turns; the first image's first object is an anchor's box, its second one is narrower than any."""
     return [
         image(1, 96, (16, 16, 48, 48), (70, 14, 81, 60), labels=[3, 5], attributes=[[1, 0, 1, 0], [0, 0, 0, 1]]),
@@ -87,10 +91,10 @@ def three_images() -> list[Target]:
     ]
 
 
-def by_torchvision(network: FasterRCNN, target: Target, inside: bool) -> dict[str, tuple[float, int]]:
+def by_torchvision(network: FasterRCNN, target: Example, inside: bool) -> dict[str, tuple[float, int]]:
     """The sums of the losses of one image, of torchvision's matcher, coder and losses, and what each is a sum over."""
-    c4, objects = network.backbone(target.pixels), target.boxes
-    height, width = target.pixels.shape[2:]
+    c4, objects = network.backbone(to_input(target.pixels)), target.boxes
+    height, width = target.pixels.shape[:2]
     logits, deltas = network.rpn(c4)
     anchors = grid_anchors(network.proposal_generator.cell_anchors, *logits.shape[2:])
     logits, moves = (
@@ -201,7 +205,7 @@ def predicting(
     return network
 
 
-def test_detections_are_moved_proposals_sure_enough_and_not_doubled_within_a_class():
+def test_detections_are_moved_proposals_sure_enough_and_not_doubled_within_a_class(monkeypatch: pytest.MonkeyPatch):
     still = (0.0, 0.0, 0.0, 0.0)
     network = predicting(
         # 16 16 48 48       32 16 64 48      64 32 96 64
@@ -216,8 +220,7 @@ def test_detections_are_moved_proposals_sure_enough_and_not_doubled_within_a_cla
             (2, 3): (0.5, 0.25, 0, 0),  # 80 40, and beyond both borders
         },
     )
-    config = ValidationConfig(score_threshold=0.05, nms_threshold=0.5)
-    found, proposals = detect(network.eval(), torch.zeros(1, 3, 64, 96), config)
+    found, proposals = detect(network.eval(), torch.zeros(1, 3, 64, 96), 0.5)
     assert proposals.tolist() == [[16, 16, 48, 48], [32, 16, 64, 48], [64, 32, 96, 64]]
     assert found.labels.tolist() == [3, 0, 1, 3, 2]
     np.testing.assert_allclose(found.scores, [0.9, 0.4, 0.24, 0.2, 0.06], rtol=1e-5)
@@ -225,81 +228,53 @@ def test_detections_are_moved_proposals_sure_enough_and_not_doubled_within_a_cla
     np.testing.assert_allclose(found.boxes, expected, atol=1e-3)
 
     # The two of class 0 overlap by 7/9, those of class 3 not at all.
-    both, _ = detect(network, torch.zeros(1, 3, 64, 96), dataclasses.replace(config, nms_threshold=0.8))
+    both, _ = detect(network, torch.zeros(1, 3, 64, 96), 0.8)
     assert both.labels.tolist() == [3, 0, 0, 1, 3, 2]
-    surest, _ = detect(network, torch.zeros(1, 3, 64, 96), dataclasses.replace(config, detections=2))
+    monkeypatch.setattr(detectors.validate, "MOST_DETECTIONS", 2)
+    surest, _ = detect(network, torch.zeros(1, 3, 64, 96), 0.5)
     assert surest.labels.tolist() == [3, 0]
-    sure, _ = detect(network, torch.zeros(1, 3, 64, 96), dataclasses.replace(config, score_threshold=0.22))
-    assert sure.labels.tolist() == [3, 0, 1]
 
 
-@pytest.fixture
-def strip(tmp_path) -> LabelledImage:
-    """200 pixels wide and 7 high, which become 96 and 3: magnified by 0.48 across and 0.43 down."""
-    file = tmp_path / "strip.png"
-    Image.new("RGB", (200, 7), (120, 120, 120)).save(file)
-    return LabelledImage(
-        id="strip",
-        file=file,
-        height=7,
-        width=200,
-        boxes=boxes((100, 0, 200, 7), (0, 0, 50, 7)).numpy(),
-        labels=np.array([3, 1]),
-        attributes=((), ()),
-    )
-
-
-def strip_network() -> FasterRCNN:
-    """It finds class 3 in the strip's right half, where it is, and class 1 in the left third: it ends at a quarter."""
-    proposed = {(0, 4): (0.25, 0, np.log(1.5), 0), (0, 1): (0.0, 0, 0, 0)}
-    return predicting(proposed, [(0.01, 0.01, 0.01, 0.9, 0.07), (0.01, 0.8, 0.01, 0.01, 0.17)], {})
-
-
-STRIPS = DetectorRecipe(
-    name="strips",
-    network=SQUARES,
-    data=DataConfig(workers=0),
-    validation=ValidationConfig(iou_threshold=0.9),
-    random_init=True,
-)
-
-
-def test_validation_scales_objects_by_each_side(strip):
-    metrics, rows = validate(strip_network(), STRIPS, [strip], ("a", "b", "c", "d"), ALONE)
-    assert metrics == {"map50": 0.5, "map50_weighted": 0.5, "proposal_recall": 0.5}
-    found = {row["class"]: (row["average_precision"], row["objects"], row["detections"]) for row in rows}
-    assert found == {"b": (0, 1, 1), "d": (1, 1, 1)}
+def test_validation_scales_objects_by_each_side_and_leaves_the_network_as_it_was(tmp_path, monkeypatch):
+    # 200 pixels wide and 7 high, which become 96 and 3: magnified by 0.48 across and 0.43 down.
+    objects = boxes((100, 0, 200, 7), (0, 0, 50, 7)).numpy()
+    strip = LabelledImage("strip", tmp_path / "strip.png", 7, 200, objects, np.array([3, 1]), ((), ()))
+    Image.new("RGB", (200, 7), (120, 120, 120)).save(strip.file)
     example = make_example(strip, SQUARES, False, 0)
     np.testing.assert_allclose(example.boxes, [[48, 0, 96, 3], [0, 0, 24, 3]], rtol=1e-6)
 
-
-@pytest.mark.parametrize("training", [True, False])
-def test_validation_leaves_the_network_in_the_mode_that_it_had_and_its_norms_as_they_were(strip, training: bool):
-    network = strip_network().train(training)
+    # It finds class 3 in the strip's right half, where it is, and class 1 in the left third: that ends at a quarter.
+    proposed = {(0, 4): (0.25, 0, np.log(1.5), 0), (0, 1): (0.0, 0, 0, 0)}
+    network = predicting(proposed, [(0.01, 0.01, 0.01, 0.9, 0.07), (0.01, 0.8, 0.01, 0.01, 0.17)], {})
+    recipe = DetectorRecipe(name="strips", network=SQUARES, data=DataConfig(workers=0), random_init=True)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    validate(network, STRIPS, [strip], ("a", "b", "c", "d"), ALONE)
-    assert {module.training for module in network.modules()} == {training}
-    changed = [name for name, tensor in network.state_dict().items() if not torch.equal(tensor, before[name])]
-    assert not changed
+    monkeypatch.setattr(detectors.validate, "IOU_THRESHOLD", 0.9)
+    for training in (True, False):
+        metrics, rows = validate(network.train(training), recipe, [strip], ("a", "b", "c", "d"), ALONE)
+        assert metrics == {"map50": 0.5, "map50_weighted": 0.5, "proposal_recall": 0.5}
+        assert rows == [
+            {"class": "b", "average_precision": 0, "objects": 1, "detections": 1},
+            {"class": "d", "average_precision": 1, "objects": 1, "detections": 1},
+        ]
+        assert {module.training for module in network.modules()} == {training}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
-# Boxes of class 1, the most probable first, and what they count as.
-MATCHED = {
-    "the more probable of two": [((0, 0, 10, 9), True), ((0, 0, 10, 10), False)],
-    "an object of another class": [((20, 0, 30, 10), False)],
-    "half of an object": [((0, 0, 10, 5), True)],
-    "less than half": [((0, 0, 10, 4.9), False)],
-}
-
-
-@pytest.mark.parametrize("same_score", [False, True])
-@pytest.mark.parametrize("name", MATCHED)
-def test_each_detection_is_right_or_wrong(name: str, same_score: bool):
-    there = AnnotatedBoxes(boxes((0, 0, 10, 10), (20, 0, 30, 10)).numpy(), np.array([1, 2]))
-    found, expected = zip(*MATCHED[name], strict=True)
-    scores = np.linspace(0.9, 0.9 if same_score else 0.5, len(found), dtype=np.float32)
+@pytest.mark.parametrize("lowest", [0.9, 0.5])  # equal scores match in their order
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([(0, 0, 10, 9), (0, 0, 10, 10)], [True, False]),  # the more probable of two
+        ([(20, 0, 30, 10)], [False]),  # an object of another class
+        ([(0, 0, 10, 5)], [True]),  # half of an object
+        ([(0, 0, 10, 4.9)], [False]),  # less than half
+    ],
+)
+def test_each_detection_is_right_or_wrong(found: list[tuple], expected: list[bool], lowest: float):
+    objects = boxes((0, 0, 10, 10), (20, 0, 30, 10)).numpy()
+    scores = np.linspace(0.9, lowest, len(found), dtype=np.float32)
     detections = Detections(boxes(*found).numpy(), scores, np.ones(len(found), int))
-    assert match_detections(detections, there, 0.5).tolist() == list(expected)
+    assert match_detections(detections, objects, np.array([1, 2]), 0.5).tolist() == expected
 
 
 def test_average_precision_is_the_area_under_the_interpolated_curve():
@@ -321,8 +296,7 @@ def test_the_mean_is_over_the_classes_that_are_there():
     right = np.array([True, False, False, True])
     # Class 0: one of 4 found, first. Class 1: never detected. Class 2: not there. Class 3: all found.
     results = class_results(labels, scores, right, np.array([4, 2, 0, 1]))
-    assert [(r.label, r.objects, r.detections) for r in results] == [(0, 4, 2), (1, 2, 0), (3, 1, 1)]
-    assert [r.average_precision for r in results] == [0.25, 0, 1]
+    assert [tuple(row.values()) for row in results] == [(0, 0.25, 4, 2), (1, 0, 2, 0), (3, 1, 1, 1)]
     metrics = mean_average_precision(results)
     assert metrics["map50"] == pytest.approx(1.25 / 3)
     assert metrics["map50_weighted"] == pytest.approx((0.25 * 4 + 1) / 7)

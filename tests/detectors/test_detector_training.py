@@ -50,11 +50,24 @@ def images(tmp_path_factory) -> Path:
     return annotated_images(tmp_path_factory.mktemp("annotated") / "images", 24)
 
 
+LIVE = {
+    "network": dataclasses.replace(TINY, resnet=dataclasses.replace(TINY.resnet, norm="batch")),
+    "optimizer": dataclasses.replace(
+        SGD, kind="adamw", epsilon=1e-8, schedule="linear", warmup_steps=2, max_grad_norm=1.0
+    ),
+    "validate_every": 2,  # after which norms are live again
+}
+
+
+RUNS = {"whole": {}, "live": LIVE}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, images) -> Path:
-    """A root with the run `whole`, that others are held against."""
+    """A root with the runs that others are held against."""
     root = tmp_path_factory.mktemp("root")
-    train(tiny_recipe(images, root, run_name="whole"), ALONE)
+    for run, changes in RUNS.items():
+        train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
     return root
 
 
@@ -89,25 +102,17 @@ def test_a_run_leaves_five_losses_the_map_of_each_class_and_moves_what_is_to_mov
     assert {name for name in after if "stem" in name or ".norm." in name} == still
 
 
-LIVE = {
-    "network": dataclasses.replace(TINY, resnet=dataclasses.replace(TINY.resnet, norm="batch")),
-    "optimizer": dataclasses.replace(
-        SGD, kind="adamw", epsilon=1e-8, schedule="linear", warmup_steps=2, max_grad_norm=1.0
-    ),
-    "validate_every": 2,  # after which norms are live again
-}
-
-
-@pytest.mark.parametrize(("name", "changes"), [("whole", {}), ("live", LIVE)])
-def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, name: str, changes: dict):
-    for run in (name, f"{name}-killed"):
-        train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, name: str):
+    run = f"{name}-killed"
+    recipe = tiny_recipe(images, root, run_name=run, **RUNS[name])
+    train(recipe, ALONE)
     # As if it had been killed in step 5: the last checkpoint is gone, the metrics run ahead of the one before.
     for file in (root / f"runs/{run}/step-0000006").iterdir():
         file.unlink()
     (root / f"runs/{run}/weights.safetensors").unlink()
     capsys.readouterr()
-    train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
+    train(recipe, ALONE)
     assert f"{run} goes on from" in capsys.readouterr().out
     assert losses_of(root, run) == losses_of(root, name)
     after = tensors_of(root, run)
@@ -134,26 +139,17 @@ def test_a_run_goes_on_only_as_it_began(root, images, tmp_path):
 
 
 def test_the_result_is_the_network_that_was_trained(root, images):
-    resnet = dataclasses.replace(TINY.resnet, norm="batch")
-    recipe = tiny_recipe(
-        images, root, run_name="live-half", network=dataclasses.replace(TINY, resnet=resnet), half=True
-    )
-    train(recipe, ALONE)
-    file = root / "runs/live-half/weights.safetensors"
-    trained = FasterRCNN(recipe.network)
-    trained.load_state_dict(tensors_of(root, "live-half"))
+    file, network = root / "runs/live/weights.safetensors", LIVE["network"]
+    trained = FasterRCNN(network)
+    trained.load_state_dict(tensors_of(root, "live"))
     loaded = FasterRCNN(read_config(file))
     metadata = load_weights(loaded, file)
-    assert metadata.classes == tuple(CLASSES)
-    assert metadata.attribute_names == ATTRIBUTES
-    assert {tensor.dtype for tensor in load_file(file).values()} >= {torch.float16}
-    assert {tensor.dtype for tensor in loaded.state_dict().values()} == {torch.float32}
+    assert (metadata["classes"], metadata["attribute_names"]) == (list(CLASSES), list(ATTRIBUTES))
     pixels = 50 * torch.randn(1, 3, 64, 96, generator=seeded(0))
     with torch.inference_mode():
-        ours, theirs = trained.eval().backbone(pixels), loaded.eval().backbone(pixels)
-    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(ours.abs().max()))
+        torch.testing.assert_close(trained.eval().backbone(pixels), loaded.eval().backbone(pixels))
     # And its ResNet is where another training starts.
-    fresh = FasterRCNN(recipe.network)
+    fresh = FasterRCNN(network)
     load_resnet(fresh.backbone, fresh.roi_heads.res5, file)
 
 
@@ -174,11 +170,6 @@ def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp
     (tmp_path / "images" / "5.jpg").write_bytes((images / "images" / "4.jpg").read_bytes()[:300])
     with pytest.raises(ValueError, match=r"2 samples cannot be read, the last because .*[35].jpg: .* data.unreadable"):
         train(dataclasses.replace(recipe, run_name="torn-twice"), ALONE)
-    for file in (tmp_path / "images").iterdir():
-        file.write_bytes(b"torn")
-    in_workers = dataclasses.replace(recipe, run_name="all-torn", data=dataclasses.replace(data, workers=1))
-    with pytest.raises(ValueError, match=r"^none of the 16 images can be read; the last is .*jpg: "):
-        train(in_workers, ALONE)
 
 
 @pytest.mark.slow
@@ -207,7 +198,8 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     [
         (["--root="], "root is not set"),
         (["--data.annotations=None"], "give either --data.annotations=FILE"),
-        (["--data.annotations=absent.json"], "data.annotations is absent.json, and there is no such file"),
+        (["--data.annotations=absent.json"], "there is no annotation file absent.json"),
+        (["--init_from=absent.pth", "--no_random_init"], "init_from is absent.pth, and there is no such file"),
         (["--data.images"], "data.images is not set"),
         (["--data.attribute_names=None"], "the network has 3 attributes, and data.attribute_names is None; give both"),
         (["--no_random_init"], "the network has no weights to start from"),
@@ -218,7 +210,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
         ),
         (["--network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
         (["--network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
-        (["--data.held_out_last=24"], "data.held_out_last is 24, and there are 24 images"),
+        (["--data.held_out_last=24"], "leaves no image to train on"),
         (["--data.images=absent"], "data.images names absent, which is no folder"),
     ],
 )
@@ -240,14 +232,13 @@ def drawn_scenes(folder: Path, scenes: int) -> DataConfig:
     return DataConfig(annotations=str(file), images=(str(folder),), held_out_last=scenes - 1, workers=0)
 
 
-def test_the_shipped_detector_is_small_of_its_recipe_and_finds_what_is_drawn(tmp_path):
-    assert SHIPPED.stat().st_size <= 1_000_000
+def test_the_shipped_detector_is_of_its_recipe_and_finds_what_is_drawn(tmp_path):
     recipe = detector_demo()
     config = read_config(SHIPPED)
     assert config.resnet == dataclasses.replace(recipe.network.resnet, norm="frozen")
     assert dataclasses.replace(config, resnet=recipe.network.resnet) == recipe.network
     network = FasterRCNN(config)
-    assert load_weights(network, SHIPPED).classes == CATEGORIES
+    assert load_weights(network, SHIPPED)["classes"] == list(CATEGORIES)
     truth = read_ground_truth(drawn_scenes(tmp_path, scenes=31))
     metrics, rows = validate(network, recipe, truth.held_out, truth.classes, ALONE)
     assert metrics["map50"] >= 0.85
@@ -255,21 +246,11 @@ def test_the_shipped_detector_is_small_of_its_recipe_and_finds_what_is_drawn(tmp
     assert sum(row["objects"] for row in rows) == sum(len(image.labels) for image in truth.held_out)
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Path:
-    return annotated_images(tmp_path_factory.mktemp("drawn") / "images", 12)
-
-
-def a_recipe(drawn: Path, root: Path, **changes: Any) -> DetectorRecipe:
-    """Of two images a step, the last 4 held out."""
-    data = coco_data(drawn, batch=2, held_out_last=4)
-    return dataclasses.replace(tiny_recipe(drawn, root), **{"data": data, "steps": 2, "save_every": 2} | changes)
-
-
-def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_ended(drawn, tmp_path):
+def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_ended(images, tmp_path):
     file = tmp_path / "runs/tiny/weights.safetensors"
     for steps in (2, 4):
-        train(a_recipe(drawn, tmp_path, steps=steps), ALONE)
+        recipe = tiny_recipe(images, tmp_path, steps=steps, save_every=2)
+        train(recipe, ALONE)
         with safe_open(file, framework="pt") as stream:
             trained = json.loads(stream.metadata()["trained"])
         assert trained["steps"] == steps
@@ -277,7 +258,7 @@ def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_end
         weights, checkpoint = load_file(file), tensors_of(tmp_path, "tiny", steps)
         assert all(torch.equal(weights[name], checkpoint[name]) for name in weights)
     file.unlink()  # as if it had been killed right after its last checkpoint
-    train(a_recipe(drawn, tmp_path, steps=4), ALONE)
+    train(recipe, ALONE)
     assert equal(load_file(file), weights)
 
 
@@ -303,9 +284,8 @@ def norms_at_validation(recipe: DetectorRecipe, rank: int, folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_live_norms_are_validated_and_saved_as_the_first_process_has_them(drawn, tmp_path):
-    network = dataclasses.replace(TINY, resnet=dataclasses.replace(TINY.resnet, norm="batch"))
-    recipe = a_recipe(drawn, tmp_path, network=network, frozen_stages=0)
+def test_live_norms_are_validated_and_saved_as_the_first_process_has_them(images, tmp_path):
+    recipe = tiny_recipe(images, tmp_path, network=LIVE["network"], frozen_stages=0, steps=2, save_every=2)
     spawn = multiprocessing.get_context("spawn")  # autograd of a forked process needs threads that are not there
     children = [spawn.Process(target=norms_at_validation, args=(recipe, rank, tmp_path)) for rank in range(2)]
     for child in children:
@@ -325,11 +305,11 @@ def test_live_norms_are_validated_and_saved_as_the_first_process_has_them(drawn,
 
 
 @pytest.mark.slow
-def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
+def test_the_stage_trains_and_says_where_the_weights_are(images, tmp_path):
     from flows.settings import Processes, TrainDetectorSettings
     from flows.train_detector import train_detector
 
-    recipe = a_recipe(drawn, tmp_path)
+    recipe = tiny_recipe(images, tmp_path)
     given = ("root", "run_name", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last")
     values = {name: functools.reduce(getattr, name.split("."), recipe) for name in given}
     overrides = as_overrides(recipe, override_values(detector_vg_resnet101(), values))
@@ -349,4 +329,4 @@ def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
     assert (trained.run, trained.recipe) == ("staged", "detector_vg_resnet101")
     assert "map50" in trained.metrics
     assert trained.peak_bytes > 0
-    assert any(line.startswith("staged: 8 images with 15 objects of 8 classes, 4 held out") for line in lines)
+    assert any(line.startswith("staged: 16 images with 31 objects of 8 classes, 8 held out") for line in lines)

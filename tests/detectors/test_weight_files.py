@@ -36,12 +36,11 @@ def test_saved_weights_come_back_and_are_identified_by_their_hash(tmp_path: Path
     write_weights(file, tensors, {"classes": list("abcdefgh")})
     loaded = load_weights(network, file)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in network.state_dict().items())
-    assert loaded.classes == tuple("abcdefgh")
-    assert loaded.metadata["random_init"] is False
-    ids = [FasterRCNNDetector(network, loaded.metadata, DetectorSettings()).id]
+    assert (loaded["classes"], loaded["random_init"]) == (list("abcdefgh"), False)
+    ids = [FasterRCNNDetector(network, loaded, DetectorSettings()).id]
     for name, other in (("renamed", {}), ("other", {"backbone.stem.conv1.norm.bias": torch.ones(4)})):
         sha256 = write_weights(tmp_path / name, tensors | other, {"classes": list("abcdefgh")})
-        metadata = load_weights(network, tmp_path / name).metadata
+        metadata = load_weights(network, tmp_path / name)
         assert metadata["weights_sha256"] == sha256
         ids.append(FasterRCNNDetector(network, metadata, DetectorSettings()).id)
     assert ids[0] == ids[1] != ids[2]
@@ -75,7 +74,7 @@ def test_the_attribute_head_is_whole_or_absent(tmp_path: Path):
     bare = {name: tensor for name, tensor in tensors.items() if not name.startswith(ATTRIBUTE_HEAD)}
     network = FasterRCNN.random_init(TINY, seed=0)
     write_weights(tmp_path / "bare.safetensors", bare, {})
-    assert load_weights(network, tmp_path / "bare.safetensors").attributes is False
+    assert load_weights(network, tmp_path / "bare.safetensors")["attribute_head"] is False
     assert network.heads(torch.zeros(1, TINY.resnet.res5_channels)).attribute_logits is None
     half = {name: tensor for name, tensor in tensors.items() if "fc_attr" not in name}
     write_weights(tmp_path / "half.safetensors", half, {})
@@ -90,7 +89,7 @@ def test_anchors_of_a_file_are_used(tmp_path: Path):
         write_weights(file, tensors, {"network": dataclasses.asdict(TINY)})
         loaded = load_weights(network, file)
         assert loaded == describe_weights(file, TINY)
-        assert loaded.anchors == anchors
+        assert loaded["anchors"] == anchors
     assert torch.equal(network.proposal_generator.cell_anchors, own[ANCHORS])
     write_weights(file, tiny_tensors(**{ANCHORS: torch.zeros(12, 4)}), {})
     with pytest.raises(ValueError, match=rf"w\.safetensors .*{ANCHORS} has shape \[12, 4\]"):
@@ -120,7 +119,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
     (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1")
     write_weights(tmp_path / "names", tiny_tensors(), {"classes": ["a"]})
     for name, message in (
-        ("absent", "there is no weight file"),
+        ("absent", "there is no file of weights"),
         ("torn", "torn is not a safetensors file"),
         ("pointer", "pointer is a Git LFS pointer"),
         ("names", "names 1 classes, the network has 8"),
@@ -133,11 +132,8 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
     ("key", "text"),
     [
         ("network", "[" * 100_000),
-        ("network", "[1]"),
-        ("network", '{"resnet": [1]}'),
         ("network", '{"num_classes": 36}'),
         ("network", '{"resnet": {}, "num_classes": "x"}'),
-        ("classes", '{"a": 1}'),
         ("classes", "[1]"),
         ("release", "7"),
     ],
@@ -145,23 +141,20 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
 def test_metadata_of_another_kind_are_refused_by_file_and_key(key: str, text: str, tmp_path: Path):
     file, network = tmp_path / "theirs.safetensors", FasterRCNN(TINY)
     save_file({f"{HEAD}attr_score.bias": torch.zeros(1)}, file, metadata={key: text})
-    named = f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again"
     for read in (
         lambda: load_weights(network, file),
         lambda: load_resnet(network.backbone, network.roi_heads.res5, file),
         lambda: init_from(network, file),
     ):
-        with pytest.raises(ValueError, match=named):
+        with pytest.raises(ValueError, match=f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again"):
             read()
 
 
 def test_a_converted_file_is_the_same_bytes_each_time_and_its_metadata_in_order(tmp_path: Path):
     metadata = {key: key * 3 for key in "qwertyuiopasdfghjkl"}
-    first, again = (
-        write_weights(tmp_path / name, {"a": torch.ones(3), "b": torch.zeros(2, 2)}, dict(keys))
-        for name, keys in (("a", metadata.items()), ("b", reversed(metadata.items())))
-    )
-    assert first == again
+    tensors = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    first = write_weights(tmp_path / "a", tensors, metadata)
+    assert first == write_weights(tmp_path / "b", tensors, dict(reversed(metadata.items())))
     header = (tmp_path / "a").read_bytes()
     keys = list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"])
     assert keys == sorted(metadata)

@@ -1,8 +1,8 @@
 """Our Faster R-CNN beside figures that detectron2 produced: the same weights and images, the same numbers.
 
 A model is a folder with a meta.json: the network's configuration, the rule that makes each weight, and checksums.
-Beside it lie images, img*.npz with img*_c4.npz, and perhaps selection.json with selection.npz. Every stage gets what
-detectron2's own stage got, if that is stored in full precision, else what our stage before it made of the same.
+Beside it lie images, img*.npz with img*_c4.npz. Every stage gets what detectron2's own stage got, if that is stored in
+full precision, else what our stage before it made of the same. tests/detectors/test_select.py reads selection.npz.
 Differences are shares of the largest value of theirs.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from detectors.detect import to_stored_pixels
 from detectors.faster_rcnn import FasterRCNN, HeadOutputs, cell_anchors, grid_anchors
-from detectors.preprocess import decode_bgr, resize, resize_scale, to_input
+from detectors.preprocess import decode_bgr, resize, to_input
 from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
 from tests.parity.cases import Row, apart, not_run
 from tests.parity.detector_cases import build, prepared, read_config, regenerated
@@ -113,10 +113,8 @@ class Stages:
 
     @cached_property
     def proposals_orig(self) -> Tensor:
-        sides, config = self.image.shape[:2], self.network.config
+        sides = self.image.shape[:2]
         scales = tuple(ours / theirs for ours, theirs in zip(self.size, sides, strict=True))
-        if config.resize == "caffe":
-            scales = (resize_scale(*sides, config),) * 2
         return to_stored_pixels(self.feed("proposals"), scales, sides)
 
     def _features(self, prefix: str) -> Tensor:
@@ -146,13 +144,11 @@ class Stages:
 
     def selected(self, rule: re.Match) -> Tensor:
         caffe, threshold, strict, minimum, maximum = rule.groups()
-        if not caffe and not strict:
-            raise ValueError("the name does not say whether the threshold is `strict` or `ge`")
         settings = SelectionSettings(
             int(minimum), int(maximum), float(threshold), strict=strict == "strict", plus_one=bool(caffe)
         )
         chosen = select_regions(self.feed("proposals_orig").numpy(), self.probabilities.numpy(), settings)
-        return torch.from_numpy(chosen.indices)
+        return torch.from_numpy(chosen)
 
     def missing(self) -> float:
         """The share of their proposals that are not among ours if nothing of theirs is used but the pixels."""
@@ -199,13 +195,10 @@ _SELECTION = re.compile(r"sel_(caffe_(?:origspace_)?)?thr([0-9.]+)(?:_(strict|ge
 
 
 @torch.inference_mode()
-def compare_image(network: FasterRCNN, stored: Stored, case: str) -> Iterator[Row | str]:
-    """Yield a row for each array that is stored, and a remark for each that is unknown."""
+def compare_image(network: FasterRCNN, stored: Stored, case: str) -> Iterator[Row]:
+    """Yield a row for each array that is stored."""
     ours = Stages(network, stored)
     rules = {name: rule for name in stored if (rule := _SELECTION.fullmatch(name))}
-    for name in stored:
-        if name not in STAGES and name not in rules and name != "given_boxes":
-            yield f"{case}: {name} is unknown here, so it is not compared"
     for name in [name for name in (*STAGES, *rules) if name in stored]:
         try:
             made, theirs = ours.selected(rules[name]) if name in rules else STAGES[name](ours), stored[name]
@@ -218,32 +211,7 @@ def compare_image(network: FasterRCNN, stored: Stored, case: str) -> Iterator[Ro
         yield compared(case, "pixels to proposals", ours.missing(), MISSING)
 
 
-def compare_selections(folder: Path, case: str) -> Iterator[Row]:
-    """Yield two rows for each case of selection.json: its selections, index for index, and its confidences."""
-    metadata, stored = json.loads((folder / "selection.json").read_text()), read_arrays(folder / "selection.npz")
-    unknown = sorted(metadata.keys() - {"rule", "iou", "background", "sets", "cases"})
-    if unknown:
-        raise ValueError(f"selection.json: {', '.join(unknown)} unknown here")
-    if "last" not in metadata["background"]:
-        raise ValueError(f"selection.json: background is {metadata['background']!r}, must be the last column")
-    rules = [
-        SelectionSettings(minimum, maximum, threshold, strict=strict, nms_threshold=metadata["iou"])
-        for threshold, minimum, maximum, strict in metadata["sets"]
-    ]
-    for prefix in [f"c{entry['case']}_" for entry in metadata["cases"]]:
-        try:
-            boxes, probabilities = stored[f"{prefix}boxes"], stored[f"{prefix}probs"][:, :-1]
-            chosen = [torch.from_numpy(select_regions(boxes, probabilities, rule).indices) for rule in rules]
-            worst = max(apart(one, as_tensor(stored[f"{prefix}keep{k}"])) for k, one in enumerate(chosen))
-            yield compared(case, f"{prefix}keep0..{len(rules) - 1}", worst, 0)
-            overlaps = overlapping(boxes, SelectionSettings(nms_threshold=metadata["iou"]))
-            ours, theirs = surviving_confidence(overlaps, probabilities), stored[f"{prefix}conf"]
-            yield compared(case, f"{prefix}conf", apart(torch.from_numpy(ours), as_tensor(theirs)), bound(theirs))
-        except Exception as error:  # noqa: BLE001
-            yield not_run(case, prefix, error)
-
-
-def compare_folder(folder: Path, case: str, plain: bool) -> Iterator[Row | str]:
+def compare_folder(folder: Path, case: str, plain: bool) -> Iterator[Row]:
     """Compare all that lies beside one meta.json; what cannot be compared has a row that says why."""
     try:
         metadata = json.loads((folder / "meta.json").read_text())
@@ -251,21 +219,9 @@ def compare_folder(folder: Path, case: str, plain: bool) -> Iterator[Row | str]:
     except Exception as error:  # noqa: BLE001  files may be torn anywhere; one model must not keep the others from running
         yield not_run(case, "meta.json", error)
         return
-    stems = {file.stem.removesuffix("_c4") for file in folder.glob("img*.npz")}
-    stems |= {f"img{image['index']}" for image in metadata.get("images", [])}
-    if not stems and not (folder / "selection.json").exists():
-        yield Row(case, "files", remark="there is no img*.npz and no selection.json beside meta.json")
-    for stem in sorted(stems):
+    for stem in [f"img{image['index']}" for image in metadata["images"]]:
         try:
-            maps = folder / f"{stem}_c4.npz"
-            stored = read_arrays(folder / f"{stem}.npz", *([maps] if maps.exists() else []))
-            if not stored.keys() & STAGES.keys():
-                raise ValueError(f"{stem}.npz holds nothing that could be compared")
+            stored = read_arrays(folder / f"{stem}.npz", folder / f"{stem}_c4.npz")
             yield from compare_image(network, stored, f"{case}/{stem}")
         except Exception as error:  # noqa: BLE001
             yield not_run(f"{case}/{stem}", "files", error)
-    if (folder / "selection.json").exists() or (folder / "selection.npz").exists():
-        try:
-            yield from compare_selections(folder, f"{case}/selection")
-        except Exception as error:  # noqa: BLE001
-            yield not_run(f"{case}/selection", "files", error)

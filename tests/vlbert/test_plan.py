@@ -40,7 +40,7 @@ def test_a_sample_of_the_whole_list_gives_the_images_and_about_the_bytes_of_the_
     collect(str(tmp_path / "root"), settings, log=lambda line: None)
     catalog = Catalog(open_store(str(tmp_path / "root")), settings.name)
     detector = make_detector(detection)
-    detect_pending(catalog, detector, lambda report: None)
+    detect_pending(catalog, detector)
     headers = {stage: catalog.headers(stage).values() for stage in (IMAGES, stage_of(detector))}
     found = [
         count

@@ -115,7 +115,7 @@ def detector_of(config: dict, where: str, file: str | Path | None) -> FasterRCNN
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
-    if "network" in metadata and metadata["boxes"] != "given":
+    if "network" in metadata:
         return rebuild_detector(recorded, file or detector_weights_of(config), where)
     why = f"its regions came from {metadata['backend']} boxes" if metadata else "it carries no detector's description"
     if file is None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from detectors.resnet import without_values
 from vlbert.config import ModelConfig
 from vlbert.model.vlbert import VLBert
 
@@ -95,7 +95,7 @@ class Published(ABC):
     @cached_property
     def skeleton(self) -> dict[str, Tensor]:
         """Our tensors of such a model, without values."""
-        with without_values():
+        with torch.device("meta"):
             parts = {"vlbert": VLBert(self.model, self.vocab_size), "head": self.head()}
         found = {f"{part}.{name}": tensor for part, it in parts.items() for name, tensor in it.state_dict().items()}
         return {name: tensor for name, tensor in found.items() if not name.endswith(COUNTER)}

@@ -130,7 +130,7 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
     """Convert their file to a model's folder, and return the report. ValueError where either is no good."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a new folder, or an empty one")
-    theirs = read_tensors(file).tensors
+    theirs = read_tensors(file)
     try:
         what = understand(theirs, hints)
     except ValueError as error:
