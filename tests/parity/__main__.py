@@ -21,7 +21,7 @@ if __name__ == "__main__":
 from tests.parity import detector, vilbert, vlbert
 from tests.parity.cases import Found, Row, find_cases
 
-TITLES = {"vlbert": "VL-BERT", "vilbert": "ViLBERT", "detector": "detector", "damaged": "damaged"}
+TITLES = {"vlbert": "VL-BERT", "vilbert": "ViLBERT", "detector": "detector"}
 
 
 def rows(found: Found, precision: str, plain: bool) -> Iterator[Row]:
@@ -30,10 +30,8 @@ def rows(found: Found, precision: str, plain: bool) -> Iterator[Row]:
         yield from detector.compare_folder(found.path, found.name, plain)
     elif found.format == "vlbert":
         yield vlbert.report(found.path, found.name, precision)
-    elif found.format == "vilbert":
-        yield vilbert.report(found.path, found.name)
     else:
-        yield Row(found.name, remark=found.reason)
+        yield vilbert.report(found.path, found.name)
 
 
 def heading(kind: str, precision: str) -> str:

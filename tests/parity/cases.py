@@ -69,52 +69,36 @@ def relative(ours: float, theirs: float, floor: float = 1e-12) -> float:
 
 @dataclass(frozen=True)
 class Found:
-    """A case in a folder.
-
-    format: vlbert or vilbert (path is their json), detector (path is the folder of a meta.json), or damaged, with the
-    reason.
-    """
+    """A case in a folder: vlbert or vilbert (path is their json), or detector (path is the folder of a meta.json)."""
 
     format: str
     path: Path
     name: str
-    reason: str = ""
 
 
 def find_cases(root: Path) -> list[Found]:
-    """Return every case in `root` and below it, in order of the paths; a damaged case is never left out."""
+    """Return every case in `root` and below it, in order of the paths; a json that is torn is one of VL-BERT's."""
     found = []
     for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
         below = folder.relative_to(root).as_posix()
         if (folder / "meta.json").exists() or any(folder.glob("img*.npz")):
             found.append(Found("detector", folder, root.resolve().name if below == "." else below))
             continue
-        prefix = "" if below == "." else f"{below}/"
-        for stem in sorted({file.stem for kind in ("json", "npz") for file in folder.glob(f"*.{kind}")}):
-            case = _recognise(folder / f"{stem}.json")
-            if case:
-                found.append(Found(case[0], folder / f"{stem}.json", f"{prefix}{stem}", case[1]))
+        for file in sorted(folder.glob("*.json")):
+            if kind := _kind(file):
+                found.append(Found(kind, file, f"{'' if below == '.' else f'{below}/'}{file.stem}"))
     return found
 
 
-def _recognise(file: Path) -> tuple[str, str] | None:
-    """Return (format, reason if damaged) of X.json and X.npz, or None if they are no case."""
-    arrays = file.with_suffix(".npz")
+def _kind(file: Path) -> str | None:
+    """Return whose case a json is, or None if it is none."""
     try:
-        metadata = read_json(file) if file.exists() else {}
-        if "param_order_for_grad" in metadata:
-            return ("vilbert" if {"program", "layers"} & metadata.keys() else "vlbert"), ""
-        if not arrays.exists():
-            return None
-        with np.load(arrays) as archive:
-            if "grad/l2" not in archive.files:
-                return None
-        reason = f"{file.name} has no param_order_for_grad"
-    except Exception as error:  # noqa: BLE001  a torn file raises anything
-        if not arrays.exists():
-            return None
-        reason = f"{type(error).__name__}: {error}"
-    return "damaged", " ".join(reason.split())
+        metadata = read_json(file)
+    except (ValueError, RecursionError):
+        return "vlbert" if file.with_suffix(".npz").exists() else None
+    if "param_order_for_grad" not in metadata:
+        return None
+    return "vilbert" if {"program", "layers"} & metadata.keys() else "vlbert"
 
 
 def read_json(file: Path) -> dict:
