@@ -157,8 +157,8 @@ class Reader:
                 try:
                     name = info.path.removeprefix(prefix).removesuffix(".parquet")
                     index = self.catalog.pinned(stage, name)
-                    if len(index.keys()) != len(index):
-                        raise ValueError(f"{info.path} has {len(index.keys())} keys for {len(index)} samples")
+                    if len(index.urls()) != len(index):
+                        raise ValueError(f"{info.path} has {len(index.urls())} URLs for {len(index)} samples")
                 except ValueError as error:
                     self.faults.append(f"a snapshot is not whole: {error}")
         for shard, sha256 in self.seen.items():

@@ -75,7 +75,7 @@ def test_a_shard_in_progress_is_saved_in_several_objects_and_read_back(catalog: 
         assert 0 < len(read_back("a" * 12)) < 10
         other.add("http://x/1", spool.write(images["http://x/1"]))
         other.save()
-        assert [one.what for one in find_garbage(catalog.store, grace=-1)] == 4 * ["partial shard"]
+        assert [what for what, _ in find_garbage(catalog.store, grace=-1)] == 4 * ["partial shard"]
         assert find_garbage(catalog.store, grace=3600) == []
         remove_partial(catalog.store, "captions", {"00001"})
         assert len(partials(catalog)) == 4

@@ -152,7 +152,7 @@ def test_a_finished_evaluation_is_left_as_it_is_and_its_model_not_read(copy, cap
     assert first == f"evaluated already, with the same settings: {folder}; --again repeats it"
     assert last == f"evaluated val: {folder}"
     assert contents(folder) == before
-    with pytest.raises(ValueError, match="model.safetensors is damaged: it has 4 bytes"):
+    with pytest.raises(ValueError, match="model.safetensors is damaged: its sha256 is"):
         evaluated(copy, again=True)
 
 
