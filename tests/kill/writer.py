@@ -153,8 +153,8 @@ class Reader:
             prefix = f"captions/{stage}/snapshots/"
             for info in list(self.store.list(prefix)):
                 index = self.catalog.pinned(stage, info.path.removeprefix(prefix).removesuffix(".parquet"))
-                assert len(index.keys()) == len(index), (
-                    f"{info.path} has {len(index.keys())} keys, {len(index)} samples"
+                assert len(index.urls()) == len(index), (
+                    f"{info.path} has {len(index.urls())} URLs for {len(index)} samples"
                 )
         for shard, sha256 in self.seen.items():
             assert found.get(shard) == sha256, f"{shard} was visible and has {'changed' if shard in found else 'gone'}"
