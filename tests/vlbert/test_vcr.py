@@ -390,22 +390,6 @@ def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, 
         changed(task, train_on=("test",)).examples(urls(samples), None)
 
 
-def test_a_question_of_no_or_six_hundred_words_has_finite_answers(task, samples, folder):
-    file = folder / "val.jsonl"
-    whole, model = file.read_text(), new_model(task).eval()
-    file.write_text(whole.replace('["Why", "is", [0, 1], "holding", [3], "?"]', "[]"))
-    empty = first(task, samples, "val")
-    assert texts(empty)[2] == "[CLS] [SEP] the dog [SEP]"
-    file.write_text(whole.replace('"Why"', ", ".join(['"why"'] * 600)))
-    long = [first(changed(task, subtask=subtask), samples, "val") for subtask in ("answer", "rationale")]
-    for example, choices in zip(long, (ANSWERS, RATIONALES), strict=True):
-        assert max(len(text.tokens) for text in example.texts) == 43, "40 tokens, [CLS] and two [SEP]"
-        assert len({int((text.segments == 0).sum()) for text in example.texts}) == 1, "one question for all rows"
-        assert [text.split("[SEP]")[1].strip() for text in texts(example)] == choices
-    for example in (empty, *long):
-        assert np.isfinite(model.predict(collate([example]))[0]["probabilities"]).all()
-
-
 # --- refusals, and a user's own question ------------------------------------------------------------------------------
 
 
