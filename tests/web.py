@@ -93,19 +93,6 @@ def in_turn(*answers: Answer) -> Answer:
     return lambda handler: (left.pop(0) if len(left) > 1 else left[0])(handler)
 
 
-def endless(chunk: bytes) -> Answer:
-    """A body without an announced length that never ends."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.close_connection = True
-        handler.send_response(200)
-        handler.end_headers()
-        while not handler.server.stopping.is_set():
-            handler.wfile.write(chunk)
-
-    return answer
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # with the default of 5, a burst of connections waits a second for the next SYN
