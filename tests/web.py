@@ -4,7 +4,7 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -166,3 +166,12 @@ def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[D
             return await downloader.download(rows, Spool().__enter__())
 
     return asyncio.run(work())
+
+
+def results(urls: Iterable[str], settings: DownloadSettings) -> list[Download]:
+    """What becomes of these URLs."""
+    return downloaded([CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)], settings)
+
+
+def statuses(urls: Iterable[str], settings: DownloadSettings) -> list[str]:
+    return [item.status for item in results(urls, settings)]

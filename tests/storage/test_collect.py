@@ -557,7 +557,6 @@ LIST = {"name": "x", "captions": "a.tsv"}
         *((DownloadSettings, {"allowed_hosts": (host,)}, "host:port") for host in ("127.0.0.1", "*:80", "http://a:80")),
         (DownloadSettings, {"contact": "a\r\nX-Header: b"}, "control characters"),
         (ImageSettings, {"max_side": 100}, "min_side"),
-        (ImageSettings, {"max_pixels": 10**9}, "MAX_IMAGE_PIXELS"),
     ],
 )
 def test_settings_are_refused_by_field(kind: type, settings: dict[str, object], named: str):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from places import PROJECT
-from web import Answer, Web, downloaded, draw, drip, encode, in_turn, raw, send, silent
+from web import Answer, Web, downloaded, draw, drip, encode, in_turn, raw, results, send, silent, statuses
 
 from storage.catalog import Catalog
 from storage.collect.download import Download, commit_images
@@ -32,17 +32,9 @@ def settings_for(*servers: Web, **changes: object) -> DownloadSettings:
     return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
 
 
-def rows_of(*urls: str) -> list[CaptionRow]:
-    return [CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)]
-
-
 def one(url: str, settings: DownloadSettings) -> Download:
-    (result,) = downloaded(rows_of(url), settings)
+    (result,) = results([url], settings)
     return result
-
-
-def statuses(urls: list[str], settings: DownloadSettings) -> list[str]:
-    return [item.status for item in downloaded(rows_of(*urls), settings)]
 
 
 def no_one_listens() -> int:
@@ -93,7 +85,7 @@ def answered(web: Web) -> dict[str, Download]:
     """All of ANSWERS, downloaded at once: each must get its own status whatever its neighbours do."""
     urls = {name: web.put(f"/answer/{i}.jpg", answer) for i, (name, (answer, _)) in enumerate(ANSWERS.items())}
     settings = settings_for(web, deadline=3.0, max_bytes=200_000, max_pixels=190_000)
-    return dict(zip(urls, downloaded(rows_of(*urls.values()), settings), strict=True))
+    return dict(zip(urls, results(urls.values(), settings), strict=True))
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -126,15 +118,15 @@ def test_names_without_an_answer_delay_neither_other_names_nor_the_end(web: Web,
     web.put("/lives.jpg", send(JPEG))
     port = web.server.server_port
     lives = f"http://localhost:{port}/lives.jpg"
-    rows = rows_of(*(f"http://dead{i}.example/" for i in range(12)), lives)
+    urls = [*(f"http://dead{i}.example/" for i in range(12)), lives]
     settings = DownloadSettings(deadline=1.5, retries=0, allowed_hosts=(f"localhost:{port}",))
     started = time.monotonic()
     try:
-        results = downloaded(rows, settings)
+        found = statuses(urls, settings)
     finally:
         released.set()
     assert time.monotonic() - started < 4
-    assert [result.status for result in results] == 12 * ["timeout"] + ["ok"]
+    assert found == 12 * ["timeout"] + ["ok"]
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -191,13 +183,12 @@ def test_a_lasting_failure_is_not_requested_again(web: Web):
 def test_more_hosts_than_open_files_are_fine_and_too_few_files_end_the_program():
     code = (
         "import resource, sys; from collections import Counter; from contextlib import ExitStack;"
-        "sys.path.append('tests'); from web import CaptionRow, DownloadSettings, downloaded;"
+        "sys.path.append('tests'); from web import DownloadSettings, statuses;"
         "hosts = [f'127.0.1.{i}:{sys.argv[1]}' for i in range(1, 151)];"
-        "rows = [CaptionRow(i, 'a', f'http://{host}/a.jpg') for i, host in enumerate(hosts)];"
         "files = ExitStack(); used = [files.enter_context(open('/dev/null')) for _ in range(int(sys.argv[2]))];"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100));"
         "settings = DownloadSettings(allowed_hosts=tuple(hosts), concurrency=32, retries=0);"
-        "print(dict(Counter(str(item.status) for item in downloaded(rows, settings))))"
+        "print(dict(Counter(map(str, statuses([f'http://{host}/a.jpg' for host in hosts], settings)))))"
     )
 
     def attempt(files: int) -> subprocess.CompletedProcess:
@@ -223,7 +214,7 @@ def test_an_error_of_the_program_names_its_url_and_leaves_nothing_running(web: W
     monkeypatch.setattr("storage.collect.download.normalise", broken)
     begin = time.monotonic()
     with pytest.raises(ZeroDivisionError) as raised:
-        downloaded(rows_of(*urls), settings_for(web, deadline=30))
+        results(urls, settings_for(web, deadline=30))
     assert time.monotonic() - begin < 3
     assert web.url("/a.jpg") in "".join(raised.value.__notes__)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("decode")]

@@ -11,12 +11,10 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 import simulated
 import yarl
-from web import Answer, Web, downloaded, draw, encode, raw, send, silent
+from web import Answer, Web, draw, encode, raw, results, send, silent, statuses
 
-from storage.collect.download import Download
 from storage.collect.fetch import DownloadSettings
 from storage.collect.robots import MAX_BYTES, MAX_LINES, MAX_WILDCARDS, RobotsTxt, Rules, check_x_robots_tag
-from storage.collect.rows import CaptionRow
 from storage.collect.statuses import Refused
 
 JPEG = encode(draw())
@@ -27,18 +25,6 @@ def settings_for(*hosts: str, **changes: object) -> DownloadSettings:
     """Impatient settings that admit these host:port and no other address."""
     patience = {"deadline": 4.0, "retries": 0}
     return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
-
-
-def rows_of(*urls: str) -> list[CaptionRow]:
-    return [CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)]
-
-
-def results(urls: list[str], settings: DownloadSettings) -> list[Download]:
-    return downloaded(rows_of(*urls), settings)
-
-
-def statuses(urls: list[str], settings: DownloadSettings) -> list[str]:
-    return [item.status for item in results(urls, settings)]
 
 
 # --- X-Robots-Tag -----------------------------------------------------------------------------------------------------
@@ -276,14 +262,14 @@ def test_a_robots_txt_that_cannot_be_had_is_tried_again_for_the_second_pass(brok
 
 
 def test_a_retry_after_of_robots_txt_is_waited_for_up_to_half_a_minute():
-    for seconds, statuses in ((20, {"ok": 50}), (40, {"robots_txt_failed": 50})):
+    for seconds, expected in ((20, {"ok": 50}), (40, {"robots_txt_failed": 50})):
 
         def robots_txt(_: yarl.URL, now: float, seconds: float = seconds) -> simulated.Answer:
             later = {"Retry-After": str(seconds)}
             return simulated.Answer(0.1, body=b"") if now >= seconds else simulated.Answer(0.1, 429, headers=later)
 
         done = simulated.downloaded([urls_of(1, 50)], image, DownloadSettings(), robots_txt)
-        assert (done.statuses, asked(done)) == (statuses, 1 + (seconds == 20))
+        assert (done.statuses, asked(done)) == (expected, 1 + (seconds == 20))
 
 
 def test_it_is_kept_and_a_failure_till_the_second_pass_and_few_bytes_of_them(monkeypatch: pytest.MonkeyPatch):

@@ -225,19 +225,6 @@ def test_damaged_members_are_a_valid_sample_or_refused(members):
     assert as_dict(from_members("k", to_members(sample))) == as_dict(sample)
 
 
-UNWRITABLE = {
-    "caption": {"caption": b"bytes"},
-    "width": {"width": np.int64(16)},
-    "flags": {"flags": ["resized"]},
-}
-
-
-@pytest.mark.parametrize(("named", "fields"), UNWRITABLE.items(), ids=UNWRITABLE)
-def test_invalid_samples_are_not_written(named, fields):
-    with pytest.raises(BadSample, match=rf"sample {whole().key}: .*{named}"):
-        to_members(dataclasses.replace(whole(), **fields))
-
-
 def test_a_bad_sample_survives_pickling_between_processes():
     bad = pickle.loads(pickle.dumps(BadSample("sample k: caption is 3", "k")))
     assert (str(bad), bad.key) == ("sample k: caption is 3", "k")
