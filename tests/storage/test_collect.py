@@ -123,7 +123,7 @@ def test_only_the_missing_shards_are_collected_in_groups(demo_data: DemoData, ro
     catalog = of(root)
     rows = prepare_rows(catalog.store, captions(demo_data))
     parts = tuple(plan(captions(demo_data), rows, catalog.headers(IMAGES)))
-    counts = collect_group(root, captions(demo_data), Group(parts, rows.id, {}, 32, 4))
+    counts = collect_group(root, captions(demo_data), Group(parts, rows.id, {}, 32))
     assert counts == of(root).counts(IMAGES)
     assert contents(root) == before
 

@@ -105,17 +105,11 @@ def test_a_list_of_more_than_one_page_is_whole(moto, tmp_path):
         assert paths(open_store(f"s3://bucket/{tmp_path.name}")) == names
 
 
-def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
-    import boto3
-
+def test_files_that_begin_with_a_dot_are_not_listed(tmp_path):
     (tmp_path / ".hidden").mkdir()
-    (tmp_path / ".hidden" / "x").write_bytes(b"")
-    (tmp_path / ".temporary").write_bytes(b"")
-    (tmp_path / "shown").write_bytes(b"")
+    for name in (".hidden/x", ".temporary", "shown"):
+        (tmp_path / name).write_bytes(b"")
     assert paths(open_store(str(tmp_path))) == ["shown"]
-    for key in (".hidden/x", ".temporary", "shown", ""):
-        boto3.session.Session().client("s3").put_object(Bucket="bucket", Key=f"dots/{key}", Body=b"")
-    assert paths(open_store("s3://bucket/dots")) == ["shown"]
 
 
 @pytest.mark.parametrize("path", ["", "/etc/x", "a/../../x", "a//b", "a/.b", "a\\b", "a\0"])
@@ -270,9 +264,6 @@ def test_now_is_the_clock_of_the_storage(store):
     assert abs(next(store.list("a")).modified - store.now()) < 3
     assert abs(store.now() - before) < 3
     assert paths(store) == ["a"]
-    assert abs(open_store("/proc/self/fdinfo", write=False).now() - before) < 9, (
-        "this machine's, where nothing is taken"
-    )
 
 
 def test_of_many_writers_one_wins(tmp_path):

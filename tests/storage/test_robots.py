@@ -1,6 +1,5 @@
 """What a server asks of programs: X-Robots-Tag and robots.txt, of real servers, and as plain text."""
 
-import asyncio
 import contextlib
 import gzip
 import re
@@ -14,7 +13,7 @@ import yarl
 from web import Answer, Web, draw, encode, raw, results, send, silent, statuses
 
 from storage.collect.fetch import DownloadSettings
-from storage.collect.robots import MAX_BYTES, MAX_LINES, MAX_WILDCARDS, RobotsTxt, Rules, check_x_robots_tag
+from storage.collect.robots import MAX_BYTES, MAX_LINES, MAX_WILDCARDS, Rules, check_x_robots_tag
 from storage.collect.statuses import Refused
 
 JPEG = encode(draw())
@@ -270,33 +269,3 @@ def test_a_retry_after_of_robots_txt_is_waited_for_up_to_half_a_minute():
 
         done = simulated.downloaded([urls_of(1, 50)], image, DownloadSettings(), robots_txt)
         assert (done.statuses, asked(done)) == (expected, 1 + (seconds == 20))
-
-
-def test_it_is_kept_and_a_failure_till_the_second_pass_and_few_bytes_of_them(monkeypatch: pytest.MonkeyPatch):
-    requests: list[str] = []
-
-    async def request(url: yarl.URL) -> Rules:
-        requests.append(url.host)
-        if url.host == "fails":
-            raise Refused("robots_txt_failed", "HTTP 503", 0.0)
-        return Rules(FORBID_ALL)
-
-    async def work() -> None:
-        robots, loop = RobotsTxt(request), asyncio.get_running_loop()
-
-        async def check(host: str, times: int, since: float | None = None) -> None:
-            with pytest.raises(Refused, match="HTTP 503" if host == "fails" else "forbids /a.jpg"):
-                await robots.check(yarl.URL(f"http://{host}/a.jpg"), since)
-            assert requests.count(host) == times
-
-        for host in ("good", "fails"):
-            await check(host, 1)
-            await asyncio.sleep(1)
-            await check(host, 1)
-            await check(host, 1 + (host == "fails"), loop.time())
-        monkeypatch.setattr("storage.collect.robots.KEPT_BYTES", 6000)
-        robots = RobotsTxt(request)
-        for host, times in (("h0", 1), ("h1", 1), ("h2", 1), ("h3", 1), ("h3", 1), ("h0", 2)):
-            await check(host, times)
-
-    simulated.simulate(work())
