@@ -4,7 +4,7 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -93,19 +93,6 @@ def in_turn(*answers: Answer) -> Answer:
     return lambda handler: (left.pop(0) if len(left) > 1 else left[0])(handler)
 
 
-def endless(chunk: bytes) -> Answer:
-    """A body without an announced length that never ends."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.close_connection = True
-        handler.send_response(200)
-        handler.end_headers()
-        while not handler.server.stopping.is_set():
-            handler.wfile.write(chunk)
-
-    return answer
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # with the default of 5, a burst of connections waits a second for the next SYN
@@ -179,3 +166,12 @@ def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[D
             return await downloader.download(rows, Spool().__enter__())
 
     return asyncio.run(work())
+
+
+def results(urls: Iterable[str], settings: DownloadSettings) -> list[Download]:
+    """What becomes of these URLs."""
+    return downloaded([CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)], settings)
+
+
+def statuses(urls: Iterable[str], settings: DownloadSettings) -> list[str]:
+    return [item.status for item in results(urls, settings)]

@@ -9,11 +9,13 @@ settings that are given; where no rate is known, the page says which command mea
 import asyncio
 import dataclasses
 import json
+import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,8 @@ import torch
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
 from storage.collect.download import Downloader, DownloadSettings
-from storage.collect.plan import CollectSettings, ListSample, sample_list
+from storage.collect.lists import find_reading, read_rows
+from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool
 from storage.settings import check, parse, parse_known
 from storage.tables import aligned
@@ -107,28 +110,6 @@ def region_bytes(config: DetectionConfig, regions: float) -> float:
     return regions * (one + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
 
 
-def download_sample(listed: ListSample, settings: CollectSettings) -> tuple[Figure, Figure, Figure]:
-    """Download a sample and return the share that gives an image, an image's bytes, and rows a second."""
-
-    async def download(spool: Spool) -> list:
-        async with Downloader(settings.download) as downloader:
-            return await downloader.download(listed.examples, spool)
-
-    begin = time.monotonic()
-    with Spool() as spool:
-        found = asyncio.run(download(spool))
-        sizes = [one.image.length for one in found if one.image]
-    seconds = max(time.monotonic() - begin, 1e-3)
-    counts = ", ".join(f"{count} {status}" for status, count in Counter(str(one.status) for one in found).most_common())
-    if not sizes:
-        raise ValueError(
-            f"none of {len(found)} URLs of {settings.origin} gave an image ({counts}; docs/download.md). Check this "
-            "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
-        )
-    source, size, rate = f"a sample of {len(found)} URLs: {counts}", sum(sizes) / len(sizes), len(found) / seconds
-    return Figure(len(sizes) / len(found), source), Figure(size, source), Figure(rate, source)
-
-
 _DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cuda", precision="bf16-res5")
 
 
@@ -165,11 +146,18 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     check_shares(recipe.data, settings.cards)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
-    listed, share, image, collected = read_list(settings)
-    texts = [len(row.caption.encode()) + len(row.url.encode()) for row in listed.examples] or [225]
+    rows, drawn = settings.rows or 0, []
+    if settings.list:
+        file = Path(settings.list)
+        size = settings.sample or 1000  # for the length of their texts
+        rows, drawn = sample_rows(read_rows(file, find_reading(file, settings.columns)), size)
+    share, image, collected = SHARE, IMAGE_BYTES, COLLECTED
+    if settings.sample is not None:
+        share, image, collected = download_sample(drawn, settings)
+    texts = [len(row.caption.encode()) + len(row.url.encode()) for row in drawn if not row.status] or [225]
     selection = detection.selection
     regions = (selection.minimum + selection.maximum) / 2 if settings.regions is None else settings.regions
-    images = round((listed.rows - listed.duplicates) * share.value)
+    images = round(rows * share.value)
     plain = 2 * _TAR_MEMBER + image.value + 250 + sum(texts) / len(texts)
 
     preset, on_card = detection.preset or "vg_resnet101", detection.device.startswith("cuda")
@@ -179,15 +167,14 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     with_regions = plain + region_bytes(detection, regions)
     pairs, training = recipe.steps * recipe.data.batch, pretraining_rate(recipe, settings.card)
     kept = recipe.keep_checkpoints * checkpoint_bytes(recipe, PRESETS[preset].num_classes)
-    collection_bytes = images * plain + listed.rows * _MANIFEST_ROW
+    collection_bytes = images * plain + rows * _MANIFEST_ROW
     return {
         "recipe": recipe.name,
-        "rows": listed.rows,
-        "duplicates": listed.duplicates,
+        "rows": rows,
         "images": images,
         "epochs": pairs / max(1, images),
         "stages": [
-            _stage("collect", collection_bytes, listed.rows, collected, PRICES["cpu"], 1),
+            _stage("collect", collection_bytes, rows, collected, PRICES["cpu"], 1),
             _stage("detect", images * with_regions, images, detecting, detector_price, settings.cards),
             _stage("pre-train", kept, pairs, training, price, settings.cards),
         ],
@@ -197,14 +184,39 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     }
 
 
-def read_list(settings: PlanSettings) -> tuple[ListSample, Figure, Figure, Figure]:
-    """Return the list, the share of its rows that give an image, an image's bytes, and rows a second."""
-    if not settings.list:
-        return ListSample(settings.rows or 0, 0, []), SHARE, IMAGE_BYTES, COLLECTED
-    collection = CollectSettings("captions", settings.list, settings.columns, download=settings.download)
-    listed = sample_list(collection, settings.sample or 1000)  # for the length of their texts
-    found = (SHARE, IMAGE_BYTES, COLLECTED) if settings.sample is None else download_sample(listed, collection)
-    return listed, *found
+def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[CaptionRow]]:
+    """Return how many rows there are, and up to so many of them, drawn at random."""
+    count, drawn, generator = 0, [], random.Random(0)
+    for count, row in enumerate(rows, 1):
+        place = generator.randrange(count)
+        if len(drawn) < size:
+            drawn.append(row)
+        elif place < size:
+            drawn[place] = row
+    return count, drawn
+
+
+def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Figure, Figure, Figure]:
+    """Download rows and return the share that gives an image of its own, an image's bytes, and rows a second."""
+    asked = list({row.key: row for row in rows if not row.status}.values())
+
+    async def download(spool: Spool) -> list:
+        async with Downloader(settings.download) as downloader:
+            return await downloader.download(asked, spool)
+
+    begin = time.monotonic()
+    with Spool() as spool:
+        found = asyncio.run(download(spool))
+        sizes = [one.image.length for one in found if one.image]
+    seconds = max(time.monotonic() - begin, 1e-3)
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(str(one.status) for one in found).most_common())
+    if not sizes:
+        raise ValueError(
+            f"none of {len(found)} URLs of {settings.list} gave an image ({counts}; docs/download.md). Check this "
+            "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
+        )
+    source, size, rate = f"a sample of {len(found)} URLs: {counts}", sum(sizes) / len(sizes), len(found) / seconds
+    return Figure(len(sizes) / len(rows), source), Figure(size, source), Figure(rate, source)
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:
@@ -225,7 +237,7 @@ def page(plan: dict[str, Any]) -> str:
         hours, euros = ("?" if one[name] is None else f"{one[name]:,.1f}" for name in ("hours", "euros"))
         rows.append((one["name"], f"{one['bytes'] / 1e9:,.3g}", hours, euros, one["source"]))
     lines = [
-        f"{plan['recipe']}: {plan['rows']:,} rows, of them {plan['duplicates']:,} repeated",
+        f"{plan['recipe']}: {plan['rows']:,} rows",
         f"{plan['images']:,} images: {share['value']:.1%} of the rows, {share['source']}",
         f"{image['value']:,.0f} bytes an image: {image['source']}",
         f"{plan['regions']:g} regions an image; {plan['epochs']:,.1f} epochs",

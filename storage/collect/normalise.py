@@ -17,22 +17,6 @@ from PIL import Image, UnidentifiedImageError
 from storage.collect.statuses import Refused, Status
 from storage.settings import FORM, check, check_choices
 
-FLAGS: dict[str, str] = {
-    "png": "came as PNG",
-    "gif": "came as GIF",
-    "webp": "came as WebP",
-    "bmp": "came as BMP",
-    "animated": "the first of several frames",
-    "exif_rotated": "turned upright as its EXIF orientation said",
-    "exif_unreadable": "its EXIF block is damaged: taken as upright",
-    "resized": "made smaller to `max_side`",
-    "cmyk": "converted from CMYK",
-    "palette": "converted from a palette",
-    "alpha": "its transparent parts were laid onto white",
-    "16_bit": "reduced from 16 to 8 bits",
-    "repaired": "a JPEG whose decoder warned of stray bytes: decoded and encoded anew",
-}
-
 # The formats that are decoded, with their first bytes. Few on purpose: every decoder reads untrusted bytes.
 _MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", "WEBP": b"RIFF", "BMP": b"BM"}
 
@@ -99,16 +83,11 @@ class ImageSettings:
                 f"max_side {self.max_side} is under min_side {self.min_side} x max_aspect {self.max_aspect}: "
                 "making a long image smaller would bring its shorter side under min_side; raise max_side"
             )
-        if Image.MAX_IMAGE_PIXELS is not None and self.max_pixels > Image.MAX_IMAGE_PIXELS:
-            raise ValueError(
-                f"max_pixels is {self.max_pixels}, over Pillow's own limit {Image.MAX_IMAGE_PIXELS}; "
-                "raise PIL.Image.MAX_IMAGE_PIXELS first if you mean it"
-            )
 
 
 @dataclass(frozen=True)
 class NormalisedImage:
-    """A JPEG as it is stored, its size in pixels, the sha256 of the original bytes, and what was changed (FLAGS)."""
+    """A JPEG as it is stored, its size in pixels, the original's sha256, and what was changed: docs/download.md."""
 
     jpeg: bytes
     width: int

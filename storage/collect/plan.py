@@ -9,8 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import random
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from storage.collect.rows import CaptionRow, Reading, Rows, write_rows
 from storage.collect.statuses import Status, parse_statuses
 from storage.collect.tars import TarSet
 from storage.manifests import Header
-from storage.object_store import ObjectMissing, ObjectStore, open_store
+from storage.object_store import ObjectMissing, ObjectStore
 from storage.programs import Dataset
 from storage.settings import FORM, check, check_choices
 
@@ -215,25 +213,3 @@ def _check_committed(settings: CollectSettings, rows: Rows, header: Header, part
             f"{settings.name}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
             "Set them back, or collect another dataset"
         )
-
-
-# --- a sample of a list -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ListSample:
-    """How many rows a list has, how many repeat an earlier one, and some of the others from all over it."""
-
-    rows: int
-    duplicates: int
-    examples: list[CaptionRow]
-
-
-def sample_list(settings: CollectSettings, examples: int, seed: int = 0) -> ListSample:
-    """Up to so many rows of a list, drawn at random; nothing is kept. ValueError as `prepare_rows`."""
-    with tempfile.TemporaryDirectory(prefix="list-") as folder:
-        rows = prepare_rows(open_store(folder), settings)
-        drawn = random.Random(seed).sample(range(rows.count), min(examples, rows.count))
-        repeated = set(rows.repeated.tolist())
-        found = [row for number in sorted(drawn) if number not in repeated for row in rows.read(number, number + 1)]
-        return ListSample(rows.count, len(repeated), [row for row in found if not row.status])

