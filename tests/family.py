@@ -32,9 +32,7 @@ VLBERT = dataclasses.replace(
     TINY_MODEL, dropout=0.0, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed", random_init=False)
 )
 END_TO_END = dataclasses.replace(VILBERT, regions=TINY_MODEL.regions, whole_image="pooled")
-ENDS_AS_BASE = dataclasses.replace(VILBERT, layers="TXTV")
 MODELS = {"vlbert": VLBERT, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT, "vilbert end to end": END_TO_END}
-MODELS |= {"vilbert as base": ENDS_AS_BASE}
 
 
 def with_features(sample: Sample) -> Sample:

@@ -60,30 +60,6 @@ def test_a_file_imports_only_what_stands_to_its_right(file):
         assert "torch" not in packages
 
 
-def imported_at_once(module: str) -> set[str]:
-    """The names that importing this module imports from our files, directly and through them."""
-    seen, todo = set(), [module]
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        todo += [name.rpartition(".")[0]] if "." in name else []
-        path = Path(name.replace(".", "/"))
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if path.parts[0] in HOUSE and (PROJECT / file).is_file():
-                todo += names_in(parsed(file).body)  # not in functions, nor under TYPE_CHECKING
-    return seen
-
-
-@pytest.mark.parametrize("module", ["vlbert.train", "benchmarks.train_step"])
-def test_training_needs_none_of_the_packages_that_other_folders_need(module: str):
-    absent = {"aiohttp", "boto3", "botocore", "fastapi", "jinja2", "matplotlib", "prefect", "simplejpeg", "tensorboard"}
-    found = imported_at_once(module)
-    assert {"torch", "pyarrow", "storage.catalog", "training.loading"} <= found
-    assert not found & (absent | {"webdataset"})
-
-
 @pytest.mark.parametrize("function", ["Image.open", "from_pretrained"])
 def test_readers_of_foreign_files_name_what_they_take(function):
     """Pillow: which formats. transformers: no code of others."""

@@ -1,9 +1,6 @@
 """What stands beside the code: pages whose links and checks exist, the licence, the citation, the forms of issues."""
 
 import re
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,22 +56,6 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
         if heading:
             heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in heads], link
-
-
-def test_metadata_agree_with_the_citation_and_the_changelog():
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
-    assert project["license"] == citation["license"] == "Apache-2.0"
-    assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
-    assert f"\n## {project['version']}" in (PROJECT / "CHANGELOG.md").read_text()
-
-
-def test_the_forms_of_issues_are_valid():
-    forms = [str(path) for path in sorted((PROJECT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))]
-    assert len(forms) == 3
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-issue-forms", *forms]
-    checked = subprocess.run(command, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
 
 
 def test_the_arguments_of_kubernetes_are_understood():

@@ -128,14 +128,6 @@ def test_constraints_txt_pins_all_that_the_extras_bring():
     assert versions.items() <= pins.items()
 
 
-def test_its_commands_are_installed_and_are_those_of_the_wheel(installed):
-    listed = installed.ran("vlbert", "--help")
-    assert "\n  train  " in listed
-    assert installed.ran("vlbert", "--version") == f"vlbert {DECLARED['project']['version']}\n"
-    where = installed.ran("python", "-c", "import vlbert, storage; print(vlbert.__file__, storage.__file__)")
-    assert all(Path(file).is_relative_to(installed.folder / "venv") for file in where.split())
-
-
 def test_prediction_and_training_need_no_extra(installed, tmp_path):
     (tmp_path / "photo.jpg").write_bytes(tiny_sample(3).image)
     save_model(tmp_path, "run", PretrainingSettings(max_elements=24), recorded(demo_detector()), model=STARTED)

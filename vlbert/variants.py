@@ -1,21 +1,19 @@
 """The two variants: where the paper and the authors' code differ, each rule is a field of a recipe with both values.
 
-    vlbert recipes        prints them as tables; docs/variants.md has the reasons
+    vlbert recipes        prints them as a table; docs/variants.md has the reasons
 
 `apply(recipe, variant)` sets all of them. Released checkpoints need the code's; the paper's tables name
 the paper's. Numbers (learning rates, batches, steps) stand in the recipes themselves, beside their sources.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from storage.settings import flat, override_values, to_json
+from storage.settings import override_values
 from storage.tables import markdown
 from vlbert.config import Recipe
 
 Variant = Literal["paper", "published"]
-SUFFIXES = ("_paper", "_multi_task")  # of a variant's recipe
 
 
 @dataclass(frozen=True)
@@ -106,18 +104,6 @@ def table() -> str:
         values = _shown(rule.paper), _shown(rule.published)
         rows.append((str(rule.number), f"`{rule.field}`{task}", *values, rule.what, rule.section))
     return markdown(("difference", "field", "paper", "authors' code", "what", "in the paper"), rows)
-
-
-def numbers(recipes: Mapping[str, Recipe]) -> str:
-    """Return the fields that differ between a recipe and its variant, without VL-BERT's rules, as Markdown."""
-    rows, ruled = [], {rule.field for rule in RULES}
-    pairs = [(name, name + suffix) for name in recipes for suffix in SUFFIXES if name + suffix in recipes]
-    for name, variant in pairs:
-        ours, theirs = (flat(to_json(recipes[one])) for one in (name, variant))
-        known = ruled if "unicoder" not in name and "vilbert" not in name else set()
-        differing = [field for field in ours if ours[field] != theirs.get(field) and field not in {"name", *known}]
-        rows += [(f"`{variant}`", f"`{one}`", _shown(ours[one]), _shown(theirs.get(one))) for one in differing]
-    return markdown(("recipe", "field", "without suffix", "variant"), rows)
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from writing import wait_for
 
 from storage.object_store import ObjectStore, open_store
 from training.checkpoint import Writer
-from training.log import PROGRESS_LINES, RunLog, read_heartbeat, read_metrics
+from training.log import RunLog, read_heartbeat, read_metrics
 from training.metrics import RunningAverages, Step
 
 
@@ -65,15 +65,6 @@ def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path, store):
         for read in (lambda: read_metrics(store, "run", "training"), lambda: RunLog(Writer(store), "run", 2, 9, 1)):
             with pytest.raises(ValueError, match=f"^line 2 of {file} .*remove that line"):
                 read()
-
-
-def test_progress_lines_can_be_left_out(record, capsys, monkeypatch):
-    monkeypatch.setenv(PROGRESS_LINES, "0")
-    add_line(record, 1)
-    assert capsys.readouterr().out == ""
-    monkeypatch.delenv(PROGRESS_LINES)
-    add_line(record, 2)
-    assert capsys.readouterr().out.startswith("step 2/10  loss all 1.500  samples/s ")
 
 
 def test_the_heartbeat_tells_where_the_run_is_and_the_page_of_formats_names_its_fields(store, record):

@@ -61,21 +61,6 @@ def test_bert_adam_adds_epsilon_before_the_correction():
     np.testing.assert_allclose(as_bert, [[-0.1, -0.1 / (1 + 0.001**-0.5)]], rtol=1e-4)
 
 
-def test_adam_and_sgd_decay_in_the_gradient():
-    settings = {"learning_rate": 0.1, "weight_decay": 0.5, **CONSTANT}
-    still = np.zeros((1, 2))
-    start = np.array([2.0, -4.0])
-    np.testing.assert_allclose(steps(start, still, OptimizerConfig(**settings))[0], start * (1 - 0.1 * 0.5))
-    # Adam divides the decay, too, by its own size.
-    adam = steps(start, still, OptimizerConfig(kind="adam", **settings))[0]
-    np.testing.assert_allclose(adam, start - 0.1 * np.sign(start), rtol=1e-4)
-    sgd = steps(start, np.ones((2, 2)), OptimizerConfig(kind="sgd", momentum=0.9, **settings))
-    velocity = 1 + 0.5 * start
-    np.testing.assert_allclose(sgd[0], start - 0.1 * velocity, rtol=1e-6)
-    velocity = 0.9 * velocity + 1 + 0.5 * sgd[0]
-    np.testing.assert_allclose(sgd[1], sgd[0] - 0.1 * velocity, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("figures", "config"),
     [

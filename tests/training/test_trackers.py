@@ -1,23 +1,16 @@
-"""Trackers: they get each line of metrics.jsonl, and cannot end a training. docs/trackers.md is run here."""
+"""Trackers: they get each line of metrics.jsonl, and cannot end a training."""
 
 import json
 import re
 import sys
 from types import ModuleType
-from unittest.mock import MagicMock
 
 import pytest
-from places import PROJECT
 from small_run import run_small
 
 from storage.object_store import ObjectStore, open_store
 from training.log import read_heartbeat
 from training.trackers import TrackedRun
-
-PAGE = (PROJECT / "docs" / "trackers.md").read_text()
-CODE = {
-    re.search(r"class (\w+):", block).group(1): block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-}
 
 
 def lines_of(store: ObjectStore) -> list[dict]:
@@ -92,15 +85,3 @@ def test_a_tracker_that_fails_is_reported_once_and_left_out(tmp_path, monkeypatc
     ]
     (events,) = (tmp_path / "runs" / "run" / "tensorboard").iterdir()
     assert events.read_bytes().count(b"training/loss_size") == 3, "others go on"
-
-
-@pytest.mark.parametrize("name", CODE)
-def test_the_code_of_the_page_tracks_a_run(tmp_path, monkeypatch, capsys, name):
-    packages = {package: MagicMock() for package in ("wandb", "mlflow", "trackio")}
-    module = ModuleType("trackers_of_the_page")
-    for package, found in (packages | {module.__name__: module}).items():
-        monkeypatch.setitem(sys.modules, package, found)
-    exec(CODE[name], module.__dict__)
-    run_small(open_store(str(tmp_path)), range(4), trackers=(f"{module.__name__}:{name}",))
-    assert "is left out" not in capsys.readouterr().out
-    assert name == "PrintTracker" or any("'loss_size': " in str(one.mock_calls) for one in packages.values())

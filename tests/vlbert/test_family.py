@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,8 +26,6 @@ from vlbert.data.batch import Example, collate
 from vlbert.data.images import PreparedImage, prepare_image
 from vlbert.data.masking import WordMasking
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.initial_weights import start_head
-from vlbert.model.heads import Classifier
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -220,40 +217,6 @@ def test_the_kl_divergence_is_the_cross_entropy_less_the_entropy_and_learns_the_
     assert count == len(labels)
 
 
-def test_of_more_regions_than_max_regions_the_first_are_read(tmp_path):
-    task, samples = pretraining(tmp_path, max_regions=2, max_elements=None)
-    images = [example.image for example in examples_of(task, samples, VILBERT)]
-    assert [len(image.boxes) for image in images] == [1 + min(2, len(sample.regions)) for sample in samples]
-    assert all(len(image.covered) == 0 for image in images), "what is not read masks no pixels"
-
-
-def test_a_classifier_of_regions_starts_from_the_transform_that_pre_training_had(tmp_path):
-    """With or without LayerNorm, and a mismatch is refused."""
-    for region_head, kind in (("transform", "regions"), ("transform_norm", "regions_norm")):
-        source = new_model(pretraining(tmp_path, region_head=region_head)[0], VILBERT)
-        tensors = {name.removeprefix("head."): tensor for name, tensor in source.head.state_dict().items()}
-        checkpoint = SimpleNamespace(
-            where="run",
-            task_settings={},
-            part=lambda prefix, tensors=tensors: {
-                name.removeprefix(prefix.removeprefix("head.")): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(prefix.removeprefix("head."))
-            },
-        )
-        for wanted in ("regions", "regions_norm", "linear"):
-            task, _ = refcoco(tmp_path, classifier=wanted)
-            head = new_model(task, VILBERT).head
-            if wanted not in (kind, "linear"):
-                with pytest.raises(ValueError, match="run has a LayerNorm .* set task.classifier"):
-                    start_head(task, head, checkpoint, same_task=False)
-                continue
-            taken = start_head(task, head, checkpoint, same_task=False)
-            assert taken == ("nothing" if wanted == "linear" else "region_transform")
-            if wanted == kind:
-                assert torch.equal(head.transform.dense.weight, source.head.region_transform.dense.weight)
-
-
 def test_the_loss_of_regions_is_a_mean_over_candidates_or_of_the_rows_sums(tmp_path):
     found = {}
     for over in ("rows", "regions"):
@@ -263,16 +226,6 @@ def test_the_loss_of_regions_is_a_mean_over_candidates_or_of_the_rows_sums(tmp_p
     assert found["rows"][1] == len(batch)
     assert found["regions"][1] == len(batch.labelled["candidate"])
     torch.testing.assert_close(found["rows"][0], found["regions"][0])
-
-
-def test_a_weight_normed_layer_begins_as_its_direction():
-    layer = Classifier(VILBERT, 5, "weight_norm", dropout=0.0).first
-    x = torch.randn(3, layer.direction.in_features)
-    torch.testing.assert_close(layer(x), layer.direction(x))
-    with torch.no_grad():
-        layer.gain *= 2
-    bias = layer.direction.bias
-    torch.testing.assert_close(layer(x) - bias, 2 * (layer.direction(x) - bias))
 
 
 def test_berts_learning_rate_is_that_of_the_text_layers_alone(tmp_path):

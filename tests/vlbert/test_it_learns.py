@@ -23,7 +23,6 @@ from training.distributed import World
 from training.optimizer import OptimizerConfig, make_optimizer, set_learning_rate
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
-from vlbert.data.images import prepare_image
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -186,45 +185,6 @@ def precomputed() -> ModelConfig:
     """A model of features that come as they are: nothing but the encoder has to learn."""
     regions = RegionConfig(features="precomputed", resnet=dataclasses.replace(MODEL.regions.resnet, width=1))
     return dataclasses.replace(MODEL, regions=regions)
-
-
-def test_ten_samples_are_memorised():
-    """Captions, classes and features are random: nothing but memory helps."""
-    torch.manual_seed(0)
-    rng = np.random.default_rng(0)
-    config = precomputed()
-    task = Pretraining(
-        dataclasses.replace(LEARNS, regions=RegionMasking(0.5, masked=1.0)), WORDS, num_classes=len(COLOURS)
-    )
-    examples = []
-    for number in range(10):
-        sample = drawn(number)
-        regions = dataclasses.replace(
-            sample.regions,
-            features=rng.normal(size=(4, config.regions.channels)).astype(np.float16),
-            class_probs=np.eye(1 + len(COLOURS), dtype=np.float16)[rng.integers(1, 1 + len(COLOURS), size=4)],
-        )
-        caption = " ".join(rng.choice(list(COLOURS), size=8))
-        sample = dataclasses.replace(sample, caption=caption, regions=regions)
-        examples.append(task.example(sample, prepare_image(sample, config.regions, False), None, rng))
-    batch = collate(examples)
-    labelled = {
-        "words": len(batch.labelled["word_label_mask"]),
-        "regions": len(batch.labelled["region_label_mask"]),
-    }
-    assert min(labelled.values()) >= 15
-    model = TaskModel(VLBert(config, len(WORDS)), task)
-    learn(model, [batch], steps=150, rate=5e-3)
-    with torch.no_grad():
-        losses = {name: float(total) / max(1, count) for name, (total, count) in model(batch).items()}
-        assert task.metrics(model.predict(batch)) == {
-            "words_accuracy": 1.0,
-            "regions_accuracy": 1.0,
-            "monitored_accuracy": 1.0,
-        }
-    print(f"\nten samples, {labelled}: losses {losses}")
-    assert losses["words"] < 0.01
-    assert losses["regions"] < 0.01
 
 
 def test_a_masked_word_is_learned_from_its_tied_region():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaded import ALONE, captions, rows_in_order
+from loaded import ALONE, captions
 from programs import losses
 from safetensors.torch import load_file
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
@@ -31,19 +31,17 @@ from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import SnapshotSpan
-from vlbert.initial_weights import check_complete
-from vlbert.recipes import RECIPES
 from vlbert.tasks.base import Examples
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.train import train
 
 STAGE = f"regions/{DETECTOR}"
-SIZES = {"captions": 20, "more": 12, "third": 12}  # of which the tests take the first two, or the last
+SIZES = {"captions": 20, "more": 12}
 BOTH = {"captions": 3.0, "more": 1.0}
 
 
 def samples_of(name: str, count: int) -> list[Sample]:
-    first = {"captions": 0, "more": 200, "third": 400, "held-out": 1000, "held-more": 2000, "new": 300}[name]
+    first = {"captions": 0, "more": 200, "held-out": 1000, "held-more": 2000, "new": 300}[name]
     return [tiny_sample(first + i, regions=1 + i % 3) for i in range(count)]
 
 
@@ -53,8 +51,7 @@ def keys_of(name: str, count: int | None = None) -> set[str]:
 
 def make_root(folder: Path) -> Path:
     root = tiny_root(folder, samples=20, held_out=4)
-    for name in ("more", "third"):
-        commit_samples(root, name, samples_of(name, SIZES[name]))
+    commit_samples(root, "more", samples_of("more", SIZES["more"]))
     commit_samples(root, "held-more", samples_of("held-more", 6))
     return root
 
@@ -88,31 +85,6 @@ def test_each_dataset_has_its_share_and_epochs_of_its_own(root):
         assert sum(key in keys_of("more") for key in keys[8 * step : 8 * step + 8]) in (1, 2, 3)
 
 
-def test_datasets_of_one_size_are_not_shuffled_alike(root):
-    keys = keys_in(training_data(root, {"more": 1.0, "third": 1.0}), 3)
-    orders = [
-        [number for key in keys for number, sample in enumerate(samples_of(name, 12)) if sample.key == key]
-        for name in ("more", "third")
-    ]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
-    assert orders[0] != orders[1]
-
-
-@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (1, 2), (4, 2)])
-def test_worlds_and_accumulation_share_the_same_samples(root, size, gradient_accumulation):
-    changes = {"batch": 16, "text_batch": 8}
-    whole = training_data(root, BOTH, **changes)
-    parts = [
-        training_data(root, BOTH, rank, size, gradient_accumulation=gradient_accumulation, **changes)
-        for rank in range(size)
-    ]
-    for step in (0, 1, 2):  # epochs of either end on the way
-        dealt = [data[step] for data in parts]
-        rows = [row for part in range(gradient_accumulation) for of in dealt for row in rows_in_order(of[part])]
-        pairs = [row for row in rows if not row[0].startswith("text-")]
-        assert pairs == [row for row in rows_in_order(whole[step][0]) if not row[0].startswith("text-")]
-
-
 def sized(weights: dict[int, float], batch: int, every: int) -> TrainingData:
     """Datasets of which nothing is read: number of examples -> weight."""
     datasets = [TrainingDataset(None, Examples(np.arange(n)), weight=weight) for n, weight in weights.items()]
@@ -135,18 +107,6 @@ def test_boundaries_are_beginnings_of_epochs_and_come_again(weights, batch, ever
         gaps = np.diff([0, *(boundary for _, boundary in ours)])
         assert (gaps >= apart).all(), "so many steps, in samples of the dataset"
         assert len(ours) >= steps * batch * weight / sum(weights.values()) // (apart + n + 1) - 2, "none is left out"
-
-
-def test_no_dataset_has_two_snapshots_more_in_one_step():
-    """Also one of a single example, of which a step now and then has more than its share."""
-    data, entered = sized({1: 5.0, 2: 2.0, 3: 2.0}, batch=3, every=1), []
-    for step in range(60):
-        while boundaries := data.boundaries(step):  # a run looks again, once something has entered
-            for number, boundary in boundaries:
-                data.enter(number, None, data.datasets[number].examples, "another", boundary)
-                entered.append((step, number))
-        assert len(data.slots(step)) == 3
-    assert len(entered) == len({*entered}) > 60
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -277,23 +237,13 @@ def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
     [
         ({"datasets": {}}, "DataConfig.datasets is {}; it must be names of datasets"),
         ({"datasets": {"a": 1.0, "b": 0.0}}, "DataConfig.datasets is {'a': 1.0, 'b': 0.0}; it must be a positive"),
-        ({"datasets": {"a": 1.0, "b": float("nan")}}, "a positive weight for each name, or none for all"),
         ({"datasets": {"a": 1.0, "b": None}}, "a positive weight for each name, or none for all"),
         ({"held_out": ("a", "a")}, "DataConfig.held_out is ('a', 'a'); it must be names of datasets, each once"),
-        ({"held_out": ()}, "DataConfig.held_out is (); it must be names of datasets"),
     ],
 )
 def test_bad_names_and_weights_are_refused(fields, named):
     with pytest.raises(ValueError, match=re.escape(named)):
         DataConfig(**fields)
-
-
-def test_a_task_with_splits_takes_one_dataset():
-    recipe = RECIPES["finetune_vqa"]()
-    for name, two in {"datasets": {"vqa": 1.0, "more": 1.0}, "held_out": ("vqa", "more")}.items():
-        data = dataclasses.replace(recipe.data, root="root", **{name: two})
-        with pytest.raises(ValueError, match=f"data.{name} has 2 names, vqa, more; a task with splits"):
-            check_complete(dataclasses.replace(recipe, data=data, init_from="root/runs/run"))
 
 
 def commit_others(root: Path, name: str, detector: str, classes: int) -> None:
@@ -328,7 +278,6 @@ def test_a_resumed_run_keeps_its_datasets_and_their_weights(root):
             r"data\.datasets=captions:3\.0 more:1\.0, but the recipe has captions\. Restore captions:3\.0 more",
         ),
         ({"captions": 3.0, "more": 2.0}, r"but the recipe has captions:3\.0 more:2\.0"),
-        ({"captions": None, "more": None}, r"but the recipe has captions more"),
         (BOTH | {"third": 1.0}, r"but the recipe has captions:3\.0 more:1\.0 third:1\.0"),
     ):
         with pytest.raises(ValueError, match=named):

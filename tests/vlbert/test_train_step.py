@@ -1,15 +1,10 @@
 """The fast path equals a plain program in each of its modes; the commands that measure it."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from places import PROJECT
 from tiny import CLASSES, SMALL_MODEL, TINY_MODEL, tiny_sample
 
 from benchmarks import train_step
@@ -133,28 +128,6 @@ def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
         main(["--check", "--pairs", "2", *SMALL_MODEL])
     assert ended.value.code == 0
     assert capsys.readouterr().out.count("within") == 2
-
-
-@pytest.mark.slow
-def test_the_gpu_script_runs_in_small_on_a_cpu(tmp_path):
-    variables = {"DEVICE": "cpu", "GPU_SH_TINY": "1", "OUT": str(tmp_path), "SECTIONS": "facts base predicted tests"}
-    variables |= {"PYTHON": sys.executable}
-    run = subprocess.run(
-        ["bash", "benchmarks/gpu.sh"],
-        cwd=PROJECT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
-    summary = (tmp_path / "summary.txt").read_text()
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr
-    assert f"torch {torch.__version__.partition('+')[0]}" in (tmp_path / "facts.txt").read_text()
-    sections = dict(line.split(": ") for line in summary.splitlines())
-    assert sections.keys() == {"facts", "base", "predicted", "tests"}
-    assert all(line.startswith("done") for line in sections.values())
-    assert json.loads((tmp_path / "base.json").read_text())["parts"]
-    assert "predicted / measured" in (tmp_path / "predicted.txt").read_text()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU with CUDA")

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,10 +15,8 @@ from places import PROJECT
 from tiny import COLOURS, TINY_MODEL, as_overrides, commit_samples, tiny_sample
 
 from training.optimizer import OptimizerConfig
-from vlbert.checkpoint import check_saved
 from vlbert.config import Recipe
 from vlbert.tasks import TASKS
-from vlbert.tasks.base import Task, TaskSettings
 
 NEEDED = dict.fromkeys(["example", "head", "losses", "predictions", "metrics"], lambda self: None)  # methods
 
@@ -79,21 +76,6 @@ def trained(folder: Path) -> str:
     ended = program(folder, "vlbert.train", "colours:finetune_colours", *as_overrides(tiny, recipe))
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
-
-
-@pytest.mark.parametrize("method", NEEDED)
-def test_a_task_that_lacks_a_method_is_refused_when_it_is_made(method: str):
-    assert type("Whole", (Task,), NEEDED)(None, None, 0).num_classes == 0
-    with pytest.raises(TypeError, match=f"(?s)Lacking.*{method}"):
-        type("Lacking", (Task,), {name: one for name, one in NEEDED.items() if name != method})(None, None, 0)
-
-
-def test_a_list_of_a_task_without_a_folder_that_differs_from_a_checkpoints_is_named():
-    lists = {"saved": ("colours",), "colours": ["red"]}
-    task = type("Own", (Task,), NEEDED | lists)(TaskSettings(), None, 0)
-    before = SimpleNamespace(where="run", saved={"colours": ["blue"]})
-    with pytest.raises(ValueError, match=r"^run/task.json has other colours than the task now: number 0 is 'blue'"):
-        check_saved(task, before)
 
 
 @pytest.mark.slow

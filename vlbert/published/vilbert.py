@@ -252,8 +252,9 @@ def _task(shapes: Shapes, hints: Hints, positions: int) -> Any:
         heads = "heads of several tasks" if multi_task else "the heads of VCR, RefCOCO+ or retrieval"
         raise ValueError(f"it has {heads}, and its tensors do not tell which to take: name one, --task NAME")
     if name == "vqa":
-        recipe = finetune_vqa_vilbert(variant="multi_task" if multi_task else "paper")
-        task, answers = recipe.task, PublishedViLBert.matrix(shapes, last)[0]
+        task, answers = finetune_vqa_vilbert().task, PublishedViLBert.matrix(shapes, last)[0]
+        if multi_task:
+            task = replace(task, classifier="gelu_norm", classifier_dropout=0.0)
         return replace(task, answers=answers, question_length=min(task.question_length, positions - OTHER_TOKENS))
     recipes = {
         "pretraining": pretrain_vilbert,

@@ -16,9 +16,10 @@ import itertools
 import typing
 
 from storage.programs import Command
+from storage.tables import markdown
 from vlbert.config import Recipe
 from vlbert.recipes import unicoder_vl, vilbert, vlbert
-from vlbert.variants import numbers, table
+from vlbert.variants import table
 
 RECIPES = {
     name: made
@@ -43,8 +44,12 @@ def all_recipes() -> dict[str, Recipe]:
 
 
 def print_recipes() -> None:
-    """Print how paper and published code differ, and the numbers of all recipes, as tables."""
-    print(table(), numbers(all_recipes()), sep="\n\n")
+    """Print how paper and published code of VL-BERT differ, and the numbers of all recipes, as tables."""
+    rows = [
+        (f"`{name}`", str(one.data.batch), f"{one.optimizer.learning_rate:g}", str(one.steps))
+        for name, one in all_recipes().items()
+    ]
+    print(table(), markdown(("recipe", "batch", "learning rate", "steps"), rows), sep="\n\n")
 
 
 main = Command("vlbert recipes", print_recipes)

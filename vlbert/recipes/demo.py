@@ -75,7 +75,6 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
         steps=600,
         vocabulary_size=500,
         precision="fp32",
-        log_every=20,
         validate_every=150,
         validation_samples=300,
         save_every=150,

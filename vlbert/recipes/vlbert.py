@@ -2,6 +2,7 @@
 `paper` those of the paper's appendix A.2.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", vari
     if size == "demo":
         return demo.pretrain("vlbert", features, name)
     # The authors' learning rate is per sample, 1e-7 x 256.
-    optimizer = OptimizerConfig(learning_rate=2.56e-5, warmup_steps=16_000, max_grad_norm=10.0)
+    optimizer = OptimizerConfig(learning_rate=2.56e-5, warmup_steps=16_000)
     if variant == "paper":  # 4.1 and A.2
         _refuse(precomputed, name, "the paper trains end to end")
         optimizer = OptimizerConfig(learning_rate=2e-5, warmup_steps=8_000)
@@ -173,6 +174,42 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
     )
     recipe = _by_epoch(variants.apply(recipe, "published"), epoch)
     return replace(recipe, validation_samples=200)  # images, ranked against their 1,000 captions
+
+
+def finetuned(
+    model: demo.Model,
+    what: str,
+    size: str,
+    task: Any,
+    config: ModelConfig,
+    optimizer: Callable[[int], OptimizerConfig],
+    batch: int,
+    epochs: int,
+    precision: Literal["fp32", "bf16"],
+) -> Recipe:
+    """The fine-tuning `what` of another model: VL-BERT's data, a whole step at a time, without a BERT.
+
+    optimizer: made for epochs of so many steps.
+    """
+    name = f"finetune_{what}_{model}_{size}"
+    if size == "demo":
+        return getattr(demo, f"finetune_{what}")(model, "precomputed", name)
+    makers = {"vcr": finetune_vcr, "vqa": finetune_vqa, "refcoco": finetune_refcoco, "retrieval": finetune_retrieval}
+    recipe = makers[what]()
+    epoch = recipe.validate_every * recipe.data.batch // batch
+    return replace(
+        recipe,
+        name=name,
+        task=task,
+        model=config,
+        data=replace(recipe.data, batch=batch, gradient_accumulation=1, flip=0.0),
+        optimizer=optimizer(epoch),
+        steps=epochs * epoch,
+        validate_every=epoch,
+        save_every=epoch,
+        bert=None,
+        precision=precision,
+    )
 
 
 def _name(recipe: str, size: str, features: str, variant: Variant) -> str:
