@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.catalog import sha256_of
+from storage.digests import sha256_of
 from storage.pickles import UnsafePickle, read_pickle
 from storage.safe_json import parse_json, printable, shown
 

@@ -11,7 +11,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class
 from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import config_from, load_weights, read_config
-from storage.catalog import sha256_of
+from storage.digests import sha256_of
 
 
 def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str) -> FasterRCNNDetector:

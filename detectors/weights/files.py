@@ -13,7 +13,7 @@ from torch import Tensor
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
 from detectors.weights.tensor_files import read_safetensors
-from storage.catalog import sha256_of
+from storage.digests import sha256_of
 from storage.safe_json import parse_json, shown
 from storage.settings import as_arguments, from_json
 

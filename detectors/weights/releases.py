@@ -21,7 +21,7 @@ from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import RESNET101
 from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, COUNTER, RESNET, check_tensors
 from detectors.weights.tensor_files import is_safetensors, plain_names, read_safetensors, read_tensors
-from storage.catalog import sha256_of
+from storage.digests import sha256_of
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
 # What a file may hold beside weights, and what it must be: this network's, in BGR order.
