@@ -129,11 +129,9 @@ HOST_WAITS = {
     "item": (lambda there: there.sum().item(), 1),
     "nonzero": (lambda there: there.nonzero(), 1),
     "mask index": (lambda there: there[there > 0], 1),
-    "cpu": (lambda there: there.cpu(), 1),
     "cpu, not waited for": (lambda there: there.to("cpu", non_blocking=True), 0),
     "a list": (lambda there: torch.tensor([1.0, 2.0], device=DEVICE), 1),
     "unpinned, not blocking": (lambda there: numbers(4).to(DEVICE, non_blocking=True), 1),
-    "pinned": (lambda there: numbers(4).pin_memory().to(DEVICE), 1),
     "pinned, not blocking": (lambda there: numbers(4).pin_memory().to(DEVICE, non_blocking=True), 0),
     "pinned, copied in place": (lambda there: there.copy_(numbers(4, 4).pin_memory(), non_blocking=True), 0),
     "an index of the host": (lambda there: there[torch.tensor([0, 2])], 1),
@@ -185,10 +183,8 @@ KERNEL = Operation("aten::add", 1, dtype=torch.float32)
     ("product", "kind", "seconds"),
     [
         (Product(1, 256, 256, 1000), "fp32", FULL),
-        (Product(4, 128, 128, 1000), "fp32", FULL),
         (Product(1, 256, 256, 1000), "bf16", FULL * 0.77 / 0.78),
         (Product(1, 129, 200, 1000), "fp32", FULL),  # tiles are whole
-        (Product(1, 1, 1, 1000), "fp32", FULL),  # three processors idle
         (Product(1, 256, 257, 1000), "fp32", 2 * FULL),  # two rounds
         (Product(1, 128, 128, 1000, split=True), "fp32", FULL / 2),  # a long sum, by two of the four
     ],
@@ -349,7 +345,6 @@ def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--pairs", "0"], "--pairs 0"),
         (["finetune_vqa"], "is no pre-training"),
         (["--measured", "missing.json", "--pairs", "1", *SMALL_MODEL], "missing.json"),
     ],
