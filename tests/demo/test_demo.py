@@ -17,10 +17,8 @@ from demo.data import DemoDataSettings, draw_demo_data
 from demo.deployments import SHIPPED_DETECTOR, flow_parameters
 from demo.report import evaluate_detector
 from demo.tasks import DEMO_TASKS, OF_DEMO
-from detectors.weights.files import load_resnet, read_config
-from flows.settings import make_recipe_of, quiet_prefect
-from vlbert.initial_weights import check_complete
-from vlbert.model.fast_rcnn import FastRCNN
+from detectors.weights.files import read_config
+from flows.settings import quiet_prefect
 from vlbert.recipes.demo import DEMO
 
 TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
@@ -131,13 +129,6 @@ def test_the_models_start_from_the_network_that_finds_their_regions():
         *(detector.short_side, detector.long_side),
         detector.pool_size,
     )
-    features = FastRCNN(theirs)
-    load_resnet(features.backbone, features.res5, SHIPPED_DETECTOR)
-    for name in ("pretrain_vlbert --size demo", *(task.recipe for task in DEMO_TASKS.values())):
-        recipe = make_recipe_of(name, "", ("--data.root=r", "--data.text_corpus=t", "--random_init"))
-        assert recipe.model == DEMO
-        with pytest.raises(ValueError, match="the Fast R-CNN has no weights to start from"):
-            check_complete(recipe)
 
 
 def test_a_seed_changes_nothing_but_training_and_names(tmp_path: Path):

@@ -30,7 +30,7 @@ from training.program import STOPPED
 from vlbert.comparison import intervals
 from vlbert.comparison.cells import Cell, cells_of
 from vlbert.comparison.compare import Comparison, compare, device_of, main
-from vlbert.comparison.intervals import interval, t_quantile, weighted
+from vlbert.comparison.intervals import interval, t_quantile
 from vlbert.comparison.page import page
 from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Plan, Variant
 from vlbert.comparison.summary import read_scores, summarise
@@ -84,16 +84,6 @@ def test_the_interval_of_many_examples_is_drawn_in_parts_and_is_that_of_the_norm
     scores = (np.random.default_rng(2).random((1, 4_000)) < 0.3).astype(float)
     found, error = interval(scores), scores.std() / np.sqrt(scores.size)
     assert (found.low, found.high) == pytest.approx((found.mean - 1.96 * error, found.mean + 1.96 * error), abs=1e-3)
-
-
-def test_a_weighted_mean_scatters_as_the_means_of_many_weighted_samples():
-    rng = np.random.default_rng(4)
-    scores, weights = (rng.random((2, 400)) < 0.4).astype(float), rng.integers(1, 6, 400).astype(float)
-    found = weighted(scores, weights)
-    assert found.mean(1) == pytest.approx(np.average(scores, axis=1, weights=weights))
-    chosen = rng.integers(0, 400, (4_000, 400))
-    means = (scores.mean(0) * weights)[chosen].sum(1) / weights[chosen].sum(1)
-    assert found.mean(0).std() / np.sqrt(400) == pytest.approx(means.std(), rel=0.05)
 
 
 # --- a whole comparison -----------------------------------------------------------------------------------------------
@@ -340,18 +330,18 @@ def parquet(table: pa.Table) -> bytes:
     return file.getvalue()
 
 
-def test_images_with_unequal_numbers_of_captions_weigh_as_their_captions(evaluation):
+def test_the_score_of_several_ranks_is_the_share_of_those_that_are_small_enough(evaluation):
     store, cell, folder = evaluation
-    table = {"key": ["a", "b", "c"], "question": ["", "", ""], "image_ranks": [[1, 3, 1, 1], [2], [1, 9]]}
+    table = {"key": ["a", "b", "c"], "question": ["", "", ""], "image_ranks": [[1, 3], [2, 4], [1, 1]]}
     store.put(f"{folder}/predictions.parquet", parquet(pa.table(table)))
-    metrics = json.loads(store.get(f"{folder}/metrics.json")) | {"metrics": {"image_r1": 4 / 7, "chance": None}}
+    metrics = json.loads(store.get(f"{folder}/metrics.json")) | {"metrics": {"image_r1": 1 / 2, "chance": None}}
     store.put(f"{folder}/metrics.json", json.dumps(metrics | {"random_init_detector": True}).encode())
     task = ComparedTask("Retrieval", "val", "image_r1", "image_ranks", within=1)
     summary = summarise(dataclasses.replace(compared.plan(), tasks={"refcoco": task}), store, [cell], {})
     found = summary["tasks"]["refcoco"]
     assert (found["problem"], found["chance"]) == (None, None)
     mean = found["means"]["without"]
-    assert (mean["mean"], mean["seeds"]["0"]) == pytest.approx((4 / 7, 4 / 7))
+    assert (mean["mean"], mean["seeds"]["0"]) == pytest.approx((1 / 2, 1 / 2))
     assert page(summary).count(b"UNTRAINED detector") == 1, "the warnings of evaluations stand on the page"
 
 

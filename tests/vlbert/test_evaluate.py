@@ -171,7 +171,7 @@ def test_an_evaluation_is_not_overwritten_by_another_and_metrics_json_is_written
         evaluated(refcoco, out=out, changes={"task.iou": "plain"})
     assert contents(out) == before
     (out / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"out/metrics.json is not of an evaluation; name another place"):
+    with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with recipe = None"):
         evaluated(refcoco, out=out)
 
 
@@ -218,35 +218,28 @@ def test_the_worst_are_the_most_probable_of_the_wrong(scores, worst, best):
     assert worst_and_best([one], count=2) == ([(0, row) for row in worst], [(0, row) for row in best])
 
 
-def test_unreadable_examples_are_counted_and_named(copy, tmp_path, capsys):
+def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, capsys):
+    out = tmp_path / "out"
     shutil.rmtree(copy / "storage" / "refcoco+")
     some = [torn(sample) if i in (4, 7) else sample for i, sample in enumerate(SAMPLES)]
     commit_samples(copy / "storage", "refcoco+", some)
-    summary = evaluated(copy, out=tmp_path / "out")
-    assert summary["examples"] == {"all": 12, "predicted": 10, "unreadable": 2, "skipped": 0, "invalid": 0}
-    assert [row["sentence_id"] for row in rows_in(tmp_path / "out")] == [
-        10 * i + k for i in (0, 2, 6, 8, 10) for k in (0, 1)
-    ]
-    lines = [json.loads(line) for line in (tmp_path / "out" / "problems.jsonl").read_text().splitlines()]
-    assert [(line["key"], line["predicted"]) for line in lines] == [(SAMPLES[4].key, False)] * 2
-    assert "2 of 12 examples could not be read: the metrics are over the others" in capsys.readouterr().out
+    change_refs(copy / "refcoco+", lambda refs: refs[0]["sentences"][0].update(sent="the " * 50))
+    summary = evaluated(copy, out=out, changes={"task.expression_length": 40})
+    assert summary["examples"] == {"all": 12, "predicted": 10, "unreadable": 2, "skipped": 0, "invalid": 1}
+    assert [row["sentence_id"] for row in rows_in(out)] == [10 * i + k for i in (0, 2, 6, 8, 10) for k in (0, 1)]
+    *lost, long = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
+    assert [(line["key"], line["predicted"]) for line in lost] == [(SAMPLES[4].key, False)] * 2
+    assert (long["predicted"], long["key"]) == (True, None)
+    assert "tokens, more than task.expression_length = 40" in long["reason"]
+    printed, page = capsys.readouterr().out, (out / "index.html").read_text()
+    assert "2 of 12 examples could not be read: the metrics are over the others" in printed
+    warning = "1 of 12 examples are invalid and count as they are, see problems.jsonl"
+    assert warning in printed
+    assert warning in page
     shutil.rmtree(copy / "storage" / "refcoco+")
     commit_samples(copy / "storage", "refcoco+", [torn(sample) for sample in SAMPLES])
     with pytest.raises(ValueError, match=r"none of the 12 examples can be read; the last because .* does not decode"):
         evaluated(copy, out=tmp_path / "none")
-
-
-def test_skipped_and_invalid_examples_are_counted_and_named(copy, tmp_path, capsys):
-    out = tmp_path / "out"
-    change_refs(copy / "refcoco+", lambda refs: refs[0]["sentences"][0].update(sent="the " * 50))
-    summary = evaluated(copy, "tuned", "val", out, changes={"task.expression_length": 40})
-    assert summary["examples"] == {"all": 12, "predicted": 12, "unreadable": 0, "skipped": 0, "invalid": 1}
-    (line,) = map(json.loads, (out / "problems.jsonl").read_text().splitlines())
-    assert (line["predicted"], line["key"]) == (True, None)
-    assert "tokens, more than task.expression_length = 40" in line["reason"]
-    warning = "1 of 12 examples are invalid and count as they are, see problems.jsonl"
-    assert warning in capsys.readouterr().out
-    assert warning in (out / "index.html").read_text()
 
 
 def test_a_model_that_was_trained_on_the_split_is_named(refcoco, tmp_path):

@@ -14,7 +14,6 @@ import torch
 from loaded import rows_in_order
 from programs import ended, launched
 from refcoco_files import write_refcoco
-from retrieval_files import retrieval_recipe, retrieval_root
 from tiny import (
     TINY_MODEL,
     as_overrides,
@@ -168,36 +167,23 @@ def test_what_cannot_be_replayed_is_one_line(trained, tmp_path, change: Callable
 # --- the other tasks --------------------------------------------------------------------------------------------------
 
 
-def finetuning(root: Path, dataset: str, task: Any, **changes: Any) -> Recipe:
-    data = DataConfig(str(root), datasets={dataset: None}, batch=4, workers=0, flip=0.5)
-    values = {"run_name": "tuned", "task": task, "data": data, "steps": 2, "vocabulary": None, "random_init": True}
-    return tiny_recipe(root, **values | {"vocabulary_size": 60} | changes)
-
-
 def refcoco(folder: Path) -> Recipe:
     samples = [tiny_sample(i, regions=3) for i in range(8)]
     commit_samples(folder / "root", "refcoco+", samples)
     write_refcoco(folder / "files", samples)
-    return finetuning(folder / "root", "refcoco+", RefCOCOSettings(str(folder / "files")))
-
-
-def retrieval(folder: Path) -> Recipe:
-    recipe = retrieval_recipe(retrieval_root(folder))
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, held_out=None))
-
-
-SHOWN = {refcoco: r"target: [01, ]+<", retrieval: "anchor: 0"}
+    data = DataConfig(str(folder / "root"), datasets={"refcoco+": None}, batch=4, workers=0, flip=0.5)
+    fresh = {"vocabulary": None, "vocabulary_size": 60, "random_init": True}
+    task = RefCOCOSettings(str(folder / "files"))
+    return tiny_recipe(folder / "root", run_name="tuned", task=task, data=data, steps=2, **fresh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", SHOWN, ids=lambda make: make.__name__)
-def test_every_task_is_replayed_by_its_own_code(tmp_path, make: Callable[[Path], Recipe]):
-    run, seen = str(tmp_path / "root/runs/tuned"), observed(make(tmp_path))
-    for step, (batch,) in seen.items():
+def test_a_task_is_replayed_by_its_own_code(tmp_path):
+    run = str(tmp_path / "root/runs/tuned")
+    for step, (batch,) in observed(refcoco(tmp_path)).items():
         assert plain(replay(run, step + 1).batch) == plain(batch)
     page = write_replay(run, 1, ReplaySettings(out=str(tmp_path / "page.html"))).read_text()
-    assert re.search(SHOWN[make], html.unescape(page))
-    assert page.count("<img src=") == len(seen[0][0].image_rows)
+    assert re.search(r"target: [01, ]+<", html.unescape(page))
 
 
 # --- other worlds -----------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ from vlbert.evaluation.results import (
     PAGE,
     SplitPredictions,
     inputs_of,
-    name_of,
     output_folder,
     print_summary,
     read_summary,
@@ -220,12 +219,6 @@ def _predict(
     # The same batches in every world, so that every world gives the same numbers.
     batch = max(1, min(model.task.evaluated_at_once, config.batch // config.gradient_accumulation))
     data = ValidationData(samples, examples, model.task, config, recipe.model.regions, world, None, batch)
-    if world.first:
-        print(
-            f"{name_of(checkpoint.where)}: {len(examples)} examples of {split} on {len(samples)} samples of "
-            f"{dataset}/{pinned['stage']} (snapshot {pinned['snapshot']}), on {world.size} x {world.device.type}",
-            flush=True,
-        )
     settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
     decides = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.where, "files": settings.hashes()}
     decides |= {"weights": checkpoint.folder.hashes.get(MODEL), "model": to_json(recipe.model)}
@@ -251,8 +244,6 @@ def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world:
     """The predictions of this rank's batches: those of the blocks, and the others computed. Keeps these as blocks."""
     firsts, before = [data.start + index * data.size for index in range(len(data))], blocks.read()
     rest = [index for index, first in enumerate(firsts) if first not in before]
-    if world.first and before:
-        print(f"{len(before)} of {-(-len(data.numbers) // data.size)} batches are predicted already", flush=True)
 
     def after(index: int, predicted: Predicted) -> None:
         if blocks.add(firsts[index], predicted) and world.first:

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from detectors.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
+from detectors.drawing import BOX_COLOURS, GREEN, RED, data_uri, draw_boxes
 from storage.sample import Sample
 from vlbert.evaluation.results import SplitPredictions, warnings
 
 _DRAWN = 12  # samples of each kind
-_MOST_CANDIDATES = 12  # regions drawn beside the chosen one
 Place = tuple[int, int]  # which of the checkpoints, which of its rows
 
 
@@ -47,13 +46,10 @@ def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
 def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
     """The image with the boxes of a prediction as the src of an img; None where it does not decode.
 
-    A chosen region is green where it is right, and red where it is wrong: then the true box is green. Other candidates
-    are thin, if they are the sample's own regions. Boxes that are no choice (objects that a text mentions) have turning
-    colours.
+    A chosen region is green where it is right, and red where it is wrong: then the true box is green. Boxes that are no
+    choice (objects that a text mentions) have turning colours.
     """
     right, drawn = (row["score"] or 0) >= 0.5, []
-    if "candidates" in row and _is_region(sample, row["boxes"]):
-        drawn = [(box, OTHERS, "") for box in sample.regions.boxes[:_MOST_CANDIDATES]]
     for number, one in enumerate(row["boxes"]):
         name, colour = one["name"], BOX_COLOURS[number % len(BOX_COLOURS)]
         if name == "ground truth" and right:
@@ -65,11 +61,6 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
         return data_uri(draw_boxes(sample, drawn))
     except (OSError, ValueError):  # precomputed features need no image that decodes
         return None
-
-
-def _is_region(sample: Sample, boxes: Sequence[dict[str, Any]]) -> bool:
-    """Whether the first box is one of the sample's regions, and not an annotated object or from a file of boxes."""
-    return any(np.allclose(box, one["box"], atol=0.01) for one in boxes[:1] for box in sample.regions.boxes)
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
