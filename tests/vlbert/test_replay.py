@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from loaded import rows_in_order
-from programs import ended, launched
 from refcoco_files import write_refcoco
 from tiny import (
-    TINY_MODEL,
-    as_overrides,
     commit_more,
     commit_samples,
     tiny_recipe,
@@ -30,7 +26,6 @@ from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.evaluation.replay import Replay, ReplaySettings, main, replay, write_replay
-from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.train import train
@@ -184,55 +179,3 @@ def test_a_task_is_replayed_by_its_own_code(tmp_path):
         assert plain(replay(run, step + 1).batch) == plain(batch)
     page = write_replay(run, 1, ReplaySettings(out=str(tmp_path / "page.html"))).read_text()
     assert re.search(r"target: [01, ]+<", html.unescape(page))
-
-
-# --- other worlds -----------------------------------------------------------------------------------------------------
-
-RANK = """
-import sys, torch
-from training.program import make_recipe, run_in_world
-from vlbert.recipes import RECIPES
-from vlbert.train import train
-
-name, *given = sys.argv[1:]
-recipe = make_recipe(name, given, RECIPES)
-
-def work(world):
-    train(recipe, world, lambda step, parts: torch.save(list(parts), f"{step}-{world.rank}.pt"))
-
-run_in_world("rank.py", work)
-"""
-
-
-def on_two(folder: Path, recipe: Recipe) -> dict[int, list[Batch]]:
-    """By step: the batches of two processes, in the order of the slots."""
-    given = as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo"))
-    status, _, errors = ended(launched(folder, RANK, "pretrain_vlbert", "--size=demo", *given))
-    assert status == 0, errors[-3000:]
-    found = {}
-    for step in range(recipe.steps):
-        ranks = [torch.load(folder / f"{step}-{rank}.pt", weights_only=False) for rank in range(2)]
-        found[step] = [ranks[rank][part] for part in range(recipe.data.gradient_accumulation) for rank in range(2)]
-    return found
-
-
-def rows_with_labels(batch: Batch) -> list[tuple]:
-    rows = rows_in_order(batch)
-    for label, mask in (("words", "word_label_mask"), ("region_classes", "region_label_mask"), ("related", "related")):
-        parts = batch.labels[label].split(batch.sizes.labelled[mask])
-        rows = [(*row, part.tolist()) for row, part in zip(rows, parts, strict=True)]
-    return rows
-
-
-@pytest.mark.slow
-def test_a_run_of_two_processes_is_replayed_by_one(tmp_path, trained):
-    root = trained[0]
-    task = PretrainingSettings(relationship=True, mismatched=0.5, text_length=12)
-    recipe = tiny_recipe(root, run_name="two", task=task, steps=3, save_every=3)
-    data = dataclasses.replace(recipe.data, flip=0.5, gradient_accumulation=2)
-    recipe = dataclasses.replace(recipe, data=data, model=dataclasses.replace(TINY_MODEL, dropout=0.0))
-    for step, batches in on_two(tmp_path, recipe).items():
-        assert len(batches) == 4
-        rows = [row for batch in batches for row in rows_with_labels(batch)]
-        pairs, texts = ([row for row in rows if row[0].startswith("text-") == alone] for alone in (False, True))
-        assert rows_with_labels(replay(str(root / "runs/two"), step + 1).batch) == pairs + texts
