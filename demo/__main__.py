@@ -13,15 +13,14 @@ detector or the models did not learn enough.
 import argparse
 import os
 import re
-import resource
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from demo.data import DEFAULT_PORT, DESCRIPTION, DemoData, DemoDataSettings, draw_demo_data
+from demo.data import DemoDataSettings, draw_demo_data
 from demo.deployments import (
     DETECTOR_RUN,
     PIPELINE,
@@ -43,23 +42,14 @@ if TYPE_CHECKING:
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
 LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, less that with another scene's image
-BUDGET = (360, 1800)  # seconds that `make demo` and `make demo-full` may take on two cores: a goal, not a gate
 # A line of the worker's log that a stage wrote (flows.artifacts.stage_logger), and not Prefect.
 LOGGED = re.compile(r"^[\d:.]+ \| \w+ +\| prefect\.\w+\.stage - (.*)$", re.MULTILINE)
-
-
-class Stage(NamedTuple):
-    """A line of the table at the end; peak_bytes is the memory of the largest process that worked for it."""
-
-    name: str
-    seconds: float
-    peak_bytes: int
 
 
 def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     """The whole demo; the exit status. full: with a detector trained here, and training with SEEDS seeds."""
     started = time.monotonic()
-    data = draw(root / "data", DemoDataSettings(seed=seed))
+    data = draw_demo_data(root / "data", DemoDataSettings(seed=seed))
     home, deployments = root / "prefect", root / "prefect.yaml"
     if full:
         weights = root / "runs" / DETECTOR_RUN / "weights.safetensors"
@@ -71,39 +61,35 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
         weights, parameters = SHIPPED_DETECTOR, [flow_parameters(root, data, seed, processes)]
     write_deployments(deployments, parameters[0], data)
     with DemoServer(data.root):
-        stages = [Stage("draw and serve", time.monotonic() - started, own_peak())]
         before = time.monotonic()
+        seconds = {"draw and serve": before - started}
         say("starting a Prefect server and a worker")
-        with serving(home, free_port(0), deployments, query_seconds=2.0):
+        with serving(home, free_port(), deployments, query_seconds=2.0):
             trained = [run_deployment(TRAIN_DETECTOR, {}, home / "worker.log")] if full else []
             pipelines = [run_deployment(PIPELINE, each, home / "worker.log") for each in parameters]
     working = stages_of(pipelines, trained)
     # What Prefect itself took: server, deployments and worker, and of the pipeline runs all that no stage worked.
-    elapsed = time.monotonic() - before - sum(stage.seconds for stage in working)
-    stages += [Stage("server", elapsed, max(pipeline.peak_bytes for pipeline in pipelines)), *working]
-    if full:
-        before = time.monotonic()
-        evaluated = [evaluate_vcr(root, runs_of(each), start) for each in pipelines for start in STARTS]
-        stages.append(Stage("evaluate", time.monotonic() - before, max(evaluated)))
-    from demo.evaluate_detector import evaluate_detector  # after the stages, for they take a second and some memory
-    from demo.report import write_report
-
+    seconds |= {"server": time.monotonic() - before - sum(working.values()), **working}
     before = time.monotonic()
-    found = evaluate_detector(root, data, weights)
-    report = write_report(root, data, found, [(stage.name, stage.seconds) for stage in stages], pipelines)
-    stages.append(Stage("report", time.monotonic() - before, own_peak()))
-    stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
-    rows = [(stage.name, f"{stage.seconds:.1f}", f"{stage.peak_bytes / 1e6:.0f}") for stage in stages]
-    print("", *aligned(("stage", "seconds", "peak MB of one process"), rows), sep="\n")
-    print(f"of {BUDGET[full]} s that it may take\n\nreport       {report}\nflow UI      {again('ui', root)}\n")
+    if full:
+        for pipeline in pipelines:
+            for start in STARTS:
+                evaluate_vcr(root, runs_of(pipeline), start)
+        seconds["evaluate"] = time.monotonic() - before
+    from demo.report import evaluate_detector, write_report  # after the stages: torch takes a second and some memory
+
+    found = evaluate_detector(data, weights)
+    report = write_report(root, data, found, pipelines)
+    seconds["total"] = time.monotonic() - started
+    print("", *aligned(("stage", "seconds"), [(name, f"{took:.1f}") for name, took in seconds.items()]), sep="\n")
+    print(f"\nreport       {report}\nflow UI      make ui ROOT={shlex.quote(str(root))}\n")
     failed = gates(pipelines, found["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0
 
 
-def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]") -> list[Stage]:
-    """What the stages of all pipeline runs took together; a later run skips what an earlier one did."""
-    peak = max(pipeline.peak_bytes for pipeline in pipelines)
+def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]") -> dict[str, float]:
+    """Seconds of the stages of all pipeline runs together; a later run skips what an earlier one did."""
     working = {
         "train detector": trained,
         "download": [one for pipeline in pipelines for one in pipeline.collected],
@@ -111,46 +97,17 @@ def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]
         "pre-train": [pipeline.pretrained for pipeline in pipelines],
         "fine-tune": [one for pipeline in pipelines for one in pipeline.finetuned],
     }
-    return [
-        Stage(name, sum(one.seconds for one in results), max(getattr(one, "peak_bytes", peak) for one in results))
-        for name, results in working.items()
-        if results
-    ]
+    return {name: sum(one.seconds for one in results) for name, results in working.items() if results}
 
 
-def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
-    """Evaluate the runs of answers and of rationales together on val, unless that is done; its memory in bytes."""
+def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> None:
+    """Evaluate the runs of answers and of rationales together on val; what is evaluated already stays."""
     names = [runs[run_of(task, start)] for task in ("vcr-answers", "vcr-rationales")]
     folder = joint_folder(root, names[0])
-    if (folder / "metrics.json").is_file():
-        return 0
     checkpoints = ",".join(str(root / "runs" / name) for name in names)
     recipe = shlex.split(DEMO_TASKS["vcr-answers"].recipe)
     command = [sys.executable, "-m", "vlbert.evaluation.evaluate", *recipe, checkpoints, "val", f"--out={folder}"]
-    return run_child(command, say)
-
-
-def draw(folder: Path, settings: DemoDataSettings) -> DemoData:
-    """The demo data; those that are there keep their port, which the collected lists name. Exits where others are."""
-    port = DEFAULT_PORT if (folder / DESCRIPTION).exists() else free_port()
-    if port != DEFAULT_PORT:
-        say(
-            f"WARNING: port {DEFAULT_PORT} is taken, so the demo data are served at {port}. Their URLs name it: keys, "
-            "shards and numbers differ from those of the default port"
-        )
-    say(f"drawing {settings.train_scenes + settings.held_out_scenes} scenes into {folder}")
-    try:
-        return draw_demo_data(folder, settings, port)
-    except ValueError as error:
-        sys.exit(
-            f"error: {error}\nThe shards and runs beside them are made of them. For others: make demo ROOT=OTHER, or "
-            f"first remove these: make clean ROOT={shlex.quote(str(folder.parent))}"
-        )
-
-
-def again(what: str, root: Path, seed: int = 0) -> str:
-    """The command, as one types it in the project's folder."""
-    return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
+    run_child(command, say)
 
 
 def run_deployment(deployment: str, parameters: dict, log: Path) -> "PipelineResult | Trained":
@@ -176,11 +133,6 @@ def run_deployment(deployment: str, parameters: dict, log: Path) -> "PipelineRes
 
 def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
-
-
-def own_peak() -> int:
-    """The most memory that this process has had, bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
@@ -215,8 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the data and of training (%(default)s)")
     parser.add_argument("--processes", type=int, default=min(2, cores), help="that train together (%(default)s)")
     chosen = parser.parse_args(arguments)
-    target = {"run": "demo", "full": "demo-full"}.get(chosen.what, chosen.what)
-    command = again(target, chosen.root, chosen.seed)
     try:
         if chosen.what == "compare":
             from demo.compare import run_comparison  # here: it imports torch
@@ -224,9 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(run_comparison(chosen.root, chosen.seed, SEEDS, say))
         sys.exit(run_demo(chosen.root, chosen.seed, chosen.processes, chosen.what == "full"))
     except (ValueError, RuntimeError, ChildFailed, ConnectionError) as error:
-        sys.exit(f"\nthe demo stopped: {error}\nWhat is done stays; `{command}` goes on.")
+        sys.exit(f"\nthe demo stopped: {error}\nWhat is done stays; the same command goes on.")
     except KeyboardInterrupt:
-        print(f"\nstopped; `{command}` goes on from here", file=sys.stderr)
         sys.exit(130)
 
 

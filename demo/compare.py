@@ -2,15 +2,13 @@
 
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
-from demo.deployments import SHIPPED_DETECTOR, detection_of_demo, sources_of
-from demo.serve import DemoServer, free_port
-from demo.task_files import ANSWERS
+from demo.deployments import SHIPPED_DETECTOR, answers_of, detection_of_demo, sources_of
+from demo.serve import DemoServer
 from flows.supervisor import run_child
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
@@ -19,24 +17,19 @@ from vlbert.comparison.compare import compare, table
 from vlbert.comparison.plans import PLANS
 
 PLAN = "family_demo"
-BUDGET = 2400  # seconds that all of it may take on two cores: a goal, not a gate
 # Of the means over the seeds; far below what was seen (docs/results.md), and far above what chance does.
 LEAST_GROUNDING, LEAST_OVER_CHANCE = 0.05, 0.03
 
 
 def run_comparison(root: Path, seed: int, seeds: int, say: Callable[[str], None]) -> int:
     """All of `make compare`; the exit status."""
-    started, folder = time.monotonic(), root / "data"
-    data = draw_demo_data(folder, DemoDataSettings(seed=seed), free_port())
+    data = draw_demo_data(root / "data", DemoDataSettings(seed=seed))
     prepare(root, data, say)
-    answers = len((data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines())
-    say(f"data ready after {time.monotonic() - started:.0f} s")
-    given = [f"vqa:task.answers={answers}"]
+    given = [f"vqa:task.answers={answers_of(data)}"]
     summary = compare(PLANS[PLAN](), str(root), given, range(seed, seed + seeds), report=say)
     if summary is None:
         raise RuntimeError("it was told to stop")
     print(f"\n{table(summary)}\n\npage  {root / 'comparisons' / PLAN / 'index.html'}")
-    print(f"{time.monotonic() - started:.0f} s, of {BUDGET} that it may take")
     failed = gates(summary)
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0
@@ -46,10 +39,7 @@ def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
     """What the demo's plans read below `root`: regions with features, the detector's weights, and the text corpus with
     its vocabulary. What is there is not made again."""
     weights, text = root / "detector.safetensors", root / "text"
-    if not weights.exists():
-        unfinished = weights.with_suffix(".part")
-        shutil.copyfile(SHIPPED_DETECTOR, unfinished)
-        unfinished.rename(weights)  # so that what is there is whole
+    shutil.copyfile(SHIPPED_DETECTOR, weights)
     program = [sys.executable, "-m"]
     if not (text / "corpus.json").exists():
         building = ["--vocabulary_size=500", "--captions", data.train_tsv]

@@ -9,7 +9,6 @@ once in a caption: only the image tells them. The same settings and port give th
 import dataclasses
 import io
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,7 +259,10 @@ def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT
     if data.description.exists():
         data = read_demo_data(folder)
         if data.settings != settings:
-            raise ValueError(f"{folder} holds demo data of other settings: {data.settings}, not {settings}")
+            raise ValueError(
+                f"{folder} holds demo data of other settings: {data.settings}, not {settings}; name another folder, or "
+                "remove this one with all that was made of it (make clean)"
+            )
         return data
     draw_captioned(data)
     write_text(data)
@@ -281,9 +283,7 @@ def draw(
         folder: where to draw them
         port: of the server that the URLs name
     """
-    started = time.perf_counter()
-    data = draw_demo_data(folder, settings, port)
-    print(f"{folder}: demo data for {data.base_url}, after {time.perf_counter() - started:.1f} s")
+    print(f"{folder}: demo data for {draw_demo_data(folder, settings, port).base_url}")
 
 
 main = Command("python -m demo.data", draw)

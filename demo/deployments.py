@@ -86,7 +86,6 @@ def flow_parameters(
         processes=Processes(processes),
     )
     folders = {"refcoco": data.refcoco, "vqa": data.vqa, "vcr": data.vcr, "retrieval": data.retrieval}
-    answers = len((data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines())
     finetunings = [
         FinetuneSettings(
             task=task.task,
@@ -95,7 +94,7 @@ def flow_parameters(
             folder=str(folders[task.task]),
             dataset="coco",
             checkpoint=checkpoint,
-            overrides=(*overrides, *task.overrides, *([f"--task.answers={answers}"] * (name == "vqa"))),
+            overrides=(*overrides, *task.overrides, *([f"--task.answers={answers_of(data)}"] * (name == "vqa"))),
             processes=Processes(processes),
         )
         for name, task in ((name, DEMO_TASKS[name]) for name in tasks)
@@ -108,6 +107,11 @@ def flow_parameters(
         "pretraining": as_json(PretrainSettings, pretraining),
         "finetunings": as_json(list[FinetuneSettings], finetunings),
     }
+
+
+def answers_of(data: DemoData) -> int:
+    """How many answers VQA's list has."""
+    return len((data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines())
 
 
 def detection_of_demo(weights: Path, keep_features: bool = False) -> DetectionConfig:

@@ -3,20 +3,30 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from demo.data import DemoData
+from demo.deployments import training_of_detector
 from demo.scenes import COLOURS, SHAPES
 from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
+from detectors.faster_rcnn import FasterRCNN
+from detectors.ground_truth import read_ground_truth
+from detectors.recipes import detector_demo
+from detectors.validate import validate
+from detectors.weights.files import load_weights, read_config
 from flows.settings import make_recipe_of
 from storage.catalog import Catalog
 from storage.collect.statuses import Status
 from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
 from storage.sample import Sample
+from training import distributed
 from training.curves import Lines, draw
 from training.log import read_metrics
 from vlbert.evaluation.results_page import draw_answer, render
@@ -29,21 +39,27 @@ DATASETS = {"captions": "to learn from", "held-out": "to measure on", "coco": "w
 NAMES = {"with": "with pre-training", "without": "without"}  # of STARTS
 
 SCENES, MOST_BOXES, MOST_NAMES = 8, 12, 6  # held-out scenes, and boxes and names drawn in one
-RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # examples of a task; where there are fewer of one kind, more of the other
+RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # examples of a task, at most
 RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # of one colour or one shape, which captions name equally often
 
 
-def write_report(
-    root: Path,
-    data: DemoData,
-    detector: dict[str, Any],
-    stages: Sequence[tuple[str, float]],
-    pipelines: "Sequence[PipelineResult]",
-) -> Path:
+def evaluate_detector(data: DemoData, weights: Path) -> dict[str, Any]:
+    """How right a detector is on the held-out scenes: metrics, and the classes by average precision."""
+    recipe, training = detector_demo(), training_of_detector(data)
+    images = {name: getattr(training, name) for name in ("annotations", "images", "held_out_last")}
+    recipe = replace(recipe, network=read_config(weights), data=replace(recipe.data, **images))
+    network = FasterRCNN(recipe.network)
+    load_weights(network, weights)
+    truth, alone = read_ground_truth(recipe.data), distributed.World(0, 1, torch.device("cpu"))
+    metrics, classes = validate(network, recipe, truth.held_out, truth.classes, alone)
+    return {"weights": weights.name, "scenes": len(truth.held_out), "metrics": metrics, "classes": classes}
+
+
+def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines: "Sequence[PipelineResult]") -> Path:
     """Write ROOT/report.html and return it.
 
-    detector: what evaluate_detector found. stages: name and seconds. pipelines: one for each seed; the first is shown
-    in full, of the others only the numbers.
+    detector: what evaluate_detector found. pipelines: one for each seed; the first is shown in full, of the others only
+    the numbers.
     """
     store, pipeline, runs = open_store(str(root), write=False), pipelines[0], runs_of(pipelines[0])
     seeds = [numbers_of(each) for each in pipelines]
@@ -78,8 +94,6 @@ def write_report(
         "numbers": seeds[0],
         "joint": joint(root, pipelines) if "vcr-answers" in shown else [],
         "seeds": [*seeds, mean(seeds)] if len(seeds) > 1 else [],
-        "stages": stages,
-        "longest": max(seconds for _, seconds in stages),
         "root": shlex.quote(str(root)),
     }
     page = render(Path(__file__).parent / "report.html.j2", values, percent=percent, whole="{:,}".format)
@@ -156,18 +170,13 @@ def examples(
 ) -> list[dict]:
     """Answers of the run with pre-training: the first right and the first wrong ones, drawn."""
     rows = predictions[run_of(task, "with")]
-    right, wrong = [row for row in rows if is_right(row)], [row for row in rows if not is_right(row)]
-    wrong = wrong[: max(WRONG_SHOWN, RIGHT_SHOWN + WRONG_SHOWN - len(right))]
-    chosen = right[: RIGHT_SHOWN + WRONG_SHOWN - len(wrong)] + wrong
+    right, wrong = [row for row in rows if row["score"] >= 0.5], [row for row in rows if row["score"] < 0.5]
+    chosen = right[:RIGHT_SHOWN] + wrong[:WRONG_SHOWN]
     detector = {one.run: one.detector for one in pipeline.finetuned}[runs_of(pipeline)[run_of(task, "with")]]
     wanted = {row["key"] for row in chosen}
     found = samples_of(Catalog(store, "coco"), f"regions/{detector}")
     samples = {sample.key: sample for sample in found if sample.key in wanted}
     return [{"row": row, "image": draw_answer(samples[row["key"]], row)} for row in chosen]
-
-
-def is_right(row: dict) -> bool:
-    return row["score"] >= 0.5
 
 
 def samples_of(catalog: Catalog, stage: str) -> Iterator[Sample]:

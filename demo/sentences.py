@@ -137,7 +137,6 @@ def document(rng: np.random.Generator, max_objects: int) -> str:
 def expression(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> str:
     """Words that fit objects[target] and no other object, without a word of location (RefCOCO+ forbids them)."""
     fields = ("colour", "shape", "striped", "big")
-
     subsets = [
         s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if alike(objects, target, s) == 1
     ]

@@ -3,7 +3,6 @@
 python -m demo.serve FOLDER
 """
 
-import errno
 import http.server
 import re
 import socket
@@ -17,7 +16,7 @@ from typing import Annotated, Self
 
 import tyro
 
-from demo.data import DEFAULT_PORT, image_name, read_demo_data
+from demo.data import image_name, read_demo_data
 from storage.programs import Command, Positional
 
 HOST = "127.0.0.1"
@@ -26,16 +25,9 @@ BOMB_SIDE = 30_000  # pixels: what the header of "bomb" promises
 DRIP_SECONDS = 1.0  # between two bytes of "slow": any image takes hours
 
 
-def free_port(preferred: int = DEFAULT_PORT) -> int:
-    """`preferred`, or some free port if another program listens there."""
+def free_port() -> int:
     with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no obstacle
-        try:
-            trial.bind((HOST, preferred))
-        except OSError as error:
-            if preferred == 0 or error.errno != errno.EADDRINUSE:
-                raise
-            return free_port(0)
+        trial.bind((HOST, 0))
         return trial.getsockname()[1]
 
 
@@ -120,7 +112,7 @@ class DemoServer(http.server.ThreadingHTTPServer):
         except OSError as error:
             raise ValueError(
                 f"port {port} is taken, and the URLs of {folder} name it ({error}); stop what listens there, or draw "
-                "other demo data: make demo ROOT=OTHER"
+                "with another one first: python -m demo.data OTHER/data --port PORT, then make demo ROOT=OTHER"
             ) from error
         self.base_url = f"http://{HOST}:{self.server_port}"
 

@@ -64,26 +64,23 @@ def run_of(task: str, start: str) -> str:
     return f"{task}-{start}"
 
 
-ROLES = {run_of(task, start): (task, start) for task in DEMO_TASKS for start in STARTS}
-
-
 def role_of(run: str) -> str:
     """The name without that of the seed."""
     return re.sub(r"-seed\d+$", "", run)
 
 
 def runs_of(pipeline: "PipelineResult") -> dict[str, str]:
-    """`pretrain` or one of ROLES -> name of the run."""
+    """`pretrain`, or task and start -> name of the run."""
     return {role_of(one.run): one.run for one in (pipeline.pretrained, *pipeline.finetuned)}
 
 
 def numbers_of(pipeline: "PipelineResult") -> dict[str, float]:
-    """The grounding gap (accuracy at colour and shape words, less that with another image), the metric of each of
-    ROLES, and by task what chance gets."""
+    """The grounding gap (accuracy at colour and shape words, less that with another image), the metric of each
+    fine-tuning, and by task what chance gets."""
     numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding_gap"]}
     for one in pipeline.finetuned:
         role = role_of(one.run)
-        task, _ = ROLES[role]
+        task = role.rpartition("-")[0]
         numbers |= {role: one.metrics[DEMO_TASKS[task].metric], task: one.metrics["chance"]}
     return numbers
 

@@ -90,7 +90,7 @@ def ceph(folder: Path, *buckets: str) -> Iterator[Gateway]:
 def _start(folder: Path, stack: contextlib.ExitStack) -> Gateway:
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
-    fsid, monitor, http, https = str(uuid.uuid4()), free_port(0), free_port(0), free_port(0)
+    fsid, monitor, http, https = str(uuid.uuid4()), free_port(), free_port(), free_port()
     file, made = folder / "ceph.conf", certificate(folder)
     file.write_text(
         _CONFIGURATION.format(fsid=fsid, monitor=monitor, folder=folder, http=http, https=https, certificate=made)

@@ -210,6 +210,6 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoData]:
     settings = DemoDataSettings(
         train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, task_train=7, task_held_out=3
     )
-    drawn = draw_demo_data(tmp_path_factory.mktemp("data"), settings, free_port(0))
+    drawn = draw_demo_data(tmp_path_factory.mktemp("data"), settings, free_port())
     with DemoServer(drawn.root):
         yield drawn

@@ -141,7 +141,7 @@ class Operated:
 @contextmanager
 def operated(home: Path, deployments: Path) -> Iterator[Operated]:
     """Serve these deployments until the block ends."""
-    port, log = free_port(0), home.parent / "serve.log"
+    port, log = free_port(), home.parent / "serve.log"
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "vlbert", "serve", "--home", str(home), "--port", str(port), "--query", "1"]
     with background([*command, "--deployments", str(deployments)], log) as serves:
@@ -171,7 +171,7 @@ def operated_apart(
 ) -> Iterator[Operated]:
     """Serve these deployments by a server with these variables and a worker for each pool, which end independently."""
     home.mkdir()
-    port = free_port(0)
+    port = free_port()
     server = Operated(home, f"http://127.0.0.1:{port}", deployments, password)
     given = environment(home, port, 1.0) | server.variables
     with ExitStack() as running:

@@ -2,14 +2,11 @@
 
 import importlib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from benchmarks.measure import in_turns
 
 
 def run(program: str, *arguments: str) -> int | str:
@@ -72,11 +69,3 @@ def test_the_command_runs_in_small(program: str, tmp_path: Path, capfd: pytest.C
     assert status in ({0, 1} if program in WITH_BARS else {0}), errors
     check(json.loads(file.read_text()), printed)
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_contenders_take_turns_and_their_times_stay_apart():
-    order = []
-    found = in_turns({"a": lambda: order.append("a") or 1, "b": lambda: order.append("b") or time.sleep(0.05)}, 2)
-    assert order == ["a", "b", "a", "b"]
-    assert [spent.result for spent in found["a"]] == [1, 1]
-    assert all(spent.wall >= 0.05 > spent.cpu for spent in found["b"])

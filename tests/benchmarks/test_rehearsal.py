@@ -32,8 +32,7 @@ from vqa_files import ANNOTATORS, ANSWERS, coco, write_vqa
 
 import detectors.train
 from benchmarks.rehearsal.__main__ import main, rehearse_training
-from benchmarks.rehearsal.cards import CARDS, LAUNCH, SHORTEST, operation_seconds, product_seconds, timeline
-from benchmarks.rehearsal.operations import Operation, Product
+from benchmarks.rehearsal.cards import CARDS, timeline
 from benchmarks.rehearsal.virtual_device import DEVICE, VirtualDevice
 from benchmarks.step_contenders import Fast
 from benchmarks.step_parts import PARTS, counted_flops
@@ -52,9 +51,6 @@ from vlbert.tasks.retrieval import RetrievalSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
 from vlbert.train import prepare, train
-
-FLOAT, BLOCK = 4, 512  # bytes: of a number, and of CUDA's allocator
-
 
 # --- standard steps ---------------------------------------------------------------------------------------------------
 
@@ -123,100 +119,6 @@ def test_unknown_numbers_are_read_as_ones_and_integers_are_computed():
         assert (there[0, 0] * 5).item() == 1.0
         assert (torch.arange(4, device=DEVICE) * 2).tolist() == [0, 2, 4, 6]
         assert there[torch.tensor([True, False], device=DEVICE)].shape == (1, 3)
-
-
-HOST_WAITS = {
-    "item": (lambda there: there.sum().item(), 1),
-    "nonzero": (lambda there: there.nonzero(), 1),
-    "mask index": (lambda there: there[there > 0], 1),
-    "cpu": (lambda there: there.cpu(), 1),
-    "cpu, not waited for": (lambda there: there.to("cpu", non_blocking=True), 0),
-    "a list": (lambda there: torch.tensor([1.0, 2.0], device=DEVICE), 1),
-    "unpinned, not blocking": (lambda there: numbers(4).to(DEVICE, non_blocking=True), 1),
-    "pinned": (lambda there: numbers(4).pin_memory().to(DEVICE), 1),
-    "pinned, not blocking": (lambda there: numbers(4).pin_memory().to(DEVICE, non_blocking=True), 0),
-    "pinned, copied in place": (lambda there: there.copy_(numbers(4, 4).pin_memory(), non_blocking=True), 0),
-    "an index of the host": (lambda there: there[torch.tensor([0, 2])], 1),
-    "an index of the device": (lambda there: there[torch.arange(2, device=DEVICE)], 0),
-    "a number of the host": (lambda there: there * 2 + torch.tensor(2.0), 0),
-}
-
-
-@pytest.mark.parametrize(("run", "waits"), HOST_WAITS.values(), ids=HOST_WAITS)
-def test_the_host_waits_where_it_needs_what_is_not_there_yet(run: Callable, waits: int):
-    with VirtualDevice() as device:
-        there = numbers(4, 4).to(DEVICE)
-        device.start()
-        run(there)
-    found = [one for one in device.operations if one.waits]
-    assert len(found) == waits
-    assert all(one.where.split(" < ")[0].startswith("test_rehearsal.py:") for one in found)
-
-
-def test_memory_by_hand():
-    """Tensors of 4, 2 and 8 blocks, the first freed before the last is made; a view holds what it is a view of."""
-    with VirtualDevice() as device:
-        before = torch.empty(BLOCK, device=DEVICE)  # 4 blocks
-        device.start()
-        first, second = torch.empty(BLOCK - 1, device=DEVICE), torch.empty(BLOCK // 2, device=DEVICE)  # 4, rounded; 2
-        del first
-        view = torch.empty(2 * BLOCK, device=DEVICE).view(2, BLOCK)[1]  # 8
-        assert (device.held_at_start, device.held, device.peak) == (4 * BLOCK, 14 * BLOCK, 14 * BLOCK)
-        del before, second, view
-        device.start()
-        x = torch.empty(BLOCK, device=DEVICE).requires_grad_()
-        y = x.exp().exp()  # each keeps its result for the backward pass
-        assert device.peak == 12 * BLOCK
-        del y
-        assert device.held == 4 * BLOCK, "of a graph that is gone nothing is held"
-
-
-# --- the time on a card -----------------------------------------------------------------------------------------------
-
-# Of round numbers: 4 processors, 1 TFLOP/s, 1 GB/s to and from its memory, 0.5 GB/s to the host.
-CARD = dataclasses.replace(
-    CARDS["h100"], flops=dict.fromkeys(("bf16", "tf32", "fp32"), 1e12), bandwidth=1e9, processors=4, link=5e8
-)
-FULL = 2 * 256 * 256 * 1000 / (1e12 * 0.77)  # seconds of four whole tiles of 128 x 128 in float32
-KERNEL = Operation("aten::add", 1, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("product", "kind", "seconds"),
-    [
-        (Product(1, 256, 256, 1000), "fp32", FULL),
-        (Product(4, 128, 128, 1000), "fp32", FULL),
-        (Product(1, 256, 256, 1000), "bf16", FULL * 0.77 / 0.78),
-        (Product(1, 129, 200, 1000), "fp32", FULL),  # tiles are whole
-        (Product(1, 1, 1, 1000), "fp32", FULL),  # three processors idle
-        (Product(1, 256, 257, 1000), "fp32", 2 * FULL),  # two rounds
-        (Product(1, 128, 128, 1000, split=True), "fp32", FULL / 2),  # a long sum, by two of the four
-    ],
-)
-def test_a_product_takes_whole_tiles_on_all_processors(product: Product, kind: str, seconds: float):
-    assert product_seconds(product, kind, CARD) == pytest.approx(seconds)
-
-
-def test_an_operation_takes_what_binds_it():
-    operation = Operation("aten::mm", 2, (Product(1, 256, 256, 1000),), torch.float32, 500_000, 350_000)
-    found = operation_seconds(operation, CARD)
-    assert found == pytest.approx({"compute": FULL, "memory": 0.001, "launches": 2 * SHORTEST, "link": 0.0})
-
-
-def test_the_host_hands_over_operations_and_waits():
-    few = timeline([("a", KERNEL), ("a", KERNEL), ("views", Operation("aten::view", 0))], CARD)
-    assert few["a"]["launches"] == pytest.approx(2 * SHORTEST)
-    assert few["a"]["host"] == pytest.approx(2 * LAUNCH - SHORTEST)
-    assert (few["a"]["kernels"], few["a"].bound_by, few.keys()) == (2, "host", {"a"})
-    long = dataclasses.replace(KERNEL, read=850_000)  # a millisecond
-    ahead = timeline([("long", long), ("next", KERNEL)], CARD)
-    assert ahead["long"]["memory"] == pytest.approx(0.001)
-    assert ahead["next"]["host"] == 0.0
-    wait = Operation("aten::_local_scalar_dense", 0, waits=True)
-    late = timeline([("long", long), ("wait", wait), ("next", KERNEL)], CARD)
-    assert late["next"]["host"] == pytest.approx(LAUNCH), "the device has nothing to do until the next one comes"
-    copy = timeline([("copy", Operation("aten::_to_copy", 1, copied=1_000_000, waits=True))], CARD)
-    assert copy["copy"]["link"] == pytest.approx(0.002)
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -344,17 +246,3 @@ def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path,
     assert float(rows["encoder"][-1]) == pytest.approx(500 * found["parts"]["encoder"]["seconds"], abs=0.006)
     assert float(rows["the step"][-2]) == 6.0
     assert found["seconds"] == pytest.approx(sum(part["seconds"] for part in found["parts"].values()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--pairs", "0"], "--pairs 0"),
-        (["finetune_vqa"], "is no pre-training"),
-        (["--measured", "missing.json", "--pairs", "1", *SMALL_MODEL], "missing.json"),
-    ],
-)
-def test_bad_arguments_end_in_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert named in f"{ended.value.code} {capsys.readouterr().err}"

@@ -9,11 +9,9 @@ import json
 import os
 import pickle
 import re
-import socket
 import struct
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -22,10 +20,10 @@ import pytest
 from PIL import Image
 from places import SHARED
 
-from demo import data, serve
+from demo import data
 from demo.data import BROKEN_KINDS, DemoDataSettings, draw_demo_data, read_demo_data
 from demo.scenes import COLOURS, SHAPES
-from demo.serve import DemoServer, free_port
+from demo.serve import DemoServer
 from demo.task_files import RETRIEVAL_FILE
 from vlbert.datasets import refcoco, retrieval, vcr, vqa
 
@@ -89,22 +87,6 @@ def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annota
         assert len(visual) == 2 * len(named), caption
 
 
-def test_annotation_files_are_coco(drawn):
-    for file, folder in ((drawn.annotations, drawn.images), (drawn.refcoco_instances, drawn.task_images)):
-        coco = json.loads(file.read_text())
-        assert [c["id"] for c in coco["categories"]] == list(range(1, 37))
-        assert len({a["id"] for a in coco["annotations"]}) == len(coco["annotations"])
-        assert {image["file_name"] for image in coco["images"]} == {image.name for image in folder.iterdir()}
-        for image in coco["images"]:
-            with Image.open(folder / image["file_name"]) as opened:
-                assert (opened.format, opened.mode, opened.size) == ("JPEG", "RGB", (image["width"], image["height"]))
-        for a in coco["annotations"]:
-            x, y, width, height = a["bbox"]
-            assert 0 <= x < x + width <= 224
-            assert 0 <= y < y + height <= 168
-            assert 0.2 * width * height < a["area"] <= width * height
-
-
 # ---- lists ----
 
 
@@ -144,20 +126,6 @@ def test_an_expression_fits_its_object_and_no_other(drawn):
     assert lengths.keys() >= {1, 2, 3}
 
 
-def test_references_match_the_instances(drawn):
-    references = load_references(drawn)
-    coco = json.loads(drawn.refcoco_instances.read_text())
-    by_id = {a["id"]: a for a in coco["annotations"]}
-    for reference in references:
-        annotation = by_id[reference["ann_id"]]
-        assert (annotation["image_id"], annotation["category_id"]) == (reference["image_id"], reference["category_id"])
-        assert reference["sent_ids"] == [s["sent_id"] for s in reference["sentences"]]
-        shape = coco["categories"][annotation["category_id"] - 1]["name"].split()[1]
-        assert shape in {"testA": SHAPES[:3], "testB": SHAPES[3:]}.get(reference["split"], SHAPES)
-    for field in ("ref_id", "ann_id"):
-        assert len({reference[field] for reference in references}) == len(references)
-
-
 # ---- the images of the tasks, and VQA ----
 
 
@@ -186,7 +154,6 @@ def test_every_task_has_its_images_and_no_image_is_of_two_splits(drawn, vqa_ques
     assert (len(expressions["train"]), len(expressions["val"])) == (40, 15)
     captions = retrieval.read_splits(drawn.retrieval / RETRIEVAL_FILE)
     assert {name: len(images) for name, images in captions.items()} == {"train": 40, "val": 15, "test": 30}
-    assert {len({*five}) for images in captions.values() for five in images.values()} == {5}
     train, val, test = (
         questions["train2014"] | choices["train"],
         questions["val2014"] | choices["val"],
@@ -198,21 +165,6 @@ def test_every_task_has_its_images_and_no_image_is_of_two_splits(drawn, vqa_ques
     assert not train & val
     assert not (train | val) & test
     assert {file.name for file in drawn.task_images.iterdir()} == train | val | test == set(things)
-    assert all(one.metadata.is_file() for of in items.values() for one in of)
-    assert [{one.labels is None for one in items[split]} for split in ("train", "val", "test")] == [
-        {False},
-        {False},
-        {True},
-    ]
-    ids = [line["annot_id"] for line in lines_of(items, "train", "val", "test")]
-    assert len(ids) == len(set(ids))
-
-
-def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_test_none(vqa_questions):
-    known = [*vqa_questions["train2014"], *vqa_questions["val2014"]]
-    assert {len(one.answers) for one in known} == {10}
-    assert {one.answers.count(one.ground_truth) for one in known} == {7, 8, 9, 10}
-    assert {one.answers for one in vqa_questions["test2015"]} == {()}
 
 
 def test_the_right_answer_is_true_of_the_scene(vqa_questions, things):
@@ -317,27 +269,21 @@ def test_the_same_settings_give_the_same_bytes(tmp_path):
     assert [name for name in drawn if other[name] == drawn[name]] == ["vqa/answers_vqa.txt"]
 
 
-def test_data_that_are_there_stay_with_their_port_and_an_interrupted_drawing_is_done_again(tmp_path):
+def test_data_that_are_there_stay_and_others_are_refused_and_an_interrupted_drawing_is_done_again(tmp_path):
     drawn = draw_demo_data(tmp_path, TINY, 9001)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
-    assert draw_demo_data(tmp_path, TINY, 8791) == drawn == read_demo_data(tmp_path)
+    assert draw_demo_data(tmp_path, TINY) == drawn == read_demo_data(tmp_path)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
     whole = contents(tmp_path)
     drawn.description.unlink()
     drawn.annotations.write_text("half")
     draw_demo_data(tmp_path, TINY, 9001)
     assert contents(tmp_path) == whole
-
-
-def test_data_of_other_settings_or_of_another_version_are_refused(tmp_path):
-    drawn = draw_demo_data(tmp_path, TINY)
     with pytest.raises(ValueError, match="demo data of other settings: .*seed=0.*, not .*seed=1"):
         draw_demo_data(tmp_path, dataclasses.replace(TINY, seed=1))
     drawn.description.write_text(json.dumps(json.loads(drawn.description.read_text()) | {"version": 0}))
     with pytest.raises(ValueError, match=r"demo.json is of another version.*remove"):
         draw_demo_data(tmp_path, TINY)
-    with pytest.raises(ValueError, match="draw them: python -m demo.data"):
-        read_demo_data(tmp_path / "elsewhere")
 
 
 # ---- the server ----
@@ -354,10 +300,7 @@ def fetch(server: DemoServer, path: str) -> tuple[int, str, bytes]:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/images/", "/images/999999.jpg", "/images/../train.tsv", "/images/..%2ftrain.tsv"]
-    + ["/broken/404/000301.jpg", "/broken/unknown/000301.jpg", "/demo.json"],
-)  # fmt: skip
+@pytest.mark.parametrize("path", ["/images/999999.jpg", "/images/../train.tsv", "/broken/404/000301.jpg"])
 def test_the_server_finds_nothing_else(server, path):
     with pytest.raises(urllib.error.HTTPError) as error:
         fetch(server, path)
@@ -376,6 +319,11 @@ def test_good_urls_lead_to_their_image_and_broken_ones_misbehave_as_they_say(dra
     _, content_type, body = fetch(server, "/broken/bomb/000305.png")
     assert (content_type, struct.unpack(">II", body[16:24])) == ("image/png", (30_000, 30_000))
     assert len(body) < 200
+    with (
+        pytest.raises(TimeoutError),
+        urllib.request.urlopen(server.base_url + "/broken/slow/000307.jpg", timeout=0.5) as answer,
+    ):
+        answer.read()
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
     connection.request("GET", "/broken/private-redirect/000306.jpg")
     answer = connection.getresponse()
@@ -383,29 +331,6 @@ def test_good_urls_lead_to_their_image_and_broken_ones_misbehave_as_they_say(dra
     connection.close()
 
 
-def test_a_slow_answer_does_not_keep_the_server_from_stopping(drawn, monkeypatch):
-    monkeypatch.setattr(serve, "DRIP_SECONDS", 0.3)
-    with DemoServer(drawn.root, port=0) as server:
-        answer = urllib.request.urlopen(server.base_url + "/broken/slow/000307.jpg", timeout=5)
-        assert int(answer.headers["Content-Length"]) > 1000
-        assert answer.read(1) == b"\xff"
-        started = time.monotonic()
-        assert fetch(server, "/images/000000.jpg")[0] == 200  # others are served meanwhile
-        answer.read(2)
-        assert time.monotonic() - started > 0.3
-        started = time.monotonic()
-    assert time.monotonic() - started < 2
-    answer.close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", server.server_port), timeout=2)
-
-
-def test_a_taken_port_is_named_and_avoided(drawn):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        taken = other.getsockname()[1]
-        assert free_port(taken) != taken
-        with pytest.raises(ValueError, match=f"port {taken} is taken"):
-            DemoServer(drawn.root, taken)
-    assert free_port(taken) == taken
+def test_a_taken_port_is_named(drawn, server):
+    with pytest.raises(ValueError, match=f"port {server.server_port} is taken"):
+        DemoServer(drawn.root, server.server_port)

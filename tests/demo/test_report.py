@@ -24,7 +24,6 @@ from storage.sample import Sample, sample_key
 
 TINY = DemoDataSettings(train_scenes=3, held_out_scenes=2, broken_rows=0, text_lines=2, task_train=1, task_held_out=2)
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
-STAGES = [("download", 4.25), ("pre-training", 131.5)]
 CLASSES = [{"class": name, "average_precision": value} for name, value in (("red star", 0.5), ("blue ring", 0.995))]
 METRICS = {"map50": 0.8437, "map50_weighted": 0.8281, "proposal_recall": 0.9688}
 DETECTOR = {"weights": "detector.safetensors", "scenes": 10, "metrics": METRICS, "classes": CLASSES}
@@ -101,7 +100,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoData, list
 @pytest.fixture(scope="module")
 def page(made: tuple[Path, DemoData, list]) -> str:
     root, data, results = made
-    return write_report(root, data, DETECTOR, STAGES, results).read_text(encoding="utf-8")
+    return write_report(root, data, DETECTOR, results).read_text(encoding="utf-8")
 
 
 def test_the_numbers_of_the_page_are_those_of_the_runs(page: str):
@@ -111,8 +110,6 @@ def test_the_numbers_of_the_page_are_those_of_the_runs(page: str):
     numbers = re.findall(r"(with pre-training|without|chance) (\d+)\s%", helped)
     assert numbers[:3] == [("with pre-training", "81"), ("without", "42"), ("chance", "27")]
     assert "Images downloaded 3 of 4 rows " in text
-    assert "0.844 0.828 96.9 %" in text
-    assert "4.2 s" in between(text, "Time, and how", "make ui")
     seeds = between(text, "trained with other seeds", "Drawn scenes are easier").replace(" %", "")
     assert re.findall(r"(seed \d|mean) ([+-]\d+\.\d) points RefCOCO\+: (\S+), ", seeds) == [
         *(("seed 1", "+79.7", "81.2"), ("seed 2", "+60.0", "61.2"), ("mean", "+69.8", "71.2")),

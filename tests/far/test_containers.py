@@ -132,7 +132,7 @@ def composed(containers: Engine, data: Path, tmp_path_factory) -> Iterator[Opera
     # There may be no GPU.
     text = yaml.safe_dump({"services": override}).replace("  worker:\n", "  worker:\n    deploy: !reset null\n")
     (folder / "override.yaml").write_text(text)
-    port = free_port(0)
+    port = free_port()
     with containers.docker() as variables:
         variables |= {"POSTGRES_PASSWORD": "of-a-test", "PREFECT_API_AUTH_STRING": PASSWORD}
         variables |= {"VLBERT_DATA": str(data), "PORT": str(port)}

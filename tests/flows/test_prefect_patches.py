@@ -125,7 +125,7 @@ def answering(port: int) -> Iterator[None]:
 
 def test_a_request_outlasts_an_outage_of_150_seconds_but_not_in_not_waiting():
     """`wait_for_server`: here a second is a hundredth."""
-    port = free_port(0)
+    port = free_port()
     command = [sys.executable, "-c", ASK, f"http://127.0.0.1:{port}/"]
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     with subprocess.Popen(command, cwd=PROJECT, text=True, **pipes) as asking:

@@ -32,7 +32,7 @@ def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_a_taken_port_and_a_missing_file_are_refused_before_anything_starts(tmp_path: Path):
-    found = serve("--port", str(free_port(0)), folder=tmp_path)
+    found = serve("--port", str(free_port()), folder=tmp_path)
     assert (found.returncode, found.stdout) == (1, "")
     wrong = "vlbert serve: there is no file prefect.yaml; --deployments names one such as prefect.yaml\n"
     assert found.stderr == wrong

@@ -30,7 +30,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     if not programs:
         skip_without("far", "there is no PostgreSQL: apt-get install postgresql")
-    programs, port = programs[-1].parent, free_port(0)
+    programs, port = programs[-1].parent, free_port()
     folder = Path("/tmp") / f"postgres-{os.getpid()}"  # pytest's folders are closed to other users
     as_owner = _AS_POSTGRES if os.geteuid() == 0 else []
     folder.mkdir()

@@ -131,7 +131,7 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0) -> list[subprocess.Popen]:
     """Two torchruns that meet as two machines do, with two ranks each."""
-    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port(0)}", "--rdzv-id=tiny"]
+    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=tiny"]
     options.append(f"--max-restarts={restarts}")
     return [launched(folder, program, *arguments, options=options, **OWN_STORE) for _ in range(2)]
 

@@ -9,16 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from loaded import rows_in_order
-from programs import ended, launched
 from refcoco_files import write_refcoco
-from retrieval_files import retrieval_recipe, retrieval_root
 from tiny import (
-    TINY_MODEL,
-    as_overrides,
     commit_more,
     commit_samples,
     tiny_recipe,
@@ -32,7 +26,6 @@ from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.evaluation.replay import Replay, ReplaySettings, main, replay, write_replay
-from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.train import train
@@ -110,25 +103,12 @@ def test_the_page_shows_what_was_masked_and_asked(trained, tmp_path, capsys):
     figures = re.findall(r'<figure class="card">.*?</figure>', page, re.DOTALL)
     assert len(figures) == len(batch)
     assert ["<img" in figure for figure in figures] == (batch.image_of >= 0).tolist()
-    length, width = batch.tokens.shape[1], batch.boxes.shape[1]
     for row, figure in enumerate(figures):
         tokens = batch.tokens[row, : batch.sizes.tokens[row]].tolist()
         assert re.findall(r"<span.*?>(.*?)</span>", figure) == [names[token] for token in tokens]
-        for mask, labels, size in (
-            ("word_label_mask", "words", length),
-            ("region_label_mask", "region_classes", width),
-            ("related", "related", length),
-        ):
-            own = batch.labelled[mask] // size == row
-            at = (batch.labelled[mask][own] % size).tolist()
-            assert re.findall(rf"{mask} at ([\d, ]+)", figure) == ([", ".join(map(str, at))] if at else [])
-            values = batch.labels[labels][own].tolist()
-            if labels == "words":
-                values = [names[value] for value in values]
-            elif labels == "region_classes":
-                values = [f"{int(np.argmax(value))} ({max(value):.2f})" for value in values]
-            shown = re.findall(rf'<p class="asked">{labels}: (.*?)</p>', figure)
-            assert shown == ([", ".join(map(str, values))] if values else [])
+        own = batch.labelled["word_label_mask"] // batch.tokens.shape[1] == row
+        words = [names[value] for value in batch.labels["words"][own].tolist()]
+        assert re.findall('<p class="asked">words: (.*?)</p>', figure) == ([", ".join(words)] if words else [])
 
 
 def test_samples_that_cannot_be_read_leave_their_slots_empty(trained, tmp_path, monkeypatch):
@@ -182,85 +162,20 @@ def test_what_cannot_be_replayed_is_one_line(trained, tmp_path, change: Callable
 # --- the other tasks --------------------------------------------------------------------------------------------------
 
 
-def finetuning(root: Path, dataset: str, task: Any, **changes: Any) -> Recipe:
-    data = DataConfig(str(root), datasets={dataset: None}, batch=4, workers=0, flip=0.5)
-    values = {"run_name": "tuned", "task": task, "data": data, "steps": 2, "vocabulary": None, "random_init": True}
-    return tiny_recipe(root, **values | {"vocabulary_size": 60} | changes)
-
-
 def refcoco(folder: Path) -> Recipe:
     samples = [tiny_sample(i, regions=3) for i in range(8)]
     commit_samples(folder / "root", "refcoco+", samples)
     write_refcoco(folder / "files", samples)
-    return finetuning(folder / "root", "refcoco+", RefCOCOSettings(str(folder / "files")))
-
-
-def retrieval(folder: Path) -> Recipe:
-    recipe = retrieval_recipe(retrieval_root(folder))
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, held_out=None))
-
-
-SHOWN = {refcoco: r"target: [01, ]+<", retrieval: "anchor: 0"}
+    data = DataConfig(str(folder / "root"), datasets={"refcoco+": None}, batch=4, workers=0, flip=0.5)
+    fresh = {"vocabulary": None, "vocabulary_size": 60, "random_init": True}
+    task = RefCOCOSettings(str(folder / "files"))
+    return tiny_recipe(folder / "root", run_name="tuned", task=task, data=data, steps=2, **fresh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", SHOWN, ids=lambda make: make.__name__)
-def test_every_task_is_replayed_by_its_own_code(tmp_path, make: Callable[[Path], Recipe]):
-    run, seen = str(tmp_path / "root/runs/tuned"), observed(make(tmp_path))
-    for step, (batch,) in seen.items():
+def test_a_task_is_replayed_by_its_own_code(tmp_path):
+    run = str(tmp_path / "root/runs/tuned")
+    for step, (batch,) in observed(refcoco(tmp_path)).items():
         assert plain(replay(run, step + 1).batch) == plain(batch)
     page = write_replay(run, 1, ReplaySettings(out=str(tmp_path / "page.html"))).read_text()
-    assert re.search(SHOWN[make], html.unescape(page))
-    assert page.count("<img src=") == len(seen[0][0].image_rows)
-
-
-# --- other worlds -----------------------------------------------------------------------------------------------------
-
-RANK = """
-import sys, torch
-from training.program import make_recipe, run_in_world
-from vlbert.recipes import RECIPES
-from vlbert.train import train
-
-name, *given = sys.argv[1:]
-recipe = make_recipe(name, given, RECIPES)
-
-def work(world):
-    train(recipe, world, lambda step, parts: torch.save(list(parts), f"{step}-{world.rank}.pt"))
-
-run_in_world("rank.py", work)
-"""
-
-
-def on_two(folder: Path, recipe: Recipe) -> dict[int, list[Batch]]:
-    """By step: the batches of two processes, in the order of the slots."""
-    given = as_overrides(recipe, RECIPES["pretrain_vlbert"]("demo"))
-    status, _, errors = ended(launched(folder, RANK, "pretrain_vlbert", "--size=demo", *given))
-    assert status == 0, errors[-3000:]
-    found = {}
-    for step in range(recipe.steps):
-        ranks = [torch.load(folder / f"{step}-{rank}.pt", weights_only=False) for rank in range(2)]
-        found[step] = [ranks[rank][part] for part in range(recipe.data.gradient_accumulation) for rank in range(2)]
-    return found
-
-
-def rows_with_labels(batch: Batch) -> list[tuple]:
-    rows = rows_in_order(batch)
-    for label, mask in (("words", "word_label_mask"), ("region_classes", "region_label_mask"), ("related", "related")):
-        parts = batch.labels[label].split(batch.sizes.labelled[mask])
-        rows = [(*row, part.tolist()) for row, part in zip(rows, parts, strict=True)]
-    return rows
-
-
-@pytest.mark.slow
-def test_a_run_of_two_processes_is_replayed_by_one(tmp_path, trained):
-    root = trained[0]
-    task = PretrainingSettings(relationship=True, mismatched=0.5, text_length=12)
-    recipe = tiny_recipe(root, run_name="two", task=task, steps=3, save_every=3)
-    data = dataclasses.replace(recipe.data, flip=0.5, gradient_accumulation=2)
-    recipe = dataclasses.replace(recipe, data=data, model=dataclasses.replace(TINY_MODEL, dropout=0.0))
-    for step, batches in on_two(tmp_path, recipe).items():
-        assert len(batches) == 4
-        rows = [row for batch in batches for row in rows_with_labels(batch)]
-        pairs, texts = ([row for row in rows if row[0].startswith("text-") == alone] for alone in (False, True))
-        assert rows_with_labels(replay(str(root / "runs/two"), step + 1).batch) == pairs + texts
+    assert re.search(r"target: [01, ]+<", html.unescape(page))

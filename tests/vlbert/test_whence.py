@@ -154,9 +154,7 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
         assert exported(root, "refcoco", tmp_path / "all.parquet") == both
         first, second, _ = capsys.readouterr().out.splitlines()
         assert f"{root}/runs/refcoco/step-0000005: 5 steps of 4 of captions (" in first
-        assert (
-            f"{root}/runs/pretrain/step-0000012: 12 steps of 8 of captions (18 examples, 2 snapshots, 66.7%" in second
-        )
+        assert f"{root}/runs/pretrain/step-0000012: 12 steps of 8 of captions (18 examples), more (9" in second
         # Its snapshots stay.
         pins = {snapshot for _, _, snapshot in Inventory(open_store(str(root))).pins()}
         collect_garbage(open_store(str(root)), 0, delete=True)
@@ -274,7 +272,6 @@ def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
     ("arguments", "named"),
     [
         (["runs/pretrain", "http://a", "http://b"], "Unrecognized options: http://b"),
-        (["runs/nothing"], "runs/nothing has no whole checkpoint"),
         (["text"], "text holds no model"),
         (["runs/pretrain", "--out=/nowhere/all.parquet"], "/nowhere/all.parquet"),
     ],
@@ -339,8 +336,6 @@ def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
     assert line.split() == ["runs/one/step-0000004", "one", "1", "of", "1", f"{min(steps)}"]
     with pytest.raises(SystemExit, match="no URL is given"):
         withdraw.main([str(root)])
-    with pytest.raises(SystemExit, match=r"--urls .*none\.txt cannot be read"):
-        withdraw.main([str(root), f"--urls={tmp_path / 'none.txt'}"])
     (tmp_path / "urls.txt").write_text("\ufeffhttp://a/1\u2028.jpg\r\nhttp://a/2.jpg", encoding="utf-8", newline="")
     assert withdraw.read_urls(str(tmp_path / "urls.txt")) == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
     # A root whose name is misspelt gets no list, and is not made.
@@ -372,20 +367,11 @@ def test_a_resumed_run_leaves_a_withdrawn_sample_out_and_then_enters_a_snapshot_
     (line,) = [json.loads(line) for line in (root / "runs/run/unreadable.jsonl").read_text().splitlines()]
     assert line["key"] == sample.key
     assert "was withdrawn since" in line["reason"]
-    # Every other sample was there in both epochs, at the steps that whence says; of this one, it says why not.
+    # Every other sample was there in both epochs, at the steps that whence says.
     found = exported(root, "run", tmp_path / "all.parquet")
     assert {key: value for (_, key), value in found.items() if key != sample.key} == summary(watched.steps)
     whence.main([f"{root}/runs/run", sample.url])
-    printed = capsys.readouterr().out
-    assert f"not read in step {line['step']}: sample {sample.key} was withdrawn since" in printed
-    assert f"{sample.url} was withdrawn since" in printed
-    log = root / "runs/run/unreadable.jsonl"
-    log.write_text(json.dumps(line | {"step": 10**6}) + "\n")  # later than all: then it was read
-    whence.main([f"{root}/runs/run", sample.url])
-    assert "not read" not in capsys.readouterr().out
-    (root / "runs/run/skipped.jsonl").write_text(json.dumps({"step": line["step"], "why": "a spike"}) + "\n")
-    whence.main([f"{root}/runs/run", sample.url])
-    assert "the step was skipped: a spike" in capsys.readouterr().out
+    assert f"{sample.url} was withdrawn since" in capsys.readouterr().out
     # A new run never meets it.
     new = Watched(root)
     train(run_of(root, "new", 4, batch=4), ALONE, new)

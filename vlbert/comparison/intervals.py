@@ -37,15 +37,6 @@ def interval(scores: np.ndarray) -> Interval:
     return Interval(mean, mean - math.hypot(mean - low, over_seeds), mean + math.hypot(high - mean, over_seeds))
 
 
-def weighted(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Scores [seeds, examples] whose plain mean is the weighted one, of each seed too, and whose scatter is that of it.
-
-    weights [examples]. Of a weighted mean m, each score becomes m + w (score - m) / (the mean of w): its linearisation.
-    """
-    mean = np.average(scores, axis=1, weights=weights).mean()
-    return mean + weights * (scores - mean) / weights.mean()
-
-
 def _resampled(scores: np.ndarray) -> np.ndarray:
     """The means of resamples of scores [n], [REPLICATES].
 

@@ -13,28 +13,20 @@ from storage.object_store import ObjectStore
 from storage.safe_json import parse_json
 from training.log import last_metrics
 from vlbert.comparison.cells import Cell
-from vlbert.comparison.intervals import REPLICATES, interval, weighted
+from vlbert.comparison.intervals import REPLICATES, interval
 from vlbert.comparison.plans import ComparedTask, Plan
 from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """One evaluation: its examples (key, question), a score and a weight each, the metrics and the warnings.
-
-    weights: 1, or the number of ranks that an example has, as of the captions of an image.
-    """
+    """One evaluation: its examples (key, question), a score each, the metrics and the warnings."""
 
     cell: Cell
     examples: list[tuple[str, str]]
     scores: np.ndarray
-    weights: np.ndarray
     metrics: Mapping[str, float | None]
     warnings: Sequence[str]
-
-    @property
-    def mean(self) -> float:
-        return float(np.average(self.scores, weights=self.weights))
 
 
 def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
@@ -83,7 +75,7 @@ def _task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> d
     chances = [chance for chance in chances if chance is not None]
     means = {
         variant: asdict(interval(_stacked(of_seeds, [*of_seeds])))
-        | {"seeds": {str(seed): one.mean for seed, one in of_seeds.items()}}
+        | {"seeds": {str(seed): float(one.scores.mean()) for seed, one in of_seeds.items()}}
         for variant, of_seeds in by_variant.items()
         if of_seeds
     }
@@ -104,7 +96,7 @@ def _task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> d
 def _comparable(scored: list[Scored]) -> list[Scored]:
     """The evaluations of a task; ValueError where two are not of the same examples in the same order."""
     for one in scored[1:]:
-        if one.examples != scored[0].examples or not np.array_equal(one.weights, scored[0].weights):
+        if one.examples != scored[0].examples:
             raise ValueError(
                 f"{scored[0].cell.run} was evaluated on {len(scored[0].examples)} examples and {one.cell.run} on "
                 f"{len(one.examples)}, and they are not the same: see problems.jsonl beside them, mend what could not "
@@ -127,8 +119,7 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Scored:
     rows = zip(*(table[name].to_pylist() for name in ("key", "question", task.column)), strict=True)
     known = [row for row in rows if row[2] is not None]
     scores = np.array([score_of(value, task.within) for *_, value in known])
-    weights = np.array([np.size(value) for *_, value in known], float)
-    mean = np.average(scores, weights=weights) if known else None
+    mean = scores.mean() if known else None
     if mean is None or metrics[task.metric] is None or abs(mean - metrics[task.metric]) > 1e-6:
         found = "of no row" if mean is None else f"{mean:.6f}"
         raise ValueError(
@@ -136,7 +127,7 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Scored:
             "need a metric that is the mean of a column; name another in the plan"
         )
     examples = [(key, question) for key, question, _ in known]
-    return Scored(cell, examples, scores, weights, metrics, warnings(evaluation))
+    return Scored(cell, examples, scores, metrics, warnings(evaluation))
 
 
 def score_of(value: float | Sequence[float], within: int | None) -> float:
@@ -158,9 +149,8 @@ def _pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Scored]
 def _stacked(
     scored: Mapping[int, Scored], seeds: Sequence[int], less: Mapping[int, Scored] | None = None
 ) -> np.ndarray:
-    """[seeds, examples], less the scores of another variant, with a plain mean that is the weighted one."""
-    scores = np.stack([scored[seed].scores - (less[seed].scores if less else 0.0) for seed in seeds])
-    return weighted(scores, scored[seeds[0]].weights)
+    """[seeds, examples], less the scores of another variant."""
+    return np.stack([scored[seed].scores - (less[seed].scores if less else 0.0) for seed in seeds])
 
 
 def _validated(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:

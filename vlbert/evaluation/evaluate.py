@@ -13,9 +13,8 @@ settings that exists already is kept: delete its folder to repeat it.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
@@ -26,13 +25,13 @@ import tyro
 
 from storage.object_store import ObjectStore, open_store
 from storage.programs import Flat, Positional
-from storage.settings import differing_fields, from_json, named_fields, override_values, parse, to_json
+from storage.settings import from_json, named_fields, override_values, parse, to_json
 from training.checkpoint import MODEL
 from training.distributed import World, from_first, gather_on_first
 from training.loading import EXPECTED
 from training.program import parse_recipe, run_in_world, split_recipe
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, restore_saved, vocabulary_of
-from vlbert.config import Recipe, architecture
+from vlbert.config import Recipe
 from vlbert.data.loading import ValidationData
 from vlbert.data.samples import open_cache, open_samples
 from vlbert.evaluation.blocks import Blocks, delete_blocks
@@ -40,7 +39,6 @@ from vlbert.evaluation.results import (
     PAGE,
     SplitPredictions,
     inputs_of,
-    name_of,
     output_folder,
     print_summary,
     read_summary,
@@ -66,8 +64,8 @@ def load_task_model(
     The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model are
     always those of the training, with `changes` ({"task.folder": "vqa"}); the task's saved attributes (Task.saved) are
     loaded, too. A pre-trained model may be that of another task's recipe, if the task can do with it as it is
-    (Task.zero_shot): then the task is the recipe's. ValueError where the checkpoint has no head, or one of another task
-    or architecture.
+    (Task.zero_shot): then the task is the recipe's. ValueError where the checkpoint has no head, or that of
+    another task.
     """
     config, where = checkpoint.config, checkpoint.where
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
@@ -82,14 +80,6 @@ def load_task_model(
     trained = recipe_of(checkpoint)
     settings = recipe.task if zero_shot else trained.task
     recipe = recipe or trained
-    wanted = override_values(recipe, changes).model
-    differing = differing_fields(architecture(wanted), architecture(checkpoint.model_config))
-    if differing:
-        name, here, there = differing[0]
-        raise ValueError(
-            f"{where} has another architecture than recipe {recipe.name}: model.{name} is {there} there and {here} "
-            "here; name the recipe that it was trained with, and its model.* overrides"
-        )
     recipe = override_values(replace(recipe, task=settings, model=checkpoint.model_config), changes)
     task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
     restore_saved(task, checkpoint)
@@ -161,8 +151,7 @@ def evaluate(
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
         raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
     changes = {**task_class.evaluation, **changes, "data.root": root}
-    blocks = partial(Blocks, store, folder)
-    predicted = [_predict(recipe, checkpoint, split, changes, world, inputs, blocks) for checkpoint in checkpoints]
+    predicted = [_predict(recipe, one, split, changes, world, inputs, (store, folder)) for one in checkpoints]
     if not world.first:
         return {}
     rows = [row for one in predicted for row in one.rows]
@@ -202,12 +191,9 @@ def _predict(
     changes: Mapping[str, Any],
     world: World,
     inputs: dict[str, Any],
-    blocks_of: Callable[[dict[str, Any]], Blocks],
+    place: tuple[ObjectStore, str],
 ) -> SplitPredictions:
-    """One checkpoint's predictions for the whole split, gathered on rank 0.
-
-    blocks_of: what was predicted already, by all that decides the predictions.
-    """
+    """One checkpoint's predictions for the whole split, gathered on rank 0. place: of what was predicted already."""
     model, recipe = load_task_model(checkpoint, changes, recipe)
     check_one_dataset(recipe)
     model, config = model.to(world.device), recipe.data
@@ -220,18 +206,12 @@ def _predict(
     # The same batches in every world, so that every world gives the same numbers.
     batch = max(1, min(model.task.evaluated_at_once, config.batch // config.gradient_accumulation))
     data = ValidationData(samples, examples, model.task, config, recipe.model.regions, world, None, batch)
-    if world.first:
-        print(
-            f"{name_of(checkpoint.where)}: {len(examples)} examples of {split} on {len(samples)} samples of "
-            f"{dataset}/{pinned['stage']} (snapshot {pinned['snapshot']}), on {world.size} x {world.device.type}",
-            flush=True,
-        )
     settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
     decides = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.where, "files": settings.hashes()}
     decides |= {"weights": checkpoint.folder.hashes.get(MODEL), "model": to_json(recipe.model)}
     decides |= {"data": pinned, "examples": len(examples), "batch": batch, "seed": config.seed}
     decides |= {"task": to_json(settings), "precision": recipe.precision}
-    found = _predict_rest(model, data, recipe, world, blocks_of(decides))
+    found = _predict_rest(model, data, recipe, world, Blocks(*place, decides))
     rows = sorted(gather_on_first(list(zip(found.numbers, found.rows, strict=True)), world), key=itemgetter(0))
     return SplitPredictions(
         checkpoint=checkpoint,
@@ -251,8 +231,6 @@ def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world:
     """The predictions of this rank's batches: those of the blocks, and the others computed. Keeps these as blocks."""
     firsts, before = [data.start + index * data.size for index in range(len(data))], blocks.read()
     rest = [index for index, first in enumerate(firsts) if first not in before]
-    if world.first and before:
-        print(f"{len(before)} of {-(-len(data.numbers) // data.size)} batches are predicted already", flush=True)
 
     def after(index: int, predicted: Predicted) -> None:
         if blocks.add(firsts[index], predicted) and world.first:

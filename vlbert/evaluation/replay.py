@@ -7,7 +7,7 @@ as the log does. The batch is the same on any number of devices, so a laptop can
 docs/operating.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,6 @@ from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxe
 from storage.object_store import open_store
 from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Flat, Positional
-from storage.redact import redacted
 from storage.settings import override_values
 from training.distributed import World
 from training.loading import EXPECTED
@@ -147,23 +146,18 @@ def write_replay(path: str, step: int, settings: ReplaySettings = ReplaySettings
         raise ValueError(f"--out={out}: there is no folder {out.parent}")
     found = replay(path, step, settings, pixels=True)
     out = out or Path(f"{found.recipe.run}-step-{step:07d}.html")
-    classes = ((found.checkpoint.config.get("detector") or {}).get("metadata") or {}).get("classes")
-    names = {"words": found.task.vocabulary.tokens} | ({"region_classes": ["background", *classes]} if classes else {})
-    rows = [_row(example, found.task.vocabulary.tokens, names) for example in found.examples]
+    rows = [_row(example, found.task.vocabulary.tokens) for example in found.examples]
     out.write_text(render(Path(__file__).parent / "replay.html.j2", {"found": found, "rows": rows}), encoding="utf-8")
     return out
 
 
-def _row(example: Example, tokens: Sequence[str], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _row(example: Example, tokens: Sequence[str]) -> dict[str, Any]:
     """What the page shows of an example."""
-    facts = [(name, value) for name, value in example.metadata.items() if isinstance(value, str | int | float | list)]
     return {
         "key": example.key,
-        "counted": example.counted,
         "image": None if example.image is None else _drawn(example, example.image),
-        "texts": [_words(text, tokens) | {"asked": _asked(text, names)} for text in example.texts],
-        "asked": [] if example.image is None else _asked(example.image, names),
-        "facts": [redacted(f"{name}: {value}") for name, value in facts],
+        "texts": [_words(text, tokens) | {"asked": _asked(text, tokens)} for text in example.texts],
+        "asked": [] if example.image is None else _asked(example.image, tokens),
     }
 
 
@@ -174,20 +168,21 @@ def _words(text: TextInput, names: Sequence[str]) -> dict[str, Any]:
     return {"tokens": [{"word": names[token], "region": region, "asked": asked} for token, region, asked in tokens]}
 
 
-def _asked(part: TextInput | ImageInput, names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Which tokens or regions have a label, and all labels; `names`: of their values, by the name of the labels."""
+def _asked(part: TextInput | ImageInput, tokens: Sequence[str]) -> list[str]:
+    """Which tokens or regions have a label, and all labels: words as such, others as numbers."""
     places = [(name, np.flatnonzero(mask).tolist()) for name, mask in part.label_masks.items()]
-    labels = [(name, [_label(value, names.get(name)) for value in values]) for name, values in part.labels.items()]
+    labels = [
+        (name, [tokens[value] if name == "words" else _label(value) for value in values])
+        for name, values in part.labels.items()
+    ]
     return [f"{name} at {', '.join(map(str, at))}" for name, at in places if at] + [
         f"{name}: {', '.join(values)}" for name, values in labels if values
     ]
 
 
-def _label(value: np.ndarray, names: Sequence[str] | None) -> str:
-    """A label in words; of a distribution over classes the likeliest, with its share."""
-    number = int(np.argmax(value)) if np.ndim(value) else value
-    word = names[number] if names else f"{number:g}"
-    return f"{word} ({value[number]:.2f})" if np.ndim(value) else word
+def _label(value: np.ndarray) -> str:
+    """The number of a label; of a distribution over classes the likeliest, with its share."""
+    return f"{np.argmax(value)} ({np.max(value):.2f})" if np.ndim(value) else f"{value:g}"
 
 
 def _drawn(example: Example, image: ImageInput) -> str:

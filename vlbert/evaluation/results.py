@@ -56,20 +56,11 @@ class SplitPredictions:
     missing: list[tuple[int, Unreadable]]
 
     @property
-    def name(self) -> str:
-        """RUN/step-*, or the folder."""
-        return name_of(self.checkpoint.where)
-
-    @property
     def trained_on(self) -> list[str]:
         """The splits that it was trained on or, where the task has none, the datasets."""
         if self.recipe.task.validate_on is not None:
             return list(self.checkpoint.task_settings.get("train_on", ()))
         return sorted(self.checkpoint.config.get("recipe", {}).get("data", {}).get("datasets", ()))
-
-    def was_trained_on(self, split: str) -> bool:
-        """Whether it was trained on the split."""
-        return split in self.trained_on
 
 
 def name_of(where: str) -> str:
@@ -102,25 +93,20 @@ def output_folder(out: str | None, checkpoints: Sequence[str], split: str, input
     else:
         store, folder = open_store(out), ""
     before = read_summary(store, folder)
-    for name, now in inputs.items() if before else ():
-        if before["inputs"].get(name) != now:
+    for name, now in inputs.items() if before is not None else ():
+        found = before.get("inputs", {}).get(name)
+        if found != now:
             raise ValueError(
-                f"{store.where(folder + METRICS)} is of an evaluation with {name} = {before['inputs'].get(name)}, "
-                f"now it is {now}; name another place with --out FOLDER, or delete that one"
+                f"{store.where(folder + METRICS)} is of an evaluation with {name} = {found}, now it is {now}; name "
+                "another place with --out FOLDER, or delete that one"
             )
     return store, folder
 
 
 def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
     """The contents of metrics.json; None where there is none."""
-    if not store.exists(folder + METRICS):
-        return None
-    where = store.where(folder + METRICS)
-    try:
-        summary = parse_json(store.get(folder + METRICS), where)
-        return summary if summary["inputs"].keys() and summary["files"] and summary["examples"] else None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{where} is not of an evaluation; name another place with --out FOLDER") from error
+    path = folder + METRICS
+    return parse_json(store.get(path), store.where(path)) if store.exists(path) else None
 
 
 def summarise(
@@ -149,7 +135,7 @@ def summarise(
         "paper": task.reported(split),
         "examples": counts,
         "trained_on": [", ".join(one.trained_on) or None for one in predicted],
-        "trained_on_this_split": any(one.was_trained_on(split) for one in predicted),
+        "trained_on_this_split": any(split in one.trained_on for one in predicted),
         "random_init_detector": any(one.pinned["random_init"] for one in predicted),
         "data": {name: first.pinned[name] for name in ("dataset", "stage", "snapshot")},
         "settings": [to_json(one.recipe.task) for one in predicted],
@@ -161,10 +147,11 @@ def summarise(
 
 def problems_of(one: SplitPredictions) -> list[dict[str, str | bool | None]]:
     """The lines of problems.jsonl: the examples that cannot be read, those skipped, and the invalid ones."""
+    name = name_of(one.checkpoint.where)
     found = [(False, reason.key, reason.reason) for _, reason in one.missing]
     found += [(False, None, line) for line in one.examples.skipped]
     found += [(True, None, line) for line in one.examples.invalid]
-    return [{"checkpoint": one.name, "predicted": yes, "key": key, "reason": line} for yes, key, line in found]
+    return [{"checkpoint": name, "predicted": yes, "key": key, "reason": line} for yes, key, line in found]
 
 
 def _parquet(rows: Sequence[dict], task: str) -> bytes:

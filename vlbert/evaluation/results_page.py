@@ -7,22 +7,19 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from detectors.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
+from detectors.drawing import BOX_COLOURS, GREEN, RED, data_uri, draw_boxes
 from storage.sample import Sample
 from vlbert.evaluation.results import SplitPredictions, warnings
 
 _DRAWN = 12  # samples of each kind
-_MOST_CANDIDATES = 12  # regions drawn beside the chosen one
 Place = tuple[int, int]  # which of the checkpoints, which of its rows
 
 
 def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> bytes:
     """index.html, with all images in it."""
     worst, best = worst_and_best(predicted)
-    scored = bool(worst) and _row(predicted, worst[0])["score"] is not None
     galleries = [
-        ("Worst" if scored else "Least confident", [_drawn(predicted, place) for place in worst]),
-        ("Best" if scored else "Most confident", [_drawn(predicted, place) for place in best]),
+        (title, [_drawn(predicted, place) for place in of]) for title, of in (("Worst", worst), ("Best", best))
     ]
     whole, parts = [], []
     for name, value in summary["metrics"].items():
@@ -44,16 +41,13 @@ def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
     return environment.get_template(template.name).render(values)
 
 
-def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
-    """The image with the boxes of a prediction as the src of an img; None where it does not decode.
+def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
+    """The image with the boxes of a prediction as the src of an img.
 
-    A chosen region is green where it is right, and red where it is wrong: then the true box is green. Other candidates
-    are thin, if they are the sample's own regions. Boxes that are no choice (objects that a text mentions) have turning
-    colours.
+    A chosen region is green where it is right, and red where it is wrong: then the true box is green. Boxes that are no
+    choice (objects that a text mentions) have turning colours.
     """
     right, drawn = (row["score"] or 0) >= 0.5, []
-    if "candidates" in row and _is_region(sample, row["boxes"]):
-        drawn = [(box, OTHERS, "") for box in sample.regions.boxes[:_MOST_CANDIDATES]]
     for number, one in enumerate(row["boxes"]):
         name, colour = one["name"], BOX_COLOURS[number % len(BOX_COLOURS)]
         if name == "ground truth" and right:
@@ -61,28 +55,20 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
         if row["score"] is not None and name in (row["answer"], "ground truth"):
             colour = GREEN if right or name == "ground truth" else RED
         drawn.append((np.array(one["box"], np.float32), colour, name))
-    try:
-        return data_uri(draw_boxes(sample, drawn))
-    except (OSError, ValueError):  # precomputed features need no image that decodes
-        return None
-
-
-def _is_region(sample: Sample, boxes: Sequence[dict[str, Any]]) -> bool:
-    """Whether the first box is one of the sample's regions, and not an annotated object or from a file of boxes."""
-    return any(np.allclose(box, one["box"], atol=0.01) for one in boxes[:1] for box in sample.regions.boxes)
+    return data_uri(draw_boxes(sample, drawn))
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
-    """The rows whose answers are surest and wrong, and those that are surest and right; of a split without truths, the
-    least sure and the surest. No row is in both."""
+    """The rows whose answers are surest and wrong, and those that are surest and right: no row is in both. A split
+    without truths has none."""
     places = [(number, row) for number, one in enumerate(predicted) for row in range(len(one.rows))]
     scored = [place for place in places if _row(predicted, place)["score"] is not None]
 
     def worth(place: Place) -> float:
         row = _row(predicted, place)
-        return (2 * row["score"] - 1 if scored else 1) * row["probability"]
+        return (2 * row["score"] - 1) * row["probability"]
 
-    ordered = sorted(scored or places, key=worth)
+    ordered = sorted(scored, key=worth)
     half = (len(ordered) + 1) // 2
     return ordered[:half][:count], ordered[half:][::-1][:count]
 
@@ -95,6 +81,6 @@ def _drawn(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any
     one, row = predicted[place[0]], _row(predicted, place)
     try:
         image = draw_answer(one.samples.sample(int(one.examples.samples[one.numbers[place[1]]])), row)
-    except (OSError, ValueError):  # the sample cannot be read
+    except (OSError, ValueError):  # precomputed features need no image that decodes
         image = None
     return {"row": row, "image": image}

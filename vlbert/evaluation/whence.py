@@ -40,7 +40,6 @@ from storage.snapshots import read_columns
 from storage.tables import aligned
 from storage.withdrawn import is_among, read_withdrawn
 from training.checkpoint import MODEL
-from training.log import read_lines
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import SnapshotSpan, drawn_by_epoch, seed_of
 from vlbert.tasks import make_task, settings_named
@@ -233,13 +232,9 @@ def describe(runs: Sequence[Trained], start: Mapping[str, Any]) -> list[str]:
     """Return a line for each run, and one for what the first of them started from."""
     lines = []
     for trained in runs:
-        record, shares = trained.record, []
-        total = sum(one["weight"] for one in record["data"])
-        for one in record["data"]:
-            examples, count = one["snapshots"][-1]["examples"], len(one["snapshots"])
-            share = f", {one['weight'] / total:.1%} of each step" if one["weight"] < total else ""
-            shares.append(f"{one['dataset']} ({examples:,} examples, {count} snapshot{'s' * (count > 1)}{share})")
-        lines.append(f"{record['checkpoint']}: {record['step']:,} steps of {record['batch']} of {', '.join(shares)}")
+        record = trained.record
+        data = ", ".join(f"{one['dataset']} ({one['snapshots'][-1]['examples']:,} examples)" for one in record["data"])
+        lines.append(f"{record['checkpoint']}: {record['step']:,} steps of {record['batch']} of {data}")
         if record["bert"]:
             lines.append(
                 f"{record['run']} took the weights of a BERT, {record['bert']}: what that has read is not known"
@@ -331,11 +326,8 @@ def tell(runs: Sequence[Trained], what: str) -> tuple[list[str], bool]:
         found = [row for table in seen(trained, column, values) for row in table.to_pylist()]
         urls |= {row["url"]: row["key"] for row in found}
         licenses |= {row["license"] for row in found} - {None}
-        skipped, unreadable = notes_of(trained) if found else ({}, {})
         for step, row in sorted(((step, one) for one in found for step in one["steps"]), key=lambda pair: pair[0]):
-            first, reason = unreadable.get(row["key"], (step, ""))
-            note = skipped.get(step) or (reason if first <= step else "")
-            rows.append((trained.run, row["dataset"], row["shard"], row["key"], f"{step:,}", note))
+            rows.append((trained.run, row["dataset"], row["shard"], row["key"], f"{step:,}"))
         for held in trained.record["held_out"] or ():
             place = trained.store_of(held["dataset"], held["stage"], held["snapshot"])
             for key in find(*place, column, values)["key"].to_pylist():
@@ -345,22 +337,7 @@ def tell(runs: Sequence[Trained], what: str) -> tuple[list[str], bool]:
         lines = [f"the URL of {key} is {url}" for url, key in urls.items()] + lines
     lines += [f"its licence, as its list says: {printable(one)}" for one in sorted(licenses)]
     lines += [f"{shown_url(url)} was withdrawn since" for url in urls if url in withdrawn]
-    return [*aligned(("run", "dataset", "shard", "key", "step", "note"), rows), *lines], bool(rows or lines)
-
-
-def notes_of(trained: Trained) -> tuple[dict[int, str], dict[str, tuple[int, str]]]:
-    """Return what the logs of a run say, where they still are: docs/formats.md, Logs of a run.
-
-    Of each skipped step why; of each sample that could not be read, by its key, from which step on, and why.
-    """
-    skipped, unreadable = {}, {}
-    for store in trained.roots:
-        for line in read_lines(store, f"runs/{trained.run}/skipped.jsonl"):
-            skipped[line["step"]] = f"the step was skipped: {printable(line['why'])}"
-        for line in read_lines(store, f"runs/{trained.run}/unreadable.jsonl"):
-            note = f"not read in step {line['step']:,}: {printable(line['reason'])}"
-            unreadable.setdefault(line["key"], (line["step"], note))
-    return skipped, unreadable
+    return [*aligned(("run", "dataset", "shard", "key", "step"), rows), *lines], bool(rows or lines)
 
 
 def export(runs: Sequence[Trained], file: str) -> int:
