@@ -139,7 +139,7 @@ def test_a_name_that_is_no_model_is_refused(hub, tmp_path):
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a VL-BERT"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .* another version"),
         ("config.json", {"hidden_size": "32"}, "config.json: ModelConfig.hidden_size is "),
-        ("model.safetensors", 0.5, "model.safetensors is damaged: it has"),
+        ("model.safetensors", 0.5, "model.safetensors is damaged: its sha256 is"),
         ("vocab.txt", WORDS.text().removesuffix("word190\n").encode(), "vocab.txt has 199 tokens, the model 200"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),
     ],
