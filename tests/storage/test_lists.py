@@ -267,7 +267,8 @@ def test_a_large_list_is_read_in_little_memory(tmp_path: Path):
         for _ in range(rows // len(batch)):
             writer.write_table(batch, row_group_size=len(batch))
     code = (
-        "import re; from pathlib import Path; from storage.collect.plan import *\n"
+        "import re; from pathlib import Path; from storage.collect.plan import CollectSettings, prepare_rows\n"
+        "from storage.object_store import open_store\n"
         "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         f"store, settings = open_store({str(tmp_path / 'root')!r}), CollectSettings('x', captions={str(file)!r})\n"
         "before = peak(); rows = prepare_rows(store, settings)\n"
