@@ -168,8 +168,8 @@ def test_a_training_shows_its_heartbeat_and_its_curves_then_its_metrics(
 
     assert show_training("pretrain", str(tmp_path), "r", logged.append, training).run == "r"
     assert shown[0] == "starting"
-    assert logged[0].startswith("r: training: step 5/9  words 1.235  skipped 2  9.5 samples/s")
-    assert logged[0].endswith("1:02:03 left")
-    assert re.search(r"1\\:02\\:03 left\n\n!\[curves\]\(data:image/svg", shown[1])
+    assert logged[0].startswith("r: training: step 5/9  loss words 1.235  skipped 2  samples/s 9.5")
+    assert logged[0].endswith("time left 1:02:03")
+    assert re.search(r"1\\:02\\:03\n\n!\[curves\]\(data:image/svg", shown[1])
     assert cells(shown[2])[1] == ["accuracy", "0.500", ""]
     assert r"step\-9" in shown[2]
