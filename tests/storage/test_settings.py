@@ -74,7 +74,6 @@ def test_a_command_line_changes_fields_at_every_depth_all_at_once():
         ("--model.special_tokens vocabulary", "own where regions have tokens by class"),
         ("--optimizer.schedule step --optimizer.decay_at 4 3", "increasing numbers of updates"),
         ("--optimizer.decay_at 3", "given for schedule step, and only there"),
-        ("--compile --precision tf32", "Recipe.compile is True; it must be false with tf32"),
         ("--spike 1", "Recipe.spike is 1.0; it must be more than 1, or none"),
         ("--task.text_specials --task.text_length 2", "text_length is 2; it must be at least 1, and 3 with"),
     ],
