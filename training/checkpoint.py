@@ -255,17 +255,11 @@ def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
 
 
 def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimizer's moments and step counts. Raises ValueError if they belong to another model."""
+    """Load the optimizer's moments and step counts, of a checkpoint whose weights the model has."""
     parameters = dict(model.named_parameters())
     for entry, tensor in load_tensors(folder, OPTIMIZER).items():
         name, _, quantity = entry.rpartition("/")
-        parameter = parameters.get(name)
-        if parameter is None or (tensor.shape and tensor.shape != parameter.shape):
-            shape = None if parameter is None else tuple(parameter.shape)
-            raise ValueError(
-                f"{folder.where_of(OPTIMIZER)} has {entry} as {tuple(tensor.shape)}, the model's parameter is {shape}: "
-                "it is of another model; start another run (--run_name=NAME), from this checkpoint (--init_from) or not"
-            )
+        parameter = parameters[name]
         if quantity != "step":
             # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.
             tensor = torch.empty_like(parameter).copy_(tensor)

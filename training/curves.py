@@ -52,8 +52,9 @@ def draw(panels: dict[str, Lines], width: float = 8.0) -> str:
             for name, points in lines.items():
                 marker = "o" if len(points) < 15 else None
                 last = points[-1][1]
+                shown = points[:: len(points) // -_MOST_POINTS]  # the last one, and so many before it
                 label = f"{name} {last:.3f}" if abs(last) >= 0.01 or not last else f"{name} {last:.3g}"
-                axes.plot(*zip(*thinned(points), strict=True), label=label, marker=marker, markersize=3)
+                axes.plot(*zip(*shown, strict=True), label=label, marker=marker, markersize=3)
             axes.set(title=title, xlabel="optimizer steps")
             axes.grid(axis="y", color="#dddddd")
             axes.spines[["right", "top"]].set_visible(False)
@@ -61,10 +62,3 @@ def draw(panels: dict[str, Lines], width: float = 8.0) -> str:
                 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"
-
-
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """So few points that an image stays small: the means of as many neighbours as that takes."""
-    size = -(-len(points) // _MOST_POINTS)
-    groups = [points[first : first + size] for first in range(0, len(points), size)]
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

@@ -37,13 +37,6 @@ class World:
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-def device_name(device: torch.device) -> str:
-    """Return what computes, for people: the model of a GPU, or CPU with its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type.upper()} (threads: {torch.get_num_threads()})"
-
-
 class SharedFault(ValueError):
     """A fault that every rank raises, so that none waits for another. The first one prints it."""
 

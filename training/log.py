@@ -145,7 +145,7 @@ class RunLog:
     def step(self, step: int) -> None:
         """Note how many steps are done."""
         self._beat["step"] = step
-        # The first step may have taken minutes: it compiles.
+        # The first step may have taken minutes.
         if self._beat["state"] == "starting" or time.monotonic() - self._beaten >= _BETWEEN_BEATS:
             self.enter("training")
 

@@ -81,7 +81,7 @@ PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros an hour of a card, or o
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
     """Return the rate of a recipe that computes the same as this one; batch, data and run may differ."""
-    if recipe.activation_checkpointing or recipe.compile:
+    if recipe.activation_checkpointing:
         return None
     same = (name for name, one in all_recipes().items() if one.model == recipe.model)
     rates = (THROUGHPUT.get((card, name, recipe.precision)) for name in same)
@@ -138,8 +138,7 @@ class PlanSettings:
 def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     """Return the numbers of the page. Raises ValueError if the recipe is no pre-training or cannot run on the cards."""
     if not isinstance(recipe.task, PretrainingSettings):
-        names = ", ".join(name for name in RECIPES if name.startswith("pretrain_"))
-        raise ValueError(f"recipe {recipe.name} is no pre-training; name one of {names}")
+        raise ValueError(f"recipe {recipe.name} is no pre-training; name one of pretrain_*")
     check_shares(recipe.data, settings.cards)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
@@ -152,27 +151,25 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     if settings.sample is not None:
         share, image, collected = download_sample(drawn, settings)
     texts = [len(row.caption.encode()) + len(row.url.encode()) for row in drawn if not row.status] or [225]
-    selection = detection.selection
-    regions = (selection.minimum + selection.maximum) / 2 if settings.regions is None else settings.regions
+    least, most = detection.selection.minimum, detection.selection.maximum
+    regions = (least + most) / 2 if settings.regions is None else settings.regions
     images = round(rows * share.value)
     plain = 2 * _TAR_MEMBER + image.value + 250 + sum(texts) / len(texts)
-
+    with_regions = plain + region_bytes(detection, regions)
     preset, on_card = detection.preset or "vg_resnet101", detection.device.startswith("cuda")
     detecting = THROUGHPUT.get((settings.card if on_card else "cpu", preset, detection.precision))
     price = PRICES[settings.card] if settings.price is None else settings.price
-    detector_price = price if on_card else PRICES["cpu"]
-    with_regions = plain + region_bytes(detection, regions)
+    detecting_price = price if on_card else PRICES["cpu"]
     pairs, training = recipe.steps * recipe.data.batch, pretraining_rate(recipe, settings.card)
     kept = recipe.keep_checkpoints * checkpoint_bytes(recipe, PRESETS[preset].num_classes)
-    collection_bytes = images * plain + rows * _MANIFEST_ROW
     return {
         "recipe": recipe.name,
         "rows": rows,
         "images": images,
         "epochs": pairs / max(1, images),
         "stages": [
-            _stage("collect", collection_bytes, rows, collected, PRICES["cpu"], 1),
-            _stage("detect", images * with_regions, images, detecting, detector_price, settings.cards),
+            _stage("collect", images * plain + rows * _MANIFEST_ROW, rows, collected, PRICES["cpu"], 1),
+            _stage("detect", images * with_regions, images, detecting, detecting_price, settings.cards),
             _stage("pre-train", kept, pairs, training, price, settings.cards),
         ],
         "share": dataclasses.asdict(share),
@@ -185,10 +182,9 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
     """Return how many rows there are, and up to so many of them, drawn at random."""
     count, drawn, generator = 0, [], random.Random(0)
     for count, row in enumerate(rows, 1):
-        place = generator.randrange(count)
         if len(drawn) < size:
             drawn.append(row)
-        elif place < size:
+        elif (place := generator.randrange(count)) < size:
             drawn[place] = row
     return count, drawn
 
@@ -212,8 +208,8 @@ def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Fig
             f"none of {len(found)} URLs of {settings.list} gave an image ({counts}; docs/download.md). Check this "
             "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
         )
-    source, size, rate = f"a sample of {len(found)} URLs: {counts}", sum(sizes) / len(sizes), len(found) / seconds
-    return Figure(len(sizes) / len(rows), source), Figure(size, source), Figure(rate, source)
+    figures = len(sizes) / len(rows), sum(sizes) / len(sizes), len(found) / seconds
+    return tuple(Figure(one, f"a sample of {len(found)} URLs: {counts}") for one in figures)
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:
@@ -223,8 +219,7 @@ def _stage(name: str, size: float, work: float, rate: Figure | None, price: floa
         source, hours = f"nothing known of these settings: python -m {command}", None
     else:
         source, hours = f"{rate.value:,.3g}/s x {cards}, {rate.source}", work / rate.value / cards / 3600
-    euros = None if hours is None else hours * price * cards
-    return {"name": name, "bytes": size, "hours": hours, "euros": euros, "source": source}
+    return {"name": name, "bytes": size, "hours": hours, "euros": hours and hours * price * cards, "source": source}
 
 
 def page(plan: dict[str, Any]) -> str:
@@ -233,15 +228,14 @@ def page(plan: dict[str, Any]) -> str:
     for one in plan["stages"]:
         hours, euros = ("?" if one[name] is None else f"{one[name]:,.1f}" for name in ("hours", "euros"))
         rows.append((one["name"], f"{one['bytes'] / 1e9:,.3g}", hours, euros, one["source"]))
-    lines = [
+    head = [
         f"{plan['recipe']}: {plan['rows']:,} rows",
         f"{plan['images']:,} images: {share['value']:.1%} of the rows, {share['source']}",
         f"{image['value']:,.0f} bytes an image: {image['source']}",
         f"{plan['regions']:g} regions an image; {plan['epochs']:,.1f} epochs",
         "",
-        *aligned(("stage", "GB", "hours", "EUR", "at"), rows),
     ]
-    return "\n".join(lines)
+    return "\n".join([*head, *aligned(("stage", "GB", "hours", "EUR", "at"), rows)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -201,7 +201,6 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         metadata={
             "detector": stage.removeprefix("regions/"),
             "snapshot": " + ".join(snapshots),
-            "device": distributed.device_name(world.device),
         },
         loop_state=start.loop_state,
     )

@@ -80,4 +80,4 @@ def test_the_heartbeat_tells_where_the_run_is_and_the_page_of_formats_names_its_
     page = (PROJECT / "docs" / "formats.md").read_text()
     (table,) = re.findall(r"\| field of `heartbeat.json` .*?\n(.*?)\n\n", page, re.DOTALL)
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert named == beat.keys() | {"detector", "snapshot", "device"}
+    assert named == beat.keys() | {"detector", "snapshot"}
