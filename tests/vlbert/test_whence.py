@@ -37,6 +37,7 @@ from vlbert.tasks.vcr import VCRSettings
 from vlbert.train import train
 
 STAGE = f"regions/{DETECTOR}"
+GROUP = snapshots._GROUP
 
 
 class Watched:
@@ -284,7 +285,8 @@ def test_what_cannot_be_answered_is_refused(pretrained, capsys, arguments, named
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_goes_on_with_the_same_samples(tmp_path):
+def test_another_number_of_processes_goes_on_with_the_same_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "_GROUP", GROUP)  # as its processes have it, whatever `pretrained` patches
     root = tiny_root(tmp_path, samples=10, held_out=2)
     watched = Watched(root)
     train(run_of(root, "worlds", 8), ALONE, watched)
