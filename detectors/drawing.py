@@ -1,8 +1,7 @@
-"""Draws boxes with names on an image, and lines of text with probabilities below it."""
+"""Draws boxes with names on an image."""
 
 import base64
 import io
-import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,18 +12,16 @@ from storage.sample import Sample
 
 IMAGE_SIDE = 480  # pixels of the longer side of an image on a page, which shows it at about half that
 NAME_SIZE = 20  # font size of the names on the image
-TEXT_SIZE = 18  # font size of the lines below it
 
 GREEN = (27, 175, 122)  # the correct object
 RED = (227, 73, 72)  # a wrong choice
 OTHERS = (255, 255, 255)  # all other boxes, drawn with thin lines
-_BAR = (196, 218, 245)  # of a probability
 # Of regions, by their numbers (`colour_of`).
 BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
 
 
 def colour_of(region: int) -> tuple[int, int, int]:
-    """The RGB colour of a region's box, name and lines, by its number from 1; 0 is the whole image."""
+    """The RGB colour of a region's box and name, by its number from 1; 0 is the whole image."""
     return BOX_COLOURS[(region - 1) % len(BOX_COLOURS)]
 
 
@@ -35,34 +32,28 @@ def ink_on(colour: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def draw_boxes(
-    sample: Sample,
-    boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]],
-    side: int = IMAGE_SIDE,
-    thin: int = 0,
+    sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]], side: int = IMAGE_SIDE
 ) -> Image.Image:
     """The sample's image with boxes; arguments as of draw_boxes_on, boxes in pixels of the sample."""
     stored = Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS)
-    return draw_boxes_on(stored.convert("RGB"), boxes, side, thin)
+    return draw_boxes_on(stored.convert("RGB"), boxes, side)
 
 
 def draw_boxes_on(
-    image: Image.Image,
-    boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]],
-    side: int = IMAGE_SIDE,
-    thin: int = 0,
+    image: Image.Image, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]], side: int = IMAGE_SIDE
 ) -> Image.Image:
     """An RGB image with boxes, later ones on top of earlier ones.
 
     boxes: (box [4], xyxy in pixels of the image; RGB colour; name or ""). side: pixels of the longer side of the
-    result. thin: the first `thin` boxes get thin lines.
+    result.
     """
     factor = side / max(image.size)
     width, height = (max(1, round(side * factor)) for side in image.size)
     image = image.resize((width, height), Image.Resampling.LANCZOS)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(NAME_SIZE)
     scaled = [[round(float(number) * factor) for number in box] for box, _, _ in boxes]
-    for index, ((x1, y1, x2, y2), (_, colour, _)) in enumerate(zip(scaled, boxes, strict=True)):
-        line = 2 if colour == OTHERS or index < thin else 4
+    for (x1, y1, x2, y2), (_, colour, _) in zip(scaled, boxes, strict=True):
+        line = 2 if colour == OTHERS else 4
         # A dark rim on both sides separates the line from any colour below it.
         for grow, outline, thickness in ((1, (0, 0, 0), line + 2), (0, colour, line)):
             left, right = (min(max(0, x), width - 1) for x in (x1 - grow, x2 + grow))
@@ -75,33 +66,6 @@ def draw_boxes_on(
             draw.rectangle([left, top, left + length, top + tall], fill=colour)
             draw.text((left + 6, top + tall / 2), name, fill=ink_on(colour), font=font, anchor="lm")
     return image
-
-
-def write_below(image: Image.Image, lines: Sequence[tuple[str, float | None]]) -> Image.Image:
-    """The image with lines of text below. A line's probability, where it has one, is the number at its end and the
-    length of the bar behind it."""
-    font, margin, line_height = ImageFont.load_default(TEXT_SIZE), 12, TEXT_SIZE + 10
-    width = max(image.width, 480)
-    inner = width - 2 * margin
-    rows = []  # (text that fits, its probability)
-    for text, probability in lines:
-        room = inner if probability is None else inner - 80
-        # In characters of the text's mean width, and a little fewer, since lines differ.
-        characters = max(1, int(0.9 * room * len(text) / max(1, font.getlength(text))))
-        first, *more = textwrap.wrap(text, characters) or [""]
-        rows += [(first, probability), *((part, None) for part in more)]
-    page = Image.new("RGB", (width, image.height + 2 * margin + len(rows) * line_height), (255, 255, 255))
-    page.paste(image, ((width - image.width) // 2, 0))
-    draw = ImageDraw.Draw(page)
-    for number, (text, probability) in enumerate(rows):
-        top = image.height + margin + number * line_height
-        middle = top + line_height / 2
-        if probability is not None:
-            bar = [margin, top + 1, margin + max(3, inner * probability), top + line_height - 2]
-            draw.rounded_rectangle(bar, 4, fill=_BAR)
-            draw.text((width - margin - 6, middle), f"{probability:.3f}", fill=(0, 0, 0), font=font, anchor="rm")
-        draw.text((margin + 8, middle), text, fill=(0, 0, 0), font=font, anchor="lm")
-    return page
 
 
 def data_uri(image: Image.Image) -> str:

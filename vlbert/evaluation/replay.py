@@ -17,7 +17,7 @@ import torch
 import tyro
 from PIL import Image
 
-from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxes_on
+from detectors.drawing import OTHERS, colour_of, data_uri, draw_boxes_on
 from storage.object_store import open_store
 from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Flat, Positional
@@ -196,7 +196,7 @@ def _drawn(example: Example, image: ImageInput) -> str:
     thin += [(box, OTHERS, "masked") for box in image.covered] if image.covered is not None else []
     boxes = [(image.boxes[n], colour_of(n), f"{n} masked" if n in masked else str(n)) for n in named]
     pixels = Image.fromarray(image.pixels.permute(1, 2, 0).numpy())
-    return data_uri(draw_boxes_on(pixels, [*thin, *boxes], IMAGE_SIDE, len(thin)))
+    return data_uri(draw_boxes_on(pixels, [*thin, *boxes]))
 
 
 def replay_step(

@@ -123,13 +123,6 @@ class VLBertConfig(PretrainedConfig):
         found.settings = None if settings is None else _plain(_without_paths(to_json(settings)))
         return found
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        values = super().to_diff_dict()
-        if not self.num_labels:
-            values.pop("id2label", None)
-            values.pop("label2id", None)
-        return values
-
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """As JSON reads it back: lists in place of tuples."""

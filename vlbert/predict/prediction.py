@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from detectors.drawing import colour_of, draw_boxes, write_below
+from detectors.drawing import colour_of, draw_boxes
 from storage.sample import Sample
 from vlbert.data.batch import Batch
 from vlbert.model.vlbert import Encoded
@@ -68,18 +68,14 @@ class Prediction:
         return lines
 
     def draw(self) -> Image.Image:
-        """The image with the lines below it. Boxes: those that the answer names, and, with thin lines, the others of
-        the ranking; without a question all regions."""
+        """The image with the boxes that the answer names; without a question with all regions."""
         assert self.sample.regions is not None  # else there were no names
-        boxes, row, thin = self.sample.regions.boxes, self.row, []
-        if row is None:
-            drawn = [(box, colour_of(number), self.names[number - 1]) for number, box in enumerate(boxes, 1)][::-1]
+        if self.row is None:
+            boxes = zip(self.sample.regions.boxes, range(1, len(self.names) + 1), self.names, strict=True)
         else:
-            drawn = [(np.array(box["box"], np.float32), colour_of(box["region"]), box["name"]) for box in row["boxes"]]
-            others = dict.fromkeys(one.get("region", 0) for one in row["ranking"])  # in the order of the ranking
-            others = [number for number in others if number and number not in {box["region"] for box in row["boxes"]}]
-            thin = [(boxes[number - 1], colour_of(number), str(number)) for number in reversed(others)]
-        return write_below(draw_boxes(self.sample, [*thin, *drawn], SIDE, len(thin)), self.lines())
+            boxes = [(np.array(box["box"], np.float32), box["region"], box["name"]) for box in self.row["boxes"]]
+        drawn = [(box, colour_of(region), name) for box, region, name in boxes]
+        return draw_boxes(self.sample, drawn[::-1] if self.row is None else drawn, SIDE)
 
 
 def class_name(number: int, classes: Sequence[str] | None) -> str:
