@@ -102,6 +102,8 @@ else
 fi
 
 section detect 90 "$PYTHON" -m benchmarks.detect "${DETECT[@]}" --json "$OUT/detect.json"
+step base-precomputed-compile 60 pretrain_vlbert "$PAIRS" --features precomputed --precision bf16 --no-plain --compile
+step base-compile 150 pretrain_vlbert "$HALF" --precision bf16 --no-plain --compile
 
 echo
 echo "== summary ($SECONDS s, results in $OUT)"

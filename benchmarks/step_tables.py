@@ -62,6 +62,8 @@ def other_lines(report: dict[str, Any]) -> list[str]:
         f"{sum(report['flops'].values()) / report['pairs'] / 1e12:.2f} TFLOP a pair, with its share of text; a "
         f"product of random matrices reaches {', '.join(rates)} TFLOP/s here",
     ]
+    if report["compiled graphs"] is not None:
+        lines.append(f"torch.compile made {report['compiled graphs']} graphs")
     if "with a loader" in report:
         found = report["with a loader"]
         lines.append(
@@ -73,9 +75,10 @@ def other_lines(report: dict[str, Any]) -> list[str]:
 
 def step_tables(report: dict[str, Any]) -> str:
     where, recipe = report["machine"], report["recipe"]
+    settings = [name for name in ("compile", "activation_checkpointing") if recipe[name]]
     lines = [
         f"{recipe['name']}: {report['pairs']} pairs and {report['texts']} text rows a step"
-        + (", with activation_checkpointing" if recipe["activation_checkpointing"] else ""),
+        + (f", with {' and '.join(settings)}" if settings else ""),
         f"{where['gpu'] or where['cpu']}, {where['cores']} cores, {where['threads']} threads, torch {where['torch']}, "
         f"{where['date']}",
         "",

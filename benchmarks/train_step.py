@@ -141,6 +141,7 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
         "parts": {name: _means(found) for name, found in marks.items()},
         "matrix product": {name: statistics.median(found) for name, found in best.items()},
         "memory": {contender.name: memory(contender, device) for contender in contenders},
+        "compiled graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if recipe.compile else None,
         "notes": notes,
     }
     if options.workers:

@@ -112,14 +112,14 @@ class NormedConv(nn.Conv2d):
 
 
 # PyTorch's kernels that fuse a convolution with bias, sum and ReLU: oneDNN's on a CPU, cuDNN's on a GPU. Without them,
-# in bfloat16, bias, sum and ReLU take as long as the convolutions.
+# in bfloat16, bias, sum and ReLU take as long as the convolutions. torch.compile fuses by itself.
 _FUSED = getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if torch.backends.mkldnn.is_available() else None
 _FUSED_DTYPES = (torch.float32, torch.bfloat16) if _FUSED and torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 
 
 def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
     """Whether relu(conv(x) + shortcut) is one kernel here."""
-    if not conv.folds:
+    if not conv.folds or torch.compiler.is_compiling():
         return False
     if x.is_cuda:
         # On tensor cores, which take eight channels at a time, and float32 only where it may be rounded to TF32.

@@ -240,12 +240,15 @@ class Recipe(RunSettings):
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
     activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory. Blocks
     #                                         with live norms (resnet.norm=batch) stay as they are
+    compile: bool = False  # torch.compile: takes minutes at the start, and is not faster on CPUs
     validation_samples: int | None = 10_000  # most held-out examples of a validation; None: all
 
     def __post_init__(self):
         super().__post_init__()
         check_choices(self.task)
         check_positive(self, "vocabulary_size", "validation_samples")
+        tf32 = self.compile and self.precision == "tf32"
+        check(self, not tf32, "compile", "false with tf32: torch refuses the two")
         check_decay(self.optimizer, self.steps)
         check(self, not (self.random_init and (self.init_from or self.bert)), "random_init", "false with a start")
 

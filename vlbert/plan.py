@@ -81,7 +81,7 @@ PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros an hour of a card, or o
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
     """Return the rate of a recipe that computes the same as this one; batch, data and run may differ."""
-    if recipe.activation_checkpointing:
+    if recipe.activation_checkpointing or recipe.compile:
         return None
     same = (name for name, one in all_recipes().items() if one.model == recipe.model)
     rates = (THROUGHPUT.get((card, name, recipe.precision)) for name in same)

@@ -49,7 +49,8 @@ def predict_all(
     was_training = model.training
     model.eval()
     found, indexes = Predicted(), range(len(data)) if indexes is None else indexes
-    with in_precision_of(recipe):
+    # Eagerly, whatever is compiled for training: graphs without gradients would take minutes more to compile.
+    with in_precision_of(recipe), torch.compiler.set_stance("force_eager"):
         loaded = batches(data, indexes, recipe.data.workers, world.device)
         for index, (parts, numbers, unreadable) in zip(indexes, loaded, strict=True):
             one = Predicted(numbers, unreadable=unreadable)

@@ -292,11 +292,11 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(arguments, named
 
 
 def test_a_field_of_several_values_and_a_flag_reach_their_scope_alone(tmp_path):
-    given = ["refcoco:task.train_on=train testA", "words:activation_checkpointing", "refcoco:task.folder='my refs'"]
+    given = ["refcoco:task.train_on=train testA", "words:compile", "refcoco:task.folder='my refs'"]
     cells = cells_of(compared.plan(), str(tmp_path), given)
     assert {cell.recipe.task.train_on for cell in cells if cell.task} == {("train", "testA")}
     assert {cell.recipe.task.folder for cell in cells if cell.task} == {"my refs"}
-    assert {cell.variant for cell in cells if cell.recipe.activation_checkpointing} == {"words"}
+    assert {cell.variant for cell in cells if cell.recipe.compile} == {"words"}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Other ways to compute the same: activations computed again, copies made ahead, precisions."""
+"""Other ways to compute the same: activations computed again, compiled kernels, copies made ahead, precisions."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -90,6 +90,25 @@ def test_activation_checkpointing_keeps_less_and_changes_no_evaluation():
     assert kept_bytes(again, ragged(0)) < 0.7 * kept_bytes(plain, ragged(0))
     with torch.no_grad():
         assert torch.equal(again.eval().vlbert(ragged(1)).text, plain.eval().vlbert(ragged(1)).text)
+
+
+def compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # the only place that counts them
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager_and_ragged_batches_share_graphs():
+    plain, compiled = (a_model(dropout=0.0, frozen_stages=4) for _ in range(2))
+    before = compiled_graphs()
+    execute_as(tiny_recipe(Path(), compile=True), compiled.vlbert)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    for number in range(6):
+        (loss, gradients), (other_loss, others) = (learned(m, ragged(number)) for m in (plain, compiled))
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        largest = max(float(gradient.norm()) for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            assert float((others[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-2 * largest), name
+    assert 1 <= compiled_graphs() - before <= 3  # a layer, a block of res5; at most one more, where a batch is full
 
 
 def test_copied_ahead_keeps_the_order():

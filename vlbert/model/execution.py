@@ -1,6 +1,6 @@
-"""Computes a model in training with less memory (activation checkpointing).
+"""Other ways to compute a model in training: with less memory (activation checkpointing), or by compiled kernels.
 
-It changes neither what is computed nor a name in the state dict, and is done block by block: a layer of the encoder, or
+Neither changes what is computed, nor a name in the state dict. Both are done block by block: a layer of the encoder, or
 a residual block of the Fast R-CNN.
 """
 
@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from vlbert.config import Recipe
 from vlbert.model.vlbert import VLBert
 
+MOST_GRAPHS = 32  # that torch.compile may make of one class of blocks; beyond it, it gives up for good and says so
+
 
 def blocks(model: VLBert) -> list[nn.Module]:
     """The blocks that learn; frozen ones keep no activations anyway."""
@@ -24,10 +26,15 @@ def blocks(model: VLBert) -> list[nn.Module]:
 
 
 def execute_as(recipe: Recipe, model: VLBert) -> None:
-    """Compute the model as the recipe's `activation_checkpointing` says."""
-    if recipe.activation_checkpointing:
-        for block in blocks(model):
+    """Compute the model as the recipe's `activation_checkpointing` and `compile` say."""
+    for block in blocks(model):
+        if recipe.activation_checkpointing:
             activation_checkpointing(block)
+        if recipe.compile:  # blocks of one shape share kernels, sizes that differ from batch to batch are variables
+            block.compile(dynamic=True)
+    if recipe.compile:
+        # Blocks of one class count together: first and other blocks of four stages, in training and in validation.
+        torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
 
 
 def activation_checkpointing(block: nn.Module) -> None:
