@@ -12,7 +12,7 @@ from training.distributed import World
 from training.loading import batches
 from vlbert.config import DataConfig
 from vlbert.data.batch import Batch
-from vlbert.data.loading import ValidationData, check_shares, generator
+from vlbert.data.loading import ValidationData, check_shares
 from vlbert.data.order import CAPTIONS
 from vlbert.data.samples import open_samples, region_stage
 
@@ -64,13 +64,6 @@ def test_workers_change_nothing_and_keep_the_order(root):
     alone = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 0, CPU)]
     with_workers = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)]
     assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
-
-
-def test_each_sample_has_its_own_randomness():
-    draws = [generator(*which).random() for which in ((0, 0, 0, "a"), (0, 0, 0, "b"), (0, 0, 1, "a"), (1, 0, 0, "a"))]
-    assert len(set(draws)) == 4
-    assert generator(0, 0, 0, "a").random() == draws[0]
-    assert generator(0, 0, 0, "a", question=1).random() != draws[0]
 
 
 def test_a_batch_that_the_world_cannot_share_is_refused():

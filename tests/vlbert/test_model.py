@@ -61,14 +61,6 @@ def test_masked_pixels_change_no_output(model):
     assert float((encode(model, seen)[1] - encode(model, original)[1]).abs().max()) > 1e-4
 
 
-def test_pixels_are_normalised_as_bgr(model):
-    batch = collate([example(1)])
-    batch.pixels[0][:] = torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 3, 1, 1)
-    batch.region_masked[:] = False
-    seen = model.vlbert.fast_rcnn.network_input(batch)[0][0, :, 5, 5] * TINY_MODEL.regions.pixel_std
-    close(seen, torch.tensor([30 - 102.9801, 20 - 115.9465, 10 - 122.7717]), tolerance=1e-4)
-
-
 def test_masked_pixels_show_the_mean_or_black(model):
     batch = collate([example(1)])
     batch.region_masked[:] = False

@@ -69,11 +69,6 @@ def test_captions_of_a_file_are_ranked_as_each_by_itself(root, capsys):
         assert ranker.images(root / "photos", CAPTIONS[0])[0][1] >= alone[CAPTIONS[0]] - 1e-6
 
 
-def test_a_pretrained_model_reads_as_in_its_pre_training(root):
-    task = Ranker(f"{root}/runs/related").recipe.task
-    assert (task.caption_length, task.max_regions) == (30, 9)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -96,9 +91,3 @@ def test_what_cannot_be_ranked_is_one_line(root, tmp_path, arguments, named, cap
     with pytest.raises(SystemExit, match=rf"(?s)^vlbert predict: .*{named}") as raised:
         main(arguments)
     assert "\n" not in str(raised.value)
-
-
-def test_an_image_beside_a_folder_is_refused(root, capsys):
-    with pytest.raises(SystemExit):
-        main([f"{root}/runs/retrieval", "photo.jpg", "a text", "--among", f"{root}/photos"])
-    assert "--among takes a text alone" in capsys.readouterr().err
