@@ -14,7 +14,7 @@ from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
-from vlbert.predict.attention import MOST_REGIONS, Map, draw_attention, maps_of, shown_regions
+from vlbert.predict.attention import Map, draw_attention, maps_of
 from vlbert.predict.prediction import Prediction
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -72,16 +72,6 @@ def test_the_head_is_shown_that_attends_most_to_regions_rescaled_over_all_heads(
     assert shown.busiest == 2
     assert shown.strength == pytest.approx((weights[2] - 0.1) / 0.7)
     assert not Map(0, np.full((1, 2, 2), 0.25)).strength.any()
-
-
-def test_the_regions_that_receive_most_are_shown():
-    received = np.full((1, 3, MOST_REGIONS + 3), 0.01)
-    received[0, 1, 5] = 0.3
-    received[:, :, [2, 7]] = 0
-    found = shown_regions([Map(0, received)])
-    assert len(found) == MOST_REGIONS
-    assert 5 in found
-    assert not {2, 7} & {*found}
 
 
 def test_the_figure_shows_what_there_is_room_for():

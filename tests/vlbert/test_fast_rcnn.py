@@ -102,28 +102,6 @@ def test_a_padded_image_is_computed_among_zeros(padding):
             torch.testing.assert_close(together[row], padded.appearance([own], alone), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_gradients_are_the_same_in_one_tensor_and_in_two(kind):
-    given = [example for example in examples() if example.image is None or example.image.size == (96, 64)]
-    batch = collate(given)
-    assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 64, 96)]
-    apart = dataclasses.replace(batch, pixels=tuple(batch.pixels[0].split(1)))
-    fast_rcnn = network()
-    found = []
-    for one in (batch, apart):
-        fast_rcnn.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
-            seen = fast_rcnn(one)
-        weights = torch.arange(seen.numel(), dtype=torch.float32).view(seen.shape) % 7
-        (seen.float() * weights).sum().backward()
-        gradients = [parameter.grad for parameter in fast_rcnn.parameters() if parameter.requires_grad]
-        found.append([seen.detach().float(), *gradients])
-    for together, separate in zip(*found, strict=True):
-        scale = together.abs().max()
-        tolerance = 1e-5 if kind == torch.float32 else 2e-2
-        torch.testing.assert_close(separate / scale, together / scale, rtol=0, atol=tolerance)
-
-
 def test_live_norms_take_statistics_of_all_images_at_once():
     resnet = dataclasses.replace(CONFIG.resnet, norm="batch")
     torch.manual_seed(0)

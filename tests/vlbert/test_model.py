@@ -111,23 +111,6 @@ def test_texts_of_one_image_are_encoded_as_alone_and_its_regions_once(model):
         close(regions[row][batch.region_mask[row]], its_regions[0][alone.region_mask[0]])
 
 
-def test_regions_share_the_position_after_the_text():
-    model = VLBert(TINY_MODEL, len(LETTERS)).eval()
-    embedding = model.embedding
-    with torch.no_grad():
-        for name, part in embedding.named_parameters():
-            if name != "positions.weight":
-                part.zero_()
-        embedding.norm.weight.fill_(1)
-        embedding.positions.weight.copy_(torch.eye(64)[:, : TINY_MODEL.hidden_size])
-    batch = collate([example(1, regions=2)])
-    length = int(batch.text_mask.sum())
-    assert length + 1 < TINY_MODEL.hidden_size
-    with torch.no_grad():
-        embedded, *_ = embedding(batch, model.fast_rcnn(batch)).joined()
-    assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
-
-
 def test_frozen_stages_and_norms_take_no_gradient():
     regions = dataclasses.replace(TINY_MODEL.regions, frozen_stages=2)
     frozen = VLBert(dataclasses.replace(TINY_MODEL, regions=regions), len(LETTERS))

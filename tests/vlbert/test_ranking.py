@@ -72,7 +72,6 @@ def test_captions_of_a_file_are_ranked_as_each_by_itself(root, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["RUNS/retrieval", "--among", "FOLDER/empty", "a"], r"empty holds no image that can be ranked"),
         (["RUNS/retrieval", "--among", "FOLDER/none", "a"], r"No such file or directory: .*none"),
         (["RUNS/retrieval", "--among", "FOLDER/texts", "a"], r"texts holds no image that can be ranked"),
         (["RUNS/retrieval", "photo.jpg", "--captions", "FOLDER/texts/b.txt"], r"b.txt holds no caption"),
@@ -84,8 +83,7 @@ def test_captions_of_a_file_are_ranked_as_each_by_itself(root, capsys):
     ],
 )
 def test_what_cannot_be_ranked_is_one_line(root, tmp_path, arguments, named, capsys):
-    for name in ("empty", "texts"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "b.txt").write_text(" \n")
     arguments = [one.replace("RUNS", f"{root}/runs").replace("FOLDER", str(tmp_path)) for one in arguments]
     with pytest.raises(SystemExit, match=rf"(?s)^vlbert predict: .*{named}") as raised:

@@ -120,7 +120,6 @@ WRONG_FILES = [
     (content("refs(unc).p", b"(lp0\n(dp1\nS'a'\n"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
     (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
     (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\]: .*is not finite"),
-    (instances("annotations", image_id=77), INSTANCES + r"annotations\[0\]: .*there is no image 77"),
     (instances("annotations", id=1), "1 ids of annotations of .*instances.json stand there more than once, such as 1"),
     (instances("images", width=0), INSTANCES + r"images\[0\]: .*an image of 0 x 64 pixels"),
     (content("instances.json", b'{"images": ['), "instances.json is not JSON, or is torn"),
@@ -218,10 +217,8 @@ def test_expressions_of_an_image_that_was_withdrawn_are_left_out_by_name(task, s
     ("sentence", "box", "reason"),
     [
         (" ", None, "it has no words"),
-        ("\u200b", None, "it has no words"),
         ("one " * 600, None, "it has 600 tokens, more than task.expression_length = 60"),
         ("one", [5, 5, 0, 9], r"its box \[5, 5, 5, 14\] has no area"),
-        ("one", [5, 5, -3, 9], r"its box \[5, 5, 2, 14\] has no area"),
         ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] lies outside its image of 96 x 64 pixels"),
     ],
 )
@@ -302,7 +299,6 @@ def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, tas
 def test_settings_that_contradict_each_other_are_refused(task):
     for settings, named in (
         ({"detections": "dets.json"}, "detections and adds_ground_truth are for regions=detected"),
-        ({"adds_ground_truth": True}, "detections and adds_ground_truth are for regions=detected"),
         ({"expression_length": 0}, "expression_length is 0"),
     ):
         with pytest.raises(ValueError, match=named):

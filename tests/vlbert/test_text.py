@@ -142,7 +142,6 @@ def test_wrong_inputs_are_named_and_leave_the_old_corpus(tmp_path):
     for files, vocabulary, captions, message in (
         ([good, tmp_path], words, [], f"there is no file {tmp_path}; name"),
         ([good], tmp_path / "absent", [], f"there is no file {tmp_path}/absent; name"),
-        ([good], None, [tmp_path / "absent"], f"there is no file {tmp_path}/absent; name"),
         ([blank], words, [], "no line with a word for .*; name files with text"),
         ([good], page, [], r"page lacks \[PAD\]"),
         ([good, bad], words, [], "bad:2 is not UTF-8 .*0xff.*convert or unpack it"),
@@ -159,7 +158,6 @@ NO_CORPUS = "corpus holds no whole corpus "
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda folder: (folder / "corpus.json").write_text("[]"), NO_CORPUS),
         (lambda folder: (folder / "corpus.json").unlink(), NO_CORPUS),
         (lambda folder: (folder / "tokens.u16").unlink(), NO_CORPUS + ".*tokens.u16"),
         (lambda folder: os.truncate(folder / "tokens.u16", 6), NO_CORPUS + ".*tokens.u16 has 3 numbers, and 4 by"),
