@@ -6,8 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from training.log import Unreadable
-from vlbert.data.batch import Example, ImageInput, TextInput, collate, placeholder, select, with_texts
+from vlbert.data.batch import Example, ImageInput, TextInput, collate, placeholder, select
 
 
 def words(length: int, labelled: list[int]) -> TextInput:
@@ -142,34 +141,6 @@ def test_index_lists_and_sizes_say_what_the_masks_say(rows):
     assert batch.tokens.flatten()[batch.labelled["word_label_mask"]].tolist() == [
         1 + label for label in batch.labels["words"].tolist()
     ], "each label's token"
-
-
-def test_a_placeholder_keeps_its_shapes_and_has_no_labels():
-    example = Example("a", words(3, [1]), image_input(2, 4, 6), {"n": 1}, more=(words(2, [0]),))
-    missing = Unreadable(7, "b", "sample b is torn")
-    batch = collate([placeholder(example), Example("c", words(4, [0, 2]), image_input(3, 5, 2))], [missing])
-    assert batch.counted.tolist() == [2]
-    assert batch.unreadable == (missing,)
-    assert batch.labelled["word_label_mask"].tolist() == [2 * 4 + 0, 2 * 4 + 2]
-    assert batch.labels["words"].tolist() == [0, 2]
-    assert batch.labelled["region_label_mask"].tolist() == [2 * 3 + 1]
-    assert batch.region_masked.sum(1).tolist() == [1, 1, 1], "what is masked in it stays so"
-    whole = collate([example])
-    assert batch.tokens[:2, :3].tolist() == whole.tokens.tolist()
-    assert whole.counted.tolist() == [0, 1], "the example itself is as it was"
-    assert whole.labels["words"].tolist() == [1, 0]
-    assert batch.to(torch.device("cpu")).unreadable == (missing,)
-
-
-def test_the_texts_of_a_ranking_are_rows_of_each_image():
-    batch = collate([Example("wide", words(3, [1]), precomputed(2)), Example("b", words(5, [0]), precomputed(4))])
-    batch = dataclasses.replace(batch, image_rows=batch.image_rows.flip(0), image_of=batch.image_of.flip(0))
-    found = with_texts(batch, [np.arange(1, 4), np.arange(1, 3)])
-    assert found.sizes.tokens == (3, 2, 3, 2)
-    assert list(found.sizes.tokens) == found.text_mask.sum(1).tolist()
-    assert found.sizes.regions == (4, 4, 2, 2)
-    assert list(found.sizes.regions) == found.region_mask.sum(1).tolist()
-    assert (found.sizes.images, found.counted.tolist()) == (batch.sizes.images, [0, 1, 2, 3])
 
 
 def test_examples_that_do_not_fit_together_are_refused():

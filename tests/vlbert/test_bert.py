@@ -113,22 +113,6 @@ def test_on_text_alone_the_model_equals_bert(tmp_path):
 
 
 @torch.no_grad()
-def test_a_bert_without_heads_leaves_them_new(tmp_path):
-    theirs = saved(tmp_path, BertModel)
-    vlbert, head = ours(relationship=True)
-    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    reported = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
-    assert reported == f"words and encoder, pooler from {tmp_path}; all else starts from random weights"
-    batch, tokens, segments = texts()
-    output = theirs(tokens, token_type_ids=segments)
-    text = encode_without_end(vlbert, batch)
-    assert float((text - output.last_hidden_state).abs().max()) < 1e-5
-    assert float((head.pooler(text, text) - output.pooler_output).abs().max()) < 1e-5
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(tensor, before[name]) == (not name.startswith("pooler.")), name
-
-
-@torch.no_grad()
 def test_what_bert_lacks_keeps_its_initialisation(tmp_path):
     short = BertConfig(**BERT.to_dict() | {"max_position_embeddings": 40, "type_vocab_size": 1})
     theirs = saved(tmp_path, BertModel, short)

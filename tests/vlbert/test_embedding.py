@@ -5,13 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny import TINY_MODEL
 from torch import Tensor
 
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
-from vlbert.model.embedding import VisualProjection
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks.vcr import VCRHead, VCRSettings
@@ -136,19 +134,6 @@ def test_wrong_features_are_refused(features):
     with pytest.raises(ValueError, match="--keep_features, or set --model.regions.features=end_to_end") as error:
         make()(wrong)
     assert f"sample one has features {found}, the model takes (4, {CHANNELS})" in str(error.value)
-
-
-@pytest.mark.parametrize("channels", [32, 12])
-@pytest.mark.parametrize("norm", ["layer_norm", "none"])
-def test_visual_norms(norm, channels):
-    torch.manual_seed(0)
-    projection = VisualProjection(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
-    projection.initialise()
-    given = torch.randn(3, channels)
-    brought = given if channels == 32 else projection.to_hidden(given)
-    normed = F.layer_norm(brought, (32,), eps=1e-12)
-    expected = {"layer_norm": 0.25 * normed, "none": brought}
-    torch.testing.assert_close(projection(given), expected[norm])
 
 
 @pytest.mark.parametrize(("rule", "spread"), [("xavier", (2 / (32 + 900)) ** 0.5), ("normal", 0.25)])

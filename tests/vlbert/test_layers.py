@@ -80,17 +80,6 @@ def test_padding_is_never_read_even_if_nan(encoder: Encoder):
     assert all(parameter.grad.isfinite().all() for parameter in encoder.parameters())
 
 
-@pytest.mark.parametrize("row", [0, 3])
-def test_a_nan_row_leaves_other_rows_alone(encoder: Encoder, row: int):
-    x, mask = some_rows()
-    sick = x.clone()
-    sick[row] = torch.nan
-    found, expected = encode(encoder, sick, mask), encode(encoder, x, mask)
-    healthy = torch.arange(5) != row
-    assert torch.equal(found[healthy], expected[healthy])
-    assert found[row][mask[row]].isnan().all()
-
-
 def test_linear_layers_compute_no_padding(encoder: Encoder):
     x, mask = some_rows()
     seen = []

@@ -61,14 +61,6 @@ def test_masked_pixels_change_no_output(model):
     assert float((encode(model, seen)[1] - encode(model, original)[1]).abs().max()) > 1e-4
 
 
-def test_pixels_are_normalised_as_bgr(model):
-    batch = collate([example(1)])
-    batch.pixels[0][:] = torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 3, 1, 1)
-    batch.region_masked[:] = False
-    seen = model.vlbert.fast_rcnn.network_input(batch)[0][0, :, 5, 5] * TINY_MODEL.regions.pixel_std
-    close(seen, torch.tensor([30 - 102.9801, 20 - 115.9465, 10 - 122.7717]), tolerance=1e-4)
-
-
 def test_masked_pixels_show_the_mean_or_black(model):
     batch = collate([example(1)])
     batch.region_masked[:] = False
@@ -117,23 +109,6 @@ def test_texts_of_one_image_are_encoded_as_alone_and_its_regions_once(model):
         alone, its_text, its_regions = encode(model, dataclasses.replace(given, text=words))
         close(text[row][batch.text_mask[row]], its_text[0][alone.text_mask[0]])
         close(regions[row][batch.region_mask[row]], its_regions[0][alone.region_mask[0]])
-
-
-def test_regions_share_the_position_after_the_text():
-    model = VLBert(TINY_MODEL, len(LETTERS)).eval()
-    embedding = model.embedding
-    with torch.no_grad():
-        for name, part in embedding.named_parameters():
-            if name != "positions.weight":
-                part.zero_()
-        embedding.norm.weight.fill_(1)
-        embedding.positions.weight.copy_(torch.eye(64)[:, : TINY_MODEL.hidden_size])
-    batch = collate([example(1, regions=2)])
-    length = int(batch.text_mask.sum())
-    assert length + 1 < TINY_MODEL.hidden_size
-    with torch.no_grad():
-        embedded, *_ = embedding(batch, model.fast_rcnn(batch)).joined()
-    assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
 
 
 def test_frozen_stages_and_norms_take_no_gradient():

@@ -108,15 +108,11 @@ REFS, INSTANCES = r"refs\(unc\).p is not in RefCOCO.'s format, references", "ins
 DETECTIONS = "dets.json is not in MAttNet's format, detections"
 WRONG_FILES = [
     (refs(lambda refs: refs[1].pop("ann_id")), REFS + r"\[1\]: KeyError: 'ann_id'"),
-    (refs(lambda refs: refs[1].update(ann_id=None)), REFS + r"\[1\]: .*an id is no number"),
-    (refs(lambda refs: refs[2]["sentences"].append("left")), REFS + r"\[2\]: TypeError"),
     (refs(lambda refs: refs[2]["sentences"][0].update(sent=7)), REFS + r"\[2\]: .*a sentence is no text"),
-    (content("refs(unc).p", pickle.dumps({})), REFS + ": no such list"),
     (
         refs(lambda refs: refs[2].update(image_id=99)),
         r"refs\(unc\).p: ref 2 names image 99, annotation 6, which instances.json",
     ),
-    (refs(lambda refs: refs[2].update(ann_id=0)), r"refs\(unc\).p: ref 2 names image 2, annotation 0"),
     (
         refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)),
         r"1 ids of sentences of .*refs\(unc\).p stand there more than once, such as 30",
@@ -124,16 +120,12 @@ WRONG_FILES = [
     (content("refs(unc).p", b"(lp0\n(dp1\nS'a'\n"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
     (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
     (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\]: .*is not finite"),
-    (instances("annotations", image_id=77), INSTANCES + r"annotations\[0\]: .*there is no image 77"),
     (instances("annotations", id=1), "1 ids of annotations of .*instances.json stand there more than once, such as 1"),
-    (instances("images", file_name="000001.jpg"), "1 ids of images of .*instances.json stand .*such as 000001.jpg"),
     (instances("images", width=0), INSTANCES + r"images\[0\]: .*an image of 0 x 64 pixels"),
     (content("instances.json", b'{"images": ['), "instances.json is not JSON, or is torn"),
-    (content("instances.json", b"{}"), INSTANCES + "images: no such list"),
     (lambda folder: (folder / "refs(unc).p").unlink(), r"there is no .*refs\(unc\).p; .*set task.folder"),
     (unreadable("refs(unc).p"), r"cannot read .*refs\(unc\).p: Input/output error"),
     (content("dets.json", b'[{"box": [1, 2, 3, 4]}]'), DETECTIONS + r"\[0\]: KeyError: 'image_id'"),
-    (content("dets.json", b'[{"box": [1, 2, 3, Infinity], "image_id": 0}]'), DETECTIONS + r"\[0\]: .*not finite"),
     (lambda folder: None, "there is no .*dets.json; fetch it, or set task.detections"),
 ]
 
@@ -225,10 +217,8 @@ def test_expressions_of_an_image_that_was_withdrawn_are_left_out_by_name(task, s
     ("sentence", "box", "reason"),
     [
         (" ", None, "it has no words"),
-        ("\u200b", None, "it has no words"),
         ("one " * 600, None, "it has 600 tokens, more than task.expression_length = 60"),
         ("one", [5, 5, 0, 9], r"its box \[5, 5, 5, 14\] has no area"),
-        ("one", [5, 5, -3, 9], r"its box \[5, 5, 2, 14\] has no area"),
         ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] lies outside its image of 96 x 64 pixels"),
     ],
 )
@@ -309,7 +299,6 @@ def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, tas
 def test_settings_that_contradict_each_other_are_refused(task):
     for settings, named in (
         ({"detections": "dets.json"}, "detections and adds_ground_truth are for regions=detected"),
-        ({"adds_ground_truth": True}, "detections and adds_ground_truth are for regions=detected"),
         ({"expression_length": 0}, "expression_length is 0"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -451,12 +440,8 @@ def test_the_submission_is_a_list_of_boxes(task, samples):
     assert (name, row["sent_id"], row["ref_id"]) == ("predictions.json", 0, 0)
     for convention in CONVENTIONS:
         assert overlap(convention, corners(*row["box_xywh"]), val[0].expression.box)[0] == 1
-    for part, named in (
-        ([rows[0], rows[1], rows[3]], "1 ids of val miss in the predictions, such as 20;"),
-        ([*rows, rows[0]], "1 ids of the predictions stand there more than once, such as 0;"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            task.submission(part)
+    with pytest.raises(ValueError, match="1 ids of val miss in the predictions, such as 20;"):
+        task.submission([rows[0], rows[1], rows[3]])
 
 
 def test_a_users_expression_is_about_the_regions_of_the_sample(task, samples):

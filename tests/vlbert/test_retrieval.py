@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from retrieval_files import SPLIT_FILE, captions_of, image, retrieval_recipe, retrieval_root, write_retrieval
-from tiny import CHANNELS, CLASSES, TINY_MODEL, UNICODER_VL, VILBERT, tiny_sample, urls
+from tiny import CHANNELS, CLASSES, TINY_MODEL, VILBERT, tiny_sample, urls
 
 from storage.object_store import open_store
 from storage.sample import Sample
@@ -225,7 +225,7 @@ def test_pairs_are_the_same_in_every_world(tmp_path: Path):
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-MODELS = {"vlbert": TINY_MODEL, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT}
+MODELS = {"vlbert": TINY_MODEL, "vilbert": VILBERT}
 
 
 def sample_of(number: int, config: ModelConfig) -> Sample:

@@ -31,12 +31,6 @@ def decoded(corpus: TextCorpus) -> list[str]:
 # --- the vocabulary ---------------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_one_word_share_its_number():
-    tokens = np.array([WORDS.ids[p] for p in ("a", "cat", "##s", "sat", "##ting", "##s")])
-    assert WORDS.word_of(tokens).tolist() == [0, 1, 1, 2, 2, 2]
-    assert WORDS.word_of(tokens[2:]).tolist() == [-1, 0, 0, 0]
-
-
 def test_the_same_texts_build_the_same_vocabulary_in_every_process(tmp_path):
     texts = [
         f"the {a} {b} is {c} than the {a}" for a in ("red", "blue") for b in ("cat", "dog") for c in ("big", "bad")
@@ -76,15 +70,6 @@ def test_the_corpus_is_flat_little_endian_integers(tmp_path):
     encode_corpus(["cat", "", "a cats"], WORDS, tmp_path)
     assert np.fromfile(tmp_path / "tokens.u16", "<u2").tolist() == [6, 5, 6, 8]
     assert np.fromfile(tmp_path / "offsets.i64", "<i8").tolist() == [0, 1, 4]
-
-
-def test_lines_of_many_portions_are_those_of_one(tmp_path, monkeypatch):
-    texts = [f"{'a ' * (n % 4)}cats" if n % 3 else "" for n in range(50)]
-    encode_corpus(texts, WORDS, tmp_path / "one")
-    monkeypatch.setattr("vlbert.data.corpus._LINES_AT_ONCE", 7)
-    encode_corpus(texts, WORDS, tmp_path / "many")
-    for name in ("tokens.u16", "offsets.i64", "corpus.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
 
 
 def test_files_are_read_as_they_are(tmp_path):
@@ -157,7 +142,6 @@ def test_wrong_inputs_are_named_and_leave_the_old_corpus(tmp_path):
     for files, vocabulary, captions, message in (
         ([good, tmp_path], words, [], f"there is no file {tmp_path}; name"),
         ([good], tmp_path / "absent", [], f"there is no file {tmp_path}/absent; name"),
-        ([good], None, [tmp_path / "absent"], f"there is no file {tmp_path}/absent; name"),
         ([blank], words, [], "no line with a word for .*; name files with text"),
         ([good], page, [], r"page lacks \[PAD\]"),
         ([good, bad], words, [], "bad:2 is not UTF-8 .*0xff.*convert or unpack it"),
@@ -174,7 +158,6 @@ NO_CORPUS = "corpus holds no whole corpus "
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda folder: (folder / "corpus.json").write_text("[]"), NO_CORPUS),
         (lambda folder: (folder / "corpus.json").unlink(), NO_CORPUS),
         (lambda folder: (folder / "tokens.u16").unlink(), NO_CORPUS + ".*tokens.u16"),
         (lambda folder: os.truncate(folder / "tokens.u16", 6), NO_CORPUS + ".*tokens.u16 has 3 numbers, and 4 by"),

@@ -40,7 +40,7 @@ def mask_words(
     tokens: np.ndarray, vocabulary: Vocabulary, rule: WordMasking, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """(masked tokens int64 [t], bool [t] of the tokens with a label); `tokens` int64 [t] hold no special token."""
-    word = vocabulary.word_of(tokens) if rule.whole_words else np.arange(len(tokens))
+    word = np.cumsum(~vocabulary.continues[tokens]) if rule.whole_words else np.arange(len(tokens))  # (t,) its number
     word = word - word[:1]  # a passage may begin in the middle of a word, which then is word 0
     draws = rng.random(word[-1] + 1 if len(word) else 0)[word]  # (t,) one draw a word, shared by its tokens
     chosen = draws < rule.probability

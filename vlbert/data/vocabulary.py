@@ -94,7 +94,3 @@ class Vocabulary:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text that the tokens spell, special tokens and all."""
         return " ".join(self.tokens[i] for i in tokens).replace(" ##", "")
-
-    def word_of(self, tokens: np.ndarray) -> np.ndarray:
-        """int64 [t]: the number of the whole word that each token belongs to; -1 in a word whose start is cut off."""
-        return np.cumsum(~self.continues[tokens]) - 1
