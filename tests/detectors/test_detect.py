@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tiny_detector import coco_annotations, commit_images, image_sample, rectangles
@@ -205,17 +204,6 @@ def test_the_command_does_what_a_config_says_is_left(fields: list[str], tmp_path
     printed = capsys.readouterr()
     assert ("random weights" in printed.err) == ("--random_init" in fields)
     assert printed.out.splitlines()[-1] == f"captions: regions/{identify(config)}, all rows: 1 no_image, 2 ok"
-
-
-def test_features_and_regressed_boxes_come_back(tmp_path: Path):
-    samples = [a_sample(n) for n in range(2)]
-    catalog = commit_images(tmp_path, [samples])
-    detector = random_demo(boxes="regressed", keep_features=True)
-    detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
-    assert detect_shard(catalog, "00000", detector)
-    for ours, sample in zip(detector.detect(samples), catalog.read(stage_of(detector), "00000"), strict=True):
-        assert np.array_equal(ours.boxes, sample.regions.boxes)
-        assert np.array_equal(ours.features, sample.regions.features)
 
 
 FILE = ["--backend=annotated", "--annotations=absent.json"]

@@ -125,12 +125,6 @@ def test_weights_follow_the_rule_beside_them():
     assert filled("zero", "bn.num_batches_tracked").dtype == np.int64
 
 
-@pytest.mark.parametrize("rule", ["banana", "0.02", "2+0.02n", "1+|0.02n", None])
-def test_a_weight_whose_rule_is_unknown_is_refused(rule: str | float | None):
-    with pytest.raises(ValueError, match="some.weight is to be filled by the rule"):
-        weights({"tensors": [{"name": "some.weight", "shape": [2], "rule": rule}]})
-
-
 @needs_shared
 @pytest.mark.parametrize("family", ["MLM", "MVRC"])
 def test_words_and_regions_may_be_averaged_by_different_rules(copy: Callable[..., Path], family: str):

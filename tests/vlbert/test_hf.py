@@ -348,8 +348,6 @@ def test_features_of_your_own_are_taken_as_a_detectors_are():
     ("arguments", "named"),
     [
         ({"images": "photo.jpg"}, "text is missing"),
-        ({"text": [3]}, "text is 3; it must be a string"),
-        ({"text": "a \udcff", "images": "photo.jpg"}, "is no Unicode text"),
         ({"text": ["a", "b"], "images": ["photo.jpg"]}, "2 texts and 1 images"),
         ({"text": "a"}, "images are missing"),
         ({"text": "a", "images": "none.jpg"}, "none.jpg cannot be read"),
@@ -359,12 +357,10 @@ def test_features_of_your_own_are_taken_as_a_detectors_are():
         ),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels and no"),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "choices": FOUR}, "takes no choices"),
-        ({"text": "a", "images": "photo.jpg", "boxes": BOX, "mask_regions": [2]}, "there is no region 2"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[1, 2, 3, 4, 0.9]]}, r"boxes of an image are \[1, 5\]"),
         ({"text": "a", "images": "photo.jpg", "boxes": [*BOX, [9, 9, 3, 12]]}, "box 1 is .*x1 <= x2"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, np.nan]]}, "box 0 is .*nan"),
         ({"text": "a", "return_tensors": "np"}, "return_tensors='pt'"),
-        ({"text": "a", "padding": "max_length"}, "padding=True"),
     ],
 )
 def test_the_processor_refuses_by_name(root, monkeypatch, arguments: dict, named: str):
@@ -513,7 +509,6 @@ def test_a_model_is_fetched_from_the_hub(root, hub, tmp_path):
     ("name", "named"),
     [
         ("models/vqa/best", "there is no folder .*models/vqa/best; name the folder of a model"),
-        ("~/vqa", "there is no folder .*vqa; name"),
         ("runs/vqa/best", "runs/vqa/best.json is not there"),
         ("empty", "empty holds no model: it has no config.json"),
         ("s3://bucket/runs/vqa", "there is no folder"),

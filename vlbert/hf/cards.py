@@ -27,7 +27,6 @@ from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Dataset, Root
 from storage.safe_json import printable
 from storage.settings import flat, to_json
-from storage.snapshots import read_snapshot
 from training.loading import EXPECTED
 from training.log import read_metrics
 from vlbert.checkpoint import Checkpoint, open_checkpoint
@@ -113,20 +112,9 @@ def _runs_before(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def data_card(store: ObjectStore, dataset: str) -> str:
     """Return the README.md of a dataset. ValueError where nothing of it is committed."""
-    inventory, catalog = Inventory(store, dataset), Catalog(store, dataset)
-    stages = [stage_facts(catalog, stage) for _, stage in sorted(inventory.manifests)]
-    samples = max(one["ok"] for one in stages)
-    facts = {
-        "dataset": dataset,
-        "samples": samples,
-        "stages": stages,
-        "snapshots": [
-            {"id": one.id, "stage": stage, "shards": len(one.shards), "samples": one.ok_rows}
-            for (_, stage), infos in sorted(inventory.snapshots.items())
-            for info in sorted(infos.values(), key=lambda info: (info.modified, info.path))
-            for one in [read_snapshot(store, info.path)[0]]
-        ],
-    }
+    catalog = Catalog(store, dataset)
+    stages = [stage_facts(catalog, stage) for _, stage in sorted(Inventory(store, dataset).manifests)]
+    facts = {"dataset": dataset, "samples": max(one["ok"] for one in stages), "stages": stages}
     data = DatasetCardData(pretty_name=dataset, license="unknown", tags=["image-text", "webdataset"])
     return _rendered(DatasetCard, data, "data_card.md.j2", facts)
 

@@ -56,10 +56,6 @@ class Prediction:
         if used < found:
             lines.append((f"the model reads the first {used} of {found} regions", None))
         lines += [(one["answer"], one["probability"]) for one in row["ranking"]]
-        masks = row.get("masks", [])
-        for number, mask in enumerate(masks if len(masks) > 1 else [], 1):
-            lines.append((f"[MASK] {number} by itself", None))
-            lines += [(one["answer"], one["probability"]) for one in mask["guesses"]]
         for region in row.get("masked_regions", []):
             lines.append(
                 (f"region {region['region']}, masked; the detector's class is {region['detected_name']}", None)
