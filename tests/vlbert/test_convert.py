@@ -353,8 +353,6 @@ def test_a_hostile_pickle_does_not_run(tmp_path):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ({"state_dict": {}}, " holds no state dict"),
-        ({"epoch": 3}, ": .* is no tensor but"),
         ([torch.zeros(1)], " holds no state dict"),
         ({WORD_TABLE: torch.zeros(200, 64)}, f": it has keys such as {WORD_TABLE}, and none of a VL-BERT"),
     ],
@@ -373,9 +371,8 @@ def test_what_is_wrapped_around_tensors_is_no_part_of_a_model(tmp_path):
     torch.save({"state_dict": compiled}, tmp_path / "compiled")
     in_part = {key.replace("vlbert.encoder.", "vlbert.encoder._orig_mod."): tensor for key, tensor in state.items()}
     torch.save({"epoch": 3, "model_state_dict": in_part}, tmp_path / "in part")
-    torch.save({"model": {f"module.module.{key}": tensor for key, tensor in state.items()}}, tmp_path / "twice")
     found = set()
-    for name in ("safetensors", "compiled", "in part", "twice"):
+    for name in ("safetensors", "compiled", "in part"):
         to_ours(tmp_path / name, tmp_path / f"{name} as ours")
         found.add((tmp_path / f"{name} as ours" / "model.safetensors").read_bytes())
     assert len(found) == 1
