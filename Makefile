@@ -31,7 +31,7 @@ ui: $(VENV)/installed  ## the flow UI over a finished demo, and a worker: its de
 serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of prefect.yaml
 	$(BIN)/python -m vlbert serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))
 
-test: $(VENV)/installed lint  ## 6 minutes on 2 cores
+test: $(VENV)/installed lint  ## 4 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-all: $(VENV)/installed lint  ## also the slow tests: an hour
