@@ -105,6 +105,10 @@ def run_engine() -> None:
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        # It was told to end. After an outage, sending the logs of that time has taken 6 s and more.
+        late = threading.Timer(_LAST_SECONDS, os._exit, (status,))
+        late.daemon = True
+        late.start()
         raise
 
 
