@@ -1,4 +1,4 @@
-"""How fast regions are found: images/s and CPU-seconds, beside detectron2 where it is installed.
+"""Measure detection: images/s and CPU-seconds, beside detectron2 where it is installed.
 
     python -m benchmarks.detect [--device cuda --batch 8] [--preset vg_resnet101]
 

@@ -110,7 +110,7 @@ def flow_parameters(
 
 
 def answers_of(data: DemoData) -> int:
-    """How many answers VQA's list has."""
+    """Return the number of answers in VQA's list."""
     return len((data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines())
 
 

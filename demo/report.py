@@ -44,7 +44,7 @@ RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # of one colour or one 
 
 
 def evaluate_detector(data: DemoData, weights: Path) -> dict[str, Any]:
-    """How right a detector is on the held-out scenes: metrics, and the classes by average precision."""
+    """Measure a detector on the held-out scenes: its metrics, and the classes by average precision."""
     recipe, training = detector_demo(), training_of_detector(data)
     images = {name: getattr(training, name) for name in ("annotations", "images", "held_out_last")}
     recipe = replace(recipe, network=read_config(weights), data=replace(recipe.data, **images))

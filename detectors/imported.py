@@ -69,7 +69,7 @@ class ImportedDetector:
         return [self._detect_one(sample) for sample in samples]
 
     def _value(self, name: str) -> str | int | None:
-        """What `match` compares of a row's image id, or of a file's name."""
+        """Return what `match` compares of a row's image id, or of a file's name."""
         if self._settings.match == "number":
             digits = re.search(r"(?<![0-9])[0-9]{1,100}$", stem_of(name))
             return int(digits[0]) if digits else None

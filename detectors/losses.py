@@ -35,7 +35,7 @@ class Example:
     attributes: Tensor
     """float32 [G, number of attributes + 1], 1 where an object has one; the last column is "no attribute"."""
     seed: int
-    """Of the sampling of anchors and regions; on the CPU, so that all devices sample alike."""
+    """Seed of the sampling of anchors and regions, which is drawn on the CPU: all devices sample alike."""
 
     def to(self, device: torch.device) -> "Example":
         moved = {name: getattr(self, name).to(device) for name in ("pixels", "boxes", "labels", "attributes")}

@@ -78,7 +78,7 @@ def validate(
 
 
 def _covered(proposals: np.ndarray, objects: np.ndarray) -> int:
-    """How many objects [G, 4] a proposal [P, 4] overlaps by IOU_THRESHOLD."""
+    """Count the objects [G, 4] that a proposal [P, 4] overlaps by IOU_THRESHOLD."""
     if not len(proposals) or not len(objects):
         return 0
     iou = torchvision.ops.box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))

@@ -181,18 +181,18 @@ def show_training(stage: str, root: str, run: str, log: Log, training: Callable[
     """
     artifact = Artifact(stage, run)
 
-    def page() -> str:
+    def page(say: Log = log) -> str:
         store = open_store(root, write=False)
         beat = read_heartbeat(store, run)
         progress = "starting" if beat is None else beat["state"]
         if beat is not None and beat["losses"] is not None:
             progress += f": {progress_line(beat)}"
-            log(f"{run}: {progress}")
+            say(f"{run}: {progress}")
         image = curves(store, run)
         return escaped(progress) + (f"\n\n![curves]({image})" if image else "")
 
     def result() -> str:
-        parts = [f"{escaped(trained.checkpoint)}\n\n{table_of_metrics(trained.metrics, {})}", page()]
+        parts = [f"{escaped(trained.checkpoint)}\n\n{table_of_metrics(trained.metrics, {})}", page(str)]
         for one in trained.evaluated:
             files = ", ".join(["index.html", *one.submission])
             parts.append(f"{escaped(f'{one.folder}: {files}')}\n\n{table_of_metrics(one.metrics, one.paper)}")

@@ -175,7 +175,7 @@ class Converted:
     tensors: dict[str, Tensor]
     """float32, by our names."""
     metadata: dict[str, Any]
-    """What goes into our file beside names of classes and attributes; every value can be written as JSON."""
+    """Metadata of our file, without names of classes and attributes; every value can be written as JSON."""
 
 
 def convert(file: Path) -> Converted:

@@ -90,7 +90,7 @@ def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor
 
 
 def is_safetensors(file: Path) -> bool:
-    """Whether a file begins as a safetensors file does."""
+    """Return whether a file begins as a safetensors file does."""
     start = _first_bytes(file)
     return start[8:9] == b"{" and int.from_bytes(start[:8], "little") < file.stat().st_size
 
