@@ -174,7 +174,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert len([line for line in result.stdout.splitlines() if line.startswith("step 6/6  anchors")]) == 1
+    assert len([line for line in result.stdout.splitlines() if line.startswith("step 6/6  loss anchors")]) == 1
     np.testing.assert_allclose(losses_of(root, "two"), losses_of(root, "whole"), rtol=1e-4)
     one, two = tensors_of(root, "whole"), tensors_of(root, "two")
     for name in one:
