@@ -43,6 +43,8 @@ class Command:
                 tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
+        except BrokenPipeError:  # nobody reads the output: vlbert/commands.py ends as the shell has it
+            raise
         except self.expected as error:
             sys.exit(f"{self.program}: {error}")
 

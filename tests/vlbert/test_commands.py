@@ -74,12 +74,13 @@ def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys):
 
 
 def test_a_pipe_that_nobody_reads_and_ctrl_c_end_a_command_as_the_shell_has_it(tmp_path):
-    command = [sys.executable, "-m", "vlbert", "--help"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(command, cwd=PROJECT, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
+    for command in ([], ["catalog"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        program = [sys.executable, "-m", "vlbert", *command, "--help"]
+        done = subprocess.run(program, cwd=PROJECT, stdout=writer, stderr=subprocess.PIPE)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b"")
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")  # while it is imported
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)])}
     command = [sys.executable, "-m", "vlbert", "convert", "--help"]
