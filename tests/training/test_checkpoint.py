@@ -126,9 +126,7 @@ def test_one_file_that_is_refused_holds_up_no_other(tmp_path, logged):
     writer.put("runs/r/metrics.jsonl", b"")
     write(writer, 1)
     wait_for(lambda: writer.saved)
-    with pytest.raises(
-        StorageUnreachable, match=f"^not saved: {tmp_path}/runs/r/metrics.jsonl: cannot write"
-    ):
+    with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/runs/r/metrics.jsonl: cannot write"):
         writer.finish(wait=0.2)
 
 
