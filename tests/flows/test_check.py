@@ -195,6 +195,11 @@ def test_deployments_fit_their_flows(demo_data: DemoData, parameters: dict, tmp_
     assert read["finetune/default"]["settings"].pretraining == pretraining.made.run
 
 
+def test_the_deployments_of_several_machines_fit_their_flows():
+    for deployment in yaml.safe_load((PROJECT / "docker" / "prefect.yaml").read_text())["deployments"]:
+        load_flow_from_entrypoint(deployment["entrypoint"]).validate_parameters(deployment["parameters"])
+
+
 def test_the_pipeline_of_the_tasks_page_fits_its_flow():
     page = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
     (pipeline,) = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))

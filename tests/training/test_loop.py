@@ -27,7 +27,7 @@ from tests.kill.training import check_stopped, unequal
 from training.checkpoint import Writer, write_checkpoint
 from training.distributed import ALONE
 from training.log import read_heartbeat, read_metrics
-from training.metrics import Step, add_up
+from training.metrics import Step
 from training.skipping import WINDOW, Skipping
 from training.stopping import Stop, Stopped
 from vlbert.data.batch import Batch
@@ -63,18 +63,6 @@ def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
     after = Skipping(2.0, json.loads(json.dumps(before.state)))
     assert first + [after.why(step(loss)) for loss in losses[cut:]] == reasons
     assert after.state == whole.state
-
-
-def test_a_step_adds_up_its_parts():
-    parts = [
-        {"words": (torch.tensor(6.0, requires_grad=True), 3), "right": (torch.tensor(2.0), 4)},
-        {"words": (torch.tensor(1.0, requires_grad=True), 0), "right": (torch.tensor(1.0), 2)},
-    ]
-    totals = [add_up(part, ALONE, stop, 0.5) for part, stop in zip(parts, (False, True), strict=True)]
-    found = Step.of(parts[-1], totals, torch.tensor(2.0), {"words": 0.5}, ALONE)
-    assert found.sums == {"loss_words": (7.0, 3.0), "right": (3.0, 6.0)}
-    assert found.losses == {"words": 7 / 3}
-    assert (found.loss, found.norm, found.waited, found.stop_requested) == (0.5 * (6 / 3 + 1) / 2, 2.0, 0.5, True)
 
 
 # --- a small run ------------------------------------------------------------------------------------------------------
