@@ -50,8 +50,6 @@ VQA = "vqa/v2_OpenEnded_mscoco_synthetic"
 EDITED = [  # file, change, what is printed
     ("vqa/expected_official_eval.json", lambda e: e["perQuestion"].update({"1004000": 30.01}), "ours '30.00', expect"),
     (f"{VQA}_results.json", lambda rows: rows.pop(), "NOT COMPARED: KeyError"),
-    ("vqa/expected_vlbert_soft_targets.json", lambda e: e["cases"][2]["target"].update(no=0.7), "cases[2]: ours"),
-    ("retrieval/expected.json", lambda e: e["five_fold_mean"]["i2t"].update(medr=1.5), "i2t medr: ours 1.4, expected"),
     ("rois/expected.json", lambda e: e["cases"][0]["expected"]["0.2"]["keep_indices"].reverse(), "case_01.npz at 0.2"),
     ("geometry/expected_4x512.npy", lambda array: array[1, 2, 3:].__iadd__(1e-3), "1: ours 0.00"),
 ]

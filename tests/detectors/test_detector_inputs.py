@@ -273,21 +273,3 @@ def test_the_network_for_inference_computes_what_it_was_made_of_and_leaves_that_
     assert {name: parameter.requires_grad for name, parameter in network.named_parameters()} == learns
     assert all(module.training for module in network.modules())
     assert all(torch.equal(*pair) for pair in zip(stages(network, boxes), plain, strict=True))
-
-
-@pytest.mark.parametrize("roi_op", ["pool", "align1"])
-@pytest.mark.parametrize("counts", [(0, 0), (0, 15), (70, 80)])
-def test_where_the_rois_are_cut_changes_no_feature(counts: tuple[int, int], roi_op: str):
-    network, sizes = noisy_network(roi_op=roi_op), []
-    boxes = [random_boxes(count, count) for count in counts]
-    whole = stages(network, boxes)[3]
-    network = network.for_inference("fp32", 1000)
-    network.roi_heads.res5.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
-    for limit in (15, 16, 150):
-        network.rois_at_a_time = limit
-        sizes.clear()
-        features = stages(network, boxes)[3]
-        assert features.shape == (sum(counts), TINY.res5_channels)
-        assert (features - whole).abs().max() <= 1e-5 * whole.abs().max() if sum(counts) else not sizes
-        assert sum(sizes) == sum(counts)
-        assert max(sizes, default=0) <= limit

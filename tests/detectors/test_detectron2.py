@@ -159,24 +159,6 @@ def test_every_stage_computes_what_ours_does(config: FasterRCNNConfig):
 
 
 @needs_detectron2
-@torch.inference_mode()
-def test_boxes_that_are_not_finite_or_outside_the_image_are_dropped_as_ours_are():
-    ours, theirs = networks(SMALL)
-    c4 = ours.backbone(pixels())
-    logits, deltas = ours.rpn(c4)
-    logits[0, 0, 5, 7], deltas[0, 4, 1, 1], deltas[0, 8:10, 3, 3] = float("nan"), float("inf"), -50
-    (expected,), _ = ours.proposals(logits, deltas, HEIGHT, WIDTH)
-    (found,), (scores,) = theirs.proposals(logits, deltas, HEIGHT, WIDTH)
-    assert_same_boxes(found, expected)
-    assert torch.isfinite(scores).all()
-    (nothing,), _ = theirs.proposals(torch.full_like(logits, float("nan")), deltas, HEIGHT, WIDTH)
-    assert nothing.shape == (0, 4)
-    features = theirs.roi_features(c4, [nothing])
-    assert features.shape == (0, TINY.res5_channels)
-    assert theirs.heads(features).class_logits.shape == (0, 6)
-
-
-@needs_detectron2
 @pytest.mark.parametrize("name", ["demo", "visual genome's"])
 @pytest.mark.parametrize("boxes", ["proposals", "regressed"])
 def test_the_whole_detector_finds_the_same_regions(name: str, boxes: str):
@@ -218,12 +200,3 @@ def test_a_weight_file_loads_with_its_anchors_and_without_attributes(tmp_path: P
         assert theirs.heads(theirs.roi_features(c4, [found])).attribute_logits is None
         theirs.proposal_generator.cell_anchors.copy_(generated)
         assert not torch.equal(theirs.proposals(logits, deltas, HEIGHT, WIDTH)[0][0][:10], found[:10])
-
-
-@needs_detectron2
-def test_it_computes_in_single_precision_only():
-    network = Detectron2FasterRCNN.random_init(SMALL, 0)
-    assert network.train().for_inference("fp32", 100) is network
-    assert not network.training
-    with pytest.raises(ValueError, match="precision is 'bf16-res5': backend detectron2 has fp32 only"):
-        network.for_inference("bf16-res5", 100)

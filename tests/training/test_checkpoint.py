@@ -1,9 +1,5 @@
 """Checkpoints: written beside the steps, whole or not there, through storage that is away; and which are kept."""
 
-import json
-import multiprocessing
-import resource
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -58,20 +54,6 @@ def test_a_checkpoint_holds_all_as_it_was_when_it_began_and_is_whole_at_the_end(
     assert folder.state["loop"] == {"taken": [1.0]}
     assert logged == [f"step 1/2  saved {tmp_path}/{FIRST}"]
     assert writer.saved == f"{tmp_path}/{FIRST}"
-
-
-def test_a_checkpoint_waits_for_the_one_before(tmp_path, logged):
-    store = Held(tmp_path, f"{FIRST}/state.json")
-    with Writer(store, logged.append) as writer:
-        write(writer, 1)
-        assert store.begun.wait(20)
-        second = threading.Thread(target=write, args=(writer, 2))
-        second.start()
-        second.join(0.05)
-        assert second.is_alive()
-        store.let_through.set()
-        second.join(20)
-    assert [read(tmp_path, folder) for folder in (FIRST, SECOND)] == [1, 2]
 
 
 def test_objects_are_written_in_order_and_of_one_path_the_newest(tmp_path):
@@ -144,31 +126,6 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     writer.finish()
     assert (tmp_path / "runs/r/heartbeat.json").exists()
     assert checkpoints(writer.store, "r") == []
-
-
-def write_to_a_full_disk(root: Path) -> None:
-    """Files may have 20 kB, and the model has 40."""
-    store, errors = open_store(str(root)), []
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    writer = Writer(store, errors.append)
-    model = {"a": torch.ones(100, 100)}
-    write_checkpoint(writer, "r", 1, 1, {MODEL: model}, {"step": 1}, 1, None)
-    wait_for(lambda: errors)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    writer.finish()
-    (root / "said").write_text(json.dumps(errors))
-
-
-def test_a_full_disk_is_named_and_costs_no_checkpoint(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=write_to_a_full_disk, args=(tmp_path,))
-    child.start()  # a limit to the size of files holds for a whole process
-    child.join(60)
-    assert child.exitcode == 0
-    said = json.loads((tmp_path / "said").read_text())
-    for named in (f"{tmp_path}/{FIRST}/{MODEL}", tempfile.gettempdir(), "File too large", "TMPDIR"):
-        assert named in said[0]
-    assert read(tmp_path, FIRST) == 1
-    assert not list(tmp_path.glob(f"{FIRST}/.*"))
 
 
 # --- other errors -----------------------------------------------------------------------------------------------------
