@@ -70,7 +70,7 @@ WHOLE = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5, "c": [EVEN] * 5})
 INCOMPLETE = [
     ([row for row in WHOLE if row["annot_id"] != "b"], "1 ids of val miss in the predictions, such as b;"),
     (WHOLE + rows_of({"d": [EVEN] * 5}), "1 ids of the predictions are not in val, such as d;"),
-    (WHOLE[:-5] + WHOLE[-4:], "1 of 3 items, such as b, lack probabilities of answers; .*--task.every_answer"),
+    (WHOLE[:-5] + WHOLE[-4:], "1 of 3 items, such as b, lack probabilities of answers; .*CHECKPOINT,CHECKPOINT"),
     ([row for row in WHOLE if row["conditioned_on"] < 0], "3 of 3 items, such as b, lack probabilities of rationales;"),
     (WHOLE + WHOLE, "15 ids of the predictions stand there more than once, such as .*'c'"),
     (

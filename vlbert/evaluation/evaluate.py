@@ -150,7 +150,7 @@ def evaluate(
     checkpoints = [open_checkpoint(name) for name in names]
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
         raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
-    changes = {**task_class.evaluation, **changes, "data.root": root}
+    changes = {**changes, "data.root": root}
     predicted = [_predict(recipe, one, split, changes, world, inputs, (store, folder)) for one in checkpoints]
     if not world.first:
         return {}
