@@ -130,7 +130,7 @@ def test_a_file_that_is_missing_or_unreadable_is_named(tmp_path):
 def test_missing_metadata_are_named(metadata):
     metadata.unlink()
     with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
-        read_questions(metadata.parents[2], ["train"], True, "answer", False)
+        read_questions(metadata.parents[2], ["train"], True, "answer")
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(met
     ],
 )
 def test_wrong_metadata_are_named(metadata, field, change, named):
-    (question,) = read_questions(metadata.parents[2], ["train"], True, "answer", False)
+    (question,) = read_questions(metadata.parents[2], ["train"], True, "answer")
     good = json.loads(metadata.read_text())
     metadata.write_text(json.dumps(good | {field: change(good[field])} if field else good)[: None if field else 50])
     with pytest.raises(ValueError, match=named) as error:
