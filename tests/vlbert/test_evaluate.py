@@ -31,6 +31,7 @@ from vlbert.config import DataConfig, Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation, load_task_model, main
 from vlbert.evaluation.results import SplitPredictions, warnings
 from vlbert.evaluation.results_page import worst_and_best
+from vlbert.hf import VLBertModel
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
@@ -356,7 +357,7 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco):
     assert (recipe.run, recipe.task.train_on, recipe.data.held_out) == ("memory", ("val",), None)
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in checkpoint.model.items())
-    assert model.vlbert.vocabulary.tokens == checkpoint.vocabulary.tokens
+    assert model.task.vocabulary.tokens == checkpoint.vocabulary.tokens
     _, recipe = load_task_model(checkpoint, {"task.iou": "plain", "data.batch": 2}, refcoco_recipe(refcoco))
     assert (recipe.task.train_on, recipe.task.iou, recipe.data.batch) == (("val",), "plain", 2)
 
@@ -442,7 +443,7 @@ def places(refcoco, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
         shutil.copytree(step, folder / name)
     (folder / "wordless" / "vocab.txt").unlink()
     reseal(folder / "wordless")
-    load_task_model(open_checkpoint(str(step)))[0].vlbert.save_pretrained(folder / "headless")
+    VLBertModel.from_pretrained(step).save_pretrained(folder / "headless")
     (folder / "file").touch()
     named = {name.upper(): folder / name for name in ("plain", "wordless", "headless", "file", "out")}
     return named | {"ROOT": refcoco / "storage", "RUN": refcoco / "storage/runs/tuned"}

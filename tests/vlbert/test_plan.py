@@ -44,9 +44,8 @@ def test_what_the_catalog_says_of_a_list_plans_about_the_bytes_of_the_real_stage
         for count in table["num_regions"].to_pylist()
         if count is not None
     ]
-    images, rows = (
-        sum(map(count, headers[IMAGES])) for count in (lambda one: one.ok_rows, lambda one: sum(one.statuses.values()))
-    )
+    images = sum(header.ok_rows for header in headers[IMAGES])
+    rows = sum(sum(header.statuses.values()) for header in headers[IMAGES])
     size = sum(header.tar_bytes for header in headers[IMAGES])
     plan = planned(
         *(BASE, "--size=demo", "--detector.preset=demo", f"--rows={rows}", f"--share={images / rows}"),

@@ -83,7 +83,7 @@ def load_task_model(
     recipe = override_values(replace(recipe, task=settings, model=checkpoint.model_config), changes)
     task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
     restore_saved(task, checkpoint)
-    model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size, task.vocabulary), task)
+    model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size), task)
     if zero_shot:
         _load_pretrained(model, checkpoint)
     else:
