@@ -37,7 +37,6 @@ from vlbert.tasks import settings_named
 README = "README.md"
 UNKNOWN = "not recorded"
 _MADE_BY = "<!-- made by vlbert.hf.cards: a card with this line is replaced, any other is kept -->"
-_BLANK = "- Code: [More Information Needed]"  # of the card that save_pretrained writes, before anybody filled it in
 _LICENCES = 5  # that are named
 _SETTINGS_OF_DETECTOR = ("backend", "weights", "boxes", "selection", "precision", "keep_features", "random_init")
 _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
@@ -199,7 +198,7 @@ def put_card(store: ObjectStore, folder: str, card: str) -> None:
     """Write README.md. ValueError where there is one that this program did not make."""
     path = f"{folder}/{README}" if folder else README
     before = store.get(path) if store.exists(path) else b""
-    if before and not any(mark.encode() in before for mark in (_MADE_BY, _BLANK)):
+    if before and _MADE_BY.encode() not in before:
         raise ValueError(
             f"{store.where(path)} is not a card of this program: move it away, or name another folder: --out=FOLDER"
         )

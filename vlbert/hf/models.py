@@ -105,7 +105,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Writes config.json, model.safetensors and, of a model for questions, task.json with its answers. A processor
-        writes its own files into the same folder. `VLBert.from_pretrained` and vlbert predict read the folder, too.
+        writes its own files into the same folder. vlbert predict reads the folder, too.
 
         All weights are in one file, whatever `max_shard_size` says.
         """
