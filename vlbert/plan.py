@@ -1,23 +1,31 @@
 """Plan a pre-training on one page: images, GB, hours and euros of each stage, before anything is downloaded or rented.
 
-    vlbert plan pretrain_vlbert --rows 3300000 --card h100 --cards 8
+    vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
 Fields of the recipe may be changed, too, as --data.batch 512. Hours come from the table THROUGHPUT and hold for the
-settings that are given; where no rate is known, the page says which command measures it. `vlbert collect` of a list's
-first thousand rows tells --share, the share of images, and --image_bytes.
+settings that are given; where no rate is known, the page says which command measures it.
 """
 
+import asyncio
 import dataclasses
 import json
+import random
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from detectors.config import DetectionConfig
 from detectors.faster_rcnn import PRESETS
+from storage.collect.download import Downloader, DownloadSettings
+from storage.collect.lists import find_reading, read_rows
+from storage.collect.rows import CaptionRow
+from storage.collect.spool import Spool
 from storage.settings import check, parse, parse_known
 from storage.tables import aligned
 from training.program import make_recipe, split_recipe
@@ -33,7 +41,6 @@ from vlbert.tasks.pretraining import PretrainingSettings
 PROGRAM = "vlbert plan"
 _TAR_MEMBER = 512 + 256  # header of a member, and half a block at its end
 _MANIFEST_ROW = 120  # bytes of a row of a manifest: its URL and key, compressed
-_TEXTS = 475  # bytes of the texts of a sample: caption, URL, and what its JSON says of the image
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,9 @@ class Figure:
     source: str
 
 
-SHARE = Figure(0.62, "URLs of CC12M that answered in October 2025, as reported")  # of the rows
+SHARE = Figure(0.62, "URLs of CC12M that answered in October 2025, as reported; --sample measures")  # of the rows
 IMAGE_BYTES = Figure(90e3, "CC3M at most 1,024 pixels a side (Hugging Face, WeiChow/cc3m)")  # of an image
-COLLECTED = Figure(690, "CC12M in 5 hours, as img2dataset's examples report")  # rows a second
+COLLECTED = Figure(690, "CC12M in 5 hours, as img2dataset's examples report; --sample measures")  # rows a second
 
 _GPU = "measured 2026-11-23: benchmarks/results/2026-11-23-gpu"
 _PAPER = "rehearsed 2026-11-24 (docs/performance.md), not measured"
@@ -105,11 +112,13 @@ _DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cud
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What is planned, beside the recipe."""
+    """What is planned, beside the recipe. Give `list`, or `rows`."""
 
-    rows: int  # length of the caption list
-    share: float | None = None  # of the rows that give an image (0.62, as reported of CC12M)
-    image_bytes: float | None = None  # of an image as it is stored (90,000, as reported of CC3M)
+    list: str | None = None  # caption list (docs/download.md)
+    rows: int | None = None  # length of a list, in its place
+    sample: int | None = None  # request so many URLs of the list
+    columns: tuple[str, ...] = ()  # of the list, as `vlbert collect` takes them
+    download: DownloadSettings = DownloadSettings()
     # Of the weights only the preset decides anything here. Features are kept where the recipe reads them.
     detector: DetectionConfig = _DETECTOR
     regions: float | None = None  # of an image (the middle of what the selection allows)
@@ -119,9 +128,10 @@ class PlanSettings:
     json: bool = False  # print the plan as JSON
 
     def __post_init__(self):
-        for name in ("cards", "rows"):
-            check(self, getattr(self, name) >= 1, name, "at least 1")
-        check(self, self.share is None or 0 < self.share <= 1, "share", "above 0, at most 1")
+        if (self.list is None) == (self.rows is None) or (self.sample is not None and self.list is None):
+            raise ValueError("give --list FILE or --rows N, one of them; --sample needs --list FILE")
+        for name in ("cards", "rows", "sample"):
+            check(self, getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
         check(self, 0 <= (self.regions or 0) <= self.detector.selection.maximum, "regions", "what the detector keeps")
 
 
@@ -132,12 +142,19 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     check_shares(recipe.data, settings.cards)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
-    share = SHARE if settings.share is None else Figure(settings.share, "as given")
-    image = IMAGE_BYTES if settings.image_bytes is None else Figure(settings.image_bytes, "as given")
+    rows, drawn = settings.rows or 0, []
+    if settings.list:
+        file = Path(settings.list)
+        size = settings.sample or 1000  # for the length of their texts
+        rows, drawn = sample_rows(read_rows(file, find_reading(file, settings.columns)), size)
+    share, image, collected = SHARE, IMAGE_BYTES, COLLECTED
+    if settings.sample is not None:
+        share, image, collected = download_sample(drawn, settings)
+    texts = [len(row.caption.encode()) + len(row.url.encode()) for row in drawn if not row.status] or [225]
     least, most = detection.selection.minimum, detection.selection.maximum
     regions = (least + most) / 2 if settings.regions is None else settings.regions
-    images, manifests = round(settings.rows * share.value), settings.rows * _MANIFEST_ROW
-    plain = 2 * _TAR_MEMBER + image.value + _TEXTS
+    images = round(rows * share.value)
+    plain = 2 * _TAR_MEMBER + image.value + 250 + sum(texts) / len(texts)
     with_regions = plain + region_bytes(detection, regions)
     preset, on_card = detection.preset or "vg_resnet101", detection.device.startswith("cuda")
     detecting = THROUGHPUT.get((settings.card if on_card else "cpu", preset, detection.precision))
@@ -147,11 +164,11 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     kept = recipe.keep_checkpoints * checkpoint_bytes(recipe, PRESETS[preset].num_classes)
     return {
         "recipe": recipe.name,
-        "rows": settings.rows,
+        "rows": rows,
         "images": images,
         "epochs": pairs / max(1, images),
         "stages": [
-            _stage("collect", images * plain + manifests, settings.rows, COLLECTED, PRICES["cpu"], 1),
+            _stage("collect", images * plain + rows * _MANIFEST_ROW, rows, collected, PRICES["cpu"], 1),
             _stage("detect", images * with_regions, images, detecting, detecting_price, settings.cards),
             _stage("pre-train", kept, pairs, training, price, settings.cards),
         ],
@@ -159,6 +176,40 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
         "image": dataclasses.asdict(image),
         "regions": regions,
     }
+
+
+def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[CaptionRow]]:
+    """Return how many rows there are, and up to so many of them, drawn at random."""
+    count, drawn, generator = 0, [], random.Random(0)
+    for count, row in enumerate(rows, 1):
+        if len(drawn) < size:
+            drawn.append(row)
+        elif (place := generator.randrange(count)) < size:
+            drawn[place] = row
+    return count, drawn
+
+
+def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Figure, Figure, Figure]:
+    """Download rows and return the share that gives an image of its own, an image's bytes, and rows a second."""
+    asked = list({row.key: row for row in rows if not row.status}.values())
+
+    async def download(spool: Spool) -> list:
+        async with Downloader(settings.download) as downloader:
+            return await downloader.download(asked, spool)
+
+    begin = time.monotonic()
+    with Spool() as spool:
+        found = asyncio.run(download(spool))
+        sizes = [one.image.length for one in found if one.image]
+    seconds = max(time.monotonic() - begin, 1e-3)
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(str(one.status) for one in found).most_common())
+    if not sizes:
+        raise ValueError(
+            f"none of {len(found)} URLs of {settings.list} gave an image ({counts}; docs/download.md). Check this "
+            "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
+        )
+    figures = len(sizes) / len(rows), sum(sizes) / len(sizes), len(found) / seconds
+    return tuple(Figure(one, f"a sample of {len(found)} URLs: {counts}") for one in figures)
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:

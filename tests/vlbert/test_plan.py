@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from captioned import captioned_scenes
+from web import Web, draw, encode, send
 
 from demo.data import DemoData
 from demo.deployments import SHIPPED_DETECTOR, detection_of_demo
@@ -31,8 +32,11 @@ def stages(plan: dict) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-def test_what_the_catalog_says_of_a_list_plans_about_the_bytes_of_the_real_stages(demo_data: DemoData, tmp_path: Path):
+def test_a_sample_of_the_whole_list_gives_the_images_and_about_the_bytes_of_the_real_stages(
+    demo_data: DemoData, tmp_path: Path
+):
     settings, detection = captioned_scenes(demo_data), detection_of_demo(SHIPPED_DETECTOR)
+    host = settings.download.allowed_hosts[0]
     collect(str(tmp_path / "root"), settings, log=lambda line: None)
     catalog = Catalog(open_store(str(tmp_path / "root")), settings.name)
     detector = make_detector(detection)
@@ -44,14 +48,12 @@ def test_what_the_catalog_says_of_a_list_plans_about_the_bytes_of_the_real_stage
         for count in table["num_regions"].to_pylist()
         if count is not None
     ]
-    images = sum(header.ok_rows for header in headers[IMAGES])
-    rows = sum(sum(header.statuses.values()) for header in headers[IMAGES])
-    size = sum(header.tar_bytes for header in headers[IMAGES])
     plan = planned(
-        *(BASE, "--size=demo", "--detector.preset=demo", f"--rows={rows}", f"--share={images / rows}"),
-        *(f"--image_bytes={size / images}", f"--regions={sum(found) / len(found)}"),
+        *("pretrain_vlbert", "--size=demo", "--list", str(settings.captions), "--sample", "100000"),
+        *(f"--download.allowed_hosts={host}", "--detector.preset=demo"),
+        *("--regions", str(sum(found) / len(found))),
     )
-    assert plan["images"] == images
+    assert plan["images"] == sum(header.ok_rows for header in headers[IMAGES])
     for name, stage in (("collect", IMAGES), ("detect", stage_of(detector))):
         tars = sum(header.tar_bytes for header in headers[stage])
         assert stages(plan)[name]["bytes"] == pytest.approx(tars, rel=0.1)
@@ -69,11 +71,13 @@ def test_hours_hold_for_the_settings_that_are_given():
     assert "benchmarks.rehearsal" in unknown["pre-train"]["source"]
 
 
-def test_the_page_has_every_stage_and_the_source_of_its_numbers(capsys):
-    main([BASE, "--rows=1000", "--share=0.5"])
+def test_the_page_has_every_stage_and_the_source_of_its_numbers(web: Web, tmp_path: Path, capsys):
+    file = tmp_path / "list.tsv"
+    urls = [web.put("/a.jpg", send(encode(draw()))), web.put("/b.jpg", send(b"", 404))]
+    file.write_text("".join(f"a caption\t{url}\n" for url in urls))
+    main([BASE, "--list", str(file), "--sample=9", f"--download.allowed_hosts={web.host}"])
     printed = capsys.readouterr().out
-    assert "500 images: 50.0% of the rows, as given" in printed
-    assert "90,000 bytes an image: CC3M" in printed
+    assert "1 images: 50.0% of the rows, a sample of 2 URLs" in printed
     assert [line.split()[0] for line in printed.splitlines()[-3:]] == ["collect", "detect", "pre-train"]
     assert len(printed.splitlines()) < 20
 
@@ -81,13 +85,19 @@ def test_the_page_has_every_stage_and_the_source_of_its_numbers(capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        ([BASE, "--list", "no-such.tsv"], "no-such.tsv"),
         (["finetune_vqa", "--rows", "10"], "finetune_vqa_base is no pre-training; name one of pretrain_"),
         ([BASE, "--rows", "10", "--cards", "3"], "choose a multiple of 3"),
-        ([BASE, "--rows", "10", "--share=62"], "share"),
+        ([BASE, "--rows", "10", "--sample=9"], "--sample needs --list"),
+        ([BASE, "--list", "gone.tsv", "--sample=9"], "none of 2 URLs .*2 blocked_address.*without --sample"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_ends_with_one_line_that_names_it(arguments: list[str], named: str):
+def test_bad_input_ends_with_one_line_that_names_it(
+    arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("gone.tsv").write_text("a\thttp://127.0.0.1/a.jpg\nb\thttp://127.0.0.1/b.jpg\n")
     with pytest.raises(SystemExit, match=named) as ended:
         planned(*arguments)
     assert "\n" not in str(ended.value)
