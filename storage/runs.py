@@ -17,7 +17,7 @@ from storage.digests import BLANK, OWN_SHA256, OtherVersion, check_version, is_w
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.safe_json import parse_json
 
-CHECKPOINT_VERSION = 7  # of the files of a checkpoint, whatever is trained, and of a model's config.json
+CHECKPOINT_VERSION = 8  # of the files of a checkpoint, whatever is trained, and of a model's config.json
 CONFIG, STATE = "config.json", "state.json"
 _STEP = re.compile(r"(runs/.+)/step-(\d{7})")
 
