@@ -296,7 +296,7 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
     """(width, height) in pixels, from the headers as libjpeg reads them. ValueError where it warns of them, so that
     what nobody can decode is not taken, and no decoder makes room for another size."""
     try:
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+        height, width = map(int, simplejpeg.decode_jpeg_header(data)[:2])
     except (ValueError, KeyError) as error:  # KeyError: chroma in a resolution that it has no name for
         raise ValueError(f"the .jpg member is no JPEG that libjpeg reads: {error}") from error
     return width, height
