@@ -24,7 +24,6 @@ from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.data import DemoData
 from storage.catalog import Catalog
-from storage.collect.download import Download
 from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
 from storage.collect.plan import CollectSettings, Part, plan, prepare_rows
@@ -247,11 +246,11 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
     ],
 )
 def test_a_network_is_lost_if_no_host_of_many_rows_is_reached(hosts: int, found: list[str], reached: bool):
-    rows = [CaptionRow(i, "a", f"http://host{i % hosts}.example/{i}.jpg") for i in range(len(found))]
-    downloads = [Download(row, status, "", None) for row, status in zip(rows, found, strict=True)]
+    urls = [f"http://host{i % hosts}.example/{i}.jpg" for i in range(len(found))]
+    rows = [CaptionRow(i, "a", url, status=status) for i, (url, status) in enumerate(zip(urls, found, strict=True))]
     part, settings = Part("00000", 0, len(rows)), CollectSettings("captions", captions="list.tsv")
     with contextlib.nullcontext() if reached else pytest.raises(ConnectionError, match="shard 00000"):
-        check_network(part, downloads, settings)
+        check_network(part, rows, settings)
 
 
 def closed_port() -> str:

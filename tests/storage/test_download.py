@@ -16,7 +16,7 @@ from places import PROJECT
 from web import Answer, Web, downloaded, draw, drip, encode, in_turn, raw, results, send, silent, statuses
 
 from storage.catalog import Catalog
-from storage.collect.download import Download, commit_images
+from storage.collect.download import commit_images
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
 from storage.object_store import open_store
@@ -32,7 +32,7 @@ def settings_for(*servers: Web, **changes: object) -> DownloadSettings:
     return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
 
 
-def one(url: str, settings: DownloadSettings) -> Download:
+def one(url: str, settings: DownloadSettings) -> CaptionRow:
     (result,) = results([url], settings)
     return result
 
@@ -81,7 +81,7 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.fixture(scope="module")
-def answered(web: Web) -> dict[str, Download]:
+def answered(web: Web) -> dict[str, CaptionRow]:
     """All of ANSWERS, downloaded at once: each must get its own status whatever its neighbours do."""
     urls = {name: web.put(f"/answer/{i}.jpg", answer) for i, (name, (answer, _)) in enumerate(ANSWERS.items())}
     settings = settings_for(web, deadline=3.0, max_bytes=200_000, max_pixels=190_000)
@@ -89,12 +89,12 @@ def answered(web: Web) -> dict[str, Download]:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_every_answer_ends_in_its_status(answered: dict[str, Download], name: str):
+def test_every_answer_ends_in_its_status(answered: dict[str, CaptionRow], name: str):
     result = answered[name]
     assert result.status == ANSWERS[name][1], result.detail
-    assert (result.sample is not None) == (result.status == "ok")
+    assert (result.image is not None) == (result.status == "ok")
     assert bool(result.detail) == (result.status != "ok")
-    assert result.status != "ok" or result.sample.image == JPEG
+    assert result.status != "ok" or result.image.jpeg == JPEG
     result.detail.encode()  # no lone surrogates: it goes into a Parquet file
 
 
@@ -154,7 +154,6 @@ def test_the_url_is_sent_as_the_list_has_it(web: Web):
         result = one(f" HTTP://127.0.0.1:{port}{path} ", settings_for(web))
         assert result.status == "ok", result
         assert web.requests[-1][1] == seen
-        assert result.sample.url == result.row.url
 
 
 def test_requests_name_the_program_and_its_contact_and_send_no_cookies(web: Web):
