@@ -170,7 +170,7 @@ def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path):
     (tmp_path / "of_rank_0.py").write_text(OF_RANK_0 + "from vlbert.recipes.vlbert import pretrain_vlbert as recipe\n")
     command = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node=2", "-m", "vlbert.train"]
     command += ["of_rank_0:recipe", "--data.text_batch=0", "--model.regions.random_init", f"--data.root={tmp_path}"]
-    variables = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"), "PYTHONPATH": str(tmp_path)}
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT, env=variables)
     assert ended.returncode == 1
     (shown,) = [line for line in ended.stderr.splitlines() if "torch/distributed/run.py" not in line]
@@ -244,12 +244,10 @@ def in_place_of_torchrun(folder: Path, program: str) -> None:
     (folder / "training" / "launch.py").write_text(program)
 
 
-# In place of torchrun: what the last rank left as its error, what is printed last, and the exit status.
+# In place of torchrun: what is printed last, and the exit status.
 ENDING = """
-import os, sys
-error, line, status = {!r}
-if error:
-    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(error)
+import sys
+line, status = {!r}
 print(line, flush=True)
 sys.exit(status)
 """
@@ -258,9 +256,8 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("ending", "raised", "words"),
     [
-        ((None, "vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "told to stop .*after step 5 of 9"),
-        ((None, "of torchrun", 128 + signal.SIGTERM), ChildFailed, r"  \| of torchrun"),
-        (("out of memory", "of torchrun", 1), ChildFailed, r"  \| out of memory"),
+        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "told to stop .*after step 5 of 9"),
+        (("vlbert train r: out of memory", 1), ChildFailed, r"  \| vlbert train r: out of memory"),
     ],
 )
 def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch, ending, raised, words):
