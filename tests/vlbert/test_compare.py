@@ -172,9 +172,10 @@ def test_what_is_done_is_not_repeated_and_stands_on_the_page(root, monkeypatch):
 
 
 def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_once_it_is_deleted(copy):
-    start, lines = copy / f"comparisons/tiny/starts/{TUNED}.json", []
-    noted = start.read_text()
-    start.write_text(json.dumps({"start": "0" * 64}))
+    lines, (state,) = [], (copy / "runs" / TUNED).glob("*/state.json")
+    values = json.loads(state.read_text())
+    noted = values["init_from"]["model"]
+    state.write_text(json.dumps(values | {"init_from": values["init_from"] | {"model": "0" * 64}}))
     found = compare(compared.plan(), str(copy), seeds=(0,), report=lines.append)
     assert lines[0] == "tiny: 3 trainings, 2 of them complete"
     ((name, reason),) = [(one["run"], one["reason"]) for one in found["failed"]]
@@ -182,7 +183,7 @@ def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_onc
     assert re.search(f"trained from weights of .*words-pretraining-seed0 .*delete .*runs/{TUNED}", reason)
     shutil.rmtree(copy / "runs" / TUNED)
     assert compare(compared.plan(), str(copy), seeds=(0,), report=lines.append)["failed"] == []
-    assert start.read_text() == noted
+    assert json.loads(state.read_text())["init_from"]["model"] == noted
 
 
 def test_a_fine_tuning_is_not_complete_without_its_pre_training(copy):

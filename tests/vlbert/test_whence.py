@@ -30,6 +30,7 @@ from training.log import read_metrics
 from vlbert.commands import main as run_command
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
+from vlbert.datasets.files import read_lines
 from vlbert.evaluation import whence, withdraw
 from vlbert.evaluation.replay import ReplaySettings, replay
 from vlbert.tasks.refcoco import RefCOCOSettings
@@ -329,7 +330,7 @@ def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
     with pytest.raises(SystemExit, match="no URL is given"):
         withdraw.main([str(root)])
     (tmp_path / "urls.txt").write_text("\ufeffhttp://a/1\u2028.jpg\r\nhttp://a/2.jpg", encoding="utf-8", newline="")
-    assert withdraw.read_urls(str(tmp_path / "urls.txt")) == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
+    assert read_lines(tmp_path / "urls.txt", "--urls") == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
     # A root whose name is misspelt gets no list, and is not made.
     (tmp_path / "empty").mkdir()
     for name in ("empty", "misspelt"):

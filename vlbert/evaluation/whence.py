@@ -41,7 +41,7 @@ from storage.tables import aligned
 from storage.withdrawn import is_among, read_withdrawn
 from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
-from vlbert.data.order import SnapshotSpan, drawn_by_epoch, seed_of
+from vlbert.data.order import SnapshotSpan, drawn, seed_of
 from vlbert.tasks import make_task, settings_named
 from vlbert.tasks.pretraining import PretrainingSettings
 
@@ -60,9 +60,9 @@ TABLE = pa.schema(
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a run that starts from this checkpoint records of it: docs/formats.md, `init_from`."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
-    found: dict[str, Any] = {"checkpoint": checkpoint.where}
+    found = {"checkpoint": checkpoint.where, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a model that somebody converted or copied
-        return found | {"model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
+        return found
     return found | {
         "run": recipe["run_name"] or recipe["name"],
         "root": checkpoint.folder.store.where(),
@@ -244,8 +244,8 @@ def seen(trained: Trained, column: str | None = None, values: frozenset[str] = f
             count = end - use.span.consumed
             if count <= 0 or (column and not len(tables[0])):
                 continue
-            drawn = drawn_by_epoch([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
-            samples = trained.samples_of(use)[np.concatenate([examples for *_, examples in drawn])]
+            epochs = drawn([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
+            samples = trained.samples_of(use)[np.concatenate([examples for *_, examples in epochs])]
             steps = all_steps[use.span.consumed : end]
             if column:
                 wanted = np.isin(samples, tables[0]["number"].to_numpy())

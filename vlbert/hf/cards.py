@@ -45,7 +45,7 @@ _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
 def model_card(path: str) -> str:
     """Return the README.md of a checkpoint, or of a model in any folder. ValueError where there is none."""
     checkpoint = open_checkpoint(path, tensors=False)
-    config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task", "")
+    config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task") or ""
     root, _, name = checkpoint.where.rpartition("/runs/")
     store, run = open_store(root, write=False) if root else None, name.rpartition("/")[0]
     recipe = recipe_of(checkpoint) if settings_named(task) is not None and "recipe" in config else None
