@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import msgpack
 import numpy as np
-import simplejpeg
 
 from storage.safe_json import parse_json, printable, shown
 
@@ -293,13 +292,32 @@ def _check_fractions(name: str, array: np.ndarray) -> None:
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels, from the headers as libjpeg reads them. ValueError where it warns of them, so that
-    what nobody can decode is not taken, and no decoder makes room for another size."""
+    """(width, height) in pixels, from the frame header, which is found as libjpeg finds it. ValueError where there is
+    none, so that what nobody can decode is not taken, and no decoder makes room for another size."""
+    if data[:2] != b"\xff\xd8":
+        raise ValueError("the .jpg member is no JPEG")
+    offset = 2
     try:
-        height, width = map(int, simplejpeg.decode_jpeg_header(data)[:2])
-    except (ValueError, KeyError) as error:  # KeyError: chroma in a resolution that it has no name for
-        raise ValueError(f"the .jpg member is no JPEG that libjpeg reads: {error}") from error
-    return width, height
+        while True:
+            if data[offset] != 0xFF:  # stray bytes between two markers
+                offset = data.index(b"\xff", offset)
+            while (marker := data[offset]) == 0xFF:
+                offset += 1
+            offset += 1
+            if marker == 0 or marker == 1 or 0xD0 <= marker <= 0xD7:  # these have no content
+                continue
+            length = data[offset] << 8 | data[offset + 1]
+            if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+                height, width = data[offset + 3] << 8 | data[offset + 4], data[offset + 5] << 8 | data[offset + 6]
+                if not width or not height:
+                    raise ValueError("the .jpg member says that it has no pixels")
+                return width, height
+            if length < 2 or 0xD8 <= marker <= 0xDA:  # a second picture, its end, or its data: no header comes
+                break
+            offset += length
+    except IndexError:
+        pass
+    raise ValueError("the .jpg member is torn: no header says its size")
 
 
 def pack_regions(regions: Regions) -> bytes:
