@@ -1,4 +1,4 @@
-"""notebooks/quickstart.ipynb, made from docs/library.md with its outputs: `PYTHONPATH=. python tests/quickstart.py` writes it."""
+"""notebooks/quickstart.ipynb, made from docs/library.md: `PYTHONPATH=. python tests/quickstart.py` writes it."""
 
 import contextlib
 import io
