@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from captioned import captioned_scenes as captions
 from places import PROJECT
-from web import Web, draw, encode, in_turn, raw, send, silent
+from web import Web, draw, encode, in_turn, raw, send, settings_for, silent
 
 from demo.data import DemoData
 from storage.catalog import Catalog
@@ -49,7 +49,7 @@ def served(web: Web, file: Path, *lines: str, **changes: object) -> CollectSetti
     file.write_text("".join(line.replace("\t/", f"\thttp://{web.host}/") + "\n" for line in lines))
     settings = {
         "captions": str(file),
-        "download": DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host,)),
+        "download": settings_for(web, deadline=3),
         "rows_per_shard": 2,
     }
     return CollectSettings("captions", **(settings | changes))

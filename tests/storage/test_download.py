@@ -1,4 +1,4 @@
-"""Rows -> Downloads against real servers that misbehave: a status for every row, within its deadline."""
+"""Rows against real servers that misbehave: a status for every row, within its deadline."""
 
 import gzip
 import importlib.metadata
@@ -12,19 +12,12 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 from places import PROJECT
-from web import Answer, Web, draw, drip, encode, in_turn, raw, results, send, silent, statuses
+from web import Answer, Web, draw, drip, encode, in_turn, raw, results, send, settings_for, silent, statuses
 
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
 
 JPEG = encode(draw())
-
-
-def settings_for(*servers: Web, **changes: object) -> DownloadSettings:
-    """Impatient settings that admit these servers and no other address."""
-    hosts = tuple(server.host for server in servers)
-    patience = {"deadline": 5.0, "retries": 0}
-    return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
 
 
 def one(url: str, settings: DownloadSettings) -> CaptionRow:
