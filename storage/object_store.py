@@ -526,13 +526,9 @@ def open_store(root: str, *, write: bool = True) -> ObjectStore:
     With `write`, the check is a conditional write, which commits need. write=False is for readers: nothing is written.
     StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
     """
-    if root.startswith("s3://"):
-        store = S3Store(root)
-        store.check(write)
-        return store
-    if "://" in root:
+    if "://" in root and not root.startswith("s3://"):
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
-    store = LocalStore(root)
+    store = S3Store(root) if "://" in root else LocalStore(root)
     store.check(write)
     return store
 

@@ -158,6 +158,12 @@ class Web:
         return sum(1 for _, requested, _ in self.requests if requested == path)
 
 
+def settings_for(*servers: Web | str, **changes: object) -> DownloadSettings:
+    """Impatient settings that admit these servers, or host:port, and no other address."""
+    hosts = tuple(server if isinstance(server, str) else server.host for server in servers)
+    return DownloadSettings(allowed_hosts=hosts, **({"deadline": 5.0, "retries": 0} | changes))
+
+
 def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[CaptionRow]:
     """The rows as one shard; their images can be read as long as a row lives."""
 
