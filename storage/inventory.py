@@ -39,11 +39,6 @@ class Inventory:
         if dataset is not None and not self.manifests:
             raise ValueError(f"{store.where(dataset)} holds no committed shard; `status` lists the datasets")
 
-    def newest(self, dataset: str, stage: str) -> str | None:
-        """The snapshot of a stage that was written last."""
-        found = self.snapshots.get((dataset, stage), {})
-        return max(found, key=lambda name: (found[name].modified, name), default=None)
-
     def headers(self, dataset: str, stage: str) -> Iterator[Header]:
         """The headers of the newest revision of each shard of a stage."""
         shards = self.manifests[dataset, stage]

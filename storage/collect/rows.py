@@ -16,15 +16,18 @@ import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.collect.spool import SpooledImage
 from storage.digests import BLANK, OWN_SHA256, check_version, is_whole, seal
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.sample import sample_key
+
+if TYPE_CHECKING:  # lists of captions are read without decoding images
+    from storage.collect.spool import SpooledImage
 
 ROWS_VERSION = 2
 PART_ROWS = 10_000
@@ -100,7 +103,7 @@ class CaptionRow:
     status: str = ""
     detail: str = ""
     place: Place | None = None
-    image: SpooledImage | None = None
+    image: "SpooledImage | None" = None
 
     def __post_init__(self):
         if not self.key:
