@@ -64,19 +64,3 @@ def test_a_value_that_differs_is_named_and_fails(
         main([str(cases)])
     assert ended.value.code == 1
     assert printed in capsys.readouterr().out
-
-
-DAMAGED = [  # folder, damage, what is printed
-    ("vqa", lambda folder: (folder / "expected_normalise.json").write_text('[{"input": '), "JSONDecodeError"),
-    ("vqa", lambda folder: (folder / "expected_else.json").write_text("{}"), "of no kind that is known"),
-    ("conceptual_captions", lambda folder: (folder / "expected_rows.json").unlink(), "0 of 0 values agree"),
-]
-
-
-@pytest.mark.parametrize(("name", "damage", "printed"), DAMAGED, ids=[named for *_, named in DAMAGED])
-def test_a_damaged_or_missing_file_is_named_and_fails(
-    name: str, damage: Callable, printed: str, cases: Path, capsys: pytest.CaptureFixture
-):
-    damage(cases / name)
-    assert not check_folder(cases / name)
-    assert printed in capsys.readouterr().out

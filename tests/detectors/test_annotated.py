@@ -72,21 +72,6 @@ def test_a_sample_gets_the_boxes_of_its_image_or_a_status(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"images": [', r"a\.json is not JSON"),
-        ({"images": [], "annotations": []}, "categories missing or no list"),
-        (coco(annotations=[None]), r"annotations\[0\] is None, not an object"),
-    ],
-)
-def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, message: str):
-    file = tmp_path / "a.json"
-    file.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(ValueError, match=message):
-        AnnotatedDetector(file)
-
-
-@pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
         ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number"),

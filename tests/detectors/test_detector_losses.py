@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_detector import ALONE, TINY, boxes, seeded
+from tiny_detector import TINY, boxes, seeded
 from torch import Tensor
 
 import detectors.validate
@@ -24,6 +24,7 @@ from detectors.losses import Example, Losses
 from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.recipes import DataConfig, DetectorRecipe, SamplingConfig
 from detectors.validate import detect, validate
+from training.distributed import ALONE
 
 # Two anchors a cell. The thresholds, betas and numbers of proposals differ from each other and from the defaults, so
 # that one in another's place is seen; so many anchors and regions are sampled that nothing is left to chance.

@@ -16,7 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import CLASSES, as_overrides
 from tiny_detector import (
-    ALONE,
     ATTRIBUTES,
     TINY,
     annotated_images,
@@ -34,7 +33,7 @@ from detectors.weights.files import load_resnet, load_weights, read_config
 from storage.object_store import open_store
 from storage.settings import override_values
 from training import distributed
-from training.distributed import World
+from training.distributed import ALONE, World
 from training.log import read_metrics
 
 

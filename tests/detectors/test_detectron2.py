@@ -10,14 +10,11 @@ import sys
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torchvision
 from safetensors.torch import save_file
-from tiny_detector import image_sample, rectangles
 
-from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.detectron2 import Detectron2FasterRCNN
 from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
 from detectors.resnet import ResNetConfig
@@ -156,30 +153,6 @@ def test_every_stage_computes_what_ours_does(config: FasterRCNNConfig):
     # Else clipping and weights of the boxes would go unseen.
     assert (moved - boxes[0]).abs().max() > 2
     assert (moved == torch.tensor([0.0, 0, WIDTH, HEIGHT])).any()
-
-
-@needs_detectron2
-@pytest.mark.parametrize("name", ["demo", "visual genome's"])
-@pytest.mark.parametrize("boxes", ["proposals", "regressed"])
-def test_the_whole_detector_finds_the_same_regions(name: str, boxes: str):
-    settings = DetectorSettings(boxes=boxes, keep_features=True, batch=2)
-    sizes = ((340, 450), (168, 224), (340, 450))
-    samples = [image_sample(seed, rectangles(*size, seed)) for seed, size in enumerate(sizes)]
-    found = [
-        FasterRCNNDetector(network, {"random_init": True, "seed": 0}, settings).detect(samples)
-        for network in networks(CONFIGS[name])
-    ]
-    assert len({label for ours in found[0] for label in ours.labels}) > 1
-    for ours, theirs in zip(*found, strict=True):
-        assert len(ours) >= 10
-        assert np.array_equal(theirs.labels, ours.labels)
-        assert np.allclose(theirs.boxes, ours.boxes, atol=0.01)
-        assert np.allclose(theirs.scores, ours.scores, atol=1e-4)
-        assert np.allclose(theirs.class_probs, ours.class_probs, atol=1e-3)
-        assert np.allclose(theirs.features, ours.features, rtol=2e-3, atol=1e-3)
-        if CONFIGS[name].num_attributes:
-            assert np.array_equal(theirs.attributes, ours.attributes)
-            assert np.allclose(theirs.attribute_scores, ours.attribute_scores, atol=1e-4)
 
 
 @needs_detectron2

@@ -208,30 +208,6 @@ def test_an_unusable_row_costs_its_image_alone(write: Writer, changes: dict, sta
     assert bad.startswith(status)
 
 
-def test_probabilities_that_are_none_are_as_if_they_were_not_there(tmp_path: Path):
-    """As mmf's conversion leaves them; `objects` are the labels."""
-    image = features_of(1)
-    (regions,) = detector_of(write_lmdb(tmp_path / "f", [image], {"cls_prob": None})).detect([a_sample(1)])
-    assert np.array_equal(regions.labels, image.class_probs[:, 1:].argmax(axis=1) + 1)
-
-
-def test_a_damaged_row_is_a_status_and_a_shard_without_any_usable_row_is_not_committed(tmp_path: Path):
-    file = write_tsv(tmp_path / "f", [features_of(0), features_of(1)])
-    file.write_bytes(file.read_bytes()[:-100])
-    catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)]])
-    command = [str(tmp_path / "root"), "captions", "--backend=imported", "--keep_features"]
-    main([*command, f"--imported.files={file}"])
-    rows = rows_of(catalog, identify(config(file)))
-    assert [row["status"] for row in rows] == ["ok", "bad_features"]
-    assert rows[1]["detail"].startswith("f: 000001 has features that are no base64")
-    good, bad = write_tsv(tmp_path / "g", [features_of(9)]), tmp_path / "h"
-    lines = [write_tsv(bad, [features_of(n)], changes={"image_w": ""}).read_bytes() for n in range(2)]
-    bad.write_bytes(good.read_bytes() + b"".join(lines))
-    message = "h: 000000 has the image_w '', .*, and so in all of the 2 images .* is it the right"
-    with pytest.raises(SystemExit, match=message):
-        main([*command, f"--imported.files={bad}"])
-
-
 def plain(content: bytes) -> Writer:
     return lambda file: file.write_bytes(content) and file
 

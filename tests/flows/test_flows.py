@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from captioned import captioned_scenes
 from operated import Operated, tiny_pipeline
 from places import PROJECT
 from prefect.client.orchestration import get_client
@@ -20,19 +19,13 @@ from demo.data import DemoData
 from detectors.config import DetectionConfig
 from detectors.run import STORAGE_UNREACHABLE
 from flows.collect import may_pass
-from flows.detect import detect, detect_dataset, detect_flow
+from flows.detect import detect_dataset, detect_flow
 from flows.finetune import finetune, finetune_flow
 from flows.pipeline import each_in_turn
-from flows.settings import Dataset, FinetuneSettings
+from flows.settings import FinetuneSettings
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.object_store import StorageUnreachable, open_store
-
-
-def captions(demo_data: DemoData, file: Path | None = None, **changes: object) -> Dataset:
-    """The captioned scenes and the detector of their annotated objects."""
-    detector = DetectionConfig("annotated", annotations=str(demo_data.annotations))
-    return captioned_scenes(demo_data, file, Dataset, **({"detector": detector} | changes))
 
 
 @pytest.fixture
@@ -83,36 +76,6 @@ def test_only_what_may_pass_is_tried_again(error: Exception, again: bool):
     assert may_pass(None, None, Failed(data=error)) is again
 
 
-def test_detecting_finds_what_is_missing_until_the_detector_is_another_one(
-    demo_data: DemoData, root: str, tmp_path: Path
-):
-    annotated = json.loads(demo_data.annotations.read_text())
-    annotated["images"] = [image for image in annotated["images"] if image["id"] != 3]
-    annotated["annotations"] = [one for one in annotated["annotations"] if one["image_id"] != 3]
-    file, lines = tmp_path / "but-one.json", []
-    file.write_text(json.dumps(annotated))
-    detector = DetectionConfig("annotated", annotations=str(file))
-    found = detect(root, "captions", detector, lines.append)
-    assert of(root).counts(found.stage)["no_annotation"] == 1
-    assert (found.shards, found.new_shards) == (4, 4)
-    assert found.images == of(root).counts(found.stage)["ok"]
-    assert found.regions == sum(
-        len(sample.regions) for shard in of(root).shards(found.stage) for sample in of(root).read(found.stage, shard)
-    )
-    assert lines[3].startswith("captions: 4 of 4 shards: ")
-
-    of(root).store.delete(f"captions/{found.stage}/00001.parquet")
-    assert detect(root, "captions", detector, lines.append).new_shards == 1
-    again = detect(root, "captions", detector, lines.append)
-    assert lines[-1] == f"captions: nothing to detect: 4 of 4 shards have {found.stage}"
-    assert (again.images, again.regions, again.new_shards) == (found.images, found.regions, 0)
-
-    other = detect(root, "captions", captions(demo_data).detector, lines.append)
-    assert (other.new_shards, other.shards) == (4, 4)
-    assert other.stage != found.stage
-    assert of(root).counts(found.stage)["no_annotation"] == 1, "what the first one found stays"
-
-
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """From here on, `vlbert detect` is this program."""
     (folder / "detectors").mkdir(exist_ok=True)
@@ -147,7 +110,7 @@ def test_a_storage_that_comes_back_costs_a_second_attempt_and_a_dataset_that_fai
     quick = detect_dataset.with_options(retry_delay_seconds=0.1, retry_jitter_factor=None)
     monkeypatch.setattr("flows.detect.detect_dataset", quick)
     with pytest.raises(ChildFailed, match=r"vlbert detect .* broken .*\nit failed with exit status 3; its last lines:"):
-        detect_flow(root, captions(demo_data).detector)
+        detect_flow(root, DetectionConfig("annotated", annotations=str(demo_data.annotations)))
     assert sum("Retry 1/3" in record.getMessage() for record in caplog.records) == 1
     (stage,) = {path.parent.name for path in Path(root).glob("captions/regions/*/*.parquet")}
     assert len(of(root).shards(f"regions/{stage}")) == 4

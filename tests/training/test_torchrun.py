@@ -177,29 +177,6 @@ def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path):
     assert shown.startswith("vlbert train of_rank_0:recipe: rank 1: of_rank_0 cannot be imported (no such library)")
 
 
-def test_the_nodes_of_a_slurm_step_meet_on_its_first_one(tmp_path):
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    step = {"SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0"}
-    shown = "echo $PET_NNODES $PET_RDZV_BACKEND $PET_RDZV_ENDPOINT $PET_RDZV_ID"
-
-    def met(nodes: int, tasks: int, **more: str) -> subprocess.CompletedProcess:
-        step_of = step | {"SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks)} | more
-        return subprocess.run(
-            ["bash", str(PROJECT / "docker/slurm/rendezvous.sh"), "sh", "-c", shown],
-            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | step_of,
-            capture_output=True,
-            text=True,
-        )
-
-    assert met(2, 2).stdout == "2 c10d node7:21968 123.0.0\n"
-    assert met(2, 2, SLURM_RESTART_COUNT="3").stdout.endswith(" 123.0.3\n")
-    assert not met(1, 1).stdout.strip()
-    refused = met(2, 8)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "8 tasks on 2 nodes; give srun --ntasks-per-node=1" in refused.stderr
-
-
 # --- a flow around them -----------------------------------------------------------------------------------------------
 
 
