@@ -111,7 +111,7 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Scored:
     where = store.where(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), where)
     metrics = evaluation["metrics"]
-    table = pq.read_table(io.BytesIO(store.get(f"{cell.evaluation}/{PREDICTIONS}")))
+    table = pq.read_table(io.BytesIO(store.get(f"{cell.evaluation}/{PREDICTIONS}")), use_threads=False)
     for name, names in ((task.metric, metrics), (task.column, table.column_names), (task.chance, metrics)):
         if name is not None and name not in names:
             whole = ", ".join(other for other in names if "/" not in other)
