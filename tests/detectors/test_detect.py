@@ -4,7 +4,9 @@ import dataclasses
 import json
 import signal
 import socket
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -243,4 +245,20 @@ def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path, monkeyp
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 143
     assert len(claims) == 1
+    assert not any("/claims/" in info.path for info in catalog.store.list())
+
+
+def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_is_there(tmp_path: Path):
+    catalog = commit_images(tmp_path / "root", [[a_sample(n)] for n in range(8)])
+    file = annotations(tmp_path / "a.json", range(8))
+    detectors = [CountingDetector(file), CountingDetector(file)]
+
+    def detect(detector: CountingDetector) -> tuple[int, list[str]]:
+        committed = detect_pending(catalog, detector, lambda line: time.sleep(0.05))
+        return committed, catalog.pending("images", stage_of(detector))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(detect, detectors))
+    assert [left for _, left in found] == [[], []]
+    assert sum(committed for committed, _ in found) == sum(detector.samples for detector in detectors) == 8
     assert not any("/claims/" in info.path for info in catalog.store.list())

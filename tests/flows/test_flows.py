@@ -1,5 +1,6 @@
 """The stages on a tiny demo data, and the whole pipeline as a flow, twice."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -19,13 +20,15 @@ from demo.data import DemoData
 from detectors.config import DetectionConfig
 from detectors.run import STORAGE_UNREACHABLE
 from flows.collect import may_pass
-from flows.detect import detect_dataset, detect_flow
+from flows.detect import detect, detect_dataset, detect_flow
 from flows.finetune import finetune, finetune_flow
 from flows.pipeline import each_in_turn
-from flows.settings import FinetuneSettings
+from flows.pretrain import pretrain
+from flows.settings import FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.object_store import StorageUnreachable, open_store
+from training.log import last_metrics
 
 
 @pytest.fixture
@@ -226,3 +229,52 @@ def test_a_fine_tuning_is_evaluated_once_on_each_split_that_is_named(
     again = finetune(str(root), str(root / "work"), settings)
     assert again.evaluated == trained.evaluated
     assert {file: file.stat().st_mtime_ns for file in before} == before
+
+
+class Started(Exception):
+    """A stage has started this command."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("pipeline_run")
+def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does(
+    served: Operated, demo_data: DemoData, monkeypatch: pytest.MonkeyPatch
+):
+    def start(command: list[object], *_: object, **__: object) -> None:
+        raise Started(" ".join(map(str, command)))
+
+    for module in ("detect", "torchrun"):  # the corpus is looked at by its own program
+        monkeypatch.setattr(f"flows.{module}.run_child", start)
+    root = served.deployments.parent / "root"
+    parameters, work, lines = tiny_pipeline(demo_data, root), str(root / "work"), []
+    pretraining = TypeAdapter(PretrainSettings).validate_python(parameters["pretraining"])
+    tuning = TypeAdapter(FinetuneSettings).validate_python(parameters["finetunings"][0] | {"pretraining": "pretrain"})
+    detector = DetectionConfig("annotated", annotations=str(demo_data.annotations))
+    corpus = Path(work, "text", pretraining.made.run, "corpus.json")
+    written = corpus.stat().st_mtime_ns
+
+    found = detect(str(root), "captions", detector, lines.append)
+    assert (found.shards, found.new_shards, found.peak_bytes) == (4, 0, 0)
+    first, tuned = (
+        pretrain(str(root), work, pretraining, found.detector, lines.append),
+        finetune(str(root), work, tuning, lines.append),
+    )
+    for trained, run in ((first, "pretrain"), (tuned, "refcoco-with")):
+        assert (trained.checkpoint, trained.peak_bytes) == (str(root / f"runs/{run}/step-0000004"), 0)
+        assert trained.metrics == last_metrics(open_store(str(root)), run)
+        assert f"{run} is complete: {trained.checkpoint} has step 4 of 4" in lines
+    assert corpus.stat().st_mtime_ns == written
+
+    again = dataclasses.replace(pretraining, overrides=(*pretraining.overrides, "--steps=5"))
+    other = DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
+    for program, run in (
+        ("vlbert detect", lambda: detect(str(root), "captions", other)),
+        ("vlbert.train", lambda: pretrain(str(root), work, again)),
+        ("vlbert.train", lambda: finetune(str(root), work, dataclasses.replace(tuning, run="other"))),
+        (
+            "vlbert.evaluation.evaluate",
+            lambda: finetune(str(root), work, dataclasses.replace(tuning, evaluate=("testB",))),
+        ),
+    ):
+        with pytest.raises(Started, match=rf"-m {program} "):
+            run()

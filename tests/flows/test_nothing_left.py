@@ -324,3 +324,11 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
         again = second.start("pretrain-vlbert/default", **pipeline)
         second.wait_for(again, lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in lines()), 90)
         interrupt(second, again, "SIGTERM to the flow", "vlbert.train")
+
+
+@pytest.mark.timeout(400)
+def test_a_cancelled_stage_takes_the_pipeline_with_it(served: Operated, pipeline: dict):
+    root, before = pipeline["root"], set(checkpoints(pipeline["root"]))
+    run = served.start("pretrain-vlbert/default", **pipeline)
+    served.wait_for(run, lambda: set(checkpoints(root)) - before, 240)
+    cancelled(served, run, stage_of(served, run), cancel_by_page)

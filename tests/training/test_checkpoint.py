@@ -1,5 +1,9 @@
 """Checkpoints: written beside the steps, whole or not there, through storage that is away; and which are kept."""
 
+import json
+import multiprocessing
+import resource
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -199,3 +203,28 @@ def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_
     assert store.exists(f"runs/r/step-0000005/{MODEL}"), "it may be on its way"
     with pytest.raises(ValueError, match=r"runs/r/best is not there: .* name .*runs/r for the newest"):
         find_checkpoint(f"{tmp_path}/runs/r/best")
+
+
+def write_to_a_full_disk(root: Path) -> None:
+    """Files may have 20 kB, and the model has 40."""
+    store, errors = open_store(str(root)), []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    writer = Writer(store, errors.append)
+    model = {"a": torch.ones(100, 100)}
+    write_checkpoint(writer, "r", 1, 1, {MODEL: model}, {"step": 1}, 1, None)
+    wait_for(lambda: errors)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    writer.finish()
+    (root / "said").write_text(json.dumps(errors))
+
+
+def test_a_full_disk_is_named_and_costs_no_checkpoint(tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=write_to_a_full_disk, args=(tmp_path,))
+    child.start()  # a limit to the size of files holds for a whole process
+    child.join(60)
+    assert child.exitcode == 0
+    said = json.loads((tmp_path / "said").read_text())
+    for named in (f"{tmp_path}/{FIRST}/{MODEL}", tempfile.gettempdir(), "File too large", "TMPDIR"):
+        assert named in said[0]
+    assert read(tmp_path, FIRST) == 1
+    assert not list(tmp_path.glob(f"{FIRST}/.*"))
