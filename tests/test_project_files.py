@@ -1,6 +1,9 @@
 """What stands beside the code: pages whose links and checks exist, the licence, the citation, the forms of issues."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,13 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
         if heading:
             heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in heads], link
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=PROJECT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
+    assert (built.returncode, built.stderr) == (0, b"")
+    assert (tmp_path / "site" / "tour" / "index.html").is_file()
 
 
 def test_the_arguments_of_kubernetes_are_understood():
