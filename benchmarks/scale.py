@@ -7,7 +7,7 @@ it). The tars that they name are a few zeros, which nothing here reads. Each lin
 so that nothing is known before.
 
     requests  as S3 counts them: a list of more than 1,000 objects takes several
-    peak MB   the most memory that the process had, less what it had before; with pages of the files that it maps
+    peak MB   the most memory that the process had, less what it had before
 """
 
 import hashlib
@@ -119,16 +119,14 @@ Work = Callable[[Any, str], Any]
 MEASURED: tuple[tuple[str, Work], ...] = (
     ("pin a snapshot", pin),
     ("status", show_status),
-    ("open an index, first process", open_index),
-    ("open an index, second process", open_index),
+    ("open an index", open_index),
     ("new shards: pin a snapshot", pin),
     ("new shards: open an index", open_index),
 )
 
 
-def measure(work: Work, root: str, snapshot: str, folder: str) -> tuple[dict[str, float], Any]:
-    """Return what the work costs in this process, and what it gives. folder: for the files of the index."""
-    tempfile.tempdir = folder
+def measure(work: Work, root: str, snapshot: str) -> tuple[dict[str, float], Any]:
+    """Return what the work costs in this process, and what it gives."""
     store = CountingStore(open_store(root))
     next(store.list("nothing"), None)  # a client of S3
     before, requests = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, store.requests
@@ -138,7 +136,7 @@ def measure(work: Work, root: str, snapshot: str, folder: str) -> tuple[dict[str
     return cost, spent.result
 
 
-def measure_all(rows: int, per_shard: int, root: str, folder: str) -> dict[str, dict[str, float]]:
+def measure_all(rows: int, per_shard: int, root: str) -> dict[str, dict[str, float]]:
     """Each line of a catalog that is made below `root`."""
     context = multiprocessing.get_context("spawn")
     shards = [(number, start, min(per_shard, rows - start)) for number, start in enumerate(range(0, rows, per_shard))]
@@ -156,7 +154,7 @@ def measure_all(rows: int, per_shard: int, root: str, folder: str) -> dict[str, 
         for what, work in MEASURED:
             if what == "new shards: pin a snapshot":
                 make(shards[first_new:])
-            costs[what], given = alone.submit(measure, work, root, snapshot, folder).result()
+            costs[what], given = alone.submit(measure, work, root, snapshot).result()
             if work is pin:
                 snapshot = given
             elif work is open_index:
@@ -176,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory(prefix="scale-", dir=options.folder) as folder:
             root = f"{options.root.rstrip('/')}/{Path(folder).name}" if options.root else f"{folder}/root"
             try:
-                found[rows] = measure_all(rows, options.per_shard, root, folder)
+                found[rows] = measure_all(rows, options.per_shard, root)
             finally:
                 store = open_store(root)
                 for info in list(store.list()) if options.root else ():

@@ -13,7 +13,7 @@ from flows.supervisor import run_child
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
 from storage.settings import as_arguments, changed_fields
-from vlbert.comparison.compare import compare, table
+from vlbert.comparison.compare import compare
 from vlbert.comparison.plans import PLANS
 
 PLAN = "family_demo"
@@ -29,7 +29,7 @@ def run_comparison(root: Path, seed: int, seeds: int, say: Callable[[str], None]
     summary = compare(PLANS[PLAN](), str(root), given, range(seed, seed + seeds), report=say)
     if summary is None:
         raise RuntimeError("it was told to stop")
-    print(f"\n{table(summary)}\n\npage  {root / 'comparisons' / PLAN / 'index.html'}")
+    print(f"page  {root / 'comparisons' / PLAN / 'index.html'}")
     failed = gates(summary)
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0

@@ -102,7 +102,7 @@ def _found(
     catalog: Catalog, manifest: Manifest, detector: Detector
 ) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
     """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable."""
-    rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
+    rows = manifest.ok().to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
         group = list(islice(samples, _GROUP))

@@ -2,11 +2,9 @@
 
 import os
 import shlex
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flows.artifacts import Artifact, escaped, table_of_metrics
 from flows.settings import FinetuneSettings, PretrainSettings, Processes
@@ -18,7 +16,6 @@ from storage.settings import as_arguments, named_fields, override_values
 from training.curves import curves
 from training.log import PROGRESS_LINES, last_metrics, progress_line, read_heartbeat
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where training.launch writes the error of the rank that failed first
 Log = Callable[[str], object]
 Watch = Callable[[], object]
 
@@ -148,30 +145,26 @@ def torchrun(
     log, watch: as in `run_child`; progress is not among the lines that are logged.
 
     Raises:
-        ChildFailed: with the error of the rank that failed first, or the last lines of output.
+        ChildFailed: with the last lines of output, which say the error of the rank that failed.
         TrainingStopped: if it was told to stop, with what was saved.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        error_file = Path(folder) / "error"
-        try:
-            return run_child(
-                processes.command(program, arguments),
-                log,
-                watch,
-                timeout=processes.timeout,
-                grace=processes.grace,
-                environment=processes.environment | {_ERROR_FILE: str(error_file), PROGRESS_LINES: "0"},
-            )
-        except ChildTimedOut:  # it stopped because of us
+    try:
+        return run_child(
+            processes.command(program, arguments),
+            log,
+            watch,
+            timeout=processes.timeout,
+            grace=processes.grace,
+            environment=processes.environment | {PROGRESS_LINES: "0"},
+        )
+    except ChildTimedOut:  # it stopped because of us
+        raise
+    except ChildFailed as error:
+        if error.returncode != os.EX_TEMPFAIL:  # as training.program has it
             raise
-        except ChildFailed as error:
-            if error.returncode == os.EX_TEMPFAIL:  # as training.program has it
-                saved = [line for line in error.tail if " stopped: " in line]
-                message = f"the training did not fail, it was told to stop (SIGTERM or SIGINT): {' '.join(saved)}"
-                raise TrainingStopped(message) from error
-            if not error_file.exists():
-                raise
-            raise ChildFailed(error.command, error.returncode, [error_file.read_text()], error.reason) from None
+        saved = [line for line in error.tail if " stopped: " in line]
+        message = f"the training did not fail, it was told to stop (SIGTERM or SIGINT): {' '.join(saved)}"
+        raise TrainingStopped(message) from error
 
 
 def show_training(stage: str, root: str, run: str, log: Log, training: Callable[[Watch], Trained]) -> Trained:

@@ -28,8 +28,9 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
     pinned = inventory.pins()
     named, withdrawn = _tars_of_manifests(inventory, now - grace)
     for (dataset, stage), snapshots in inventory.snapshots.items():
+        newest = max(snapshots, key=lambda name: (snapshots[name].modified, name))
         for name, info in snapshots.items():
-            used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)
+            used = (dataset, stage, name) in pinned or name == newest
             if used or now - info.modified <= grace:
                 _, shards = read_snapshot(store, info.path)
                 named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards if shard["tar"]}

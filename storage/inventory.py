@@ -17,7 +17,6 @@ _MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
 TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
-_BEST = re.compile(r"runs/(.+)/best\.json")
 
 
 class Inventory:
@@ -29,11 +28,8 @@ class Inventory:
         self.manifests: dict[tuple[str, str], dict[str, dict[int, ObjectInfo]]] = defaultdict(lambda: defaultdict(dict))
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
-        self.bests: dict[str, str] = {}  # run -> path
         for info in store.list("" if dataset is None else f"{dataset}/"):
-            if found := _BEST.fullmatch(info.path):
-                self.bests[found[1]] = info.path
-            elif found := _MANIFEST.fullmatch(info.path):
+            if found := _MANIFEST.fullmatch(info.path):
                 self.manifests[found[1], found[2]][found[3]][int(found[4] or 1)] = info
             elif found := _SNAPSHOT.fullmatch(info.path):
                 self.snapshots[found[1], found[2]][found[3]] = info
@@ -42,11 +38,6 @@ class Inventory:
         self.states = _states(store) if dataset is None else {}
         if dataset is not None and not self.manifests:
             raise ValueError(f"{store.where(dataset)} holds no committed shard; `status` lists the datasets")
-
-    def newest(self, dataset: str, stage: str) -> str | None:
-        """The snapshot of a stage that was written last."""
-        found = self.snapshots.get((dataset, stage), {})
-        return max(found, key=lambda name: (found[name].modified, name), default=None)
 
     def headers(self, dataset: str, stage: str) -> Iterator[Header]:
         """The headers of the newest revision of each shard of a stage."""

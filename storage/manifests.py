@@ -6,16 +6,14 @@ The layout is a contract, docs/formats.md; storage/catalog commits and reads man
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise, zip_longest
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, seal
-from storage.sample import Sample
 from storage.shards import SHARD_VERSION, Span
 
 MANIFEST_VERSION = 5
@@ -106,22 +104,6 @@ class Manifest(Header):
     def ok(self) -> pa.Table:
         """The rows that are ok."""
         return self.table.filter(pc.equal(self.table["status"], OK))
-
-
-def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str) -> Iterator[Sample]:
-    """The samples of the ok rows. ValueError names a row that is not in ascending order, or not that of its sample."""
-    for before, row in pairwise(rows):
-        if row.row <= before.row:
-            raise ValueError(f"{where}: row {row.row} follows row {before.row}; give each row once, in order")
-    detector = stage.partition("/")[2] or None
-    for row, sample in zip_longest((row for row in rows if row.status == OK), samples):
-        expected = "no row that is ok" if row is None else f"row {row.row} with key {row.key}"
-        found = "no sample" if sample is None else f"sample {sample.key}"
-        if row is None or sample is None or row.key != sample.key:
-            raise ValueError(f"{where}: where {expected} is due, there is {found}")
-        if (None if sample.regions is None else sample.regions.detector) != detector:
-            raise ValueError(f"{where}: {found} of {expected} has no regions of {stage}")
-        yield sample
 
 
 def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:

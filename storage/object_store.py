@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from storage.programs import require
 from storage.redact import redacted
@@ -63,65 +63,6 @@ class ObjectInfo:
     modified: float
 
 
-class ObjectStore(Protocol):
-    """Objects under `root`. Paths are relative with `/` between the parts; no part begins with a dot (ValueError)."""
-
-    root: str
-
-    def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-        """Write the object atomically; False (only with if_absent) if it existed already.
-
-        StorageUnreachable, with nothing changed, if it cannot be written.
-        """
-
-    def get(self, path: str) -> bytes:
-        """The whole object; ObjectMissing if there is none, StorageUnreachable if it cannot be read."""
-
-    def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; errors as `get`, and ValueError if the object ends before."""
-
-    def exists(self, path: str) -> bool:
-        """Whether the object exists."""
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose path begins with `prefix` (as a string, not as a folder), sorted by path."""
-
-    def delete(self, path: str) -> None:
-        """Remove the object; no error if it does not exist."""
-
-    def local_path(self, path: str) -> Path | None:
-        """The object as a file of this machine, None on S3."""
-
-    def where(self, path: str = "") -> str:
-        """The full name, for messages and reports."""
-
-    def now(self) -> float:
-        """Seconds since 1970 by the clock that dates the objects; by this machine's if a folder is not writable."""
-
-    def leftovers(self) -> Iterator[ObjectInfo]:
-        """Temporary files of killed writers, and of active ones; only their age tells which. A bucket has none.
-
-        Their paths are those of files of this machine.
-        """
-
-
-def open_store(root: str, *, write: bool = True) -> ObjectStore:
-    """The objects under a folder (made if it does not exist) or `s3://bucket/prefix`, after a check.
-
-    With `write`, the check is a conditional write, which commits need. write=False is for readers: nothing is written.
-    StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
-    """
-    if root.startswith("s3://"):
-        store = S3Store(root)
-        store.check(write)
-        return store
-    if "://" in root:
-        raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
-    store = LocalStore(root)
-    store.check(write)
-    return store
-
-
 def _checked(path: str) -> str:
     """The path itself, if it stays below the root and `list` would show it."""
     if not path or "\\" in path or "\0" in path or any(not part or part.startswith(".") for part in path.split("/")):
@@ -144,7 +85,10 @@ def _hidden(path: str) -> bool:
 
 
 class LocalStore:
-    """Objects as files of one folder."""
+    """Objects as files of one folder. S3Store has the same methods.
+
+    Paths are relative with `/` between the parts; no part begins with a dot (ValueError).
+    """
 
     def __init__(self, root: str):
         if not root:
@@ -188,6 +132,10 @@ class LocalStore:
                 probe.unlink()
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
+        """Write the object atomically; False (only with if_absent) if it existed already.
+
+        StorageUnreachable, with nothing changed, if it cannot be written.
+        """
         with _changing(file := self._file(path)):
             return self._put(file, data, if_absent)
 
@@ -219,18 +167,22 @@ class LocalStore:
         return True
 
     def get(self, path: str) -> bytes:
+        """The whole object; ObjectMissing if there is none, StorageUnreachable if it cannot be read."""
         with self._reading(path) as file:
             return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; errors as `get`, and ValueError if the object ends before."""
         with self._reading(path) as file:
             data = os.pread(file.fileno(), length, offset)
         return _whole_range(data, self.where(path), offset, length)
 
     def exists(self, path: str) -> bool:
+        """Whether the object exists."""
         return self._file(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose path begins with `prefix` (as a string, not as a folder), sorted by path."""
         above = _checked_prefix(prefix).rpartition("/")[0]  # the deepest folder that contains every match
         found = []
 
@@ -255,15 +207,19 @@ class LocalStore:
             yield ObjectInfo(path, status.st_size, status.st_mtime)
 
     def delete(self, path: str) -> None:
+        """Remove the object; no error if it does not exist."""
         self._remove(self._file(path))
 
     def local_path(self, path: str) -> Path | None:
+        """The object as a file of this machine, None on S3."""
         return self._file(path)
 
     def where(self, path: str = "") -> str:
+        """The full name, for messages and reports."""
         return str(self._file(path) if path else self._folder)
 
     def now(self) -> float:
+        """Seconds since 1970 by the clock that dates the objects; by this machine's if a folder is not writable."""
         try:
             with self._probe() as probe:
                 return probe.stat().st_mtime
@@ -271,6 +227,10 @@ class LocalStore:
             return time.time()
 
     def leftovers(self) -> Iterator[ObjectInfo]:
+        """Temporary files of killed writers, and of active ones; only their age tells which. A bucket has none.
+
+        Their paths are those of files of this machine.
+        """
         for file in self._folder.rglob(".*"):
             if _TEMPORARY.fullmatch(file.name):
                 with contextlib.suppress(FileNotFoundError):  # its writer has finished since the walk
@@ -359,41 +319,6 @@ def _whole_range(data: bytes, where: str, offset: int, length: int) -> bytes:
             "The object is not the one that its index describes; write the shard again"
         )
     return data
-
-
-class Ranges(io.RawIOBase):
-    """A read-only file over the range requests of an object."""
-
-    def __init__(self, store: ObjectStore, path: str):
-        found = next(store.list(path), None)
-        if found is None or found.path != path:
-            raise ObjectMissing(f"there is no object {path} under {store.root}")
-        self._store, self._path, self._size, self._position = store, path, found.size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:
-        length = max(0, min(len(buffer), self._size - self._position))
-        buffer[:length] = self._store.get_range(self._path, self._position, length)
-        self._position += length
-        return length
-
-
-def open_object(store: ObjectStore, path: str) -> BinaryIO:
-    """Open the object for reading: its file, or a stream of pieces from the bucket. Raises OSError or ObjectMissing."""
-    file = store.local_path(path)
-    return io.BufferedReader(Ranges(store, path), _PIECE) if file is None else file.open("rb")
 
 
 def _endpoint() -> str:
@@ -590,3 +515,54 @@ class S3Store:
                         f"{self.where(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
                     ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+ObjectStore = LocalStore | S3Store
+
+
+def open_store(root: str, *, write: bool = True) -> ObjectStore:
+    """The objects under a folder (made if it does not exist) or `s3://bucket/prefix`, after a check.
+
+    With `write`, the check is a conditional write, which commits need. write=False is for readers: nothing is written.
+    StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
+    """
+    if "://" in root and not root.startswith("s3://"):
+        raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
+    store = S3Store(root) if "://" in root else LocalStore(root)
+    store.check(write)
+    return store
+
+
+class Ranges(io.RawIOBase):
+    """A read-only file over the range requests of an object."""
+
+    def __init__(self, store: ObjectStore, path: str):
+        found = next(store.list(path), None)
+        if found is None or found.path != path:
+            raise ObjectMissing(f"there is no object {path} under {store.root}")
+        self._store, self._path, self._size, self._position = store, path, found.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        length = max(0, min(len(buffer), self._size - self._position))
+        buffer[:length] = self._store.get_range(self._path, self._position, length)
+        self._position += length
+        return length
+
+
+def open_object(store: ObjectStore, path: str) -> BinaryIO:
+    """Open the object for reading: its file, or a stream of pieces from the bucket. Raises OSError or ObjectMissing."""
+    file = store.local_path(path)
+    return io.BufferedReader(Ranges(store, path), _PIECE) if file is None else file.open("rb")

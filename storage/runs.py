@@ -4,8 +4,10 @@ state.json is written last. It has the size and sha256 of every other file. Chec
 which checks each file against these. training/checkpoint.py writes them; docs/formats.md is the contract.
 """
 
+import contextlib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from storage.digests import BLANK, OWN_SHA256, OtherVersion, check_version, is_w
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.safe_json import parse_json
 
-CHECKPOINT_VERSION = 7  # of the files of a checkpoint, whatever is trained, and of a model's config.json
+CHECKPOINT_VERSION = 8  # of the files of a checkpoint, whatever is trained, and of a model's config.json
 CONFIG, STATE = "config.json", "state.json"
 _STEP = re.compile(r"(runs/.+)/step-(\d{7})")
 
@@ -153,7 +155,7 @@ def read_sealed(data: bytes, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint with the highest value of a metric; `checkpoint`: its folder, relative to the root."""
+    """The checkpoint of a run with the highest value of its metric; `checkpoint`: its folder, relative to the root."""
 
     step: int
     metric: str
@@ -161,19 +163,16 @@ class Best:
     checkpoint: str
 
 
-def path_of_best(run: str) -> str:
-    return f"runs/{run}/best.json"
+def best_checkpoint(store: ObjectStore, run: str) -> Best | None:
+    """The best of a run's whole checkpoints by their validations, of equals the oldest; None if none was validated.
 
-
-def named_best(store: ObjectStore, run: str) -> Best | None:
-    """The checkpoint that best.json names, whether it exists or not; None if there is no best.json."""
-    path = path_of_best(run)
-    if not store.exists(path):
-        return None
-    try:
-        return Best(**read_sealed(store.get(path), store.where(path)))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{store.where(path)} does not name a checkpoint: {error}. Delete it: the next start of the run writes it "
-            "again"
-        ) from error
+    ValueError names a damaged state.json.
+    """
+    measured = []
+    for folder in checkpoints(store, run):
+        with contextlib.suppress(ObjectMissing):  # a training has removed it since the listing
+            state = read_state(store, folder)
+            value = state["validation"].get(state.get("metric"))
+            if value is not None and math.isfinite(value):
+                measured.append(Best(state["step"], state["metric"], value, folder))
+    return max(measured, key=lambda one: one.value, default=None)

@@ -6,13 +6,10 @@ A training pins one and reads the offsets of its samples from that file alone. d
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import mmap
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -42,9 +39,7 @@ SNAPSHOT_SCHEMA = pa.schema(
     ]
 )
 FROM_MANIFEST = SNAPSHOT_SCHEMA.names[1:]  # columns of a manifest
-LARGE = 2**20  # samples; each process holds a smaller index in its own memory
 _GROUP = 2**17  # rows of a row group, which are decoded together
-_SPAN = np.dtype([("offset", np.int64), ("length", np.int32), ("shard", np.uint32)])  # of a sample, 16 bytes
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,6 @@ class ShardIndex:
     length      int32  [S]  bytes: ObjectStore.get_range(tars[shard], offset, length) -> shards.read_span
     store, path the snapshot's file
     withdrawn   number -> key of the samples that were withdrawn since; they cannot be read (storage/revised.py)
-
-    All processes of a machine share the arrays of a large snapshot, as a file in TMPDIR.
     """
 
     snapshot: Snapshot
@@ -201,17 +194,12 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
     with _opened(store, path) as file:
         snapshot, shards = _footer(file, store.where(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
-
-        def spans() -> np.ndarray:
-            found, start = np.empty(snapshot.ok_rows, _SPAN), 0
-            for table in _groups(file, store.where(path), ["offset", "length"]):
-                for name in ("offset", "length"):
-                    found[name][start : start + len(table)] = table[name].to_numpy()
-                start += len(table)
-            found["shard"] = np.repeat(np.arange(len(shards), dtype=np.uint32), [shard["rows"] for shard in shards])
-            return found
-
-        found = spans() if snapshot.ok_rows < LARGE else _shared(snapshot, spans)
+        offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
+        start = 0
+        for table in _groups(file, store.where(path), ["offset", "length"]):
+            offset[start : start + len(table)] = table["offset"].to_numpy()
+            length[start : start + len(table)] = table["length"].to_numpy()
+            start += len(table)
     folder = path.rpartition("/snapshots/")[0]
     return ShardIndex(
         snapshot=snapshot,
@@ -219,37 +207,12 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
         tars=tuple(f"{folder}/{shard['tar']}" for shard in shards),
         tar_sha256=tuple(shard["tar_sha256"] for shard in shards),
         tar_bytes=tuple(shard["tar_bytes"] for shard in shards),
-        shard=found["shard"],
-        offset=found["offset"],
-        length=found["length"],
+        shard=np.repeat(np.arange(len(shards), dtype=np.uint32), [shard["rows"] for shard in shards]),
+        offset=offset,
+        length=length,
         store=store,
         path=path,
     )
-
-
-def _shared(snapshot: Snapshot, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """The spans of a large snapshot: a file in TMPDIR, which one process of the machine makes and all map.
-
-    ValueError names a file that cannot be made.
-    """
-    folder = Path(tempfile.gettempdir(), f"vlbert-index-{os.getuid()}")
-    file = folder / f"{snapshot.id}.npy"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} is another user's")
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not file.exists():
-                with file.with_suffix(".part").open("wb") as out:
-                    np.save(out, make())
-                    os.fsync(out.fileno())  # else a power failure may leave zeros, which look like offsets
-                os.rename(out.name, file)
-        return np.asarray(np.load(file, mmap_mode="r"))  # single numbers of a memmap take longer
-    except StorageUnreachable:
-        raise
-    except OSError as error:
-        raise ValueError(f"cannot make the index {file}: {error}. Set TMPDIR to a folder with more space") from error
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:

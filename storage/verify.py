@@ -8,7 +8,7 @@ from storage.catalog import Catalog
 from storage.digests import is_whole, sha256_of
 from storage.inventory import Inventory, names_of
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable, open_object
-from storage.runs import STATE, named_best, path_of_best, read_state, way_out
+from storage.runs import STATE, read_state, way_out
 from storage.snapshots import read_snapshot, shard_of
 from storage.withdrawn import Withdrawn, read_withdrawn
 
@@ -23,7 +23,6 @@ def verify(inventory: Inventory) -> Iterator[str]:
     if inventory.dataset is None:
         folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
         yield from _each(lambda folder: _faults_of_checkpoint(store, folder), sorted(folders))
-        yield from _each(lambda run: _faults_of_best(store, run), sorted(inventory.bests))
     withdrawn = Withdrawn()
     try:
         withdrawn = read_withdrawn(store)
@@ -126,13 +125,3 @@ def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
         fault = _fault_of(store, f"{path}/{name}", wanted["sha256"])
         if fault and store.exists(f"{path}/{STATE}"):
             yield f"{store.where(f'{path}/{name}')} {fault}; {way_out(store, path)}"
-
-
-def _faults_of_best(store: ObjectStore, run: str) -> Iterator[str]:
-    best = named_best(store, run)
-    if best and not store.exists(f"{best.checkpoint}/{STATE}"):
-        where = store.where(path_of_best(run))
-        yield (
-            f"{where} names {store.where(best.checkpoint)}, which is not a complete checkpoint; put it back, or delete "
-            f"{where}"
-        )

@@ -155,32 +155,29 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
 
 
 @contextmanager
-def server_of(server: Operated, **variables: str) -> Iterator[None]:
-    """Run Prefect's server alone, with the settings of `vlbert serve` and these."""
+def server_of(server: Operated) -> Iterator[None]:
+    """Run Prefect's server alone, with the settings of `vlbert serve`."""
     port, log = int(server.url.rpartition(":")[2]), server.home / "server.log"
     command = [sys.executable, "-m", "flows.prefect_patches", "server", "start", "--host", "127.0.0.1", "--port"]
-    given = environment(server.home, port, 1.0) | server.variables | variables
+    given = environment(server.home, port, 1.0) | server.variables
     with background([*command, str(port)], log, environment=given):
         wait_until(server.answers, 180, lambda: end_of(log))
         yield
 
 
 @contextmanager
-def operated_apart(
-    home: Path, deployments: Path, *pools: str, password: str | None = None, **variables: str
-) -> Iterator[Operated]:
-    """Serve these deployments by a server with these variables and a worker for each pool, which end independently."""
+def operated_apart(home: Path, deployments: Path, pool: str) -> Iterator[Operated]:
+    """Serve these deployments by a server and a worker of this pool, which end independently."""
     home.mkdir()
     port = free_port()
-    server = Operated(home, f"http://127.0.0.1:{port}", deployments, password)
+    server = Operated(home, f"http://127.0.0.1:{port}", deployments)
     given = environment(home, port, 1.0) | server.variables
     with ExitStack() as running:
-        running.enter_context(server_of(server, **variables))
+        running.enter_context(server_of(server))
         command = [sys.executable, "-m", "vlbert", "deploy", str(deployments)]
         subprocess.run(command, env=os.environ | given, check=True, capture_output=True, cwd=PROJECT, timeout=180)
-        for pool in pools:
-            worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
-            running.enter_context(background(worker, home / "worker.log", environment=given))
+        worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+        running.enter_context(background(worker, home / "worker.log", environment=given))
         yield server
 
 

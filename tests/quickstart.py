@@ -1,4 +1,4 @@
-"""notebooks/quickstart.ipynb, made from docs/library.md with its outputs: `python tests/quickstart.py` writes it."""
+"""notebooks/quickstart.ipynb, made from docs/library.md: `PYTHONPATH=. python tests/quickstart.py` writes it."""
 
 import contextlib
 import io
@@ -14,12 +14,12 @@ from PIL import Image
 from places import PROJECT
 from tiny import TINY_MODEL
 
-from vlbert import VLBert
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.hf import VLBertConfig, VLBertModel
 
 NOTEBOOK = PROJECT / "notebooks" / "quickstart.ipynb"
 _FIRST = """\
-This notebook is made from `docs/library.md`: `python tests/quickstart.py` writes it anew.
+This notebook is made from `docs/library.md`: `PYTHONPATH=. python tests/quickstart.py` writes it anew.
 Its cells need a model folder `vl-bert-base-e2e` and an image `dog.jpg` beside it; the first section says how a released
 checkpoint becomes such a folder. The outputs are those of a tiny model with random weights, on noise."""
 
@@ -36,7 +36,8 @@ def make_files(folder: Path) -> None:
     """What the cells read: a model with random weights, and an image."""
     torch.manual_seed(0)
     words = Vocabulary([*SPECIALS, "a", "dog", "on", "sofa", "text", "alone"])
-    VLBert(TINY_MODEL, len(words), words).save_pretrained(folder / "vl-bert-base-e2e")
+    VLBertModel(VLBertConfig(TINY_MODEL, len(words))).save_pretrained(folder / "vl-bert-base-e2e")
+    (folder / "vl-bert-base-e2e/vocab.txt").write_text(words.text())
     torch.manual_seed(0)
     noise = torch.randint(0, 256, (150, 200, 3), dtype=torch.uint8).numpy()
     Image.fromarray(noise).save(folder / "dog.jpg", quality=95)

@@ -17,7 +17,7 @@ import multidict
 import yarl
 from web import draw, encode
 
-from storage.collect.download import Download, Downloader
+from storage.collect.download import Downloader
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool
@@ -159,7 +159,7 @@ def simulate(work: Coroutine[Any, Any, Any]) -> tuple[Any, float]:
 class Simulated:
     """Shards as they were downloaded, in which second each was done, and what the network saw."""
 
-    shards: list[list[Download]]
+    shards: list[list[CaptionRow]]
     ends: list[float]
     network: Network
 
@@ -188,7 +188,7 @@ def downloaded(
             await downloader._fetcher.session.close()
             downloader._fetcher.session = network
 
-            async def one(urls: Sequence[str]) -> tuple[list[Download], float]:
+            async def one(urls: Sequence[str]) -> tuple[list[CaptionRow], float]:
                 rows = [CaptionRow(row, "", url) for row, url in enumerate(urls)]
                 return await downloader.download(rows, Spool().__enter__()), asyncio.get_running_loop().time()
 

@@ -20,10 +20,6 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Sample
-from training.distributed import World
-
-ALONE = World(0, 1, torch.device("cpu"))
-
 
 TINY = FasterRCNNConfig(
     resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=4, stride_in_1x1=False, stem_pool="torch", res5_dilated=False),

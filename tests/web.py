@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 from PIL import Image
 
-from storage.collect.download import Download, Downloader
+from storage.collect.download import Downloader
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool
@@ -158,17 +158,23 @@ class Web:
         return sum(1 for _, requested, _ in self.requests if requested == path)
 
 
-def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[Download]:
-    """The rows as one shard; their images can be read as long as a Download lives."""
+def settings_for(*servers: Web | str, **changes: object) -> DownloadSettings:
+    """Impatient settings that admit these servers, or host:port, and no other address."""
+    hosts = tuple(server if isinstance(server, str) else server.host for server in servers)
+    return DownloadSettings(allowed_hosts=hosts, **({"deadline": 5.0, "retries": 0} | changes))
 
-    async def work() -> list[Download]:
+
+def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[CaptionRow]:
+    """The rows as one shard; their images can be read as long as a row lives."""
+
+    async def work() -> list[CaptionRow]:
         async with Downloader(settings) as downloader:
             return await downloader.download(rows, Spool().__enter__())
 
     return asyncio.run(work())
 
 
-def results(urls: Iterable[str], settings: DownloadSettings) -> list[Download]:
+def results(urls: Iterable[str], settings: DownloadSettings) -> list[CaptionRow]:
     """What becomes of these URLs."""
     return downloaded([CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)], settings)
 

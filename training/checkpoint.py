@@ -1,17 +1,15 @@
 """The checkpoints of a run: written in a thread beside the training, removed when they are old, and loaded.
 
 Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. storage/runs.py says
-when a checkpoint is whole. The newest are kept, and the best: ROOT/runs/<run>/best.json names it.
+when a checkpoint is whole, and which is the best. The newest are kept, and that one.
 """
 
 import copy
 import functools
-import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,12 +25,10 @@ from storage.runs import (
     STATE,
     Best,
     Folder,
+    best_checkpoint,
     checkpoints,
     file_hash,
     folder_of,
-    named_best,
-    path_of_best,
-    read_state,
     sealed_json,
     way_out,
 )
@@ -159,12 +155,12 @@ def write_checkpoint(
     then old checkpoints removed; returns its path. When this returns, the tensors are copied and may change.
 
     It waits for the checkpoint before it or, while storage is away, replaces that one. state["validation"]: metrics of
-    a validation after the same step, by name.
+    a validation after the same step, by name. metric: the one by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
     writer.make_room(job)
     copies = {name: data if isinstance(data, bytes) else _copied(data) for name, data in files.items()}
-    state = {"validation": {}, **copy.deepcopy(dict(state)), "version": CHECKPOINT_VERSION}
+    state = {"validation": {}, **copy.deepcopy(dict(state)), "metric": metric, "version": CHECKPOINT_VERSION}
     where = writer.store.where(path)
 
     def write() -> None:
@@ -172,7 +168,7 @@ def write_checkpoint(
             hashes = {name: _put(writer.store, f"{path}/{name}", data) for name, data in copies.items()}
             writer.store.put(f"{path}/{STATE}", sealed_json({**state, "files": hashes}))
             writer.saved = where
-        best = prune_checkpoints(writer.store, run, keep, metric, writer.log)
+        best = prune_checkpoints(writer.store, run, keep, writer.log)
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
         writer.log(f"step {step}/{steps}  saved {where}{so_far}")
 
@@ -205,24 +201,17 @@ def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict
             return file_hash(iter(functools.partial(stream.read, 2**20), b""))
 
 
-def prune_checkpoints(
-    store: ObjectStore, run: str, keep: int, metric: str | None, log: Callable[[str], None] = print
-) -> Best | None:
-    """Name the best checkpoint in best.json, and remove all but that one and the `keep` newest, and unfinished ones
-    before these. The best has the highest value of the metric in its validation, of equals it is the oldest; None if
-    none was validated.
+def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[str], None] = print) -> Best | None:
+    """Remove all checkpoints but the `keep` newest and the best, which is returned, and unfinished ones before these.
 
     If a damaged file hides which is the best, this logs it and removes nothing: that must not end a run.
     """
     whole = checkpoints(store, run)
     try:
-        before = named_best(store, run)
-        best = max(_measured(store, whole, metric), key=lambda one: one.value, default=None) if metric else None
+        best = best_checkpoint(store, run)
     except ValueError as error:
         log(f"no checkpoint is removed, for the best is not known: {error}")
         return None
-    if best and best != before:
-        store.put(path_of_best(run), sealed_json(asdict(best)))
     kept = {*whole[-keep:], *([best.checkpoint] if best else [])}
     for folder in whole:
         if folder not in kept:
@@ -232,14 +221,6 @@ def prune_checkpoints(
         if folder not in kept and folder < max(whole, default=""):
             store.delete(info.path)
     return best
-
-
-def _measured(store: ObjectStore, folders: Sequence[str], metric: str) -> Iterator[Best]:
-    for folder in folders:
-        state = read_state(store, folder)
-        value = state["validation"].get(metric)
-        if value is not None and math.isfinite(value):
-            yield Best(state["step"], metric, value, folder)
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:

@@ -4,20 +4,17 @@
 
 The arguments are torchrun's. By itself torchrun prints a report of some twenty lines behind the line of the rank, and
 ends with the status 1. This ends with the status of the first rank that failed, with 128 + the signal that ended it, or
-with 75 where torchrun itself was told to stop. Where the environment variable TORCHELASTIC_ERROR_FILE names a file, the
-error of the first rank that failed is written to it.
+with 75 where torchrun itself was told to stop.
 
 On several nodes of SLURM docker/slurm/rendezvous.sh tells torchrun where they meet.
 """
 
 import argparse
-import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 # Before the import of torch, which reads it. Else a stack trace of C++ is printed where another node ends first.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -28,8 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from training.program import STOPPED
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,9 +49,6 @@ def launch(options: argparse.Namespace) -> int:
         run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if os.environ.get(ERROR_FILE) and isinstance(failure.message, dict):  # as training.program writes it
-            with contextlib.suppress(OSError):  # on another node there may be no such folder
-                Path(os.environ[ERROR_FILE]).write_text(failure.message["message"])
         if failure.exitcode > 0:
             return failure.exitcode
         print(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr, flush=True)

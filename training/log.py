@@ -221,23 +221,17 @@ def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
     return parse_json(store.get(path), store.where(path)) if store.exists(path) else None
 
 
-def progress_of(beat: Mapping[str, Any]) -> dict[str, str]:
-    """Return a heartbeat for people: name -> value in words; some are missing before the first line of the log."""
-    found = {"step": f"{beat['step']} of {beat['steps']}"}
-    if beat["losses"] is not None:
-        losses = [f"{name} {value:.3f}" for name, value in beat["losses"].items()]
-        found["loss"] = "  ".join(losses + [f"{name} {count}" for name, count in beat["counts"].items()])
-        found["samples/s"] = f"{beat['samples_per_second']:.1f}"
-        found["data wait"] = f"{100 * beat['data_wait']:.0f} %"
-    found["time gone"] = clock(beat["seconds"])
-    if beat["seconds_left"] is not None:
-        found["time left"] = clock(beat["seconds_left"])
-    return found
-
-
 def progress_line(beat: Mapping[str, Any]) -> str:
-    """Return the same on one line."""
-    words = progress_of(beat) | {"step": f"{beat['step']}/{beat['steps']}"}
+    """Return a heartbeat, of a run that has logged a line, on one line for people."""
+    losses = [f"{name} {value:.3f}" for name, value in beat["losses"].items()]
+    words = {
+        "step": f"{beat['step']}/{beat['steps']}",
+        "loss": "  ".join(losses + [f"{name} {count}" for name, count in beat["counts"].items()]),
+        "samples/s": f"{beat['samples_per_second']:.1f}",
+        "data wait": f"{100 * beat['data_wait']:.0f} %",
+        "time gone": clock(beat["seconds"]),
+        "time left": clock(beat["seconds_left"]),
+    }
     return "  ".join(f"{name} {value}" for name, value in words.items())
 
 

@@ -5,7 +5,6 @@ import contextlib
 import difflib
 import importlib
 import inspect
-import json
 import os
 import signal
 import sys
@@ -143,9 +142,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
         _end_together(world, STOPPED, f"{name}: stopped: {stopped}")
     except EXPECTED as error:
         if isinstance(error, SharedFault) and world.size > 1:
-            _tell_torchrun(str(error))
             _end_together(world, 1, f"{name}: {error}")
-        _tell_torchrun(_of_rank(world, str(error)))
         _end(world, 1, name, str(error))
     except KeyboardInterrupt:
         _end(world, 128 + signal.SIGINT, name, "interrupted")
@@ -174,7 +171,7 @@ def _end(world: World, status: int, name: str, reason: str) -> NoReturn:
     The process group of several ranks is still open then, and its threads may abort the interpreter's last steps: the
     status would be that of SIGABRT. So these are left out.
     """
-    line = f"{name}: {_of_rank(world, reason)}"
+    line = f"{name}: {reason if world.first else f'rank {world.rank}: {reason}'}"
     if status == 1 and world.size == 1:
         sys.exit(line)
     print(line, file=sys.stderr, flush=True)
@@ -183,16 +180,3 @@ def _end(world: World, status: int, name: str, reason: str) -> NoReturn:
         atexit._run_exitfuncs()  # ends the loading processes
         os._exit(status)
     sys.exit(status)
-
-
-def _tell_torchrun(reason: str) -> None:
-    """Write why this rank ended to the file that torchrun, and training.launch, read."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:
-            json.dump({"message": {"message": reason, "extraInfo": extra}}, stream)
-
-
-def _of_rank(world: World, reason: str) -> str:
-    return reason if world.first else f"rank {world.rank}: {reason}"

@@ -23,9 +23,9 @@ from storage.runs import (
     STATE,
     Folder,
     as_json,
+    best_checkpoint,
     checkpoints,
     file_hash,
-    named_best,
     open_folder,
 )
 from storage.settings import from_json, to_json
@@ -148,11 +148,11 @@ def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
     store = open_store(root, write=False)
     run, _, named = rest.partition("/")
     if named == "best":
-        best = named_best(store, run)
+        best = best_checkpoint(store, run)
         if best is None:
             raise ValueError(
-                f"{store.where(f'runs/{run}/best.json')} is not there: no validation of {run} has measured a "
-                f"checkpoint yet, or its task compares none; name {store.where(f'runs/{run}')} for the newest"
+                f"{path} is not there: no validation of {run} has measured a checkpoint yet, or its task compares "
+                f"none; name {store.where(f'runs/{run}')} for the newest"
             )
         return store, best.checkpoint
     if named:

@@ -26,7 +26,7 @@ from vlbert.evaluation.whence import record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
-from vlbert.tasks import make_task, task_of
+from vlbert.tasks import make_task
 from vlbert.tasks.base import Examples, Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
@@ -69,7 +69,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     if resumed:
         check_unchanged(recipe, resumed)
         if world.first:
-            _prune(recipe, store)
+            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)  # it may have been killed before that
         if complete := _complete(recipe, resumed):
             report(complete)
             return None
@@ -105,7 +105,7 @@ def find_complete(recipe: Recipe, processes: int) -> str | None:
         check_unchanged(recipe, resumed)
         complete = _complete(recipe, resumed)
         if complete:
-            _prune(recipe, store)
+            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)
         return complete
     except (*EXPECTED, OSError):
         return None
@@ -132,11 +132,6 @@ def _fields(recipe: dict) -> dict[str, object]:
     given = recipe["data"]["datasets"]
     weights = {name: None if given[name] is None or len(given) == 1 else float(given[name]) for name in sorted(given)}
     return flat(recipe | {"data": recipe["data"] | {"datasets": " ".join(weight_texts(weights))}})
-
-
-def _prune(recipe: Recipe, store: ObjectStore) -> None:
-    """Remove old checkpoints: the run may have been killed before it came to that."""
-    prune_checkpoints(store, recipe.run, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
 
 
 def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:

@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 
 from storage.catalog import Catalog, readable, temporary_folder
 from storage.digests import sha256_of
-from storage.manifests import OK, Header, Row, manifest_bytes, matched
+from storage.manifests import OK, Header, Row, manifest_bytes
 from storage.sample import Sample
 from storage.shards import write_shard
 from storage.withdrawn import WITHDRAWN, read_withdrawn
@@ -39,7 +40,7 @@ def commit_shard(
     facts, gone = [], set()
 
     def stored() -> Iterator[Sample]:
-        for sample in matched(samples, rows, stage, where):
+        for sample in _matched(samples, rows, stage, where):
             if withdrawn.has(sample.url, sample.sha256):
                 gone.add(sample.key)
             else:
@@ -96,3 +97,19 @@ def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
     samples = map(readable, catalog.read_each(manifest))
     meta = {name: value for name, value in manifest.meta.items() if name != "replaces"}
     return commit_shard(catalog, stage, shard, samples, manifest.rows(), meta, manifest, manifest.content)
+
+
+def _matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str) -> Iterator[Sample]:
+    """The samples of the ok rows. ValueError names a row that is not in ascending order, or not that of its sample."""
+    for before, row in pairwise(rows):
+        if row.row <= before.row:
+            raise ValueError(f"{where}: row {row.row} follows row {before.row}; give each row once, in order")
+    detector = stage.partition("/")[2] or None
+    for row, sample in zip_longest((row for row in rows if row.status == OK), samples):
+        expected = "no row that is ok" if row is None else f"row {row.row} with key {row.key}"
+        found = "no sample" if sample is None else f"sample {sample.key}"
+        if row is None or sample is None or row.key != sample.key:
+            raise ValueError(f"{where}: where {expected} is due, there is {found}")
+        if (None if sample.regions is None else sample.regions.detector) != detector:
+            raise ValueError(f"{where}: {found} of {expected} has no regions of {stage}")
+        yield sample

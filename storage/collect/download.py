@@ -1,4 +1,4 @@
-"""Rows of (caption, url) -> Samples, each with a status.
+"""Rows of (caption, url) -> rows with their images and a status each, and shards of them.
 
 A `Downloader` requests every distinct URL once, with one deadline each, from public addresses only, for several shards
 at once. Transient failures are requested once more when all others of the shard are done. A row's failure is a Status.
@@ -13,13 +13,12 @@ import hashlib
 import json
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.collect.fetch import DownloadSettings, Fetcher
 from storage.collect.lists import license_of
-from storage.collect.normalise import ImageSettings, NormalisedImage, normalise, run_out
+from storage.collect.normalise import ImageSettings, normalise, run_out
 from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool, SpooledImage
 from storage.collect.statuses import Refused, Status
@@ -31,42 +30,16 @@ _FEW = 16  # URLs of a silent host: one is requested for all shards in progress
 _PROBES = 3  # of more, that are requested to find out whether it answers after all
 
 
-@dataclass(frozen=True)
-class Download:
-    """The result of one row: a Status, details in words, and the image if the status is ok."""
-
-    row: CaptionRow
-    status: Status
-    detail: str
-    image: NormalisedImage | SpooledImage | None
-
-    @classmethod
-    def of(cls, row: CaptionRow, outcome: SpooledImage | Refused) -> "Download":
-        if not isinstance(outcome, Refused):
-            return cls(row, Status.OK, "", outcome)
-        # A server may send any bytes, which aiohttp keeps as surrogates. No text file can store those.
-        detail = redacted(outcome.detail)[:500].encode(errors="backslashreplace").decode()
-        return cls(row, outcome.status, detail, None)
-
-    @property
-    def sample(self) -> Sample | None:
-        """The row and its image, read now from its spool; None if there is no image."""
-        if self.image is None:
-            return None
-        return Sample(
-            key=self.row.key,
-            image=self.image.jpeg,
-            caption=self.row.caption,
-            url=self.row.url,
-            width=self.image.width,
-            height=self.image.height,
-            sha256=self.image.sha256,
-            flags=self.image.flags,
-            extra=self.row.extra,
-        )
-
-
 Outcome = SpooledImage | Refused
+
+
+def with_outcome(row: CaptionRow, outcome: Outcome) -> CaptionRow:
+    """The row with its image, or with the status that says why it has none."""
+    if isinstance(outcome, SpooledImage):
+        return dataclasses.replace(row, status=Status.OK, image=outcome)
+    # A server may send any bytes, which aiohttp keeps as surrogates. No text file can store those.
+    detail = redacted(outcome.detail)[:500].encode(errors="backslashreplace").decode()
+    return dataclasses.replace(row, status=outcome.status, detail=detail)
 
 
 class Downloader:
@@ -84,8 +57,8 @@ class Downloader:
         await self._fetcher.__aexit__()
         self._threads.shutdown(cancel_futures=True)
 
-    async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[Download]:
-        """One Download per row, in row order, its image in the spool."""
+    async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
+        """The rows with their status, in the same order, and their images in the spool."""
         hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
         outcomes: dict[str, Outcome] = {}
         later: dict[str, dict[str, float]] = {}  # by the host that failed: URLs, and when they may be requested again
@@ -117,7 +90,7 @@ class Downloader:
         while left:
             await all_of(map(retry, left))
             left = [name for name in later if hosts.host(name).answered > retried[name]]
-        return [Download.of(row, outcomes[row.url]) for row in rows]
+        return [with_outcome(row, outcomes[row.url]) for row in rows]
 
     async def _outcome(self, url: str, spool: Spool, second_pass: float | None = None) -> Outcome:
         try:
@@ -173,21 +146,32 @@ def image_config(settings: ImageSettings) -> tuple[dict[str, int | float], str]:
 def commit_images(
     catalog: Catalog,
     shard: str,
-    downloads: Sequence[Download],
+    rows: Sequence[CaptionRow],
     settings: ImageSettings,
     source: Mapping[str, object],
     replaces: Header | None = None,
 ) -> bool:
-    """Commit these results as a shard of `images`, or as the next revision of one.
+    """Commit these rows as a shard of `images`, or as the next revision of one.
 
-    source: which rows of which list they are, for the manifest. False if another writer was first.
+    source: of which list they are, for the manifest. False if another writer was first.
     """
     config, config_hash = image_config(settings)
     meta = {"source": dict(source), "config": config, "config_hash": config_hash}
-    table = [
-        Row(row.row, row.key, item.status, item.detail, row.url, license_of(row.extra))
-        for item in downloads
-        for row in [item.row]
-    ]
-    samples = (item.sample for item in downloads if item.image)
+    table = [Row(row.row, row.key, row.status, row.detail, row.url, license_of(row.extra)) for row in rows]
+    samples = (_sample_of(row, row.image) for row in rows if row.image)
     return commit_shard(catalog, "images", shard, samples, table, meta, replaces)
+
+
+def _sample_of(row: CaptionRow, image: SpooledImage) -> Sample:
+    """The row and its image, which is read from its spool."""
+    return Sample(
+        key=row.key,
+        image=image.jpeg,
+        caption=row.caption,
+        url=row.url,
+        width=image.width,
+        height=image.height,
+        sha256=image.sha256,
+        flags=image.flags,
+        extra=row.extra,
+    )

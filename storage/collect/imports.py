@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from storage.collect.download import Download, Outcome, spooled
+from storage.collect.download import Outcome, spooled, with_outcome
 from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import run_out
 from storage.collect.rows import CaptionRow, Place
@@ -41,8 +41,8 @@ def import_images(
     images: Iterable[tuple[str | Place, bytes | Refused]],
     settings: DownloadSettings,
     spool: Spool,
-) -> list[Download]:
-    """The images of these rows, by place or name, as if downloaded; one that several rows name is decoded once."""
+) -> list[CaptionRow]:
+    """These rows with their images, found by place or name, as if downloaded; one that several name is decoded once."""
 
     def stored(image: tuple[str | Place, bytes | Refused]) -> Outcome:
         return image[1].bare() if isinstance(image[1], Refused) else spooled(image[1], settings, spool)
@@ -51,4 +51,4 @@ def import_images(
     with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:
         while batch := list(itertools.islice(images, _WAITING)):
             outcomes |= zip((place for place, _ in batch), pool.map(stored, batch), strict=True)
-    return [Download.of(row, outcomes[row.place or row.url]) for row in rows]
+    return [with_outcome(row, outcomes[row.place or row.url]) for row in rows]

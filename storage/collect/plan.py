@@ -6,7 +6,6 @@ cuts them into parts, and compares these with the shards that are committed.
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -111,13 +110,12 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
     reading = find_columns(settings)
     id = identify(settings, reading)
     try:
-        return Rows(store, settings.name, id)
+        rows = Rows(store, settings.name, id)
     except ObjectMissing:
-        rows = _read(settings, reading)
-        first = next(rows, None)
-        if first is None:
-            raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}") from None
-        return write_rows(store, settings.name, id, reading, itertools.chain([first], rows))
+        rows = write_rows(store, settings.name, id, reading, _read(settings, reading))
+    if not rows.count:
+        raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
+    return rows
 
 
 def identify(settings: CollectSettings, reading: Reading) -> str:

@@ -16,6 +16,7 @@ import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,9 @@ import pyarrow.parquet as pq
 from storage.digests import BLANK, OWN_SHA256, check_version, is_whole, seal
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.sample import sample_key
+
+if TYPE_CHECKING:  # lists of captions are read without decoding images
+    from storage.collect.spool import SpooledImage
 
 ROWS_VERSION = 2
 PART_ROWS = 10_000
@@ -87,7 +91,8 @@ class CaptionRow:
     """A row of what is collected: `row` is its number there, from 0 and without the header.
 
     caption and url stand as the file has them. `extra` has the further columns that are kept, None for none. `status`
-    says why it cannot be collected, "" if it can. `place` is that of an image in a tar.
+    says what became of it, a Status, "" while that is open, and `detail` more. `place` is that of an image in a tar,
+    `image` is there if the status is ok.
     """
 
     row: int
@@ -98,6 +103,7 @@ class CaptionRow:
     status: str = ""
     detail: str = ""
     place: Place | None = None
+    image: "SpooledImage | None" = None
 
     def __post_init__(self):
         if not self.key:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from storage.catalog import Catalog
 from storage.claims import Claims, exit_at_sigterm
-from storage.collect.download import Download, Downloader, all_of, commit_images
+from storage.collect.download import Downloader, all_of, commit_images
 from storage.collect.imports import import_images, read_folder
 from storage.collect.normalise import NormalisedImage
 from storage.collect.plan import CollectSettings, Part, identify, plan, prepare_rows, source_of
@@ -273,13 +273,13 @@ class _Group:
             found = await downloader.download(left, spool)
             if not self.settings.commit_unreachable and not replaces:
                 check_network(part, found, self.settings)
-        for item in found:  # a row whose host could not be reached again keeps its result from before
-            if item.row.row not in results or item.status not in UNREACHABLE:
-                results[item.row.row] = item
-        statuses = Counter[str](item.status for item in results.values())
+        for row in found:  # one whose host could not be reached again keeps its result from before
+            if row.row not in results or row.status not in UNREACHABLE:
+                results[row.row] = row
+        statuses = Counter(row.status for row in results.values())
         self.done(part, statuses)
         if replaces:
-            wanted = any(results[row].status != item.status for row, item in before.items())
+            wanted = any(results[number].status != row.status for number, row in before.items())
         else:  # not a new shard without an image while its dataset has none
             gone = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
             wanted = bool(self.group.has_images or gone or self.count().get(Status.OK))
@@ -296,8 +296,8 @@ class _Group:
 
     def results_before(
         self, part: Part, rows: Sequence[CaptionRow], spool: Spool
-    ) -> tuple[Header | None, dict[int, Download]]:
-        """The committed manifest if some of its rows are requested again, and its results, by row."""
+    ) -> tuple[Header | None, dict[int, CaptionRow]]:
+        """The committed manifest if some of its rows are requested again, and the rows as it has them, by number."""
         if not part.replaces:
             return None, {}
         manifest = self.catalog.manifest(IMAGES, part.shard)
@@ -308,22 +308,23 @@ class _Group:
                 sample = next(samples)
                 size = sample.width, sample.height
                 image = spool.write(NormalisedImage(sample.image, *size, sample.sha256, sample.flags))
-            results[row.row] = Download(row, Status(line["status"]), line["detail"], image)
+            results[row.row] = dataclasses.replace(row, status=line["status"], detail=line["detail"], image=image)
         return manifest, results
 
-    def settled(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, Download]:
-        """The results of rows for which nothing is requested: withdrawn, unreadable or repeated ones, by row."""
+    def settled(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
+        """The rows for which nothing is requested, by number: withdrawn, unreadable or repeated ones."""
         results, firsts = {}, self.rows.duplicates(part.start, part.stop)
         for row in rows:
             if row.url in self.withdrawn.urls:
-                results[row.row] = Download(row, Status.WITHDRAWN, "", None)
+                results[row.row] = dataclasses.replace(row, status=Status.WITHDRAWN, detail="")
             elif row.status:
-                results[row.row] = Download(row, Status(row.status), row.detail, None)
+                results[row.row] = row
             elif row.row in firsts:
-                results[row.row] = Download(row, Status.DUPLICATE, f"of row {firsts[row.row]}", None)
+                detail = f"of row {firsts[row.row]}"
+                results[row.row] = dataclasses.replace(row, status=Status.DUPLICATE, detail=detail)
         return results
 
-    def imported(self, rows: Sequence[CaptionRow], spool: Spool) -> list[Download]:
+    def imported(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
         """The rows with their images of a folder or of tars; the first file that is missing is logged."""
         settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
@@ -331,28 +332,28 @@ class _Group:
         else:
             images = TarSet(settings.origin).read(dict.fromkeys(row.place for row in rows if row.place), limit)
         found = import_images(rows, images, settings.download, spool)
-        missing = [item for item in found if item.status == Status.MISSING_FILE]
+        missing = [row for row in found if row.status == Status.MISSING_FILE]
         if missing:
-            more, place = len(missing) - 1, self.rows.reading.where(settings.origin, missing[0].row.row)
+            more, place = len(missing) - 1, self.rows.reading.where(settings.origin, missing[0].row)
             self.log(f"{settings.name}: {place}: missing_file, and {more} more of the shard: {missing[0].detail}")
         return found
 
-    def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None) -> None:
+    def commit(self, part: Part, rows: Sequence[CaptionRow], replaces: Header | None) -> None:
         source = source_of(self.settings, self.rows, part)
-        if commit_images(self.catalog, part.shard, downloads, self.settings.download, source, replaces):
+        if commit_images(self.catalog, part.shard, rows, self.settings.download, source, replaces):
             self.on_commit(part.shard)
 
 
-def check_network(part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
+def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSettings) -> None:
     """ConnectionError if every requested row is UNREACHABLE, and these are at least 20 rows or of five hosts."""
-    requested = [item for item in downloads if item.status not in NOT_REQUESTED]
-    hosts = {urlsplit(item.row.url).hostname for item in requested}
+    requested = [row for row in rows if row.status not in NOT_REQUESTED]
+    hosts = {urlsplit(row.url).hostname for row in requested}
     few = len(hosts) < _FEW_HOSTS and len(requested) < _FEW_ROWS
-    if not few and all(item.status in UNREACHABLE for item in requested):
-        counts = _by_status(Counter(item.status for item in requested))
+    if not few and all(row.status in UNREACHABLE for row in requested):
+        counts = _by_status(Counter(row.status for row in requested))
         raise ConnectionError(
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
-            f"of {settings.origin}) could be reached: {counts}, the first {shown_url(requested[0].row.url)}: "
+            f"of {settings.origin}) could be reached: {counts}, the first {shown_url(requested[0].url)}: "
             f"{requested[0].detail}. It was not committed. {_HINTS[Status.CONNECT]}, and run again; if these hosts are "
             "gone for good, set --commit_unreachable"
         )

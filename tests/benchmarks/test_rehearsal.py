@@ -112,15 +112,6 @@ def test_tensors_of_both_devices_are_refused_and_the_line_is_named(mixed: Callab
             mixed(here, there)
 
 
-def test_unknown_numbers_are_read_as_ones_and_integers_are_computed():
-    with VirtualDevice():
-        there = numbers(2, 3).to(DEVICE)
-        assert there.tolist() == [[1.0] * 3] * 2
-        assert (there[0, 0] * 5).item() == 1.0
-        assert (torch.arange(4, device=DEVICE) * 2).tolist() == [0, 2, 4, 6]
-        assert there[torch.tensor([True, False], device=DEVICE)].shape == (1, 3)
-
-
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 GPU = World(0, 1, DEVICE)

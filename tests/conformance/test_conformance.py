@@ -50,8 +50,6 @@ VQA = "vqa/v2_OpenEnded_mscoco_synthetic"
 EDITED = [  # file, change, what is printed
     ("vqa/expected_official_eval.json", lambda e: e["perQuestion"].update({"1004000": 30.01}), "ours '30.00', expect"),
     (f"{VQA}_results.json", lambda rows: rows.pop(), "NOT COMPARED: KeyError"),
-    ("vqa/expected_vlbert_soft_targets.json", lambda e: e["cases"][2]["target"].update(no=0.7), "cases[2]: ours"),
-    ("retrieval/expected.json", lambda e: e["five_fold_mean"]["i2t"].update(medr=1.5), "i2t medr: ours 1.4, expected"),
     ("rois/expected.json", lambda e: e["cases"][0]["expected"]["0.2"]["keep_indices"].reverse(), "case_01.npz at 0.2"),
     ("geometry/expected_4x512.npy", lambda array: array[1, 2, 3:].__iadd__(1e-3), "1: ours 0.00"),
 ]
@@ -65,20 +63,4 @@ def test_a_value_that_differs_is_named_and_fails(
     with pytest.raises(SystemExit) as ended:
         main([str(cases)])
     assert ended.value.code == 1
-    assert printed in capsys.readouterr().out
-
-
-DAMAGED = [  # folder, damage, what is printed
-    ("vqa", lambda folder: (folder / "expected_normalise.json").write_text('[{"input": '), "JSONDecodeError"),
-    ("vqa", lambda folder: (folder / "expected_else.json").write_text("{}"), "of no kind that is known"),
-    ("conceptual_captions", lambda folder: (folder / "expected_rows.json").unlink(), "0 of 0 values agree"),
-]
-
-
-@pytest.mark.parametrize(("name", "damage", "printed"), DAMAGED, ids=[named for *_, named in DAMAGED])
-def test_a_damaged_or_missing_file_is_named_and_fails(
-    name: str, damage: Callable, printed: str, cases: Path, capsys: pytest.CaptureFixture
-):
-    damage(cases / name)
-    assert not check_folder(cases / name)
     assert printed in capsys.readouterr().out

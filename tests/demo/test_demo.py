@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,11 @@ from demo_results import pipeline
 from places import PROJECT
 
 import demo.__main__ as demo
-import demo.compare as demo_compare
 from demo.data import DemoDataSettings, draw_demo_data
 from demo.deployments import SHIPPED_DETECTOR, flow_parameters
 from demo.report import evaluate_detector
 from demo.tasks import DEMO_TASKS, OF_DEMO
 from detectors.weights.files import read_config
-from flows.settings import quiet_prefect
 from vlbert.recipes.demo import DEMO
 
 TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
@@ -53,47 +49,6 @@ def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFix
     assert "RefCOCO+: 0.500 with pre-training, 0.300 without, 0.250 by chance" in printed
     (failed,) = demo.gates([*pipelines, pipeline(0.08, GOOD)], 0.8, 0.5)
     assert "grounding is 0.110" in failed
-
-
-def compared(gap: float = 0.3, accuracy: float = 0.5, failed: Sequence[dict] = ()) -> dict:
-    gaps = {"monitored_accuracy_grounding_gap": {"vilbert": {"mean": gap}}}
-    task = {"title": "VQA", "means": {"vilbert": {"mean": accuracy}}, "chance": 0.135, "problem": None}
-    return {"pretraining": gaps, "tasks": {"vqa": task}, "failed": [*failed]}
-
-
-@pytest.mark.parametrize(
-    ("summary", "named"),
-    [
-        (compared(), []),
-        (compared(gap=0.049), ["vilbert: the grounding gap is 0.049"]),
-        (compared(accuracy=0.16), [r"vilbert: VQA is 0.160, not 0.03 over chance \(0.135\)"]),
-        (compared(failed=[{"run": "compare-x", "reason": "no disk"}]), ["compare-x failed: no disk"]),
-    ],
-)
-def test_the_gates_of_a_comparison_name_the_model_and_what_it_did_not_learn(summary: dict, named: list[str]):
-    messages = demo_compare.gates(summary)
-    assert len(messages) == len(named)
-    assert all(re.search(one, message) for one, message in zip(named, messages, strict=True))
-
-
-def test_what_stages_log_is_found_in_the_log_of_the_worker():
-    from flows.artifacts import STAGE_LOG  # which imports prefect
-
-    log = (
-        "12:00:01.123 | INFO    | Flow run 'collect captions' - Beginning flow run\n"
-        f"12:00:02.456 | INFO    | prefect.flow_runs.{STAGE_LOG} - pretrain is complete: é\n"
-        f"Traceback\n12:00:03.000 | WARNING | prefect.task_runs.{STAGE_LOG} - captions: 4 of 9 shards collected\n"
-    )
-    assert demo.LOGGED.findall(log) == ["pretrain is complete: é", "captions: 4 of 9 shards collected"]
-
-
-def test_a_proxy_is_not_asked_for_prefects_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("no_proxy", "example.org")
-    variables = quiet_prefect(tmp_path)
-    assert variables["no_proxy"] == variables["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    monkeypatch.delenv("no_proxy")
-    monkeypatch.setenv("NO_PROXY", "*")
-    assert quiet_prefect(tmp_path)["NO_PROXY"] == "*"
 
 
 def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):

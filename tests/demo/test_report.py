@@ -11,9 +11,8 @@ import pytest
 from demo_results import pipeline
 from PIL import Image
 
-from demo.data import DemoData, DemoDataSettings, draw_demo_data
+from demo.data import DemoDataSettings, draw_demo_data
 from demo.report import write_report
-from demo.tasks import joint_folder
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard
 from storage.catalog import Catalog
@@ -27,8 +26,7 @@ HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
 CLASSES = [{"class": name, "average_precision": value} for name, value in (("red star", 0.5), ("blue ring", 0.995))]
 METRICS = {"map50": 0.8437, "map50_weighted": 0.8281, "proposal_recall": 0.9688}
 DETECTOR = {"weights": "detector.safetensors", "scenes": 10, "metrics": METRICS, "classes": CLASSES}
-NUMBERS = {"refcoco": (0.8125, 0.4219, 0.2656), "vcr-answers": (0.5469, 0.3281, 0.25)}
-NUMBERS |= {"vcr-rationales": (0.5, 0.25, 0.25)}
+NUMBERS = {"refcoco": (0.8125, 0.4219, 0.2656)}
 
 
 def text_of(page: str) -> str:
@@ -58,8 +56,8 @@ def answer(key: str, box: list[float], score: float) -> dict:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoData, list]:
-    """A root with all shards and the runs of two seeds, and their results."""
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of a root with all shards and the runs of one seed."""
     root = tmp_path_factory.mktemp("demo") / "my root"
     data = draw_demo_data(root / "data", TINY)
     scenes, tasks = AnnotatedDetector(data.annotations), AnnotatedDetector(data.refcoco_instances)
@@ -73,33 +71,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoData, list
     keys = [sample.key for sample in Catalog(open_store(str(root)), "coco").read(f"regions/{tasks.id}", "00000")]
     masked = {f"{name}_accuracy{end}": 0.5 for name in ("words", "regions") for end in ("", "_shuffled")}
     masked |= {"monitored_accuracy": 0.9375, "monitored_accuracy_shuffled": 0.1406}
-    results = []
-    for seed, gap, right in (("-seed0", 0.7969, 0.8125), ("-seed1", 0.6, 0.6120)):
-        result = pipeline(gap, NUMBERS | {"refcoco": (right, 0.4219, 0.2656)}, seed, **masked)
-        finetuned = [dataclasses.replace(one, detector=tasks.id) for one in result.finetuned]
-        pretrained = dataclasses.replace(result.pretrained, detector=scenes.id)
-        results.append(dataclasses.replace(result, pretrained=pretrained, finetuned=finetuned))
-        answers = [answer(key, [1, 1, 9, 9], score) for key, score in zip(keys, (1, 0, 0.75), strict=False)]
-        for one in (pretrained, *finetuned):
-            losses = {"loss_words": 5, "loss_text_words": 6, "loss_regions": 4, "loss_answers": 3}
-            lines = [{"kind": "training", "step": step} | losses for step in (20, 40)]
-            lines.append({"kind": "validation", "step": 40} | one.metrics)
-            rows = [{"key": "k", "words": 7, "monitored": 3, "regions": 1}] * 10 if one is pretrained else answers
-            (root / "runs" / one.run).mkdir(parents=True)
-            for name, content in (("metrics.jsonl", lines), ("predictions.jsonl", rows)):
-                text = "".join(json.dumps(row) + "\n" for row in content)
-                (root / "runs" / one.run / name).write_text(text)
-        for start, value in (("with", 0.4062), ("without", 0.0781)):
-            folder = joint_folder(root, f"vcr-answers-{start}{seed}")
-            folder.mkdir(parents=True)
-            joint = {"metrics": {"joint_accuracy": value, "joint_chance": 0.0625}}
-            (folder / "metrics.json").write_text(json.dumps(joint))
-    return root, data, results
-
-
-@pytest.fixture(scope="module")
-def page(made: tuple[Path, DemoData, list]) -> str:
-    root, data, results = made
+    result = pipeline(0.7969, NUMBERS, **masked)
+    finetuned = [dataclasses.replace(one, detector=tasks.id) for one in result.finetuned]
+    pretrained = dataclasses.replace(result.pretrained, detector=scenes.id)
+    answers = [answer(key, [1, 1, 9, 9], score) for key, score in zip(keys, (1, 0, 0.75), strict=False)]
+    for one in (pretrained, *finetuned):
+        losses = {"loss_words": 5, "loss_text_words": 6, "loss_regions": 4, "loss_answers": 3}
+        lines = [{"kind": "training", "step": step} | losses for step in (20, 40)]
+        lines.append({"kind": "validation", "step": 40} | one.metrics)
+        rows = [{"key": "k", "words": 7, "monitored": 3, "regions": 1}] * 10 if one is pretrained else answers
+        (root / "runs" / one.run).mkdir(parents=True)
+        for name, content in (("metrics.jsonl", lines), ("predictions.jsonl", rows)):
+            text = "".join(json.dumps(row) + "\n" for row in content)
+            (root / "runs" / one.run / name).write_text(text)
+    results = [dataclasses.replace(result, pretrained=pretrained, finetuned=finetuned)]
     return write_report(root, data, DETECTOR, results).read_text(encoding="utf-8")
 
 
@@ -110,13 +95,7 @@ def test_the_numbers_of_the_page_are_those_of_the_runs(page: str):
     numbers = re.findall(r"(with pre-training|without|chance) (\d+)\s%", helped)
     assert numbers[:3] == [("with pre-training", "81"), ("without", "42"), ("chance", "27")]
     assert "Images downloaded 3 of 4 rows " in text
-    seeds = between(text, "trained with other seeds", "Drawn scenes are easier").replace(" %", "")
-    assert re.findall(r"(seed \d|mean) ([+-]\d+\.\d) points RefCOCO\+: (\S+), ", seeds) == [
-        *(("seed 1", "+79.7", "81.2"), ("seed 2", "+60.0", "61.2"), ("mean", "+69.8", "71.2")),
-    ]
-    assert re.findall(r"\d+\.\d", between(text, "answer and rationale right", "seed 2")) == ["40.6", "7.8", "6.2"]
-    section = between(text, "Drawn scenes are easier", "VCR, Q→A")
-    assert re.findall(r"question (\S+) ([✓✗])", section) == [("1", "✓"), ("0.75", "✓"), ("0", "✗")]
+    assert re.findall(r"question (\S+) ([✓✗])", text) == [("1", "✓"), ("0.75", "✓"), ("0", "✗")]
 
 
 def test_hostile_strings_are_words_and_the_page_asks_nobody_for_anything(page: str):

@@ -4,9 +4,7 @@ import dataclasses
 import json
 import signal
 import socket
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -164,22 +162,6 @@ def test_withdrawn_images_are_not_detected_and_their_withdrawal_detects_nothing_
     assert catalog.manifest("images", "00000").revision == catalog.manifest(stage_of(detector), "00000").revision == 2
 
 
-def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_is_there(tmp_path: Path):
-    catalog = commit_images(tmp_path / "root", [[a_sample(n)] for n in range(8)])
-    file = annotations(tmp_path / "a.json", range(8))
-    detectors = [CountingDetector(file), CountingDetector(file)]
-
-    def detect(detector: CountingDetector) -> tuple[int, list[str]]:
-        committed = detect_pending(catalog, detector, lambda line: time.sleep(0.05))
-        return committed, catalog.pending("images", stage_of(detector))
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(detect, detectors))
-    assert [left for _, left in found] == [[], []]
-    assert sum(committed for committed, _ in found) == sum(detector.samples for detector in detectors) == 8
-    assert not any("/claims/" in info.path for info in catalog.store.list())
-
-
 RANDOM_INIT = ["--preset=demo", "--random_init"]
 
 
@@ -213,15 +195,11 @@ IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["--backend=annotated"], "annotations is not set: backend annotated needs a file"),
         ([], "weights is None and random_init False: backend faster_rcnn needs weights .* not both"),
         (["--random_init"], "preset is not set"),
-        (["--preset=demo", "--weights=x.st"], "there is no file of weights x.st"),
         ([*RANDOM_INIT, "--network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
         ([*RANDOM_INIT, "--annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
-        (FILE, "there is no annotation file absent.json"),
         ([*FILE, "--network.post_nms=3", "--random_init"], "random_init, network.post_nms: not for backend annotated"),
-        (["--backend=imported"], "imported.files is not set: backend imported needs files of features"),
         ([*IMPORTED, "--weights=x", "--selection.minimum=3"], "weights, selection.minimum: not for backend imported"),
         (IMPORTED, "there is no file of features absent.tsv"),
         (RANDOM_INIT, r"no shard is committed in .*captions/images; collect the images first"),

@@ -96,11 +96,9 @@ def entries(**changes: Any) -> list[dict[str, Any]]:
     ("content", "message"),
     [
         ([None], r"\[0\] has image_id None"),
-        ([{"image_id": 1}], r"\[0\] has no list `objects`"),
         ([{"image_id": 1, "objects": [None]}], r"image 1, \[0\] has the names None"),
         (entries(attributes="red"), r"image 1, \[0\] has the attributes 'red'"),
         (entries(w=float("nan")), r"image 1, \[0\] has x, y, w, h \[5, 5, nan"),
-        (entries(names="dog"), r"image 1, \[0\] has the names 'dog'"),
     ],
 )
 def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path, content, message):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
-from detectors.preprocess import decode_bgr, resize, resized_size, to_input
+from detectors.preprocess import decode_bgr, resize, to_input
 from detectors.resnet import ResNetConfig
 from detectors.run import detect_shard, stage_of
 from storage.sample import Regions
@@ -89,19 +89,6 @@ def assert_identical(ours: Regions, theirs: Regions) -> None:
         one, other = getattr(ours, name), getattr(theirs, name)
         assert (one is None) == (other is None), name
         assert one is None or one.tobytes() == other.tobytes(), name
-
-
-def assert_same_to_the_last_digits(ours: Regions, theirs: Regions) -> None:
-    """As sets: scores that are nearly equal may change places."""
-    assert len(ours) == len(theirs)
-    assert np.allclose(ours.scores, theirs.scores, atol=1e-5)
-    distance = np.abs(ours.boxes[:, None] - theirs.boxes[None]).max(axis=2)
-    twin = distance.argmin(axis=1)
-    assert sorted(twin) == list(range(len(ours)))
-    assert distance[np.arange(len(ours)), twin].max() < 0.01
-    for name in ARRAYS[1:]:
-        one, other = getattr(ours, name).astype(float), getattr(theirs, name)[twin].astype(float)
-        assert np.abs(one - other).max() <= 1e-3 * np.abs(one).max(), name
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -217,36 +204,15 @@ def test_a_jpegs_blue_is_blue_to_the_network_and_its_red_red(resize: str):
             assert regions.scores[side].min() > 0.9
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
+# --- inference ------------------------------------------------------------------------------------------------------
 
-SIZES = ((84, 112), (112, 84), (84, 112), (90, 90), (168, 224), (84, 112), (90, 90), (112, 84), (84, 112), (60, 112))
-MIXED = [image_sample(n, rectangles(*size, seed=n)) for n, size in enumerate(SIZES)]
-
-
-@pytest.fixture(scope="module")
-def one_by_one() -> list[Regions]:
-    return detector_of(noisy_network(), keep_features=True).detect(MIXED)
-
-
-@pytest.mark.parametrize("batch", [3, 8])
-def test_a_batch_holds_images_of_one_resized_size_and_changes_no_region(batch: int, one_by_one: list[Regions]):
-    detector, shapes = detector_of(noisy_network(), keep_features=True, batch=batch), []
-    detector.network.backbone.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
-    together = detector.detect(MIXED)
-    for ours, theirs in zip(one_by_one, together, strict=True):
-        assert_same_to_the_last_digits(ours, theirs)
-    sizes = [resized_size(*size, SMALL) for size in SIZES]
-    full = {size: divmod(sizes.count(size), batch) for size in sizes}
-    expected = [(batch, 3, *size) for size, (batches, _) in full.items() for _ in range(batches)]
-    expected += [(rest, 3, *size) for size, (_, rest) in full.items() if rest]
-    assert sorted(shapes) == sorted(expected)
-    assert len({regions.boxes.tobytes() for regions in together}) == len(MIXED)
+PAIR = [image_sample(n, rectangles(84, 112, seed=n)) for n in (0, 2)]
 
 
 @torch.inference_mode()
 def stages(network: FasterRCNN, boxes: Sequence[Tensor]) -> list[Tensor]:
-    """C4 maps of MIXED's first two images of equal size, what the RPN says of them, features of `boxes`, and heads."""
-    pixels = np.stack([resize(decode_bgr(MIXED[n].image), network.config) for n in (0, 2)])
+    """C4 maps of the two images, what the RPN says of them, features of `boxes`, and heads."""
+    pixels = np.stack([resize(decode_bgr(sample.image), network.config) for sample in PAIR])
     c4 = network.backbone(to_input(pixels))
     features = network.roi_features(c4, boxes)
     outputs = network.heads(features)
@@ -264,7 +230,7 @@ def test_the_network_for_inference_computes_what_it_was_made_of_and_leaves_that_
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     learns = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
     plain = stages(network, boxes)
-    detector_of(network, precision="bf16-res5").detect(MIXED[:1])
+    detector_of(network, precision="bf16-res5").detect(PAIR[:1])
     for ours, theirs in zip(stages(network.for_inference("fp32", 16), boxes), plain, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     after = network.state_dict()
@@ -273,21 +239,3 @@ def test_the_network_for_inference_computes_what_it_was_made_of_and_leaves_that_
     assert {name: parameter.requires_grad for name, parameter in network.named_parameters()} == learns
     assert all(module.training for module in network.modules())
     assert all(torch.equal(*pair) for pair in zip(stages(network, boxes), plain, strict=True))
-
-
-@pytest.mark.parametrize("roi_op", ["pool", "align1"])
-@pytest.mark.parametrize("counts", [(0, 0), (0, 15), (70, 80)])
-def test_where_the_rois_are_cut_changes_no_feature(counts: tuple[int, int], roi_op: str):
-    network, sizes = noisy_network(roi_op=roi_op), []
-    boxes = [random_boxes(count, count) for count in counts]
-    whole = stages(network, boxes)[3]
-    network = network.for_inference("fp32", 1000)
-    network.roi_heads.res5.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
-    for limit in (15, 16, 150):
-        network.rois_at_a_time = limit
-        sizes.clear()
-        features = stages(network, boxes)[3]
-        assert features.shape == (sum(counts), TINY.res5_channels)
-        assert (features - whole).abs().max() <= 1e-5 * whole.abs().max() if sum(counts) else not sizes
-        assert sum(sizes) == sum(counts)
-        assert max(sizes, default=0) <= limit

@@ -10,14 +10,11 @@ import sys
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torchvision
 from safetensors.torch import save_file
-from tiny_detector import image_sample, rectangles
 
-from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.detectron2 import Detectron2FasterRCNN
 from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
 from detectors.resnet import ResNetConfig
@@ -159,48 +156,6 @@ def test_every_stage_computes_what_ours_does(config: FasterRCNNConfig):
 
 
 @needs_detectron2
-@torch.inference_mode()
-def test_boxes_that_are_not_finite_or_outside_the_image_are_dropped_as_ours_are():
-    ours, theirs = networks(SMALL)
-    c4 = ours.backbone(pixels())
-    logits, deltas = ours.rpn(c4)
-    logits[0, 0, 5, 7], deltas[0, 4, 1, 1], deltas[0, 8:10, 3, 3] = float("nan"), float("inf"), -50
-    (expected,), _ = ours.proposals(logits, deltas, HEIGHT, WIDTH)
-    (found,), (scores,) = theirs.proposals(logits, deltas, HEIGHT, WIDTH)
-    assert_same_boxes(found, expected)
-    assert torch.isfinite(scores).all()
-    (nothing,), _ = theirs.proposals(torch.full_like(logits, float("nan")), deltas, HEIGHT, WIDTH)
-    assert nothing.shape == (0, 4)
-    features = theirs.roi_features(c4, [nothing])
-    assert features.shape == (0, TINY.res5_channels)
-    assert theirs.heads(features).class_logits.shape == (0, 6)
-
-
-@needs_detectron2
-@pytest.mark.parametrize("name", ["demo", "visual genome's"])
-@pytest.mark.parametrize("boxes", ["proposals", "regressed"])
-def test_the_whole_detector_finds_the_same_regions(name: str, boxes: str):
-    settings = DetectorSettings(boxes=boxes, keep_features=True, batch=2)
-    sizes = ((340, 450), (168, 224), (340, 450))
-    samples = [image_sample(seed, rectangles(*size, seed)) for seed, size in enumerate(sizes)]
-    found = [
-        FasterRCNNDetector(network, {"random_init": True, "seed": 0}, settings).detect(samples)
-        for network in networks(CONFIGS[name])
-    ]
-    assert len({label for ours in found[0] for label in ours.labels}) > 1
-    for ours, theirs in zip(*found, strict=True):
-        assert len(ours) >= 10
-        assert np.array_equal(theirs.labels, ours.labels)
-        assert np.allclose(theirs.boxes, ours.boxes, atol=0.01)
-        assert np.allclose(theirs.scores, ours.scores, atol=1e-4)
-        assert np.allclose(theirs.class_probs, ours.class_probs, atol=1e-3)
-        assert np.allclose(theirs.features, ours.features, rtol=2e-3, atol=1e-3)
-        if CONFIGS[name].num_attributes:
-            assert np.array_equal(theirs.attributes, ours.attributes)
-            assert np.allclose(theirs.attribute_scores, ours.attribute_scores, atol=1e-4)
-
-
-@needs_detectron2
 def test_a_weight_file_loads_with_its_anchors_and_without_attributes(tmp_path: Path):
     tensors = {name: value for name, value in weights_of(SMALL).items() if not name.startswith(ATTRIBUTE_HEAD)}
     anchors = torch.tensor([[-20.0, -12, 24, 16]]) * torch.arange(1, 7)[:, None] / 2
@@ -218,12 +173,3 @@ def test_a_weight_file_loads_with_its_anchors_and_without_attributes(tmp_path: P
         assert theirs.heads(theirs.roi_features(c4, [found])).attribute_logits is None
         theirs.proposal_generator.cell_anchors.copy_(generated)
         assert not torch.equal(theirs.proposals(logits, deltas, HEIGHT, WIDTH)[0][0][:10], found[:10])
-
-
-@needs_detectron2
-def test_it_computes_in_single_precision_only():
-    network = Detectron2FasterRCNN.random_init(SMALL, 0)
-    assert network.train().for_inference("fp32", 100) is network
-    assert not network.training
-    with pytest.raises(ValueError, match="precision is 'bf16-res5': backend detectron2 has fp32 only"):
-        network.for_inference("bf16-res5", 100)

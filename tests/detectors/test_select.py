@@ -1,60 +1,14 @@
-"""The 10-100 rule against the official selection and against a plain restatement of it."""
+"""The 10-100 rule at its borders; tests/conformance holds it against the official selection."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from places import DATA, SHARED
+from places import SHARED
 
 from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
-from tests.conformance.cases import selections
-
-
-def random_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
-    corners = rng.uniform(0, 200, (count, 2))
-    return np.concatenate([corners, corners + rng.uniform(20, 150, (count, 2))], axis=1).astype(np.float32)
-
-
-def random_probs(rng: np.random.Generator, count: int, classes: int, sharpness: float) -> np.ndarray:
-    logits = rng.standard_normal((count, classes + 1)) * sharpness
-    probs = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return (probs / probs.sum(axis=1, keepdims=True)).astype(np.float32)[:, :-1]
-
-
-def plain_rule(boxes: np.ndarray, probs: np.ndarray, settings: SelectionSettings) -> list[int]:
-    """The rule, box by box and class by class, with nothing left out."""
-
-    def iou(a: np.ndarray, b: np.ndarray) -> float:
-        width, height = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
-        intersection = max(0, width) * max(0, height)
-        return intersection / (np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - intersection)
-
-    confidence = [0.0] * len(boxes)
-    for column in probs.T:
-        kept = []
-        for i in sorted(range(len(boxes)), key=lambda i: -column[i]):
-            if all(iou(boxes[i], boxes[j]) <= settings.nms_threshold for j in kept):
-                kept.append(i)
-                confidence[i] = max(confidence[i], column[i])
-    above = [
-        i for i, c in enumerate(confidence) if c > settings.threshold or (c == settings.threshold != settings.strict)
-    ]
-    ranked = sorted(range(len(boxes)), key=lambda i: -confidence[i])
-    if len(above) < settings.minimum:
-        return ranked[: settings.minimum]
-    return ranked[: settings.maximum] if len(above) > settings.maximum else above
-
-
-@pytest.mark.parametrize("folder", [DATA / "rois", SHARED / "conformance" / "rois"])
-def test_official_cases_are_matched(folder: Path):
-    if not folder.is_dir():
-        pytest.skip(f"the conformance data {folder} is not here")
-    for _, ours, wanted, _ in selections(folder, json.loads((folder / "expected.json").read_text())):
-        assert wanted
-        assert ours == wanted
 
 
 def test_every_parity_case_is_matched_index_for_index():
@@ -72,22 +26,23 @@ def test_every_parity_case_is_matched_index_for_index():
         assert np.array_equal(exact, data[f"c{case}_conf"]), case
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(1, 40),
-    classes=st.integers(1, 12),
     sharpness=st.sampled_from([0.2, 2.0, 6.0]),
-    limits=st.sampled_from([(10, 100), (3, 8), (0, 100), (40, 40)]),
+    minimum=st.sampled_from([0, 3, 10]),
     threshold=st.sampled_from([0.02, 0.2, 0.5, 0.99]),
 )
-def test_the_rule_is_exact(seed, count, classes, sharpness, limits, threshold):
-    """Leaving out pairs below the floor changes nothing."""
+def test_leaving_out_pairs_below_a_floor_changes_nothing(seed, count, sharpness, minimum, threshold):
     rng = np.random.default_rng(seed)
-    boxes, probs = random_boxes(rng, count), random_probs(rng, count, classes, sharpness)
-    rule = SelectionSettings(*limits, threshold)
+    corners, logits = rng.uniform(0, 200, (count, 2)), rng.standard_normal((count, 6)) * sharpness
+    boxes = np.concatenate([corners, corners + rng.uniform(20, 150, (count, 2))], axis=1).astype(np.float32)
+    probs = (np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)).astype(np.float32)[:, :-1]
+    rule = SelectionSettings(minimum, threshold=threshold)
+    confidence = surviving_confidence(overlapping(boxes, rule), probs)
     chosen = select_regions(boxes, probs, rule)
-    assert chosen.tolist() == plain_rule(boxes, probs, rule)
+    assert len(chosen) == min(count, max(minimum, np.count_nonzero(confidence > threshold)))
+    assert sorted(confidence[chosen]) == sorted(confidence)[count - len(chosen) :]
 
 
 def test_the_threshold_itself_passes_only_where_not_strict():

@@ -162,19 +162,15 @@ FAULTS = {
     "many": [
         ("backbone.fc.weight", np.zeros((2, 2), np.float32), "unexpected backbone.fc.weight"),
         ("backbone.res4.22.conv2.weight", None, "missing backbone.res4.22.conv2.weight"),
-        (f"{HEAD}attr_linear1.bias", np.zeros(3, np.float32), "fc_attr.bias has shape [3], the network's is [10]"),
         (
             BBOX,
             np.zeros((6403, 128), np.float32),
             "bbox_pred.weight has shape [6399, 128], the network's is [6400, 128]",
         ),
-        (f"{HEAD}bbox_pred.bias", np.zeros((), np.float32), "bbox_pred.bias has shape [], the network's is [6400]"),
         ("backbone.stem.conv1.weight", np.zeros((4, 3, 7, 7), np.int64), "conv1.weight holds torch.int64"),
-        ("backbone.lost.num_batches_tracked", np.array(3), "unexpected backbone.lost.num_batches_tracked"),
     ],
     "not finite": [
         (BBOX, holding(BBOX, float("nan")), "bbox_pred.weight is not finite"),
-        (f"{HEAD}bbox_pred.bias", holding(f"{HEAD}bbox_pred.bias", 1e38), "bbox_pred.bias is not finite"),
     ],
     "red first": [
         ("pixel_mean", np.float32([122.7717, 115.9465, 102.9801]), "for [102.9801, 115.9465, 122.7717] (BGR)"),
@@ -200,12 +196,9 @@ def test_what_is_no_weight_file_is_refused(tmp_path: Path, files: dict[str, Path
     same = torch.zeros(1).expand(2**20, 2**10)
     torch.save({"a": same}, tmp_path / "large")
     for content, message in (
-        (b"", "is empty"),
         (b"\n<!doctype html><title>404</title>", "is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         (whole[: len(whole) // 2], "torn or no weight file"),
-        (b"PNG and so on", "torn or no weight file"),
-        (pickle.dumps({"model": {}}), "holds no state dict"),
         (pickle.dumps({"model": {"a": "text"}}), "'a' is no tensor but a str"),
         (pickle.dumps({"a": np.ones(2), "module.a": np.ones(2)}), "names are the same without those of wrappers"),
         (pickle.dumps({"a": np.ones(2)}), "none of the releases airsplay, milvlg, vl-bert: its tensors are such as a"),

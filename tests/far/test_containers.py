@@ -21,13 +21,8 @@ from web import draw, encode, send
 
 from demo.serve import free_port
 from detectors.annotated import AnnotatedDetector
-from detectors.config import DetectionConfig
 from storage.catalog import Catalog
-from storage.collect.plan import CollectSettings
 from storage.object_store import open_store
-from storage.settings import parse
-from training.program import make_recipe
-from vlbert.recipes import RECIPES
 
 pytestmark = [pytest.mark.far, pytest.mark.timeout(600)]
 
@@ -259,13 +254,3 @@ def test_a_manifest_of_kubernetes_is_valid(file):
     done = checked("kubernetes-validate", "--strict", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" passed for ") == len(list(yaml.safe_load_all(file.read_text())))
-
-
-def test_the_programs_in_the_manifests_know_their_arguments():
-    recipe, *fields = pod("pretrain")["containers"][0]["args"]
-    make_recipe(recipe, fields, RECIPES)
-    for job in ("detect", "collect"):
-        *program, root, dataset = pod(job)["containers"][0]["command"][:4]
-        assert (program, root, dataset) == (["vlbert", job], "s3://bucket/vl-root", "captions")
-    parse(DetectionConfig, pod("detect")["containers"][0]["command"][4:])
-    parse(CollectSettings, pod("collect")["containers"][0]["command"][3:])

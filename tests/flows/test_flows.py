@@ -1,6 +1,5 @@
 """The stages on a tiny demo data, and the whole pipeline as a flow, twice."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -8,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from captioned import captioned_scenes
-from operated import Operated, tiny_pipeline, wait_until
+from operated import Operated, tiny_pipeline
 from places import PROJECT
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
@@ -20,22 +18,14 @@ from pydantic import TypeAdapter
 from demo.data import DemoData
 from detectors.config import DetectionConfig
 from detectors.run import STORAGE_UNREACHABLE
-from flows.collect import COMMITTED, collect_flow, may_pass
-from flows.detect import detect, detect_dataset, detect_flow
+from flows.collect import may_pass
+from flows.detect import detect_dataset, detect_flow
 from flows.finetune import finetune, finetune_flow
 from flows.pipeline import each_in_turn
-from flows.pretrain import pretrain
-from flows.settings import Dataset, FinetuneSettings, PretrainSettings
+from flows.settings import FinetuneSettings
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.object_store import StorageUnreachable, open_store
-from training.log import last_metrics
-
-
-def captions(demo_data: DemoData, file: Path | None = None, **changes: object) -> Dataset:
-    """The captioned scenes and the detector of their annotated objects."""
-    detector = DetectionConfig("annotated", annotations=str(demo_data.annotations))
-    return captioned_scenes(demo_data, file, Dataset, **({"detector": detector} | changes))
 
 
 @pytest.fixture
@@ -86,36 +76,6 @@ def test_only_what_may_pass_is_tried_again(error: Exception, again: bool):
     assert may_pass(None, None, Failed(data=error)) is again
 
 
-def test_detecting_finds_what_is_missing_until_the_detector_is_another_one(
-    demo_data: DemoData, root: str, tmp_path: Path
-):
-    annotated = json.loads(demo_data.annotations.read_text())
-    annotated["images"] = [image for image in annotated["images"] if image["id"] != 3]
-    annotated["annotations"] = [one for one in annotated["annotations"] if one["image_id"] != 3]
-    file, lines = tmp_path / "but-one.json", []
-    file.write_text(json.dumps(annotated))
-    detector = DetectionConfig("annotated", annotations=str(file))
-    found = detect(root, "captions", detector, lines.append)
-    assert of(root).counts(found.stage)["no_annotation"] == 1
-    assert (found.shards, found.new_shards) == (4, 4)
-    assert found.images == of(root).counts(found.stage)["ok"]
-    assert found.regions == sum(
-        len(sample.regions) for shard in of(root).shards(found.stage) for sample in of(root).read(found.stage, shard)
-    )
-    assert lines[3].startswith("captions: 4 of 4 shards: ")
-
-    of(root).store.delete(f"captions/{found.stage}/00001.parquet")
-    assert detect(root, "captions", detector, lines.append).new_shards == 1
-    again = detect(root, "captions", detector, lines.append)
-    assert lines[-1] == f"captions: nothing to detect: 4 of 4 shards have {found.stage}"
-    assert (again.images, again.regions, again.new_shards) == (found.images, found.regions, 0)
-
-    other = detect(root, "captions", captions(demo_data).detector, lines.append)
-    assert (other.new_shards, other.shards) == (4, 4)
-    assert other.stage != found.stage
-    assert of(root).counts(found.stage)["no_annotation"] == 1, "what the first one found stays"
-
-
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """From here on, `vlbert detect` is this program."""
     (folder / "detectors").mkdir(exist_ok=True)
@@ -150,7 +110,7 @@ def test_a_storage_that_comes_back_costs_a_second_attempt_and_a_dataset_that_fai
     quick = detect_dataset.with_options(retry_delay_seconds=0.1, retry_jitter_factor=None)
     monkeypatch.setattr("flows.detect.detect_dataset", quick)
     with pytest.raises(ChildFailed, match=r"vlbert detect .* broken .*\nit failed with exit status 3; its last lines:"):
-        detect_flow(root, captions(demo_data).detector)
+        detect_flow(root, DetectionConfig("annotated", annotations=str(demo_data.annotations)))
     assert sum("Retry 1/3" in record.getMessage() for record in caplog.records) == 1
     (stage,) = {path.parent.name for path in Path(root).glob("captions/regions/*/*.parquet")}
     assert len(of(root).shards(f"regions/{stage}")) == 4
@@ -221,6 +181,8 @@ def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_
     lines = pipeline_rerun["pretrain-vlbert/default"]
     assert "captions: nothing to download: all 4 shards are committed" in lines
     assert sum("nothing to detect" in line for line in lines) == 3
+    # The deployment of the fine-tuning names no detector, and the checkpoint `latest`.
+    assert any(line.startswith("refcoco-with is complete") for line in pipeline_rerun["finetune/default"])
     assert (again.pretrained.checkpoint, again.pretrained.metrics) == (
         pipeline.pretrained.checkpoint,
         pipeline.pretrained.metrics,
@@ -237,55 +199,6 @@ def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_
         "pretrain-pretrain",
         "finetune-refcoco-with",
     }
-
-
-class Started(Exception):
-    """A stage has started this command."""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("pipeline_run")
-def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does(
-    served: Operated, demo_data: DemoData, monkeypatch: pytest.MonkeyPatch
-):
-    def start(command: list[object], *_: object, **__: object) -> None:
-        raise Started(" ".join(map(str, command)))
-
-    for module in ("detect", "torchrun"):  # the corpus is looked at by its own program
-        monkeypatch.setattr(f"flows.{module}.run_child", start)
-    root = served.deployments.parent / "root"
-    parameters, work, lines = tiny_pipeline(demo_data, root), str(root / "work"), []
-    pretraining = TypeAdapter(PretrainSettings).validate_python(parameters["pretraining"])
-    tuning = TypeAdapter(FinetuneSettings).validate_python(parameters["finetunings"][0] | {"pretraining": "pretrain"})
-    detector = DetectionConfig("annotated", annotations=str(demo_data.annotations))
-    corpus = Path(work, "text", pretraining.made.run, "corpus.json")
-    written = corpus.stat().st_mtime_ns
-
-    found = detect(str(root), "captions", detector, lines.append)
-    assert (found.shards, found.new_shards, found.peak_bytes) == (4, 0, 0)
-    first, tuned = (
-        pretrain(str(root), work, pretraining, found.detector, lines.append),
-        finetune(str(root), work, tuning, lines.append),
-    )
-    for trained, run in ((first, "pretrain"), (tuned, "refcoco-with")):
-        assert (trained.checkpoint, trained.peak_bytes) == (str(root / f"runs/{run}/step-0000004"), 0)
-        assert trained.metrics == last_metrics(open_store(str(root)), run)
-        assert f"{run} is complete: {trained.checkpoint} has step 4 of 4" in lines
-    assert corpus.stat().st_mtime_ns == written
-
-    again = dataclasses.replace(pretraining, overrides=(*pretraining.overrides, "--steps=5"))
-    other = DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
-    for program, run in (
-        ("vlbert detect", lambda: detect(str(root), "captions", other)),
-        ("vlbert.train", lambda: pretrain(str(root), work, again)),
-        ("vlbert.train", lambda: finetune(str(root), work, dataclasses.replace(tuning, run="other"))),
-        (
-            "vlbert.evaluation.evaluate",
-            lambda: finetune(str(root), work, dataclasses.replace(tuning, evaluate=("testB",))),
-        ),
-    ):
-        with pytest.raises(Started, match=rf"-m {program} "):
-            run()
 
 
 @pytest.mark.slow
@@ -313,24 +226,3 @@ def test_a_fine_tuning_is_evaluated_once_on_each_split_that_is_named(
     again = finetune(str(root), str(root / "work"), settings)
     assert again.evaluated == trained.evaluated
     assert {file: file.stat().st_mtime_ns for file in before} == before
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prefect_server", "pipeline_run")
-def test_an_event_names_new_shards_that_no_pipeline_collected(served: Operated, demo_data: DemoData):
-    """Inside the pipeline the next stage detects them, and where nothing is new there is nothing to detect."""
-    root = str(served.deployments.parent / "root")
-    parameters = tiny_pipeline(demo_data, Path(root))["datasets"][1]
-    source = {name: value for name, value in parameters.items() if name != "detector"}
-    assert collect_flow(root, source).new_shards == 0
-    of(root, "held-out").store.delete("held-out/images/00000.parquet")
-    assert collect_flow(root, source).new_shards == 1
-
-    def events() -> list[dict]:
-        found = served.ask("POST", "/events/filter", filter={"event": {"name": [COMMITTED]}}, limit=50)["events"]
-        return [event for event in found if event["resource"]["vlbert.root"] == root]
-
-    wait_until(events, 30)  # they come in order: those of the pipeline would be here by then
-    (event,) = events()
-    assert event["resource"]["prefect.resource.id"] == "vlbert.images.held-out"
-    assert event["payload"] == {"root": root, "dataset": "held-out", "new_shards": 1}

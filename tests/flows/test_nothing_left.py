@@ -204,14 +204,6 @@ def stage_of(served: Operated, run: str) -> str:
     return stage
 
 
-@pytest.mark.timeout(400)
-def test_a_cancelled_stage_takes_the_pipeline_with_it(served: Operated, pipeline: dict):
-    root, before = pipeline["root"], set(checkpoints(pipeline["root"]))
-    run = served.start("pretrain-vlbert/default", **pipeline)
-    served.wait_for(run, lambda: set(checkpoints(root)) - before, 240)
-    cancelled(served, run, stage_of(served, run), cancel_by_page)
-
-
 @pytest.fixture
 def three_at_a_time(served: Operated) -> Iterator[None]:
     """The deployment of the detection runs three times at once."""

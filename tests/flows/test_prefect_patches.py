@@ -252,25 +252,6 @@ def test_the_lease_of_a_cancelled_run_ends_with_it(
     )
 
 
-def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_each_second(deployed: Deployed, monkeypatch):
-    run, renewals, renewed = deployed.at_work(), [], (None, 0.0)
-    renew = deployed.client.renew_concurrency_lease
-    monkeypatch.setattr(
-        deployed.client, "renew_concurrency_lease", lambda *given: renewals.append(given) or renew(*given)
-    )
-    assert deployed.seconds_left(lease_of(run)) < 3600
-    for _ in range(3):
-        renewed = renew_slot(deployed.client, run, renewed)
-    assert deployed.seconds_left(lease_of(run)) > 86000
-    assert len(renewals) == 1
-    monkeypatch.setattr("flows.prefect_patches._RENEW", 0.0)
-    renewed = renew_slot(deployed.client, run, renewed)
-    assert len(renewals) == 2
-    deployed.end(run)
-    renew_slot(deployed.client, deployed.client.read_flow_run(run.id), renewed)  # nothing is left to renew
-    assert len(renewals) == 2
-
-
 def test_a_slot_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):
     run = deployed.at_work()
     renewed = renew_slot(deployed.client, run, (None, 0.0))

@@ -8,7 +8,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,17 +114,6 @@ def test_a_child_may_take_no_longer_than_its_timeout(mark: str):
     assert sorted(failed.value.tail) == ["child", "grandchild"]
 
 
-def test_a_last_line_of_the_grace_period_is_kept(mark: str):
-    program = """
-import signal, sys, time
-def stop(*_): print("saved"); sys.exit(0)
-signal.signal(signal.SIGTERM, stop); print("ready"); time.sleep(600)
-"""
-    with pytest.raises(ChildTimedOut) as failed:
-        run_child(python(program, mark), print, timeout=1)
-    assert failed.value.tail == ["ready", "saved"]
-
-
 def test_a_child_whose_first_thread_has_ended_is_still_there(mark: str):
     """For the kernel such a process is a zombie, which nobody can wait for before its other threads end."""
     program = """
@@ -204,18 +192,6 @@ run_child(sys.argv[1:], listen, grace=0.3)
     flow.wait()
     wait_until(lambda: len(alive(mark)) <= 1, 2.5)  # the forked copy of the flow, while it sleeps
     wait_until(lambda: not alive(mark), 10)
-
-
-def test_a_child_is_started_from_the_main_thread_only():
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="main thread"):
-        pool.submit(run_child, python("pass"), print).result()
-
-
-def test_a_child_has_a_session_of_its_own_no_input_and_the_variables_it_was_given():
-    program = "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()), os.environ['GREETING'])"
-    heard = []
-    run_child(python(program), heard.append, environment={"GREETING": "hello"})
-    assert heard == ["True '' hello"]
 
 
 def test_a_child_in_the_background_runs_as_long_as_the_block(mark: str, tmp_path: Path):

@@ -16,8 +16,8 @@ from places import DATA, PROJECT, SHARED
 from torch import nn
 
 from detectors.resnet import ResNetConfig
-from tests.parity.cases import Found, find_cases, weights
-from tests.parity.vlbert import losses, report, run
+from tests.parity.cases import Found, find_cases
+from tests.parity.vlbert import report, run
 from tests.parity.vlbert_cases import VLBertCase
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Example, ImageInput, TextInput, collate
@@ -28,9 +28,6 @@ from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 HERE = DATA / "parity"
 SHARED = SHARED / "parity" / "vlbert"
-needs_shared = pytest.mark.skipif(
-    not SHARED.is_dir(), reason="the authors' figures lie in ../shared, which is not here"
-)
 WORDS = Vocabulary([*SPECIALS, "word"])
 CASES = find_cases(HERE)
 MORE_CASES = [case for case in find_cases(SHARED) if not (HERE / case.path.name).exists()]
@@ -60,9 +57,9 @@ def test_our_model_computes_what_the_authors_code_computes_in_each_precision(
 def copy(tmp_path: Path) -> Callable[..., Path]:
     """A case, that of VQA, with its json and arrays changed by `change(metadata, arrays)`."""
 
-    def changed(change: Callable[[dict, dict], None], name: str = "vqa_prec") -> Path:
-        metadata = json.loads((HERE / f"{name}.json").read_text())
-        arrays = dict(np.load(HERE / f"{name}.npz"))
+    def changed(change: Callable[[dict, dict], None]) -> Path:
+        metadata = json.loads((HERE / "vqa_prec.json").read_text())
+        arrays = dict(np.load(HERE / "vqa_prec.npz"))
         change(metadata, arrays)
         (tmp_path / "changed.json").write_text(json.dumps(metadata))
         np.savez(tmp_path / "changed.npz", **arrays)
@@ -81,17 +78,12 @@ def _add(name: str, index: tuple, difference: float) -> Callable[[dict, dict], N
 
 DIFFERENT = [  # what is changed, change, precision
     ("logit", _add("out/label_logits", (1, 7), 3e-5), "fp32"),
-    ("inference", _add("infer/label_logits", (0, 0), 3e-5), "fp32"),
     ("input", _add("inter/encoder.input", (2, 3, 5), 3e-5), "fp32"),
-    ("output", _add("inter/encoder.output", (0, 0, 0), 3e-5), "fp32"),
     ("loss", _add("out/ans_loss", (), 0.1), "fp32"),
     ("norm", _add("grad/l2", (20,), 1.0), "fp32"),
     ("projection", _add("grad/dot", (20,), 1.0), "fp32"),
-    ("gradient of ours alone", _add("grad/l2", (20,), np.nan), "fp32"),
     ("tensor", lambda metadata, arrays: metadata["tensors"].pop(), "fp32"),
-    ("array", lambda metadata, arrays: arrays.pop("in/question"), "fp32"),
     ("input", _add("inter/encoder.input", (2, 3, 5), 0.3), "bf16"),
-    ("seed", lambda metadata, arrays: metadata.update(seed_offset=1), "bf16"),
 ]
 
 
@@ -101,7 +93,7 @@ def test_a_case_that_differs_or_cannot_be_run_does_not_pass(
 ):
     row = report(copy(change), what, precision)
     assert not row.passes, str(row)
-    assert bool(row.differences) == (what not in ("tensor", "array", "gradient of ours alone"))
+    assert bool(row.differences) == (what != "tensor")
 
 
 def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
@@ -111,35 +103,6 @@ def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
     assert rounded.encoded.dtype == torch.float32
     found = rounded.task.losses(rounded.vlbert, rounded.head, rounded.output, rounded.batch)
     assert {loss.dtype for loss, _ in found.values() if loss.requires_grad} == {torch.float32}
-
-
-def test_weights_follow_the_rule_beside_them():
-    def filled(rule: str, name: str = "a") -> np.ndarray:
-        return weights({"tensors": [{"name": name, "shape": [50], "rule": rule}]})[name].numpy()
-
-    small = filled("0.02n")
-    np.testing.assert_allclose(filled("0.15n"), small * 7.5, rtol=1e-5)
-    np.testing.assert_allclose(filled("1 + 0.02 * n"), 1 + small, rtol=1e-6)
-    np.testing.assert_allclose(filled("1+|0.02n|"), 1 + np.abs(small), rtol=1e-6)
-    assert not filled("zero").any()
-    assert filled("zero", "bn.num_batches_tracked").dtype == np.int64
-
-
-@needs_shared
-@pytest.mark.parametrize("family", ["MLM", "MVRC"])
-def test_words_and_regions_may_be_averaged_by_different_rules(copy: Callable[..., Path], family: str):
-    """Of the same inputs there are figures of theirs by either rule."""
-
-    def change(metadata: dict, arrays: dict) -> None:
-        metadata["config"]["NETWORK"][f"{family}_LOSS_NORM_IN_BATCH_FIRST"] = True
-        by_rows = np.load(SHARED / "pretrain_multitask_prec_rel_normfirst.npz")
-        for term in [name for name in arrays if name.startswith(f"out/{family.lower()}_loss")]:
-            arrays["out/loss"] = arrays["out/loss"] - arrays[term] + by_rows[term]
-            arrays[term] = by_rows[term]
-
-    case = VLBertCase.read(copy(change, "pretrain_multitask_prec"))
-    for mine, theirs in losses(case, run(case)):
-        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.fixture(scope="module")

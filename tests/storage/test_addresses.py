@@ -8,7 +8,7 @@ import pytest
 import yarl
 from hypothesis import given
 from hypothesis import strategies as st
-from web import Web, draw, encode, send, statuses
+from web import Web, draw, encode, send, settings_for, statuses
 
 from storage.collect.addresses import AddressGuard, is_public, parse_url
 from storage.collect.fetch import DownloadSettings, Fetcher
@@ -16,10 +16,6 @@ from storage.collect.statuses import Refused
 from storage.redact import redacted, shown_url
 
 JPEG = encode(draw())
-
-
-def settings_for(web: Web) -> DownloadSettings:
-    return DownloadSettings(deadline=5, retries=0, allowed_hosts=(web.host,))
 
 
 def refusal(url: str) -> str:

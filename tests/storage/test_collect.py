@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -20,11 +19,10 @@ from pathlib import Path
 import pytest
 from captioned import captioned_scenes as captions
 from places import PROJECT
-from web import Web, draw, encode, in_turn, raw, send, silent
+from web import Web, draw, encode, in_turn, raw, send, settings_for, silent
 
 from demo.data import DemoData
 from storage.catalog import Catalog
-from storage.collect.download import Download
 from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
 from storage.collect.plan import CollectSettings, Part, plan, prepare_rows
@@ -51,7 +49,7 @@ def served(web: Web, file: Path, *lines: str, **changes: object) -> CollectSetti
     file.write_text("".join(line.replace("\t/", f"\thttp://{web.host}/") + "\n" for line in lines))
     settings = {
         "captions": str(file),
-        "download": DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host,)),
+        "download": settings_for(web, deadline=3),
         "rows_per_shard": 2,
     }
     return CollectSettings("captions", **(settings | changes))
@@ -247,11 +245,11 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
     ],
 )
 def test_a_network_is_lost_if_no_host_of_many_rows_is_reached(hosts: int, found: list[str], reached: bool):
-    rows = [CaptionRow(i, "a", f"http://host{i % hosts}.example/{i}.jpg") for i in range(len(found))]
-    downloads = [Download(row, status, "", None) for row, status in zip(rows, found, strict=True)]
+    urls = [f"http://host{i % hosts}.example/{i}.jpg" for i in range(len(found))]
+    rows = [CaptionRow(i, "a", url, status=status) for i, (url, status) in enumerate(zip(urls, found, strict=True))]
     part, settings = Part("00000", 0, len(rows)), CollectSettings("captions", captions="list.tsv")
     with contextlib.nullcontext() if reached else pytest.raises(ConnectionError, match="shard 00000"):
-        check_network(part, downloads, settings)
+        check_network(part, rows, settings)
 
 
 def closed_port() -> str:
@@ -365,39 +363,6 @@ def test_a_url_that_was_withdrawn_is_not_requested(web: Web, tmp_path: Path, ret
     assert collected.counts["withdrawn"] == found.count("withdrawn")
     left = [sample.url for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]
     assert left.count(withdrawn) == (1 if retried else 0), "the second shard was not touched"
-
-
-def test_what_owners_forbade_is_requested_again_where_a_status_and_the_settings_say_so(tmp_path: Path):
-    root, image = tmp_path / "root", send(encode(draw(seed=5)))
-    with Web() as web, Web("127.0.0.5") as fails:
-        for path in ("/ok.jpg", "/no/a.jpg"):
-            web.put(path, image)
-            fails.put(path, image)
-        web.put("/train.jpg", send(b"x", X_Robots_Tag="noai"))
-        web.put("/index.jpg", in_turn(send(b"x", X_Robots_Tag="noindex"), image))
-        rules = send(b"User-agent: *\nDisallow: /no/\n")
-        web.put("/robots.txt", rules)
-        fails.put("/robots.txt", in_turn(send(b"", 503), rules))
-        urls = [web.url(path) for path in ("/ok.jpg", "/no/a.jpg", "/train.jpg", "/index.jpg")]
-        urls += [fails.url(path) for path in ("/ok.jpg", "/no/a.jpg")]
-        download = DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host, fails.host))
-        lines = [f"a\t{url}" for url in urls]
-        settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=6, download=download)
-        collected = quietly(root, settings)
-        expected = ["ok", "robots_txt", "noai", "noindex", "robots_txt_failed", "robots_txt_failed"]
-        assert statuses(root) == expected
-        assert collected.counts == dict(Counter(expected))
-
-        count = len(web.requests)
-        quietly(root, dataclasses.replace(settings, retry_statuses=("robots_txt_failed",)))
-        assert statuses(root) == [*expected[:4], "ok", "robots_txt"]
-        assert ([path for _, path, _ in fails.requests], len(fails.robots_requests)) == (["/ok.jpg"], 2)
-        assert web.requests[count:] == []  # what was forbidden for good is not requested again
-
-        free = dataclasses.replace(download, obey_robots_txt=False, obey_noindex=False)
-        again = dataclasses.replace(settings, download=free, retry_statuses=("robots_txt", "noindex", "noai"))
-        quietly(root, again)
-        assert statuses(root) == ["ok", "ok", "noai", "ok", "ok", "ok"]
 
 
 def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tmp_path: Path):

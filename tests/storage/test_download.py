@@ -1,4 +1,4 @@
-"""Rows -> Downloads against real servers that misbehave: a status for every row, within its deadline."""
+"""Rows against real servers that misbehave: a status for every row, within its deadline."""
 
 import gzip
 import importlib.metadata
@@ -9,30 +9,18 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import pytest
 from places import PROJECT
-from web import Answer, Web, downloaded, draw, drip, encode, in_turn, raw, results, send, silent, statuses
+from web import Answer, Web, draw, drip, encode, in_turn, raw, results, send, settings_for, silent, statuses
 
-from storage.catalog import Catalog
-from storage.collect.download import Download, commit_images
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
-from storage.object_store import open_store
 
 JPEG = encode(draw())
-PNG = encode(draw(), "PNG")
 
 
-def settings_for(*servers: Web, **changes: object) -> DownloadSettings:
-    """Impatient settings that admit these servers and no other address."""
-    hosts = tuple(server.host for server in servers)
-    patience = {"deadline": 5.0, "retries": 0}
-    return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
-
-
-def one(url: str, settings: DownloadSettings) -> Download:
+def one(url: str, settings: DownloadSettings) -> CaptionRow:
     (result,) = results([url], settings)
     return result
 
@@ -81,7 +69,7 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.fixture(scope="module")
-def answered(web: Web) -> dict[str, Download]:
+def answered(web: Web) -> dict[str, CaptionRow]:
     """All of ANSWERS, downloaded at once: each must get its own status whatever its neighbours do."""
     urls = {name: web.put(f"/answer/{i}.jpg", answer) for i, (name, (answer, _)) in enumerate(ANSWERS.items())}
     settings = settings_for(web, deadline=3.0, max_bytes=200_000, max_pixels=190_000)
@@ -89,12 +77,12 @@ def answered(web: Web) -> dict[str, Download]:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_every_answer_ends_in_its_status(answered: dict[str, Download], name: str):
+def test_every_answer_ends_in_its_status(answered: dict[str, CaptionRow], name: str):
     result = answered[name]
     assert result.status == ANSWERS[name][1], result.detail
-    assert (result.sample is not None) == (result.status == "ok")
+    assert (result.image is not None) == (result.status == "ok")
     assert bool(result.detail) == (result.status != "ok")
-    assert result.status != "ok" or result.sample.image == JPEG
+    assert result.status != "ok" or result.image.jpeg == JPEG
     result.detail.encode()  # no lone surrogates: it goes into a Parquet file
 
 
@@ -154,7 +142,6 @@ def test_the_url_is_sent_as_the_list_has_it(web: Web):
         result = one(f" HTTP://127.0.0.1:{port}{path} ", settings_for(web))
         assert result.status == "ok", result
         assert web.requests[-1][1] == seen
-        assert result.sample.url == result.row.url
 
 
 def test_requests_name_the_program_and_its_contact_and_send_no_cookies(web: Web):
@@ -209,20 +196,3 @@ def test_an_error_of_the_program_names_its_url_and_leaves_nothing_running(web: W
     assert time.monotonic() - begin < 3
     assert web.url("/a.jpg") in "".join(raised.value.__notes__)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("decode")]
-
-
-def test_a_shard_is_the_same_whatever_decides_no_bytes(web: Web, tmp_path: Path):
-    good, png = web.put("/shard/a.jpg", send(JPEG)), web.put("/shard/b.png", send(PNG))
-    urls = [good, png, web.url("/gone.jpg"), good, "nonsense", good]
-    rows, source = [CaptionRow(20 + i, f"{i}", url) for i, url in enumerate(urls)], {"list": "a.tsv", "rows": [20, 26]}
-    for name, settings in (("one", settings_for(web)), ("two", settings_for(web, concurrency=1))):
-        catalog = Catalog(open_store(str(tmp_path / name)), "captions")
-        assert commit_images(catalog, "00002", downloaded(rows, settings), settings, source)
-        manifest = catalog.manifest("images", "00002")
-        table = manifest.table.to_pydict()
-        assert (table["row"], table["url"]) == ([*range(20, 26)], urls)
-        assert table["status"] == ["ok", "ok", "http_404", "ok", "bad_url", "ok"]
-        assert (manifest.meta["source"], manifest.meta["config"]["max_side"]) == (source, 1024)
-        assert [sample.caption for sample in catalog.read("images", "00002")] == ["0", "1", "3", "5"]
-    files = [{p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("one", "two")]
-    assert files[0] == files[1]  # no timestamps, nothing that does not decide bytes

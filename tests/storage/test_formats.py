@@ -17,7 +17,7 @@ from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.collect.download import Download, ImageSettings, commit_images
+from storage.collect.download import ImageSettings, commit_images
 from storage.collect.normalise import NormalisedImage
 from storage.collect.rows import CaptionRow, Place, Reading, Rows, write_rows
 from storage.digests import is_whole
@@ -66,12 +66,11 @@ def golden_images_commit(root: Path) -> None:
         return NormalisedImage(sample.image, sample.width, sample.height, sample.sha256, sample.flags)
 
     first, second = seeded_sample(3), seeded_sample(4)
-    gone = CaptionRow(21, "a caption", "http://example.org/gone.jpg")
     outcomes = [
-        Download(CaptionRow(20, first.caption, first.url), "ok", "", image_of(first)),
-        Download(gone, "http_404", "HTTP 404 Not Found", None),
-        Download(CaptionRow(22, second.caption, second.url), "ok", "", image_of(second)),
-        Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
+        CaptionRow(20, first.caption, first.url, status="ok", image=image_of(first)),
+        CaptionRow(21, "a caption", "http://example.org/gone.jpg", status="http_404", detail="HTTP 404 Not Found"),
+        CaptionRow(22, second.caption, second.url, status="ok", image=image_of(second)),
+        CaptionRow(23, first.caption, first.url, status="duplicate", detail="of row 20"),
     ]
     catalog = Catalog(LocalStore(str(root)), "captions")
     assert commit_images(catalog, "00002", outcomes, ImageSettings(), IMAGES_SOURCE)

@@ -96,11 +96,11 @@ def test_no_url_of_a_host_that_answers_is_a_host_timeout_and_every_other_one_is_
     assert all(done.network.most[host] <= limits.concurrency for host in hosts)
     for items, ended in zip(done.shards, done.ends, strict=True):
         for item in items:
-            url = yarl.URL(item.row.url)
+            url = yarl.URL(item.url)
             host = f"{url.host}:80"
             begin, end, delays, _ = hosts[host]
             delay = delays[int(url.name)]
-            assert (item.status == "host_timeout") or done.network.counts[item.row.url]
+            assert (item.status == "host_timeout") or done.network.counts[item.url]
             if end == float("inf") and any(moment < ended for moment in done.network.answered.get(host, ())):
                 # It answers, if only since a while ago: whatever the order, its other URLs cost this one nothing.
                 assert item.status != "host_timeout"

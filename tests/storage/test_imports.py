@@ -227,19 +227,6 @@ def test_a_tar_with_a_damaged_header_and_one_that_changed_are_refused(member: in
         of_tars(tmp_path / "root", tars)
 
 
-def test_a_licence_is_kept_without_being_asked_for(tmp_path: Path):
-    """In the sample, and in the manifest of every row, whatever its status."""
-    licences = ["CC BY 4.0", "?", None, "CC0"]
-    members = [one for n in range(4) for one in with_json(f"{n}", n, "jpg", Licence=licences[n])]
-    tars = put_tars(str(tmp_path / "tars"), a=tar_of([one for one in members if one[0] != "3.jpg"]))
-    assert [status for _, status, *_ in of_tars(tmp_path / "root", tars, rows_per_shard=4)] == 3 * ["ok"] + [
-        "missing_file"
-    ]
-    manifest = Catalog(open_store(str(tmp_path / "root")), "imported").manifest(IMAGES, "00000")
-    assert manifest.table["license"].to_pylist() == licences
-    assert [[*sample.extra.values()] for sample in samples_in(tmp_path / "root")] == [[one] for one in licences[:3]]
-
-
 def test_tars_that_change_while_they_are_imported_are_an_error(tmp_path: Path):
     tars = put_tars(str(tmp_path / "tars"), a=tar_of([one for n in range(4) for one in with_text(f"{n}", n)]))
 

@@ -1,7 +1,6 @@
 """Image bytes become an upright RGB or grey JPEG, or a refusal."""
 
 import dataclasses
-import errno
 import hashlib
 import io
 import random
@@ -217,12 +216,3 @@ def test_a_damaged_file_is_stored_readable_or_refused(form: str):
         assert simplejpeg.decode_jpeg(normalised.jpeg).shape[:2] == (normalised.height, normalised.width)
     assert stored > 0
     assert "truncated" in statuses
-
-
-def test_a_machine_out_of_open_files_is_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch):
-    def out_of_files(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "too many")
-
-    monkeypatch.setattr(Image, "open", out_of_files)
-    with pytest.raises(OSError, match="too many"):
-        normalise(JPEG, SETTINGS)

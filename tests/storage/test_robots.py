@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 import simulated
 import yarl
-from web import Answer, Web, draw, encode, raw, results, send, silent, statuses
+from web import Answer, Web, draw, encode, raw, results, send, settings_for, silent, statuses
 
 from storage.collect.fetch import DownloadSettings
 from storage.collect.robots import MAX_BYTES, MAX_LINES, MAX_WILDCARDS, Rules, check_x_robots_tag
@@ -18,12 +18,6 @@ from storage.collect.statuses import Refused
 
 JPEG = encode(draw())
 FORBID_ALL = b"User-agent: *\nDisallow: /\n"
-
-
-def settings_for(*hosts: str, **changes: object) -> DownloadSettings:
-    """Impatient settings that admit these host:port and no other address."""
-    patience = {"deadline": 4.0, "retries": 0}
-    return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
 
 
 # --- X-Robots-Tag -----------------------------------------------------------------------------------------------------

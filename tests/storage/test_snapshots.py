@@ -130,28 +130,6 @@ def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_
     assert sum(array.dtype.itemsize for array in (index.shard, index.offset, index.length)) == 16
 
 
-def test_a_large_index_is_a_file_that_all_processes_map(local, tmp_path, monkeypatch):
-    for number in range(2):
-        commit(local, number)
-    expected, folder = local.pinned("images", local.pin("images").id), tmp_path / f"vlbert-index-{os.getuid()}"
-    monkeypatch.setattr("storage.snapshots.LARGE", 1)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = []
-    monkeypatch.setattr("numpy.save", lambda file, array, save=np.save: made.append(save(file, array)))
-    with ThreadPoolExecutor(3) as pool:
-        for index in pool.map(lambda _: local.pinned("images", expected.snapshot.id), range(3)):
-            for field in ("offset", "length", "shard"):
-                assert np.array_equal(getattr(index, field), getattr(expected, field))
-                assert not getattr(index, field).flags.writeable
-    assert len(made) == 1
-    (file,) = folder.glob("*.npy")
-    file.unlink()
-    monkeypatch.setattr("os.getuid", lambda: 12345)
-    folder.rename(tmp_path / "vlbert-index-12345")
-    with pytest.raises(ValueError, match=rf"cannot make the index .*{file.name}: .* is another user's\. Set TMPDIR"):
-        local.pinned("images", expected.snapshot.id)
-
-
 def test_invalid_snapshots_are_named(catalog):
     commit(catalog, 0)
     snapshot = catalog.pin("images")

@@ -1,9 +1,5 @@
 """Checkpoints: written beside the steps, whole or not there, through storage that is away; and which are kept."""
 
-import json
-import multiprocessing
-import resource
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +12,7 @@ from writing import Held, tensors, wait_for, write
 
 import training.checkpoint
 from storage.object_store import StorageUnreachable, open_store
-from storage.runs import Best, checkpoints, named_best, open_folder
+from storage.runs import Best, best_checkpoint, checkpoints, open_folder
 from training.checkpoint import MODEL, Writer, load_tensors, prune_checkpoints, write_checkpoint
 from vlbert.checkpoint import find_checkpoint
 
@@ -58,20 +54,6 @@ def test_a_checkpoint_holds_all_as_it_was_when_it_began_and_is_whole_at_the_end(
     assert folder.state["loop"] == {"taken": [1.0]}
     assert logged == [f"step 1/2  saved {tmp_path}/{FIRST}"]
     assert writer.saved == f"{tmp_path}/{FIRST}"
-
-
-def test_a_checkpoint_waits_for_the_one_before(tmp_path, logged):
-    store = Held(tmp_path, f"{FIRST}/state.json")
-    with Writer(store, logged.append) as writer:
-        write(writer, 1)
-        assert store.begun.wait(20)
-        second = threading.Thread(target=write, args=(writer, 2))
-        second.start()
-        second.join(0.05)
-        assert second.is_alive()
-        store.let_through.set()
-        second.join(20)
-    assert [read(tmp_path, folder) for folder in (FIRST, SECOND)] == [1, 2]
 
 
 def test_objects_are_written_in_order_and_of_one_path_the_newest(tmp_path):
@@ -121,12 +103,12 @@ def test_while_storage_is_away_training_goes_on_and_the_newest_is_written_when_i
 
 
 def test_one_file_that_is_refused_holds_up_no_other(tmp_path, logged):
-    (tmp_path / "runs/r/best.json").mkdir(parents=True)  # which no file can replace
+    (tmp_path / "runs/r/metrics.jsonl").mkdir(parents=True)  # which no file can replace
     writer = Writer(open_store(str(tmp_path)), logged.append)
-    writer.put("runs/r/best.json", b"")
+    writer.put("runs/r/metrics.jsonl", b"")
     write(writer, 1)
     wait_for(lambda: writer.saved)
-    with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/runs/r/best.json: cannot write or remove "):
+    with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/runs/r/metrics.jsonl: cannot write"):
         writer.finish(wait=0.2)
 
 
@@ -144,31 +126,6 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     writer.finish()
     assert (tmp_path / "runs/r/heartbeat.json").exists()
     assert checkpoints(writer.store, "r") == []
-
-
-def write_to_a_full_disk(root: Path) -> None:
-    """Files may have 20 kB, and the model has 40."""
-    store, errors = open_store(str(root)), []
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    writer = Writer(store, errors.append)
-    model = {"a": torch.ones(100, 100)}
-    write_checkpoint(writer, "r", 1, 1, {MODEL: model}, {"step": 1}, 1, None)
-    wait_for(lambda: errors)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    writer.finish()
-    (root / "said").write_text(json.dumps(errors))
-
-
-def test_a_full_disk_is_named_and_costs_no_checkpoint(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=write_to_a_full_disk, args=(tmp_path,))
-    child.start()  # a limit to the size of files holds for a whole process
-    child.join(60)
-    assert child.exitcode == 0
-    said = json.loads((tmp_path / "said").read_text())
-    for named in (f"{tmp_path}/{FIRST}/{MODEL}", tempfile.gettempdir(), "File too large", "TMPDIR"):
-        assert named in said[0]
-    assert read(tmp_path, FIRST) == 1
-    assert not list(tmp_path.glob(f"{FIRST}/.*"))
 
 
 # --- other errors -----------------------------------------------------------------------------------------------------
@@ -197,27 +154,28 @@ def test_another_error_comes_out_of_the_next_call_once_and_costs_nothing_behind_
 # --- which are kept ---------------------------------------------------------------------------------------------------
 
 
-def saved(root: Path, *steps: int, **accuracies: float) -> list[str]:
+def saved(root: Path, *steps: int, metric: str | None = "accuracy", **accuracies: float) -> list[str]:
     """Whole checkpoints of these steps; `step3=0.7`: a validation after step 3 measured that."""
     store = open_store(str(root))
     measured = {int(name.removeprefix("step")): value for name, value in accuracies.items()}
     for step in {*steps, *measured}:
         validation = {"accuracy": measured[step]} if step in measured else {}
-        put_checkpoint(store, f"runs/r/step-{step:07d}", {"validation": validation}, {MODEL: b""})
+        state = {"validation": validation, "metric": metric}
+        put_checkpoint(store, f"runs/r/step-{step:07d}", state, {MODEL: b""})
     return checkpoints(store, "r")
 
 
 def test_the_best_validated_checkpoint_is_kept_with_the_newest(tmp_path):
     store = open_store(str(tmp_path))
     saved(tmp_path, 6, step1=float("nan"), step2=0.2, step3=0.7, step4=0.7, step5=0.1)
-    best = prune_checkpoints(store, "r", 1, "accuracy")
+    best = prune_checkpoints(store, "r", 1)
     assert best == Best(3, "accuracy", 0.7, THIRD), "of equals the oldest"
     assert checkpoints(store, "r") == [THIRD, "runs/r/step-0000006"]
-    assert named_best(store, "r") == best
+    assert best_checkpoint(store, "r") == best
     assert find_checkpoint(f"{tmp_path}/runs/r/best")[1] == THIRD
 
-    saved(tmp_path, step7=0.9)  # and killed: best.json names another, and an older one is left
-    assert prune_checkpoints(store, "r", 1, "accuracy").step == 7
+    saved(tmp_path, step7=0.9)  # and killed: an older one is left
+    assert prune_checkpoints(store, "r", 1).step == 7
     assert checkpoints(store, "r") == ["runs/r/step-0000007"]
 
 
@@ -225,20 +183,19 @@ def test_with_a_damaged_state_no_checkpoint_is_removed(tmp_path, logged):
     store = open_store(str(tmp_path))
     saved(tmp_path, 3, 4, step1=0.9, step2=0.5)
     store.put(f"{SECOND}/state.json", store.get(f"{SECOND}/state.json")[:-9])
-    assert prune_checkpoints(store, "r", 1, "accuracy", logged.append) is None
+    assert prune_checkpoints(store, "r", 1, logged.append) is None
     assert len(checkpoints(store, "r")) == 4
     assert f"{tmp_path}/{SECOND}/" in logged[0]
 
 
 def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_them(tmp_path):
     store = open_store(str(tmp_path))
-    saved(tmp_path, 3, 4, step2=0.9)
+    saved(tmp_path, 3, 4, step2=0.9, metric=None)
     for step in (1, 5):
         store.put(f"runs/r/step-{step:07d}/{MODEL}", b"")
-    assert prune_checkpoints(store, "r", 2, "words_accuracy") is None
-    assert prune_checkpoints(store, "r", 2, None) is None
+    assert prune_checkpoints(store, "r", 2) is None
     assert checkpoints(store, "r") == [THIRD, "runs/r/step-0000004"]
     assert not store.exists(f"{FIRST}/{MODEL}")
     assert store.exists(f"runs/r/step-0000005/{MODEL}"), "it may be on its way"
-    with pytest.raises(ValueError, match=r"best.json is not there: .* name .*runs/r for the newest"):
+    with pytest.raises(ValueError, match=r"runs/r/best is not there: .* name .*runs/r for the newest"):
         find_checkpoint(f"{tmp_path}/runs/r/best")

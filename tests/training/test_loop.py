@@ -17,9 +17,8 @@ import torch
 from places import PROJECT
 from programs import ended, launched
 from safetensors.torch import load_file
-from small_run import Network, parts_of, run_small
+from small_run import parts_of, run_small
 from tiny import tiny_recipe, tiny_root
-from torch import nn
 from writing import Held, wait_for
 
 from storage.object_store import ObjectStore, open_store
@@ -28,7 +27,7 @@ from tests.kill.training import check_stopped, unequal
 from training.checkpoint import Writer, write_checkpoint
 from training.distributed import ALONE
 from training.log import read_heartbeat, read_metrics
-from training.metrics import Step, add_up
+from training.metrics import Step
 from training.skipping import WINDOW, Skipping
 from training.stopping import Stop, Stopped
 from vlbert.data.batch import Batch
@@ -53,15 +52,6 @@ def test_a_spike_is_measured_against_the_last_hundred_steps_taken():
     assert Skipping(None, skipping.state).why(step(1e9)) is None
 
 
-def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
-    skipping = Skipping(None)
-    assert "regions (inf)" in skipping.why(step(math.nan, math.nan, words=1.0, regions=math.inf))
-    assert "gradient (nan)" in skipping.why(step(1.0, math.nan, words=1.0))
-    assert skipping.in_a_row == 2
-    assert skipping.why(step(1.0, words=1.0)) is None
-    assert skipping.in_a_row == 0
-
-
 @pytest.mark.parametrize("cut", [50, 120, 131])
 def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
     losses = [1.0 + (n * 7 % 13) / 10 for n in range(130)] + [3.3, 9.9, 3.1]
@@ -73,18 +63,6 @@ def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
     after = Skipping(2.0, json.loads(json.dumps(before.state)))
     assert first + [after.why(step(loss)) for loss in losses[cut:]] == reasons
     assert after.state == whole.state
-
-
-def test_a_step_adds_up_its_parts():
-    parts = [
-        {"words": (torch.tensor(6.0, requires_grad=True), 3), "right": (torch.tensor(2.0), 4)},
-        {"words": (torch.tensor(1.0, requires_grad=True), 0), "right": (torch.tensor(1.0), 2)},
-    ]
-    totals = [add_up(part, ALONE, stop, 0.5) for part, stop in zip(parts, (False, True), strict=True)]
-    found = Step.of(parts[-1], totals, torch.tensor(2.0), {"words": 0.5}, ALONE)
-    assert found.sums == {"loss_words": (7.0, 3.0), "right": (3.0, 6.0)}
-    assert found.losses == {"words": 7 / 3}
-    assert (found.loss, found.norm, found.waited, found.stop_requested) == (0.5 * (6 / 3 + 1) / 2, 2.0, 0.5, True)
 
 
 # --- a small run ------------------------------------------------------------------------------------------------------
@@ -136,32 +114,6 @@ def test_a_run_that_fails_waits_for_its_checkpoint_and_names_it(tmp_path):
 
     with pytest.raises(FloatingPointError, match=f"last good checkpoint is {tmp_path}/runs/run/step-0000002. "):
         run_small(store, range(6), bad=[2, 3], save=save, save_every=2)
-
-
-def test_a_measure_without_gradient_changes_no_weight(tmp_path):
-    store = open_store(str(tmp_path))
-    network, _ = run_small(store, range(4), log_every=4)
-    (line,) = lines_of(store, "metrics.jsonl")
-    assert 0 < line["positive"] < 1
-    assert "loss_positive" not in line
-    assert 0 < line["gradient_norm"] <= line["gradient_norm_max"]
-    assert 0 <= line["data_wait"] <= 1
-    assert line["memory_gb"] > 0.01
-
-    class Unmeasured(Network):
-        def forward(self, rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
-            return {"size": super().forward(rows)["size"]}
-
-    plain = Unmeasured()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for number in range(4):
-        for part in parts_of(number):
-            (loss, count) = plain(part)["size"]
-            (loss / count / 2).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(network.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT)

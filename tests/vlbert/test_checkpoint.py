@@ -89,7 +89,8 @@ def test_a_golden_checkpoint_is_read_to_the_exact_values():
     assert saved.vocabulary.tokens == WORDS.tokens
     assert saved.num_classes == 3
     hashes = saved.state["files"]
-    assert saved.state == {"version": CHECKPOINT_VERSION, "step": 3, "files": hashes} | STATE
+    about = {"version": CHECKPOINT_VERSION, "step": 3, "files": hashes, "metric": "words_accuracy"}
+    assert saved.state == about | STATE
     assert sorted(hashes) == ["config.json", "model.safetensors", "optimizer.safetensors", "vocab.txt"]
     expected, optimizer = model_and_optimizer()
     model = TaskModel(VLBert(saved.model_config, len(saved.vocabulary)), Pretraining(RECIPE.task, WORDS, 3))

@@ -31,6 +31,7 @@ from vlbert.config import DataConfig, Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation, load_task_model, main
 from vlbert.evaluation.results import SplitPredictions, warnings
 from vlbert.evaluation.results_page import worst_and_best
+from vlbert.hf import VLBertModel
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
@@ -303,7 +304,9 @@ def vcr(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = [tiny_sample(i) for i in range(6)]
     commit_samples(folder / "storage", "vcr", samples)
     write_vcr(folder / "vcr", samples)
-    (folder / "vcr" / "val.jsonl").write_text((folder / "vcr" / "train.jsonl").read_text())
+    lines = (folder / "vcr" / "train.jsonl").read_text()
+    (folder / "vcr" / "val.jsonl").write_text(lines)
+    (folder / "vcr" / "test.jsonl").write_text(re.sub(r', "(answer|rationale)_label": \d', "", lines))
     for subtask in ("answer", "rationale"):
         train(vcr_recipe(folder, subtask), ALONE)
     return folder
@@ -326,14 +329,14 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, vcr
     assert [settings["subtask"] for settings in summary["settings"]] == ["answer", "rationale"]
     folder = vcr / "storage/runs/answer/evaluations/val-step-0000001-with-rationale-step-0000001"
     subtasks = [row["subtask"] for row in rows_in(folder)]
-    assert subtasks == ["answer"] * 5 + ["rationale"] * 20, "for every answer"
-    assert summary["examples"] == {"all": 25, "predicted": 25, "unreadable": 0, "skipped": 0, "invalid": 0}
-    assert summary["submission"] == ["vcr_submission.csv"]
+    assert subtasks == ["answer"] * 5 + ["rationale"] * 5
+    assert [line[:20] for line in warnings(summary)] == ["no submission file: "]
+    test = evaluate(vcr_recipe(vcr, "answer"), paths, "test", {}, None, ALONE)  # without labels: for every answer
+    assert test["examples"] == {"all": 25, "predicted": 25, "unreadable": 0, "skipped": 0, "invalid": 0}
+    assert test["submission"] == ["vcr_submission.csv"]
+    folder = folder.with_name(folder.name.replace("val", "test"))
     assert len((folder / "vcr_submission.csv").read_text().splitlines()) == 6
-    assert warnings(summary) == []
-    alone = evaluate(vcr_recipe(vcr, "answer"), paths[1:], "val", {"task.every_answer": False}, None, ALONE)
-    assert alone["examples"]["all"] == 5, "an override goes before what an evaluation changes"
-    assert [line[:20] for line in warnings(alone)] == ["no submission file: "]
+    assert warnings(test) == []
     # A task without such runs, too many of them, and twice the same.
     answers = paths[0]
     for recipe, names, named in (
@@ -354,7 +357,7 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco):
     assert (recipe.run, recipe.task.train_on, recipe.data.held_out) == ("memory", ("val",), None)
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in checkpoint.model.items())
-    assert model.vlbert.vocabulary.tokens == checkpoint.vocabulary.tokens
+    assert model.task.vocabulary.tokens == checkpoint.vocabulary.tokens
     _, recipe = load_task_model(checkpoint, {"task.iou": "plain", "data.batch": 2}, refcoco_recipe(refcoco))
     assert (recipe.task.train_on, recipe.task.iou, recipe.data.batch) == (("val",), "plain", 2)
 
@@ -440,7 +443,7 @@ def places(refcoco, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
         shutil.copytree(step, folder / name)
     (folder / "wordless" / "vocab.txt").unlink()
     reseal(folder / "wordless")
-    load_task_model(open_checkpoint(str(step)))[0].vlbert.save_pretrained(folder / "headless")
+    VLBertModel.from_pretrained(step).save_pretrained(folder / "headless")
     (folder / "file").touch()
     named = {name.upper(): folder / name for name in ("plain", "wordless", "headless", "file", "out")}
     return named | {"ROOT": refcoco / "storage", "RUN": refcoco / "storage/runs/tuned"}

@@ -22,8 +22,8 @@ from storage.runs import as_json, sealed_json
 from storage.verify import verify
 from storage.withdrawn import withdraw
 from training.log import read_metrics
-from vlbert import VLBert
 from vlbert.commands import main as run_command
+from vlbert.hf import VLBertConfig, VLBertModel
 from vlbert.hf.cards import main, model_card, write_data_card, write_model_card
 from vlbert.train import train
 from vlbert.variants import apply
@@ -161,7 +161,7 @@ def test_withdrawn_images_are_not_counted(tmp_path):
 
 def test_the_commands_of_the_pages_run(root, monkeypatch):
     monkeypatch.chdir(root.parent)
-    VLBert(TINY_MODEL, 50).save_pretrained("mine")
+    VLBertModel(VLBertConfig(TINY_MODEL, 50)).save_pretrained("vl-bert-base-e2e")
     pages = [PROJECT / "docs" / f"{name}.md" for name in ("operating", "download", "library")]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     commands = [line for line in lines if re.match(r" {4}vlbert (replay|card) ", line)]
@@ -169,7 +169,7 @@ def test_the_commands_of_the_pages_run(root, monkeypatch):
     for command in commands:
         run_command(shlex.split(command)[1:])
     assert (root.parent / "step-3.html").is_file()
-    card = (root.parent / "mine/README.md").read_text()
+    card = (root.parent / "vl-bert-base-e2e/README.md").read_text()
     assert "Metrics: not recorded." in card
     assert "Recipe: not recorded." in card
-    assert VLBert.from_pretrained("mine").config == TINY_MODEL
+    assert VLBertModel.from_pretrained("vl-bert-base-e2e").vlbert.config == TINY_MODEL

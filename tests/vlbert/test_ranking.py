@@ -74,7 +74,7 @@ def test_captions_of_a_file_are_ranked_as_each_by_itself(root, capsys):
     [
         (["RUNS/retrieval", "--among", "FOLDER/none", "a"], r"No such file or directory: .*none"),
         (["RUNS/retrieval", "--among", "FOLDER/texts", "a"], r"texts holds no image that can be ranked"),
-        (["RUNS/retrieval", "photo.jpg", "--captions", "FOLDER/texts/b.txt"], r"b.txt holds no caption"),
+        (["RUNS/retrieval", "photo.jpg", "--captions", "FOLDER/texts/b.txt"], r"b.txt is empty"),
         (["RUNS/refcoco", "--among", "FOLDER/texts", "a"], r"is one of RefCOCOSettings; to rank images or captions"),
         (
             ["RUNS/plain", "--among", "FOLDER/texts", "a"],

@@ -159,8 +159,7 @@ def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, sampl
     assert len({person for person, _ in found}) > 3
     assert "dog" in texts(first(neutral, samples))[1]
     expected = names_in(first(neutral, samples, "val", seed=1))
-    every = changed(neutral, subtask="rationale", every_answer=True)
-    for example in examples_of(every, samples, "val", seed=2):
+    for example in examples_of(changed(neutral, subtask="rationale"), samples, "val", seed=2):
         assert set(names_in(example)) <= set(expected)
     renamed = [dataclasses.replace(sample, key=f"other-{i}") for i, sample in enumerate(samples)]
     assert names_in(first(neutral, renamed, "val", seed=5)) == expected
@@ -308,22 +307,18 @@ def rows_for(task: VCR, examples: list[Example], scores: list[list[float]]) -> l
     return task.predictions(None, First(), encoded, collate(examples))
 
 
-def test_an_evaluation_has_the_rationales_for_every_answer(task, samples, folder):
-    def conditions(task: VCR, split: str | None) -> list[int]:
-        return [question.conditioned_on for question in task.examples(urls(samples), split).annotations]
-
+def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(task, samples, folder):
     rationales = changed(task, subtask="rationale")
-    every = changed(rationales, every_answer=True)
-    assert (conditions(rationales, "val"), conditions(every, None)) == ([2], [2, 2]), "for the right answer alone"
-    found = examples_of(every, samples, "val")
+    (known,) = examples_of(rationales, samples, "val")
+    assert (known.metadata["conditioned_on"], known.metadata["label"]) == (2, 0)
+    assert right(known) == [True, False, False, False]
+    assert known.text.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
+    without_labels(folder, "test", of="val")
+    found = examples_of(rationales, samples, "test")
     assert [example.metadata["conditioned_on"] for example in found] == [0, 1, 2, 3]
     for example, answer in zip(found, ANSWERS, strict=True):
         assert texts(example)[1] == f"{QUESTION} {answer} [SEP] no [SEP]"
-    assert [example.metadata["label"] for example in found] == [None, None, 0, None]
-    assert [right(example) for example in found] == [[], [], [True, False, False, False], []]
-    assert found[2].text.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
-    without_labels(folder, "test", of="val")
-    assert conditions(rationales, "test") == [0, 1, 2, 3]
+        assert (example.metadata["label"], right(example)) == (None, [])
     example = first(task, samples, "test")
     assert (example.metadata["label"], texts(example)) == (None, texts(first(task, samples, "val")))
 
@@ -342,32 +337,32 @@ def test_a_row_has_question_and_answers_in_words(task, samples):
     )
 
 
-def evaluated(task: VCR, samples: list, split: str, answers: list[int], rationales: list[list[int]]) -> list[dict]:
-    """Rows of both runs: which answer is likeliest of each item, and which rationale for each answer."""
+def evaluated(task: VCR, samples: list, split: str, answers: list[int], rationales: list[int]) -> list[dict]:
+    """Rows of both runs: which answer is likeliest of each item, and which rationale of each question."""
     rows = []
-    for subtask, chosen in (("answer", answers), ("rationale", sum(rationales, []))):
-        run = changed(task, subtask=subtask, every_answer=True)
+    for subtask, chosen in (("answer", answers), ("rationale", rationales)):
+        run = changed(task, subtask=subtask)
         scores = [[2.0 * (i == one) for i in range(4)] for one in chosen]
         rows += rows_for(run, examples_of(run, samples, split), scores)
     return rows
 
 
 def test_two_joined_runs_give_three_accuracies(task, samples):
-    rows = evaluated(task, samples, "train", [2, 2], [[1, 1, 0, 1], [0, 0, 3, 0]])  # answer 2, rationale 0 are right
+    rows = evaluated(task, samples, "train", [2, 2], [0, 3])  # answer 2, rationale 0 are right
     assert task.metrics(rows) == {
         "answer_accuracy": 1.0,
         "rationale_accuracy": 0.5,
         "joint_accuracy": 0.5,
         "joint_chance": 0.0625,
         "chance": 0.25,
-    }, "rationales for wrong answers have no label"
-    found = task.metrics(evaluated(task, samples, "train", [2, 1], [[1, 1, 1, 1], [1, 1, 0, 1]]))
+    }
+    found = task.metrics(evaluated(task, samples, "train", [2, 1], [1, 0]))
     assert (found["answer_accuracy"], found["rationale_accuracy"], found["joint_accuracy"]) == (0.5, 0.5, 0)
     rationales = [row for row in rows if row["subtask"] == "rationale"]
     assert task.metrics(rationales) == {"rationale_accuracy": 0.5, "chance": 0.25}
     one_missing = [row for row in rows if (row["annot_id"], row["subtask"]) != ("a-1", "answer")]
     assert task.metrics(one_missing)["joint_accuracy"] == 1, "of the items with both"
-    assert pa.Table.from_pylist(rows).num_rows == 10
+    assert pa.Table.from_pylist(rows).num_rows == 4
 
 
 def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, samples, folder):

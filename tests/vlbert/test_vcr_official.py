@@ -70,7 +70,7 @@ WHOLE = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5, "c": [EVEN] * 5})
 INCOMPLETE = [
     ([row for row in WHOLE if row["annot_id"] != "b"], "1 ids of val miss in the predictions, such as b;"),
     (WHOLE + rows_of({"d": [EVEN] * 5}), "1 ids of the predictions are not in val, such as d;"),
-    (WHOLE[:-5] + WHOLE[-4:], "1 of 3 items, such as b, lack probabilities of answers; .*--task.every_answer"),
+    (WHOLE[:-5] + WHOLE[-4:], "1 of 3 items, such as b, lack probabilities of answers; .*CHECKPOINT,CHECKPOINT"),
     ([row for row in WHOLE if row["conditioned_on"] < 0], "3 of 3 items, such as b, lack probabilities of rationales;"),
     (WHOLE + WHOLE, "15 ids of the predictions stand there more than once, such as .*'c'"),
     (
@@ -130,7 +130,7 @@ def test_a_file_that_is_missing_or_unreadable_is_named(tmp_path):
 def test_missing_metadata_are_named(metadata):
     metadata.unlink()
     with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
-        read_questions(metadata.parents[2], ["train"], True, "answer", False)
+        read_questions(metadata.parents[2], ["train"], True, "answer")
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(met
     ],
 )
 def test_wrong_metadata_are_named(metadata, field, change, named):
-    (question,) = read_questions(metadata.parents[2], ["train"], True, "answer", False)
+    (question,) = read_questions(metadata.parents[2], ["train"], True, "answer")
     good = json.loads(metadata.read_text())
     metadata.write_text(json.dumps(good | {field: change(good[field])} if field else good)[: None if field else 50])
     with pytest.raises(ValueError, match=named) as error:

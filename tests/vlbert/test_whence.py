@@ -30,6 +30,7 @@ from training.log import read_metrics
 from vlbert.commands import main as run_command
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
+from vlbert.datasets.files import read_lines
 from vlbert.evaluation import whence, withdraw
 from vlbert.evaluation.replay import ReplaySettings, replay
 from vlbert.tasks.refcoco import RefCOCOSettings
@@ -172,10 +173,9 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
     assert told(root, "again", key).keys() >= {"refcoco", "pretrain"}
     # Without the task's files only the pre-training can be told.
     refs = (root / "refcoco").rename(tmp_path / "refs")
-    with pytest.raises(SystemExit, match=r"there is no .*instances\.json.*; here: --task_folder=FOLDER"):
+    with pytest.raises(SystemExit, match=r"there is no .*instances\.json"):
         whence.main([f"{root}/runs/refcoco", f"--out={tmp_path / 'none.parquet'}"])
     assert not [*tmp_path.glob("none.parquet*")], "no file that looks whole"
-    assert exported(root, "refcoco", tmp_path / "all.parquet", f"--task_folder={refs}").keys() >= both.keys()
     refs.rename(root / "refcoco")
 
 
@@ -188,37 +188,27 @@ def with_images_swapped(folder: Path) -> None:
     file.write_bytes(pickle.dumps(refs, protocol=0))
 
 
-def test_a_task_whose_files_have_changed_answers_from_those_that_it_had(tmp_path, capsys):
-    """Of two fine-tunings in a row, each with files of its own."""
+def test_a_task_whose_files_have_changed_is_named(tmp_path):
     root = tiny_root(tmp_path, samples=13, held_out=2)
-    recipe, one = finetuned(root, "one", None, steps=3, random_init=True)
-    train(recipe, ALONE, one)
-    (root / "refcoco").rename(tmp_path / "first")
-    again, two = finetuned(root, "two", f"{root}/runs/one", steps=2)
+    recipe, watched = finetuned(root, "one", None, steps=2, random_init=True)
+    train(recipe, ALONE, watched)
+    shutil.copytree(root / "refcoco", tmp_path / "before")
     with_images_swapped(root / "refcoco")
-    train(again, ALONE, two)
-    shutil.copytree(root / "refcoco", tmp_path / "second")
-    wanted = {(run, key): steps for run, of in (("one", one), ("two", two)) for key, steps in summary(of.steps).items()}
-    folders = ["--task_folder", f"{tmp_path}/first", f"{tmp_path}/second"]
+    changed = r"refcoco/refs\(unc\)\.p has changed: .*/runs/one/step-0000002 was trained with another one \(sha256 "
     out = tmp_path / "all.parquet"
-    assert exported(root, "two", out, f"--task_folder={tmp_path}/first") == wanted
-    shutil.copytree(tmp_path / "first", root / "refcoco", dirs_exist_ok=True)  # now `two` has others
-    changed = r"refcoco/refs\(unc\)\.p has changed: .*/runs/two/step-0000002 was trained with another one \(sha256 "
-    with pytest.raises(SystemExit, match=changed + ".* name the folder that has it; here: --task_folder=FOLDER"):
-        whence.main([f"{root}/runs/two", f"--out={out}"])
-    assert exported(root, "two", out, f"--task_folder={tmp_path}/second") == wanted
-    shutil.rmtree(root / "refcoco")
-    assert exported(root, "two", out, *folders) == wanted
-    # The same of a replay, and of a training that goes on.
-    shutil.copytree(tmp_path / "first", root / "refcoco")
+    with pytest.raises(SystemExit, match=changed + ".*put it back"):
+        whence.main([f"{root}/runs/one", f"--out={out}"])
     with pytest.raises(ValueError, match=changed + ".*put it back, or name the folder that has it: --folder=FOLDER"):
-        replay(f"{root}/runs/two", 1)
-    assert replay(f"{root}/runs/two", 1, ReplaySettings(folder=str(tmp_path / "second"))).examples
+        replay(f"{root}/runs/one", 1)
+    assert replay(f"{root}/runs/one", 1, ReplaySettings(folder=str(tmp_path / "before"))).examples
     with pytest.raises(ValueError, match=changed + ".*put it back, or start another run: --run_name=NAME"):
-        train(dataclasses.replace(again, steps=3), ALONE, two)
+        train(dataclasses.replace(recipe, steps=3), ALONE, watched)
     # What the checkpoint saw is not known for certain.
     lines = withdrawn(root, tiny_sample(5, regions=3).url)
-    assert any(line.startswith("not known of ") and "runs/two/step-0000002: which images two" in line for line in lines)
+    assert any(line.startswith("not known of ") and "runs/one/step-0000002: which images one" in line for line in lines)
+    shutil.rmtree(root / "refcoco")
+    (tmp_path / "before").rename(root / "refcoco")
+    assert exported(root, "one", out) == {("one", key): steps for key, steps in summary(watched.steps).items()}
 
 
 def test_files_that_validation_alone_reads_may_be_gone_or_change(tmp_path):
@@ -246,9 +236,10 @@ def test_a_copied_checkpoint_finds_the_root_that_it_is_of(tmp_path, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("one ")]
     assert sorted(int(row[4]) for row in rows) == sorted(watched.steps[key])
     root.rename(tmp_path / "elsewhere")
-    with pytest.raises(SystemExit, match="captions/.* is gone; put it back, or name the root that has it"):
+    with pytest.raises(SystemExit, match="captions/.* is gone; put it back, or name the checkpoint in its root"):
         whence.main([str(copy), key])
-    whence.main([str(copy), key, f"--root={tmp_path}/elsewhere"])
+    shutil.copytree(copy, tmp_path / "elsewhere/runs/one/step-0000003")
+    whence.main([f"{tmp_path}/elsewhere/runs/one", key])
 
 
 def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
@@ -339,7 +330,7 @@ def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
     with pytest.raises(SystemExit, match="no URL is given"):
         withdraw.main([str(root)])
     (tmp_path / "urls.txt").write_text("\ufeffhttp://a/1\u2028.jpg\r\nhttp://a/2.jpg", encoding="utf-8", newline="")
-    assert withdraw.read_urls(str(tmp_path / "urls.txt")) == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
+    assert read_lines(tmp_path / "urls.txt", "--urls") == ["http://a/1\u2028.jpg", "http://a/2.jpg"]
     # A root whose name is misspelt gets no list, and is not made.
     (tmp_path / "empty").mkdir()
     for name in ("empty", "misspelt"):

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from storage.object_store import ObjectStore, open_store
-from storage.runs import as_json, checkpoints, folder_of, read_state
-from storage.safe_json import parse_json
+from storage.runs import checkpoints, folder_of, read_state
 from storage.settings import named_fields
 from training import distributed
 from training.checkpoint import MODEL
@@ -145,35 +144,31 @@ def _cell(
     return Cell(variant, task, seed, recipe, tuple(changes), needs, plan.tasks[task].split if task else None)
 
 
-def is_done(plan: Plan, cell: Cell, root: str) -> bool:
+def is_done(cell: Cell, root: str) -> bool:
     """Whether it is trained, from the weights that its pre-training has now, and evaluated. Loads no tensors."""
     if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
-    if cell.needs and _read_start(store, _start_file(plan, cell)) != _hash_of_start(store, cell.needs):
+    if cell.needs and _start_of(store, cell.checkpoint) != _weights_of(store, cell.needs):
         return False
     if cell.task is None:
         return True
     return find_evaluation(cell.recipe, store.where(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
-def _read_start(store: ObjectStore, path: str) -> str | None:
-    """The sha256 of the weights of the pre-training that a fine-tuning started from; None before it did."""
-    return parse_json(store.get(path), store.where(path))["start"] if store.exists(path) else None
+def _start_of(store: ObjectStore, checkpoint: str) -> str:
+    """The sha256 of the weights that a fine-tuning started from."""
+    return read_state(store, checkpoint)["init_from"]["model"]
 
 
-def _start_file(plan: Plan, cell: Cell) -> str:
-    return f"comparisons/{plan.name}/starts/{cell.run}.json"
-
-
-def _hash_of_start(store: ObjectStore, cell: Cell) -> str:
+def _weights_of(store: ObjectStore, cell: Cell) -> str:
     return read_state(store, cell.checkpoint)["files"][MODEL]["sha256"]
 
 
 # --- a process --------------------------------------------------------------------------------------------------------
 
 
-def run_cell(plan: Plan, cell: Cell, root: str, output: Path, environment: Mapping[str, str], threads: int) -> None:
+def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str], threads: int) -> None:
     """All of a process that does one cell: trains, or goes on, and evaluates what is left to do.
 
     Its output goes to `output`, and where it fails the reason to `output` with the suffix .reason. Ends with it: 0, 1,
@@ -186,7 +181,7 @@ def run_cell(plan: Plan, cell: Cell, root: str, output: Path, environment: Mappi
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        _do(plan, cell, root)
+        _do(cell, root)
     except Stopped as stopped:
         print(stopped, flush=True)
         sys.exit(STOPPED)
@@ -199,7 +194,7 @@ def run_cell(plan: Plan, cell: Cell, root: str, output: Path, environment: Mappi
         sys.exit(1)
 
 
-def _do(plan: Plan, cell: Cell, root: str) -> None:
+def _do(cell: Cell, root: str) -> None:
     """Train and evaluate a cell. ValueError where it was begun from other weights, or with another number of steps, for
     which the learning rate had another schedule."""
     world, store = distributed.start(), open_store(root)
@@ -209,14 +204,11 @@ def _do(plan: Plan, cell: Cell, root: str) -> None:
             f"{where} was trained with steps = {steps}, now they are {cell.recipe.steps}, and such trainings cannot be "
             "compared: set steps back, or delete this folder and those of all trainings of its kind"
         )
-    if cell.needs:
-        path, start = _start_file(plan, cell), _hash_of_start(store, cell.needs)
-        if begun and _read_start(store, path) != start:
-            raise ValueError(
-                f"{cell.run} was trained from weights of {cell.needs.run} that are no longer there: it was pre-trained "
-                f"anew since; delete {where}, and it is trained again"
-            )
-        store.put(path, as_json({"start": start}))
+    if cell.needs and begun and _start_of(store, begun[-1]) != _weights_of(store, cell.needs):
+        raise ValueError(
+            f"{cell.run} was trained from weights of {cell.needs.run} that are no longer there: it was pre-trained "
+            f"anew since; delete {where}, and it is trained again"
+        )
     train(cell.recipe, world)
     if cell.split:
         evaluate(cell.recipe, [store.where(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,11 +34,10 @@ import tyro
 from storage.object_store import open_store
 from storage.programs import Command, Positional
 from storage.progress import clock
-from storage.tables import markdown
 from training.loading import EXPECTED
 from training.program import STOPPED
 from vlbert.comparison.cells import Cell, cells_of, is_done, run_cell
-from vlbert.comparison.page import page, percent
+from vlbert.comparison.page import page
 from vlbert.comparison.plans import Plan, find_plan
 from vlbert.comparison.summary import summarise
 
@@ -67,7 +66,7 @@ class Comparison:
         """The runs that are complete."""
         found = set()
         for cell in self.cells:  # what others need comes before these
-            if (cell.needs is None or cell.needs.run in found) and is_done(self.plan, cell, self.root):
+            if (cell.needs is None or cell.needs.run in found) and is_done(cell, self.root):
                 found.add(cell.run)
         return found
 
@@ -93,7 +92,7 @@ class Comparison:
         if needed and not needed.result() and not self.stopping:
             return self._fail(cell, f"not started: {cell.needs.run}, from which it starts, failed")
         threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()
-        given = self.plan, cell, self.root, output, device_of(own.slot), threads
+        given = cell, self.root, output, device_of(own.slot), threads
         process = multiprocessing.get_context("forkserver").Process(target=run_cell, args=given, name=cell.run)
         with self._lock:
             if self.stopping:
@@ -186,19 +185,6 @@ def compare(
     return summary
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """The means with their intervals, %, as Markdown."""
-    tasks, rows = summary["tasks"], []
-    for name, variant in summary["variants"].items():
-        rows.append([variant["title"]])
-        for key, task in tasks.items():
-            found = task["means"].get(name)
-            interval = found and f"{percent(found['mean'])} ({percent(found['low'])} to {percent(found['high'])})"
-            rows[-1].append(interval or ("failed" if key in variant["tasks"] else "–"))
-    rows.append(["chance", *(percent(task["chance"]) for task in tasks.values())])
-    return markdown(["", *(task["title"] for task in tasks.values())], rows)
-
-
 def compare_plan(
     plan: Annotated[str, Positional, tyro.conf.arg(metavar="PLAN")],
     root: Annotated[str, tyro.conf.arg(name="data.root")],
@@ -221,7 +207,7 @@ def compare_plan(
         print(f"{name}: stopped; start it again, and it goes on", file=sys.stderr, flush=True)
         sys.exit(STOPPED)
     where = open_store(root, write=False).where(f"comparisons/{made.name}/index.html")
-    print(f"\n{table(summary)}\n\n{where}", flush=True)
+    print(f"compared: {where}", flush=True)
     if broken := [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]:
         sys.exit(f"{name}: no numbers of {'; '.join(broken)}")
     if summary["failed"]:

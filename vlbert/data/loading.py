@@ -187,8 +187,9 @@ class TrainingData(Dataset):
         found: dict[int, Slot] = {}
         for number, start, stop, places in self._parts_of(step):
             seed, spans = self.source(number).config.seed, self.datasets[number].spans
-            slots = drawn(spans, start, stop - start, seed, self.config.chunk)
-            found |= {place: (number, *slot) for place, slot in zip(places.tolist(), slots, strict=True)}
+            epochs = drawn(spans, start, stop - start, seed, self.config.chunk)
+            slots = [(number, index, epoch, one) for index, epoch, questions in epochs for one in questions.tolist()]
+            found |= zip(places.tolist(), slots, strict=True)
         return [found[place] for place in range(self.config.batch)]
 
     def _shares(self, everyone: list[Any]) -> list[list[Any]]:

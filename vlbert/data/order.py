@@ -47,19 +47,9 @@ class SnapshotSpan:
 
 def drawn(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
-) -> list[tuple[int, int, int]]:
-    """Of one dataset the `count` samples after the first `consumed` ones, as (index in `spans`, epoch, question); chunk
-    as in storage.order.shuffled."""
-    found = []
-    for index, epoch, questions in drawn_by_epoch(spans, consumed, count, seed, chunk):
-        found += [(index, epoch, number) for number in questions.tolist()]
-    return found
-
-
-def drawn_by_epoch(
-    spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """The same in their order, as (index in `spans`, epoch, int64 [questions])."""
+    """Of one dataset the `count` samples after the first `consumed` ones, in their order: (index in `spans`, epoch,
+    int64 [questions]) by epoch; chunk as in storage.order.shuffled."""
     assert consumed >= spans[0].consumed, f"sample {consumed} lies before {spans[0]}"
     stop = consumed + count
     for index, (span, end) in enumerate(zip(spans, [span.consumed for span in spans[1:]] + [stop], strict=True)):

@@ -48,6 +48,15 @@ def read_text(file: Path, settings: str) -> str:
         raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
 
 
+def read_lines(file: Path, settings: str) -> list[str]:
+    """The lines of a text file that are not blank, without spaces around them. Errors as in `read_text`, and where
+    there is none."""
+    found = [line.strip() for line in read_text(file, settings).split("\n") if line.strip()]
+    if not found:
+        raise ValueError(f"{settings} {file} is empty; write one a line")
+    return found
+
+
 @contextlib.contextmanager
 def in_format(kind: str, file: Path, entry: str) -> Iterator[None]:
     """Raise ValueError that names the file and the entry if an entry is not as the code inside expects it."""

@@ -205,8 +205,8 @@ def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
         lack = {"answers" if answer < 0 else "rationales" for _, answer in missing}
         raise ValueError(
             f"{len({item for item, _ in missing})} of {len(items)} items, such as {missing[0][0]}, lack probabilities "
-            f"of {' and '.join(sorted(lack))}; the leaderboard wants answers, and rationales behind every answer: "
-            "evaluate both runs at once, CHECKPOINT,CHECKPOINT, with --task.every_answer"
+            f"of {' and '.join(sorted(lack))}; the leaderboard wants answers, and rationales behind every answer of a "
+            "split without labels: evaluate both runs at once, CHECKPOINT,CHECKPOINT"
         )
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")

@@ -83,7 +83,7 @@ def load_task_model(
     recipe = override_values(replace(recipe, task=settings, model=checkpoint.model_config), changes)
     task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
     restore_saved(task, checkpoint)
-    model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size, task.vocabulary), task)
+    model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size), task)
     if zero_shot:
         _load_pretrained(model, checkpoint)
     else:
@@ -150,7 +150,7 @@ def evaluate(
     checkpoints = [open_checkpoint(name) for name in names]
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
         raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
-    changes = {**task_class.evaluation, **changes, "data.root": root}
+    changes = {**changes, "data.root": root}
     predicted = [_predict(recipe, one, split, changes, world, inputs, (store, folder)) for one in checkpoints]
     if not world.first:
         return {}

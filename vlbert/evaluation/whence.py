@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ import tyro
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.order import interleaved
 from storage.programs import Checkpoint as CheckpointName
-from storage.programs import Command, Flat, Positional
+from storage.programs import Command, Positional
 from storage.redact import shown_url
 from storage.safe_json import printable
 from storage.settings import from_json
@@ -41,9 +41,8 @@ from storage.tables import aligned
 from storage.withdrawn import is_among, read_withdrawn
 from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
-from vlbert.data.order import SnapshotSpan, drawn_by_epoch, seed_of
+from vlbert.data.order import SnapshotSpan, drawn, seed_of
 from vlbert.tasks import make_task, settings_named
-from vlbert.tasks.base import TaskSettings
 from vlbert.tasks.pretraining import PretrainingSettings
 
 _AT_ONCE = 2**16  # slots of a run that are looked at together
@@ -55,25 +54,15 @@ TABLE = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class WhenceSettings:
-    """Where to look, and what to write."""
-
-    # Parquet file for all samples: url, key, dataset, shard, run, license, times, first_step, last_step, steps
-    out: str | None = None
-    root: str | None = None  # folder or s3://bucket/prefix that holds the snapshots, if the checkpoint was moved
-    task_folder: tuple[str, ...] = ()  # folders with the files of fine-tunings' tasks, if they are not where they were
-
-
 # --- the runs that led to a checkpoint --------------------------------------------------------------------------------
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a run that starts from this checkpoint records of it: docs/formats.md, `init_from`."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
-    found: dict[str, Any] = {"checkpoint": checkpoint.where}
+    found = {"checkpoint": checkpoint.where, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a model that somebody converted or copied
-        return found | {"model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
+        return found
     return found | {
         "run": recipe["run_name"] or recipe["name"],
         "root": checkpoint.folder.store.where(),
@@ -106,13 +95,11 @@ class Trained:
 
     record  as record_of
     roots   where its snapshots may lie, the likeliest first
-    folders where its task's files may lie, before that of the record
     """
 
     record: Mapping[str, Any]
     roots: tuple[ObjectStore, ...]
     checkpoint: Checkpoint
-    folders: tuple[str, ...] = ()
 
     @property
     def run(self) -> str:
@@ -133,7 +120,7 @@ class Trained:
             if store.exists(path):
                 return store, path
         places = " or ".join(dict.fromkeys(store.where(path) for store in self.roots))
-        raise ValueError(f"{places} is gone; put it back, or name the root that has it: --root=...")
+        raise ValueError(f"{places} is gone; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
 
     def steps_of(self, number: int) -> np.ndarray:
         """Return the step, from 1, of each sample that was drawn of dataset `number`, in their order: int32."""
@@ -160,30 +147,19 @@ class Trained:
         try:
             if self.checkpoint.vocabulary is None:
                 raise ValueError(f"{self.checkpoint.where} came without a vocabulary, which they need")
-            task = make_task(self._settings(kind), self.checkpoint.vocabulary, self.checkpoint.num_classes)
+            settings = from_json(kind, self.record["settings"], self.run).to_train()
+            settings.check_same(self.record["task_files"], self.record["checkpoint"], "put it back")
+            task = make_task(settings, self.checkpoint.vocabulary, self.checkpoint.num_classes)
             restore_saved(task, self.checkpoint)
             examples = task.examples(_Urls(urls, read_withdrawn(store).urls), None)
         except ValueError as error:
-            raise ValueError(
-                f"which images {self.run} has seen, the files of its task tell, and {error}; here: --task_folder=FOLDER"
-            ) from error
+            raise ValueError(f"which images {self.run} has seen, the files of its task tell, and {error}") from error
         if len(examples) != use.span.examples:
             raise ValueError(
                 f"{self.run} was trained on {use.span.examples} examples of {use.dataset}, now there are "
-                f"{len(examples)}: the files of the task have changed; name those that it had: --task_folder=FOLDER"
+                f"{len(examples)}: the files of the task have changed; put them back"
             )
         return np.asarray(examples.samples, np.int64)
-
-    def _settings(self, kind: type[TaskSettings]) -> TaskSettings:
-        """Return those of its task, with the first folder that has its files; ValueError where those are others now."""
-        own, before = from_json(kind, self.record["settings"], self.run).to_train(), self.record["task_files"]
-        for one in (replace(own, folder=folder) for folder in self.folders):
-            if all(Path(one.folder, name).exists() for name in one.files):
-                with contextlib.suppress(ValueError):
-                    one.check_same(before, self.record["checkpoint"], "")
-                    return one
-        own.check_same(before, self.record["checkpoint"], "name the folder that has it")
-        return own  # whose reader says what is missing
 
 
 @dataclass(frozen=True)
@@ -197,13 +173,11 @@ class _Urls:
         return len(self.urls)
 
 
-def lineage(
-    checkpoint: Checkpoint, root: str | None = None, folders: tuple[str, ...] = ()
-) -> tuple[list[Trained], dict]:
+def lineage(checkpoint: Checkpoint) -> tuple[list[Trained], dict]:
     """Return the runs that led to a checkpoint, itself first, and the record of what the first of them started from.
 
-    root: where snapshots are looked for, too. folders: where files of the runs' tasks are looked for first. The
-    record is {} if it started from random weights. ValueError where the checkpoint does not say what it was trained on.
+    The record is {} if it started from random weights. ValueError where the checkpoint does not say what it was trained
+    on.
     """
     record = record_of(checkpoint)
     if "run" not in record:
@@ -211,11 +185,11 @@ def lineage(
             f"{checkpoint.where} does not say what it was trained on: only a checkpoint of vlbert.train does, "
             "ROOT/runs/RUN/step-*"
         )
-    found, first = [], [open_store(root, write=False)] if root else []
+    found = []
     recipe_root = checkpoint.config["recipe"]["data"]["root"]  # of a folder that was copied from there
     while record and "run" in record:
-        stores = [*first, checkpoint.folder.store, _opened(record["root"]), _opened(recipe_root)]
-        found.append(Trained(record, tuple(store for store in stores if store), checkpoint, folders))
+        stores = [checkpoint.folder.store, _opened(record["root"]), _opened(recipe_root)]
+        found.append(Trained(record, tuple(store for store in stores if store), checkpoint))
         record = record["init_from"]
     return found, record or {}
 
@@ -270,8 +244,8 @@ def seen(trained: Trained, column: str | None = None, values: frozenset[str] = f
             count = end - use.span.consumed
             if count <= 0 or (column and not len(tables[0])):
                 continue
-            drawn = drawn_by_epoch([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
-            samples = trained.samples_of(use)[np.concatenate([examples for *_, examples in drawn])]
+            epochs = drawn([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
+            samples = trained.samples_of(use)[np.concatenate([examples for *_, examples in epochs])]
             steps = all_steps[use.span.consumed : end]
             if column:
                 wanted = np.isin(samples, tables[0]["number"].to_numpy())
@@ -361,17 +335,18 @@ def export(runs: Sequence[Trained], file: str) -> int:
 def tell_whence(
     checkpoint: CheckpointName,
     what: Annotated[str | None, Positional, tyro.conf.arg(metavar="KEY|URL")] = None,
-    settings: Annotated[WhenceSettings, Flat] = WhenceSettings(),
+    out: str | None = None,
 ) -> None:
     """List every image URL that a checkpoint has seen, and at which steps.
 
     Args:
         what: a sample's key, or a URL as the list has it; without it the runs are listed
+        out: Parquet file for all samples: url, key, dataset, shard, run, license, times, first_step, last_step, steps
     """
-    runs, start = lineage(open_checkpoint(checkpoint, tensors=False), settings.root, settings.task_folder)
+    runs, start = lineage(open_checkpoint(checkpoint, tensors=False))
     print("\n".join(describe(runs, start)), flush=True)
-    if settings.out:
-        print(f"{export(runs, settings.out):,} rows in {settings.out}", flush=True)
+    if out:
+        print(f"{export(runs, out):,} rows in {out}", flush=True)
     if what:
         lines, any_seen = tell(runs, what)
         print("\n".join(lines) or f"{shown_url(what)} was in nothing that these runs have seen", flush=True)

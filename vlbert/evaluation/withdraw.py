@@ -26,6 +26,7 @@ from storage.safe_json import printable
 from storage.tables import aligned
 from storage.withdrawn import Withdrawn, read_withdrawn, withdraw
 from vlbert.checkpoint import read_checkpoint
+from vlbert.datasets.files import read_lines
 from vlbert.evaluation.whence import lineage, seen
 
 _SHOWN = 5  # URLs that are named where there are many
@@ -103,22 +104,10 @@ def sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
 # --- as a program -----------------------------------------------------------------------------------------------------
 
 
-def read_urls(file: str) -> list[str]:
-    """The URLs of a file, one a line; ValueError if it cannot be read, or holds none."""
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--urls {file} cannot be read: {error}; name a file with a URL a line") from error
-    found = [line.strip() for line in lines if line.strip()]
-    if not found:
-        raise ValueError(f"--urls {file} holds no URL; write one a line")
-    return found
-
-
 def withdraw_images(
     root: Root,
     url: Annotated[tuple[str, ...], Positional, tyro.conf.arg(metavar="URL ...")] = (),
-    urls: str | None = None,
+    urls: Path | None = None,
 ) -> None:
     """Withdraw images by their URLs, and list every checkpoint that has seen them.
 
@@ -126,7 +115,7 @@ def withdraw_images(
         url: as the list has it
         urls: file with a URL a line
     """
-    wanted = [*dict.fromkeys([*url, *(read_urls(urls) if urls else [])])]
+    wanted = [*dict.fromkeys([*url, *(read_lines(urls, "--urls") if urls else [])])]
     if not wanted:
         raise ValueError("no URL is given: name some, or a file with one a line: --urls FILE")
     if next(iter(open_store(root, write=False).list()), None) is None:  # which makes no folder

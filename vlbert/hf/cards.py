@@ -37,7 +37,6 @@ from vlbert.tasks import settings_named
 README = "README.md"
 UNKNOWN = "not recorded"
 _MADE_BY = "<!-- made by vlbert.hf.cards: a card with this line is replaced, any other is kept -->"
-_BLANK = "- Code: [More Information Needed]"  # of the card that save_pretrained writes, before anybody filled it in
 _LICENCES = 5  # that are named
 _SETTINGS_OF_DETECTOR = ("backend", "weights", "boxes", "selection", "precision", "keep_features", "random_init")
 _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
@@ -46,7 +45,7 @@ _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
 def model_card(path: str) -> str:
     """Return the README.md of a checkpoint, or of a model in any folder. ValueError where there is none."""
     checkpoint = open_checkpoint(path, tensors=False)
-    config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task", "")
+    config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task") or ""
     root, _, name = checkpoint.where.rpartition("/runs/")
     store, run = open_store(root, write=False) if root else None, name.rpartition("/")[0]
     recipe = recipe_of(checkpoint) if settings_named(task) is not None and "recipe" in config else None
@@ -199,7 +198,7 @@ def put_card(store: ObjectStore, folder: str, card: str) -> None:
     """Write README.md. ValueError where there is one that this program did not make."""
     path = f"{folder}/{README}" if folder else README
     before = store.get(path) if store.exists(path) else b""
-    if before and not any(mark.encode() in before for mark in (_MADE_BY, _BLANK)):
+    if before and _MADE_BY.encode() not in before:
         raise ValueError(
             f"{store.where(path)} is not a card of this program: move it away, or name another folder: --out=FOLDER"
         )

@@ -15,7 +15,7 @@ from storage.runs import CHECKPOINT_VERSION
 from storage.settings import from_json, to_json
 from vlbert.checkpoint import MODEL_TYPE, without_paths
 from vlbert.config import ModelConfig
-from vlbert.pretrained import find_folder
+from vlbert.hf.files import find_folder
 from vlbert.tasks import settings_named
 from vlbert.tasks.base import TaskSettings
 

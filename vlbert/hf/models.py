@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from storage.runs import as_json
-from vlbert.checkpoint import TASK, Checkpoint, load_model
+from vlbert.checkpoint import CONFIG, MODEL, TASK, VOCABULARY, Checkpoint, load_model, read_model
 from vlbert.data.batch import Batch
 from vlbert.hf.config import IGNORED, VLBertConfig
+from vlbert.hf.files import HUB, ModelNotReadable, fetch_folder
 from vlbert.hf.inputs import to_batch
 from vlbert.hf.outputs import VLBertOutput
 from vlbert.initial_weights import start_head
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.predict.ranking import ranking_recipe
-from vlbert.pretrained import HUB, read_pretrained
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskSettings
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -105,7 +105,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Writes config.json, model.safetensors and, of a model for questions, task.json with its answers. A processor
-        writes its own files into the same folder. `VLBert.from_pretrained` and vlbert predict read the folder, too.
+        writes its own files into the same folder. vlbert predict reads the folder, too.
 
         All weights are in one file, whatever `max_shard_size` says.
         """
@@ -142,7 +142,11 @@ class VLBertPreTrainedModel(PreTrainedModel):
             raise ValueError(f"dtype is {dtype}; weights are float32, and torch.autocast computes in another type")
         hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
         kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
-        saved = read_pretrained(pretrained_model_name_or_path, **hub)
+        folder = fetch_folder(pretrained_model_name_or_path, (CONFIG, MODEL, VOCABULARY, TASK), **hub)
+        try:
+            saved = read_model(folder)
+        except ValueError as error:
+            raise ModelNotReadable(str(error)) from error
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
         if config is None:
             config, kwargs = VLBertConfig.from_dict(saved.config, return_unused_kwargs=True, **kwargs)

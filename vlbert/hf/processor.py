@@ -24,9 +24,9 @@ from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import IGNORED, VLBertConfig
+from vlbert.hf.files import PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch
 from vlbert.predict.predictor import detector_of, detector_weights_of, with_regions
-from vlbert.pretrained import PROCESSOR, fetch_folder
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task, own_annotation
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings

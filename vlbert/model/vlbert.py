@@ -1,22 +1,16 @@
 """VLBert: a batch of captions and images in, contextual vectors of words and regions out."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import ModelHubMixin
 from torch import Tensor, nn
 
-from vlbert.checkpoint import VOCABULARY, load_model, model_files, without_paths
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.embedding import SeparateEmbedding, VisualLinguisticEmbedding
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.heads import initialise
 from vlbert.model.layers import AttentionMap, Encoder, Streams
-from vlbert.pretrained import read_pretrained
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,19 +33,16 @@ class Encoded:
     hidden_states: tuple[tuple[Tensor, Tensor], ...] | None = None
 
 
-class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
+class VLBert(nn.Module):
     """Fast R-CNN features, the visual-linguistic embedding and the encoder (paper, figure 1).
 
-    `VLBert.from_pretrained(folder, run or hub name)` reads what `save_pretrained(folder)`, a training run or `vlbert
-    convert` wrote: config.json, model.safetensors and vocab.txt. `vocabulary` is that
-    of the weights, where they came with one.
+    vlbert.hf loads and saves it: `VLBertModel.from_pretrained(folder, run or hub name).vlbert`.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None = None):
+    def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.vocabulary = vocabulary
         self.fast_rcnn = FastRCNN(config.regions) if config.regions.features == "end_to_end" else None
         embedding = SeparateEmbedding if config.embedding == "separate" else VisualLinguisticEmbedding
         self.embedding = embedding(config, vocab_size)
@@ -110,26 +101,6 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
                 f"{wanted} precomputed ones; detect with --keep_features, or set --model.regions.features=end_to_end"
             )
         return batch.features.to(self.embedding.words.weight.dtype)
-
-    def _save_pretrained(self, save_directory: Path) -> None:
-        tensors = {f"vlbert.{name}": tensor for name, tensor in self.state_dict().items()}
-        (save_directory / VOCABULARY).unlink(missing_ok=True)  # that of a model which this one replaces
-        config = without_paths(self.config)
-        for name, data in model_files(tensors, config, self.vocab_size, self.vocabulary).items():
-            (save_directory / name).write_bytes(data)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **hub: Any) -> "VLBert":
-        """Return the model of a folder, of a run (its newest checkpoint) or, by name, of the Hugging Face hub; in eval
-        mode, on the CPU, float32.
-
-        hub: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`. An error,
-        both OSError and ValueError, where there is no model, or one of another version of this code.
-        """
-        saved = read_pretrained(pretrained_model_name_or_path, **hub)
-        model = cls(saved.model_config, saved.vocab_size, saved.vocabulary)
-        load_model(model, saved.part("vlbert."), saved.where)
-        return model.eval()
 
 
 def _without_task(x: Tensor, axis: int) -> Tensor:

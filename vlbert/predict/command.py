@@ -28,10 +28,11 @@ from storage.programs import Checkpoint, Positional, require
 from storage.settings import named_fields, override, parse_known
 from training.program import find_recipe
 from vlbert.checkpoint import find_checkpoint, open_checkpoint, read_config_at
+from vlbert.datasets.files import read_lines
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.predict.attention import draw_attention
 from vlbert.predict.predictor import Predictor
-from vlbert.predict.ranking import Ranker, read_captions
+from vlbert.predict.ranking import Ranker
 from vlbert.recipes import RECIPES
 from vlbert.tasks.retrieval import RetrievalSettings
 
@@ -109,7 +110,7 @@ def output_file(options: Options) -> Path:
 
 def rank(options: Options, fields: Sequence[str]) -> None:
     """Print the ranking of --among or --captions."""
-    captions = read_captions(options.captions) if options.captions else []
+    captions = read_lines(options.captions, "--captions") if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _changes(options, fields))
     asked = options.asked[0]
     found = ranker.images(options.among, asked) if options.among else ranker.captions(asked, captions)

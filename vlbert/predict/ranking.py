@@ -13,7 +13,6 @@ from storage.sample import Sample
 from storage.settings import from_json
 from vlbert.checkpoint import CONFIG, find_checkpoint, read_config_at
 from vlbert.config import ModelConfig, Recipe
-from vlbert.datasets.files import read_text
 from vlbert.predict.predictor import Predictor
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.retrieval import OTHER_TOKENS, HeldOutImage, Retrieval, RetrievalSettings
@@ -89,11 +88,3 @@ def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
     length = min(settings["caption_length"], model.max_positions - OTHER_TOKENS)
     task = RetrievalSettings(caption_length=length, max_regions=settings["max_regions"])
     return Recipe(name="retrieval", task=task, model=model)
-
-
-def read_captions(file: str | Path) -> list[str]:
-    """The captions of a text file, one a line; empty lines are passed over. ValueError where there is none."""
-    captions = [line.strip() for line in read_text(Path(file), "--captions").splitlines() if line.strip()]
-    if not captions:
-        raise ValueError(f"{file} holds no caption; write one a line")
-    return captions

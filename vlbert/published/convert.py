@@ -4,7 +4,7 @@
     vlbert convert OUT vl-bert-base-e2e.model
     vlbert convert pytorch_model_9.bin OUT --vocabulary vocab.txt
 
-The keys of a file tell whose it is. OUT is a model's folder (docs/formats.md): `VLBert.from_pretrained(OUT)` and
+The keys of a file tell whose it is. OUT is a model's folder (docs/formats.md): `VLBertModel.from_pretrained(OUT)` and
 `--init_from OUT` read it. Its published.json says what each key of the file became, and published.safetensors has the
 tensors that no model of ours has; with them, converting back gives the same bits.
 """

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -241,7 +240,6 @@ class Task(ABC):
     # --- evaluation and users' own questions --------------------------------------------------------------------------
 
     joins: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
-    evaluation: Mapping[str, Any] = MappingProxyType({})  # fields of the recipe in `vlbert evaluate`, by their names
     evaluated_at_once: int = 64  # examples of a batch of vlbert evaluate at most
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:

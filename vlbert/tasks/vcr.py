@@ -8,7 +8,6 @@ The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -49,9 +48,6 @@ class VCRSettings(TaskSettings):
     train_on: tuple[str, ...] = ("train",)  # splits, as the files are named
     validate_on: str = "val"  # split of validation, as the files are named
     subtask: Subtask = "answer"  # Q->A, or QA->R
-    # Held out, ask for rationales given each answer, as the leaderboard does, and not given the right one alone. Where
-    # the right one is unknown, each is always asked for.
-    every_answer: bool = False
     max_tokens: int = 64  # of question and choice; beyond it the longer of the two loses its end
     truncation: Literal["shared", "each"] = "shared"  # a long choice shortens the question in the rows of all choices,
     #                                                   or in its own
@@ -93,7 +89,6 @@ class VCR(Task):
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
     joins = True
-    evaluation = MappingProxyType({"task.every_answer": True})
 
     @staticmethod
     def best_metric(settings: VCRSettings) -> str:
@@ -101,9 +96,7 @@ class VCR(Task):
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         settings = self.settings
-        questions = read_questions(
-            self.folder, settings.splits(split), split is None, settings.subtask, settings.every_answer
-        )
+        questions = read_questions(self.folder, settings.splits(split), split is None, settings.subtask)
         found = [(question, question.name, question.item.image, question.invalid_reason) for question in questions]
         return make_examples(settings, samples, split, found)
 

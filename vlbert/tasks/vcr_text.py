@@ -94,16 +94,15 @@ class Question:
         }
 
 
-def read_questions(
-    folder: Path, splits: Sequence[str], training: bool, subtask: Subtask, every_answer: bool
-) -> list[Question]:
-    """All questions of the splits. ValueError where the metadata of a valid one are missing."""
+def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask: Subtask) -> list[Question]:
+    """All questions of the splits; rationales are asked for given the right answer or, where that is unknown, given
+    each, as the leaderboard does. ValueError where the metadata of a valid one are missing."""
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
 
     def conditions(item: Item) -> Sequence[int]:
         if subtask == "answer":
             return (-1,)
-        return range(CHOICES) if item.labels is None or (every_answer and not training) else item.labels[:1]
+        return range(CHOICES) if item.labels is None else item.labels[:1]
 
     questions = [Question(item, answer, not training) for item in items for answer in conditions(item)]
     needed = {question.item.metadata for question in questions if not (training and question.invalid_reason)}

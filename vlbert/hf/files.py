@@ -1,4 +1,4 @@
-"""Reads the model of a name: a folder of this machine, a run, or the Hugging Face hub."""
+"""Finds the files of a model by its name: a folder of this machine, a run, or the Hugging Face hub."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from vlbert.checkpoint import CONFIG, MODEL, TASK, VOCABULARY, Checkpoint, find_checkpoint, read_model
+from vlbert.checkpoint import CONFIG, find_checkpoint
 
 PROCESSOR = "processor_config.json"
 HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  # options of `snapshot_download`
@@ -16,16 +16,6 @@ HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  
 
 class ModelNotReadable(OSError, ValueError):
     """A model is missing or damaged. OSError is what transformers raises, ValueError what this package does."""
-
-
-def read_pretrained(name: str | os.PathLike, **hub: Any) -> Checkpoint:
-    """Return the model of a folder, of a run, or of the hub; arguments as of fetch_folder. ModelNotReadable where there
-    is none, or one that is damaged or of another version of this code."""
-    folder = fetch_folder(name, (CONFIG, MODEL, VOCABULARY, TASK), **hub)
-    try:
-        return read_model(folder)
-    except ValueError as error:
-        raise ModelNotReadable(str(error)) from error
 
 
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
