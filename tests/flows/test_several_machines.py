@@ -1,4 +1,4 @@
-"""Prefect as docs/operating.md sets it up for several machines: PostgreSQL, a password, two work pools."""
+"""Prefect as docs/serve.md sets it up for several machines: PostgreSQL, a password, two work pools."""
 
 import os
 import shutil
