@@ -26,7 +26,7 @@ from storage.collect.download import DownloadSettings
 PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
 PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
 COMPARE_ROOT = Path("compare-root")  # of `make compare`: regions with features
-SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/train-detector.md
+SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/detector.md
 
 
 def write_deployments(file: Path, parameters: dict, data: DemoData) -> None:
