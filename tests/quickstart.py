@@ -1,4 +1,4 @@
-"""notebooks/quickstart.ipynb, made from docs/library.md with its outputs: `python tests/quickstart.py` writes it."""
+"""notebooks/quickstart.ipynb, made from docs/library.md with its outputs: `PYTHONPATH=. python tests/quickstart.py` writes it."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from vlbert.data.vocabulary import SPECIALS, Vocabulary
 
 NOTEBOOK = PROJECT / "notebooks" / "quickstart.ipynb"
 _FIRST = """\
-This notebook is made from `docs/library.md`: `python tests/quickstart.py` writes it anew.
+This notebook is made from `docs/library.md`: `PYTHONPATH=. python tests/quickstart.py` writes it anew.
 Its cells need a model folder `vl-bert-base-e2e` and an image `dog.jpg` beside it; the first section says how a released
 checkpoint becomes such a folder. The outputs are those of a tiny model with random weights, on noise."""
 

@@ -14,7 +14,9 @@ from training.program import make_recipe
 from vlbert.recipes import RECIPES
 
 PAGES = sorted(
-    path.relative_to(PROJECT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in PROJECT.glob(pattern)
+    path.relative_to(PROJECT)
+    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md")
+    for path in PROJECT.glob(pattern)
 )
 CLAIMS = (PROJECT / "docs" / "reproducibility.md").read_text()
 NAMED = {code for line in CLAIMS.splitlines() if line.startswith("|") for code in re.findall("`([^`]+)`", line)}

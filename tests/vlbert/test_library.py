@@ -194,6 +194,6 @@ def test_the_notebook_is_the_guide_with_what_it_prints(tmp_path):
     notebook = executed(tmp_path)
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert code == [one.strip("\n") for one in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)]
-    assert NOTEBOOK.read_text() == as_text(notebook), "docs/library.md changed: python tests/quickstart.py"
+    assert NOTEBOOK.read_text() == as_text(notebook), "docs/library.md changed: PYTHONPATH=. python tests/quickstart.py"
     assert "torch.Size([2, 7, 32])" in NOTEBOOK.read_text()
     assert (tmp_path / "mine/model.safetensors").is_file()
