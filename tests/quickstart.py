@@ -1,4 +1,7 @@
-"""notebooks/quickstart.ipynb, made from docs/library.md with its outputs: `PYTHONPATH=. python tests/quickstart.py` writes it."""
+"""notebooks/quickstart.ipynb, made from docs/library.md with its outputs.
+
+`PYTHONPATH=. python tests/quickstart.py` writes it: the folder tests/vlbert would hide the package.
+"""
 
 import contextlib
 import io
