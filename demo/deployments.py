@@ -116,7 +116,7 @@ def answers_of(data: DemoData) -> int:
 
 def detection_of_demo(weights: Path, keep_features: bool = False) -> DetectionConfig:
     # A scene holds five objects at most: more proposals repeat them. The proposals' own boxes ground words better than
-    # regressed ones (docs/grounding.md).
+    # regressed ones (benchmarks/results/2026-11-21-grounding.json).
     return DetectionConfig(
         weights=str(weights),
         network=NetworkOverrides(post_nms=30),

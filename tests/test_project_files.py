@@ -17,7 +17,9 @@ from training.program import make_recipe
 from vlbert.recipes import RECIPES
 
 PAGES = sorted(
-    path.relative_to(PROJECT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in PROJECT.glob(pattern)
+    path.relative_to(PROJECT)
+    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md")
+    for path in PROJECT.glob(pattern)
 )
 CLAIMS = (PROJECT / "docs" / "reproducibility.md").read_text()
 NAMED = {code for line in CLAIMS.splitlines() if line.startswith("|") for code in re.findall("`([^`]+)`", line)}
@@ -62,9 +64,11 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
-    built = subprocess.run(command, cwd=PROJECT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
-    assert (built.returncode, built.stderr) == (0, b"")
+    # Not --quiet: it hides warnings from --strict, too.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
     assert (tmp_path / "site" / "tour" / "index.html").is_file()
 
 
