@@ -12,9 +12,9 @@ PORT ?= 4200
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo demo-full compare ui serve test test-all lint format clean
+.PHONY: demo demo-full compare ui serve test test-all lint format docs clean
 
-demo: $(VENV)/installed  ## draws images, serves them, runs the whole pipeline on them: 6 minutes on 2 cores
+demo: $(VENV)/installed  ## draws images, serves them, runs the whole pipeline on them: 5 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root
@@ -45,6 +45,9 @@ lint: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
+
+docs: $(VENV)/installed  ## the pages of docs/ as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:  ## what the demo made; the virtual environment stays
 	@if [ -f "$(ROOT)/data/demo.json" ]; then rm -rf "$(ROOT)"; \

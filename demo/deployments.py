@@ -26,7 +26,7 @@ from storage.collect.download import DownloadSettings
 PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
 PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
 COMPARE_ROOT = Path("compare-root")  # of `make compare`: regions with features
-SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/train-detector.md
+SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/detector.md
 
 
 def write_deployments(file: Path, parameters: dict, data: DemoData) -> None:
@@ -116,7 +116,7 @@ def answers_of(data: DemoData) -> int:
 
 def detection_of_demo(weights: Path, keep_features: bool = False) -> DetectionConfig:
     # A scene holds five objects at most: more proposals repeat them. The proposals' own boxes ground words better than
-    # regressed ones (docs/grounding.md).
+    # regressed ones (benchmarks/results/2026-11-21-grounding.json).
     return DetectionConfig(
         weights=str(weights),
         network=NetworkOverrides(post_nms=30),

@@ -5,8 +5,7 @@
 
 RECIPE is a function of detectors/recipes.py; fields are those of its dataclasses, such as --root FOLDER or
 --optimizer.learning_rate 1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so. It
-leaves ROOT/runs/RUN/weights.safetensors, which `vlbert detect` and `verify-detector` read. docs/train-detector.md
-tells more.
+leaves ROOT/runs/RUN/weights.safetensors, which `vlbert detect` and `verify-detector` read. docs/detector.md tells more.
 """
 
 import dataclasses

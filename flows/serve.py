@@ -3,7 +3,7 @@
     vlbert serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]  until Ctrl-C
 
 Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. Server and
-worker are child processes. If one ends, all ends; systemd may start it again. docs/operating.md says how to run the
+worker are child processes. If one ends, all ends; systemd may start it again. docs/serve.md says how to run the
 parts on machines of their own.
 """
 

@@ -454,7 +454,7 @@ class S3Store:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def leftovers(self) -> Iterator[ObjectInfo]:
-        return iter(())  # unfinished uploads in parts go by a lifecycle rule of the bucket: docs/operating.md
+        return iter(())  # unfinished uploads in parts go by a lifecycle rule of the bucket: docs/clusters.md
 
     def _key(self, path: str) -> str:
         return self._prefix + _checked(path)

@@ -1,6 +1,9 @@
 """What stands beside the code: pages whose links and checks exist, the licence, the citation, the forms of issues."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ from training.program import make_recipe
 from vlbert.recipes import RECIPES
 
 PAGES = sorted(
-    path.relative_to(PROJECT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in PROJECT.glob(pattern)
+    path.relative_to(PROJECT)
+    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md")
+    for path in PROJECT.glob(pattern)
 )
 CLAIMS = (PROJECT / "docs" / "reproducibility.md").read_text()
 NAMED = {code for line in CLAIMS.splitlines() if line.startswith("|") for code in re.findall("`([^`]+)`", line)}
@@ -56,6 +61,15 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
         if heading:
             heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in heads], link
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    # Not --quiet: it hides warnings from --strict, too.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "tour" / "index.html").is_file()
 
 
 def test_the_arguments_of_kubernetes_are_understood():

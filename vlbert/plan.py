@@ -114,7 +114,7 @@ _DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cud
 class PlanSettings:
     """What is planned, beside the recipe. Give `list`, or `rows`."""
 
-    list: str | None = None  # caption list (docs/download.md)
+    list: str | None = None  # caption list (docs/images.md)
     rows: int | None = None  # length of a list, in its place
     sample: int | None = None  # request so many URLs of the list
     columns: tuple[str, ...] = ()  # of the list, as `vlbert collect` takes them
@@ -205,7 +205,7 @@ def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Fig
     counts = ", ".join(f"{count} {status}" for status, count in Counter(str(one.status) for one in found).most_common())
     if not sizes:
         raise ValueError(
-            f"none of {len(found)} URLs of {settings.list} gave an image ({counts}; docs/download.md). Check this "
+            f"none of {len(found)} URLs of {settings.list} gave an image ({counts}; docs/images.md). Check this "
             "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
         )
     figures = len(sizes) / len(rows), sum(sizes) / len(sizes), len(found) / seconds

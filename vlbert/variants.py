@@ -1,6 +1,6 @@
 """The two variants: where the paper and the authors' code differ, each rule is a field of a recipe with both values.
 
-    vlbert recipes        prints them as a table; docs/variants.md has the reasons
+    vlbert recipes        prints them as a table; docs/models.md explains some
 
 `apply(recipe, variant)` sets all of them. Released checkpoints need the code's; the paper's tables name
 the paper's. Numbers (learning rates, batches, steps) stand in the recipes themselves, beside their sources.

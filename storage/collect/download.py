@@ -2,7 +2,7 @@
 
 A `Downloader` requests every distinct URL once, with one deadline each, from public addresses only, for several shards
 at once. Transient failures are requested once more when all others of the shard are done. A row's failure is a Status.
-Any other error is a bug of this program and is raised. docs/download.md has the settings, the statuses and the address
+Any other error is a bug of this program and is raised. docs/images.md has the settings, the statuses and the address
 rules.
 """
 

@@ -235,7 +235,7 @@ def _json_records(file: Path, form: str) -> Iterator[_Record]:
     if isinstance(found, dict):
         lists = {name: value for name, value in found.items() if isinstance(value, list)}
         if len({len(values) for values in lists.values()}) != 1:
-            raise ValueError(f"{file} holds no columns of one length; write it as a list (docs/data.md has code)")
+            raise ValueError(f"{file} holds no columns of one length; write it as a list (docs/images.md has code)")
         found = (dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True))
     for row in found:
         wrong = f"{shown(row)} is not an object; write each row as one"

@@ -87,7 +87,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class NormalisedImage:
-    """A JPEG as it is stored, its size in pixels, the original's sha256, and what was changed: docs/download.md."""
+    """A JPEG as it is stored, its size in pixels, the original's sha256, and what was changed: docs/images.md."""
 
     jpeg: bytes
     width: int

@@ -168,7 +168,7 @@ def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str
     """The message if no row is ok; `part` is a shard that was not committed."""
     status = Status(Counter(counts).most_common(1)[0][0])
     (row,) = listed.read(part.start, part.start + 1)
-    hints = [f"{status}: {status.meaning} (docs/download.md)", row.detail]
+    hints = [f"{status}: {status.meaning} (docs/images.md)", row.detail]
     if settings.is_download and status in _HINTS:
         place = listed.reading.where(settings.origin, row.row)
         hints += [_HINTS[status], f"{place} has {shown_url(row.url)!r} as its URL"]

@@ -122,7 +122,7 @@ BROKEN[20:60] = bytes(40)
         ("a.parquet", parquet(**columns()), "url,title", "no column 'title'; it has url, caption"),
         ("a.parquet", BROKEN, "", r"a\.parquet cannot be read"),
         ("a.json", b"[]", "", r"a\.json holds no row"),
-        ("a.json", b'{"image_urls": ["u"], "captions": []}', "", "columns of one length.*docs/data.md"),
+        ("a.json", b'{"image_urls": ["u"], "captions": []}', "", "columns of one length.*docs/images.md"),
         ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "1, 2, 3, 4, none .* or as the first line has them: .'a', 'b'"),
         ("a.tsv", tsv(("url", "caption", "caption"), ("a", "b", "c")), "url,caption", "'caption'; it has url, 2, 3"),
         ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9, mtime=0)[:-20], "", r"a\.tsv\.gz cannot be read"),
@@ -281,16 +281,15 @@ def test_a_large_list_is_read_in_little_memory(tmp_path: Path):
     assert kilobytes < 150_000  # as rows it has about 250 MB
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------------------------
 
-PAGES = [PROJECT / "docs" / name for name in ("data.md", "download.md")]
+PAGE = (PROJECT / "docs" / "images.md").read_text()
 COMMANDS = [
     found.replace("\\\n", " ").split()
-    for page in PAGES
-    for found in re.findall(r"^    vlbert collect (\S+ \S+(?:.*\\\n)*.*)$", page.read_text(), re.MULTILINE)
+    for found in re.findall(r"^    vlbert collect (\S+ \S+(?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
 ]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_the_commands_of_the_pages_are_settings(command: list[str]):
+def test_the_commands_of_the_page_are_settings(command: list[str]):
     assert parse(CollectSettings, command[1:]).origin

@@ -101,9 +101,9 @@ def test_a_program_runs_and_its_errors_call_it_as_it_was_called(capsys, tmp_path
         assert str(ended.value.code).startswith(f"vlbert {arguments[0]}")
 
 
-def test_the_page_names_commands_and_extras_that_exist(capsys):
-    page = (PROJECT / "docs" / "commands.md").read_text()
-    for text in (page, (PROJECT / "README.md").read_text()):
-        assert {*re.findall(r"(?:^ {4}|`)vlbert ([a-z][a-z-]+)", text, re.MULTILINE)} <= {*COMMANDS}
+def test_the_pages_name_commands_and_extras_that_exist():
+    pages = [PROJECT / "README.md", *(PROJECT / "docs").glob("*.md")]
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {*re.findall(r"vlbert\[(\w+)\]", page)} <= {*extras}
+    for text in (page.read_text() for page in pages):
+        assert {*re.findall(r"(?:^ {4}|`)vlbert ([a-z][a-z-]+)", text, re.MULTILINE)} <= {*COMMANDS}
+        assert {*re.findall(r"vlbert\[(\w+)\]", text)} <= {*extras}

@@ -162,13 +162,15 @@ def test_withdrawn_images_are_not_counted(tmp_path):
 def test_the_commands_of_the_pages_run(root, monkeypatch):
     monkeypatch.chdir(root.parent)
     VLBertModel(VLBertConfig(TINY_MODEL, 50)).save_pretrained("vl-bert-base-e2e")
-    pages = [PROJECT / "docs" / f"{name}.md" for name in ("operating", "download", "library")]
+    pages = [PROJECT / "docs" / f"{name}.md" for name in ("images", "library", "provenance")]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     commands = [line for line in lines if re.match(r" {4}vlbert (replay|card) ", line)]
-    assert len(commands) == 3
+    assert {command.split()[1] for command in commands} >= {"card"}
     for command in commands:
-        run_command(shlex.split(command)[1:])
-    assert (root.parent / "step-3.html").is_file()
+        words = shlex.split(command)[1:]
+        run_command(words)
+        if "--out" in words:
+            assert (root.parent / words[words.index("--out") + 1]).is_file()
     card = (root.parent / "vl-bert-base-e2e/README.md").read_text()
     assert "Metrics: not recorded." in card
     assert "Recipe: not recorded." in card

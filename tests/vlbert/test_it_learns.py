@@ -1,6 +1,6 @@
 """It learns, and from the image: what is memorised, what masking takes away, and what leaks past a mask.
 
-docs/grounding.md explains the numbers; `pytest -s tests/vlbert/test_it_learns.py` prints them.
+docs/results.md explains the numbers; `pytest -m slow -s tests/vlbert/test_it_learns.py` prints them.
 
 A drawn image shows a ball of a warm colour on the left and one of a cold colour on the right, the caption names both:
 text alone knows a colour from three, images know it. Each ball has two regions, one tight, one with room around it,

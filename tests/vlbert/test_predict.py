@@ -353,11 +353,11 @@ def test_a_detector_with_random_weights_is_made_again(root, tmp_path):
 
 
 def test_the_code_of_the_documents_runs(root, tmp_path, monkeypatch, capsys):
-    (readme,) = re.findall(r"(?:    .*(?:predictor|Predictor).*\n)+", (PROJECT / "README.md").read_text())
-    (guide,) = re.findall(r"```python\n(.*?)```", (PROJECT / "docs" / "predict.md").read_text(), re.DOTALL)
+    code = r"(    from vlbert.predict import Predictor\n(?:    .*\n|\n(?=    ))*)"
+    blocks = [re.findall(code, (PROJECT / page).read_text()) for page in ("README.md", "docs/library.md")]
     (tmp_path / "photo.jpg").write_bytes((root / "photo.jpg").read_bytes())
     monkeypatch.chdir(tmp_path)
-    for code in (textwrap.dedent(readme), guide):
-        exec(code.replace("demo-root/runs/pretrain", str(root / "runs/pretraining")), {})
+    for (block,) in blocks:
+        exec(textwrap.dedent(block).replace("demo-root/runs/pretrain", str(root / "runs/pretraining")), {})
         assert re.search(r"^a (red )?\S+", capsys.readouterr().out)
     assert (tmp_path / "answer.png").is_file()

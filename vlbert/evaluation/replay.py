@@ -4,7 +4,7 @@
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or a copy of such a folder. STEP counts from 1,
 as the log does. The batch is the same on any number of devices, so a laptop can replay a run of eight GPUs. See
-docs/operating.md.
+docs/provenance.md.
 """
 
 from collections.abc import Sequence

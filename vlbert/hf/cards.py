@@ -5,7 +5,7 @@
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model. Every number is
 read from what the programs recorded; what nothing recorded is "not recorded". The templates are model_card.md.j2 and
-data_card.md.j2. More in docs/library.md and docs/download.md.
+data_card.md.j2. More in docs/library.md and docs/images.md.
 """
 
 import re

@@ -12,7 +12,7 @@
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model and its task's
 head; to rank, one of retrieval or a pre-training with the relationship head. Draws a prediction into a file beside the
-image. More in docs/predict.md.
+image. More in docs/library.md.
 """
 
 import sys
