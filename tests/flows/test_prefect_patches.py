@@ -255,6 +255,7 @@ def test_the_lease_of_a_cancelled_run_ends_with_it(
 def test_a_slot_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):
     run = deployed.at_work()
     renewed = renew_slot(deployed.client, run, (None, 0.0))
+    assert renew_slot(deployed.client, run, renewed) == renewed, "not each second"
     deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
     set_running(deployed.client, deployed.client.read_flow_run(run.id))
     again = deployed.client.read_flow_run(run.id)

@@ -52,6 +52,15 @@ def test_a_spike_is_measured_against_the_last_hundred_steps_taken():
     assert Skipping(None, skipping.state).why(step(1e9)) is None
 
 
+def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
+    skipping = Skipping(None)
+    assert "regions (inf)" in skipping.why(step(math.nan, math.nan, words=1.0, regions=math.inf))
+    assert "gradient (nan)" in skipping.why(step(1.0, math.nan, words=1.0))
+    assert skipping.in_a_row == 2
+    assert skipping.why(step(1.0, words=1.0)) is None
+    assert skipping.in_a_row == 0
+
+
 @pytest.mark.parametrize("cut", [50, 120, 131])
 def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
     losses = [1.0 + (n * 7 % 13) / 10 for n in range(130)] + [3.3, 9.9, 3.1]
