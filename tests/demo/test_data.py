@@ -243,6 +243,13 @@ def fetch(server: DemoServer, path: str) -> tuple[int, str, bytes]:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
 
+@pytest.mark.parametrize("path", ["/images/999999.jpg", "/images/../train.tsv", "/broken/404/000301.jpg"])
+def test_the_server_finds_nothing_else(server, path):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        fetch(server, path)
+    assert error.value.code == 404
+
+
 def test_good_urls_lead_to_their_image_and_broken_ones_misbehave_as_they_say(drawn, server):
     assert fetch(server, "/images/000007.jpg") == (200, "image/jpeg", (drawn.images / "000007.jpg").read_bytes())
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):

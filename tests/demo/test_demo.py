@@ -10,6 +10,7 @@ from demo_results import pipeline
 from places import PROJECT
 
 import demo.__main__ as demo
+import demo.compare as demo_compare
 from demo.data import DemoDataSettings, draw_demo_data
 from demo.deployments import SHIPPED_DETECTOR, flow_parameters
 from demo.report import evaluate_detector
@@ -49,6 +50,16 @@ def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFix
     assert "RefCOCO+: 0.500 with pre-training, 0.300 without, 0.250 by chance" in printed
     (failed,) = demo.gates([*pipelines, pipeline(0.08, GOOD)], 0.8, 0.5)
     assert "grounding is 0.110" in failed
+
+
+def test_the_gates_of_a_comparison_name_what_a_model_did_not_learn():
+    gaps = {"monitored_accuracy_grounding_gap": {"vilbert": {"mean": 0.049}}}
+    task = {"title": "VQA", "means": {"vilbert": {"mean": 0.16}}, "chance": 0.135, "problem": None}
+    summary = {"pretraining": gaps, "tasks": {"vqa": task}, "failed": [{"run": "compare-x", "reason": "no disk"}]}
+    failed, grounding, accuracy = demo_compare.gates(summary)
+    assert "compare-x failed: no disk" in failed
+    assert "vilbert: the grounding gap is 0.049" in grounding
+    assert "vilbert: VQA is 0.160, not 0.03 over chance (0.135)" in accuracy
 
 
 def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):

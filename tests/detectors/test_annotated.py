@@ -72,12 +72,29 @@ def test_a_sample_gets_the_boxes_of_its_image_or_a_status(
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"images": [', r"a\.json is not JSON"),
+        ({"images": [], "annotations": []}, "categories missing or no list"),
+        (coco(annotations=[None]), r"annotations\[0\] is None, not an object"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, message: str):
+    file = tmp_path / "a.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        AnnotatedDetector(file)
+
+
+@pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
         ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number"),
+        ("categories", "id", 30, r"categories\[1\] has the id of another, 30"),
         ("categories", "name", None, r"categories\[1\] has the name None, not a text"),
         ("images", "file_name", "other/000001.jpg", "images 7 and 8 both have the file_name 000001.jpg"),
         ("images", "height", 0, r"images\[1\] has the height 0, not a positive number"),
+        ("annotations", "bbox", [200, 20, 30, 40], r"annotations\[1\] has the bbox"),
         ("annotations", "bbox", [10, 20, float("nan"), 40], r"annotations\[1\] has the bbox"),
         ("annotations", "category_id", 6, r"annotations\[1\] refers to image 7 and category 6"),
     ],

@@ -197,11 +197,13 @@ IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (["--backend=annotated"], "annotations is not set: backend annotated needs a file"),
         ([], "weights is None and random_init False: backend faster_rcnn needs weights .* not both"),
         (["--random_init"], "preset is not set"),
         ([*RANDOM_INIT, "--network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
         ([*RANDOM_INIT, "--annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
         ([*FILE, "--network.post_nms=3", "--random_init"], "random_init, network.post_nms: not for backend annotated"),
+        (["--backend=imported"], "imported.files is not set: backend imported needs files of features"),
         ([*IMPORTED, "--weights=x", "--selection.minimum=3"], "weights, selection.minimum: not for backend imported"),
         (IMPORTED, "there is no file of features absent.tsv"),
         (RANDOM_INIT, r"no shard is committed in .*captions/images; collect the images first"),

@@ -96,6 +96,7 @@ def entries(**changes: Any) -> list[dict[str, Any]]:
     ("content", "message"),
     [
         ([None], r"\[0\] has image_id None"),
+        ([{"image_id": 1}], r"\[0\] has no list `objects`"),
         ([{"image_id": 1, "objects": [None]}], r"image 1, \[0\] has the names None"),
         (entries(attributes="red"), r"image 1, \[0\] has the attributes 'red'"),
         (entries(w=float("nan")), r"image 1, \[0\] has x, y, w, h \[5, 5, nan"),

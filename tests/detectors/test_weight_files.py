@@ -126,6 +126,7 @@ def test_a_torn_file_and_names_that_the_network_has_not_are_refused(tmp_path: Pa
     ("key", "text"),
     [
         ("network", "[" * 100_000),
+        ("network", '{"num_classes": 36}'),
         ("network", '{"resnet": {}, "num_classes": "x"}'),
         ("classes", "[1]"),
     ],

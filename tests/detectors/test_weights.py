@@ -196,9 +196,11 @@ def test_what_is_no_weight_file_is_refused(tmp_path: Path, files: dict[str, Path
     same = torch.zeros(1).expand(2**20, 2**10)
     torch.save({"a": same}, tmp_path / "large")
     for content, message in (
+        (b"", "is empty"),
         (b"\n<!doctype html><title>404</title>", "is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         (whole[: len(whole) // 2], "torn or no weight file"),
+        (pickle.dumps({"model": {}}), "holds no state dict"),
         (pickle.dumps({"model": {"a": "text"}}), "'a' is no tensor but a str"),
         (pickle.dumps({"a": np.ones(2), "module.a": np.ones(2)}), "names are the same without those of wrappers"),
         (pickle.dumps({"a": np.ones(2)}), "none of the releases airsplay, milvlg, vl-bert: its tensors are such as a"),

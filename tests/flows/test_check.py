@@ -17,7 +17,7 @@ from detectors.config import DetectionConfig
 from flows import finetune, pretrain
 from flows.check import check
 from flows.pipeline import pretrain_vlbert
-from flows.settings import Dataset, FinetuneSettings, PretrainSettings
+from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import command_of
 from storage.collect.plan import CollectSettings
 from storage.settings import override
@@ -60,6 +60,15 @@ def changed(
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"), [({"count": 0}, ["count", "0"]), ({"nodes": 2}, ["nodes", "2", "launcher", "srun"])]
+)
+def test_processes_that_cannot_be_started_are_refused(fields: dict, named: list[str]):
+    with pytest.raises(ValueError) as refused:
+        Processes(**fields)
+    assert [word for word in named if word not in str(refused.value)] == []
+
+
 @pytest.mark.parametrize("path", [("datasets", 0, "detector"), ("pretraining", "processes"), ("finetunings", 0)])
 def test_the_flow_refuses_a_misspelt_setting(demo_data: DemoData, path: tuple):
     parameters = flow_parameters(Path("r"), demo_data, seed=0, processes=1)
@@ -82,8 +91,14 @@ def test_the_form_in_the_flow_ui_describes_every_setting():
 
 REFUSED = [
     ({"dataset": {"name": "held-out"}}, ["datasets", "held-out"]),
+    ({"dataset": {"captions": "no.tsv"}}, ["dataset captions: captions", "no.tsv"]),
+    ({"dataset": {"captions": None, "images": "no"}}, ["dataset captions: images", "no"]),
     ({"dataset": {"captions": None, "webdataset": "no"}}, ["dataset captions", "no is not a folder", "tars"]),
     ({"dataset": {"columns": ("url", "alt")}}, ["dataset captions", "train.tsv", "no column 'url'"]),
+    (
+        {"dataset": {"detector": DetectionConfig("annotated", annotations="a.json")}},
+        ["dataset captions: detector.annotations", "a.json"],
+    ),
     (
         {"dataset": {"detector": DetectionConfig(preset="demo", weights="no.safetensors")}},
         ["dataset captions: detector.weights", "no.safetensors"],
@@ -93,6 +108,8 @@ REFUSED = [
         ["pretraining.datasets", "'caption'", "captions, held-out, coco"],
     ),
     ({"pretraining": {"held_out": ("held",)}}, ["pretraining.datasets", "'held'"]),
+    ({"pretraining": {"text": ("no.txt",)}}, ["pretraining.text", "no.txt"]),
+    ({"pretraining": {"vocabulary_captions": ("no.tsv",)}}, ["pretraining.vocabulary_captions", "no.tsv"]),
     ({"pretraining": {"vocabulary": "no.txt"}}, ["pretraining.vocabulary", "no.txt"]),
     ({"pretraining": {"recipe": "finetune_refcoco --size demo"}}, ["pretraining.recipe", "no pre-training"]),
     ({"pretraining": {"run": "refcoco-with"}}, ["runs", "refcoco-with"]),

@@ -274,6 +274,7 @@ def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_each_second(
 def test_a_slot_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):
     run = deployed.at_work()
     renewed = renew_slot(deployed.client, run, (None, 0.0))
+    assert renew_slot(deployed.client, run, renewed) == renewed, "not each second"
     deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
     set_running(deployed.client, deployed.client.read_flow_run(run.id))
     again = deployed.client.read_flow_run(run.id)

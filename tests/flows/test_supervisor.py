@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,11 @@ run_child(sys.argv[1:], listen, grace=0.3)
     flow.wait()
     wait_until(lambda: len(alive(mark)) <= 1, 2.5)  # the forked copy of the flow, while it sleeps
     wait_until(lambda: not alive(mark), 10)
+
+
+def test_a_child_is_started_from_the_main_thread_only():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="main thread"):
+        pool.submit(run_child, python("pass"), print).result()
 
 
 def test_a_child_in_the_background_runs_as_long_as_the_block(mark: str, tmp_path: Path):

@@ -60,6 +60,20 @@ def test_a_checkpoint_holds_all_as_it_was_when_it_began_and_is_whole_at_the_end(
     assert writer.saved == f"{tmp_path}/{FIRST}"
 
 
+def test_a_checkpoint_waits_for_the_one_before(tmp_path, logged):
+    store = Held(tmp_path, f"{FIRST}/state.json")
+    with Writer(store, logged.append) as writer:
+        write(writer, 1)
+        assert store.begun.wait(20)
+        second = threading.Thread(target=write, args=(writer, 2))
+        second.start()
+        second.join(0.05)
+        assert second.is_alive()
+        store.let_through.set()
+        second.join(20)
+    assert [read(tmp_path, folder) for folder in (FIRST, SECOND)] == [1, 2]
+
+
 def test_objects_are_written_in_order_and_of_one_path_the_newest(tmp_path):
     store = Held(tmp_path, "first")
     with Writer(store) as writer:
