@@ -321,12 +321,3 @@ def test_a_stopped_torchrun_goes_on_to_the_bit(tmp_path, size, rank):
     lines: list[str] = []
     check_stopped(tmp_path, 7, size, rank, lines.append)
     assert sum(" told to stop in step " in line for line in lines) == 1
-
-
-def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
-    skipping = Skipping(None)
-    assert "regions (inf)" in skipping.why(step(math.nan, math.nan, words=1.0, regions=math.inf))
-    assert "gradient (nan)" in skipping.why(step(1.0, math.nan, words=1.0))
-    assert skipping.in_a_row == 2
-    assert skipping.why(step(1.0, words=1.0)) is None
-    assert skipping.in_a_row == 0
