@@ -132,6 +132,19 @@ def test_boxes_that_count_both_end_pixels_are_one_wider_in_every_step(minimum_si
     assert boxes.tolist() == [[13, 13, 29, 45], [0, 0, 1, 13], [39, 47, 39, 47]][:kept]
 
 
+@pytest.mark.parametrize(("arithmetic", "kept"), [("continuous", 1), ("plus_one", 2)])
+def test_caffe_drops_small_boxes_before_the_best_are_taken_and_detectron2_among_them(arithmetic: str, kept: int):
+    network = small_network(box_arithmetic=arithmetic, minimum_side=20, pre_nms=2)
+    network.proposal_generator.cell_anchors.copy_(torch.tensor([0.0, 0, 15, 40]))
+    network.proposal_generator.cell_anchors[:2, 2] = 40
+    logits = torch.full((6, 1, 1), float("nan"))
+    logits[:3, 0, 0] = torch.tensor([3.0, 1, 2])  # the second best is narrow
+    deltas = torch.zeros(24, 1, 1)
+    deltas[4] = 1  # so that the third does not lie on the best
+    (boxes,), _ = network.proposals(logits[None], deltas[None], height=200, width=200)
+    assert len(boxes) == kept
+
+
 def test_proposals_lie_in_the_image_best_first_and_do_not_overlap():
     network = FasterRCNN.random_init(SMALL, seed=0)
     generator = torch.Generator().manual_seed(1)

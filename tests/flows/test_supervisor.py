@@ -200,6 +200,13 @@ def test_a_child_is_started_from_the_main_thread_only():
         pool.submit(run_child, python("pass"), print).result()
 
 
+def test_a_child_has_a_session_of_its_own_no_input_and_the_variables_it_was_given():
+    program = "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()), os.environ['GREETING'])"
+    heard = []
+    run_child(python(program), heard.append, environment={"GREETING": "hello"})
+    assert heard == ["True '' hello"]
+
+
 def test_a_child_in_the_background_runs_as_long_as_the_block(mark: str, tmp_path: Path):
     log = tmp_path / "log"
     with background(stubborn(mark), log, grace=0.2) as runs:
