@@ -1,5 +1,6 @@
 """Checkpoints: written beside the steps, whole or not there, through storage that is away; and which are kept."""
 
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,22 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     writer.finish()
     assert (tmp_path / "runs/r/heartbeat.json").exists()
     assert checkpoints(writer.store, "r") == []
+
+
+def test_a_full_disk_is_named_and_costs_no_checkpoint(tmp_path, logged, monkeypatch):
+    save, full = training.checkpoint.save_file, [OSError("File too large")]
+
+    def save_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        if full:
+            raise full.pop()
+        save(tensors, file)
+
+    monkeypatch.setattr(training.checkpoint, "save_file", save_file)
+    with Writer(open_store(str(tmp_path)), logged.append) as writer:
+        write(writer, 1)
+    for named in (f"{tmp_path}/{FIRST}/{MODEL}", tempfile.gettempdir(), "File too large", "TMPDIR"):
+        assert named in logged[0]
+    assert read(tmp_path, FIRST) == 1
 
 
 # --- other errors -----------------------------------------------------------------------------------------------------
