@@ -16,6 +16,7 @@ from demo.deployments import SHIPPED_DETECTOR, flow_parameters
 from demo.report import evaluate_detector
 from demo.tasks import DEMO_TASKS, OF_DEMO
 from detectors.weights.files import read_config
+from flows.settings import quiet_prefect
 from vlbert.recipes.demo import DEMO
 
 TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
@@ -60,6 +61,26 @@ def test_the_gates_of_a_comparison_name_what_a_model_did_not_learn():
     assert "compare-x failed: no disk" in failed
     assert "vilbert: the grounding gap is 0.049" in grounding
     assert "vilbert: VQA is 0.160, not 0.03 over chance (0.135)" in accuracy
+
+
+def test_what_stages_log_is_found_in_the_log_of_the_worker():
+    from flows.artifacts import STAGE_LOG  # which imports prefect
+
+    log = (
+        "12:00:01.123 | INFO    | Flow run 'collect captions' - Beginning flow run\n"
+        f"12:00:02.456 | INFO    | prefect.flow_runs.{STAGE_LOG} - pretrain is complete: é\n"
+        f"Traceback\n12:00:03.000 | WARNING | prefect.task_runs.{STAGE_LOG} - captions: 4 of 9 shards collected\n"
+    )
+    assert demo.LOGGED.findall(log) == ["pretrain is complete: é", "captions: 4 of 9 shards collected"]
+
+
+def test_a_proxy_is_not_asked_for_prefects_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "example.org")
+    variables = quiet_prefect(tmp_path)
+    assert variables["no_proxy"] == variables["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("NO_PROXY", "*")
+    assert quiet_prefect(tmp_path)["NO_PROXY"] == "*"
 
 
 def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):

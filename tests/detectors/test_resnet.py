@@ -19,6 +19,7 @@ from detectors.resnet import (
     ResNetConfig,
     conv_relu,
     fold_norms,
+    freeze_module,
 )
 
 CONFIG = ResNetConfig(blocks=(1, 1, 2, 2), width=8)
@@ -166,6 +167,18 @@ def test_the_config_decides_where_sizes_are_halved():
         assert network.stem(torch.zeros(1, 3, 66, 66)).shape[-1] == stem
         assert Res5(config)(pooled).shape == (2, 128, res5, res5)
         assert (network.res3[0].conv1.stride[0], network.res3[0].conv2.stride[0]) == strides
+
+
+def test_a_frozen_norm_is_a_batch_norm_in_eval_mode_also_while_training():
+    live = lively_norms(nn.BatchNorm2d(6))
+    conv = NormedConv(4, 6, kernel=3, stride=1, dilation=1, norm="batch").train()
+    conv.norm.load_state_dict(live.state_dict())
+    freeze_module(conv)
+    x = torch.randn(2, 4, 3, 3)
+    before = {name: tensor.clone() for name, tensor in conv.state_dict().items()}
+    torch.testing.assert_close(conv(x), live.eval()(F.conv2d(x, conv.weight, padding=1)))
+    assert all(torch.equal(before[name], tensor) for name, tensor in conv.state_dict().items())
+    assert not list(conv.norm.parameters())
 
 
 def test_in_float32_every_number_is_that_of_its_parts_to_the_bit():

@@ -23,7 +23,7 @@ from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import StorageUnreachable, open_store
-from training.curves import curves
+from training.curves import curves, draw, lines_of
 
 IMAGES = "images"
 
@@ -85,6 +85,13 @@ def test_curves_show_losses_and_accuracies_with_their_last_values(tmp_path: Path
     assert curves(store, "r") == curves(store, "r"), "no date, no random ids"
 
 
+def test_a_line_of_a_chart_is_thinned_and_passes_over_rows_without_the_value():
+    rows = [{"step": step, "loss": step} | ({"odd": 1.0} if step % 2 else {}) for step in range(6000)]
+    lines = lines_of(rows, "loss", "odd")
+    assert [len(points) for points in lines.values()] == [6000, 3000]
+    assert len(base64.b64decode(draw({"x": lines}).partition(",")[2])) < 30_000
+
+
 # --- an artifact that grows -------------------------------------------------------------------------------------------
 
 
@@ -137,17 +144,19 @@ def test_a_training_shows_its_heartbeat_and_its_curves_then_its_metrics(
     beat = {"step": 5, "steps": 9, "state": "training", "losses": {"words": 1.2346}, "counts": {"skipped": 2}}
     beat |= {"seconds": 9.0, "seconds_left": 3723.0, "samples_per_second": 9.54, "data_wait": 0.031}
 
+    metrics = {"accuracy": 0.5, "accuracy/yes/no": 0.25, "odd": None}
+
     def training(watch) -> Trained:
         watch()
         store.put("runs/r/heartbeat.json", json.dumps(beat).encode())
         store.put("runs/r/metrics.jsonl", b'{"kind": "training", "step": 5, "loss_words": 1.2}\n')
         watch()
-        return Trained("r", "recipe", "d-1", "abc", "s3://bucket/runs/r/step-9", {"accuracy": 0.5}, 1.0, 1)
+        return Trained("r", "recipe", "d-1", "abc", "s3://bucket/runs/r/step-9", metrics, 1.0, 1)
 
     assert show_training("pretrain", str(tmp_path), "r", logged.append, training).run == "r"
     assert shown[0] == "starting"
     assert logged[0].startswith("r: training: step 5/9  loss words 1.235  skipped 2  samples/s 9.5  data wait 3 %")
     assert logged[0].endswith("time left 1:02:03")
     assert re.search(r"time left 1\\:02\\:03\n\n!\[curves\]\(data:image/svg", shown[1])
-    assert cells(shown[2])[1] == ["accuracy", "0.500", ""]
+    assert cells(shown[2])[1:] == [["accuracy", "0.500", ""], ["odd", "–", ""]]
     assert r"step\-9" in shown[2]

@@ -169,6 +169,7 @@ def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_
     shards = {"captions": 4, "held-out": 1, "coco": 2}
     assert {done.dataset: done.new_shards for done in pipeline.collected} == shards
     assert {name: found.new_shards for name, found in pipeline.detected.items()} == shards
+    assert pipeline.detected["captions"].images == 24 < pipeline.detected["captions"].regions
     assert pipeline.pretrained.checkpoint == str(root / "runs/pretrain/step-0000004")
     assert 0 <= pipeline.pretrained.metrics["monitored_accuracy"] <= 1
     assert [trained.run for trained in pipeline.finetuned] == ["refcoco-with"]

@@ -115,6 +115,17 @@ def test_a_child_may_take_no_longer_than_its_timeout(mark: str):
     assert sorted(failed.value.tail) == ["child", "grandchild"]
 
 
+def test_a_last_line_of_the_grace_period_is_kept(mark: str):
+    program = """
+import signal, sys, time
+def stop(*_): print("saved"); sys.exit(0)
+signal.signal(signal.SIGTERM, stop); print("ready"); time.sleep(600)
+"""
+    with pytest.raises(ChildTimedOut) as failed:
+        run_child(python(program, mark), print, timeout=1)
+    assert failed.value.tail == ["ready", "saved"]
+
+
 def test_a_child_whose_first_thread_has_ended_is_still_there(mark: str):
     """For the kernel such a process is a zombie, which nobody can wait for before its other threads end."""
     program = """
