@@ -14,7 +14,7 @@ export DO_NOT_TRACK := 1
 
 .PHONY: demo demo-full compare ui serve test test-all lint format docs clean
 
-demo: $(VENV)/installed  ## draws images, serves them, runs the whole pipeline on them: 5 minutes on 2 cores
+demo: $(VENV)/installed  ## draws images, serves them, runs the whole pipeline on them: 5 to 7 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root

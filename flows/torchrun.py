@@ -157,10 +157,9 @@ def torchrun(
             grace=processes.grace,
             environment=processes.environment | {PROGRESS_LINES: "0"},
         )
-    except ChildTimedOut:  # it stopped because of us
-        raise
     except ChildFailed as error:
-        if error.returncode != os.EX_TEMPFAIL:  # as training.program has it
+        # After a time limit it stopped because of us. Else training.program ends with this status.
+        if isinstance(error, ChildTimedOut) or error.returncode != os.EX_TEMPFAIL:
             raise
         saved = [line for line in error.tail if " stopped: " in line]
         message = f"the training did not fail, it was told to stop (SIGTERM or SIGINT): {' '.join(saved)}"

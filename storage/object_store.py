@@ -178,7 +178,7 @@ class LocalStore:
         return _whole_range(data, self.where(path), offset, length)
 
     def exists(self, path: str) -> bool:
-        """Whether the object exists."""
+        """Return whether the object exists."""
         return self._file(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

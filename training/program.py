@@ -38,7 +38,10 @@ def run_program(
     """
     recipe_name, given = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
-    print_help(recipe_name, given, recipes, name)
+    try:
+        print_help(recipe_name, given, recipes, name)
+    except ValueError as error:
+        sys.exit(f"{name}: {error}")
 
     def work(world: World) -> None:
         # In the world: what is wrong on one rank ends all at once, and is told once.
@@ -115,6 +118,7 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str 
             f"there is no {kind} {name}, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
             f"{f'; did you mean {near[0]}?' if near else ''}"
         )
+    sys.path.append(os.getcwd())  # an installed script does not look there
     try:
         found = importlib.import_module(module)
     except ImportError as error:

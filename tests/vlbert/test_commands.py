@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from places import PROJECT
@@ -71,6 +72,18 @@ def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys):
         main(["train", "pretrain_vlber"])
     with pytest.raises(SystemExit, match="vlbert train pretrain_vlbert: .*--data.rot.* Perhaps you meant: --data.root"):
         main(["train", "pretrain_vlbert", "--data.rot", "x"])
+
+
+def test_the_installed_script_finds_a_recipe_of_the_working_directory(tmp_path):
+    (tmp_path / "mine.py").write_text("from vlbert.recipes.vlbert import pretrain_vlbert as recipe\n")
+    script = str(Path(sys.executable).parent / "vlbert")
+    ended = [
+        subprocess.run([script, "train", name, "--help"], cwd=tmp_path, capture_output=True, text=True)
+        for name in ("mine:recipe", "yours:recipe")
+    ]
+    assert (ended[0].returncode, ended[1].returncode) == (0, 1)
+    assert "--data.root" in ended[0].stdout
+    assert re.fullmatch("vlbert train yours:recipe: yours cannot be imported .*; run this in .*\n", ended[1].stderr)
 
 
 def test_a_pipe_that_nobody_reads_and_ctrl_c_end_a_command_as_the_shell_has_it(tmp_path):

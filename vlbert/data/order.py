@@ -48,8 +48,8 @@ class SnapshotSpan:
 def drawn(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Of one dataset the `count` samples after the first `consumed` ones, in their order: (index in `spans`, epoch,
-    int64 [questions]) by epoch; chunk as in storage.order.shuffled."""
+    """Yield the `count` samples of one dataset after the first `consumed` ones, in their order and by epoch: (index in
+    `spans`, epoch, int64 [questions]); chunk as in storage.order.shuffled."""
     assert consumed >= spans[0].consumed, f"sample {consumed} lies before {spans[0]}"
     stop = consumed + count
     for index, (span, end) in enumerate(zip(spans, [span.consumed for span in spans[1:]] + [stop], strict=True)):
