@@ -41,11 +41,11 @@ class Operated:
     def ask(self, method: str, path: str, **json: object) -> object:
         """The answer of the server's API."""
         given = {"json": json or None, "auth": tuple(self.password.split(":")) if self.password else None}
-        for _ in range(5):
+        for attempt in range(5):
             answer = httpx.request(method, f"{self.url}/api{path}", timeout=60, trust_env=False, **given)
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 break
-            time.sleep(1)  # its database is busy: ask again, as Prefect's own client does
+            time.sleep(2**attempt)  # its database is busy: ask again, as Prefect's own client does
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
