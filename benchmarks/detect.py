@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import in_turns, parser, shown, write_json
 from benchmarks.synthetic import drawn_sample
-from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class, running
+from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class, inference_settings
 from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
 from storage.sample import Regions, Sample
@@ -121,7 +121,7 @@ def compare(options: argparse.Namespace) -> None:
         for name, found in in_turns(turns, options.rounds, options.device).items()
     }
     exact = detectors[OURS]
-    with running():
+    with inference_settings():
         apart = differences(exact, detectors[HALF], samples)
     flops = counted_flops(config, resized_size(samples[0].height, samples[0].width, config))
     on = torch.cuda.get_device_name() if options.device.startswith("cuda") else "one thread of a CPU"

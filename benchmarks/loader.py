@@ -29,7 +29,7 @@ from benchmarks.synthetic import DETECTOR, commit_samples, drawn_sample, made_up
 from storage.catalog import Catalog
 from storage.manifests import Header
 from storage.object_store import ObjectStore, open_store
-from storage.order import shuffled, take
+from storage.order import samples_after, shuffled
 from storage.reading import ShardSamples
 from storage.shards import span_members
 from storage.snapshots import write_snapshot
@@ -37,7 +37,7 @@ from vlbert.config import RegionConfig
 from vlbert.data.corpus import TextCorpus, encode_corpus
 from vlbert.data.images import prepare_image
 from vlbert.data.loading import generator
-from vlbert.data.order import CAPTIONS, TEXT, SnapshotSpan, drawn
+from vlbert.data.order import CAPTIONS, TEXT, SnapshotSpan, draw_samples
 from vlbert.data.vocabulary import SPECIALS
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -126,7 +126,7 @@ def order_speed(n: int, rounds: int) -> list[Line]:
     """The order of a whole epoch, and of the batch at a random place of a random epoch, on the wall's clock."""
     whole = in_turns({"order": lambda: shuffled(np.arange(n), 0, CAPTIONS, 3, n)}, rounds)["order"]
     starts = np.random.default_rng(0).integers(0, 40 * n, 200).tolist()
-    seeks = [timed(lambda: [*drawn([SnapshotSpan(0, 0, n, "")], start, 256, 0, 1)]) for start in starts]  # noqa: B023
+    seeks = [timed(lambda: [*draw_samples([SnapshotSpan(0, 0, n, "")], start, 256, 0, 1)]) for start in starts]  # noqa: B023
     seconds, seek = (statistics.median(spent.wall for spent in turns) for turns in (whole, seeks))
     return [
         Line(f"order of {n:,} samples", seconds, "s", 1, False),
@@ -210,7 +210,7 @@ def text_speed(folder: Path, tokens: int, rounds: int) -> list[Line]:
     def read() -> int:
         count = 0
         for step in range(400):
-            lines = [line for _, line in take(256 * step, 256, 0, TEXT, len(corpus))]
+            lines = [line for _, line in samples_after(256 * step, 256, 0, TEXT, len(corpus))]
             count += corpus.passages(np.array(lines), 64).size
         return count
 

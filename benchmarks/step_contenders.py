@@ -19,7 +19,7 @@ from benchmarks.synthetic import drawn_texts, masked_pairs, without_files
 from storage.sample import Sample
 from training.distributed import World
 from training.loading import batches
-from training.precision import in_precision_of
+from training.precision import recipe_precision
 from training.program import make_recipe
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
@@ -39,13 +39,13 @@ class Fast(TrainingStep):
 
     def run(self, steps: int) -> None:
         """The next so many steps, over the prepared batches in turn."""
-        with in_precision_of(self.recipe):
+        with recipe_precision(self.recipe):
             for _ in range(steps):
                 self.take(next(self.ahead)[0].to(self.world.device))
 
     def parts(self, step: int, clock: Clock) -> dict[str, float]:
         """Milliseconds of each part of one step."""
-        with in_precision_of(self.recipe):
+        with recipe_precision(self.recipe):
             marked_step(self, self.prepared[step % len(self.prepared)], clock)
         return clock.milliseconds()
 
@@ -61,7 +61,7 @@ class Plain:
 
     def run(self, steps: int) -> None:
         """As that of Fast."""
-        with in_precision_of(dataclasses.replace(self.recipe, precision="fp32")):
+        with recipe_precision(dataclasses.replace(self.recipe, precision="fp32")):
             for _ in range(steps):
                 total(self.plain(next(self.ahead).to(self.world.device))).backward()
                 clip = self.recipe.optimizer.max_grad_norm or torch.inf

@@ -38,7 +38,7 @@ from storage.settings import named_fields, to_json
 from training.distributed import World
 from training.loading import batches
 from training.optimizer import set_learning_rate
-from training.precision import in_precision_of
+from training.precision import recipe_precision
 from vlbert.config import Recipe
 from vlbert.data.batch import Example, collate
 
@@ -64,7 +64,7 @@ def with_loader(
     data = Stored(recipe, task_of(recipe), samples, pairs, texts)
     waited, start, warm = 0.0, 0.0, 3
     ahead = iter(batches(data, range(warm + steps), workers, device))
-    with in_precision_of(recipe):
+    with recipe_precision(recipe):
         for step in range(warm + steps):
             if step == warm:
                 synchronise(device)
@@ -121,12 +121,12 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
             times.setdefault(name, []).append(spent.wall / options.steps)
         for precision in precisions:
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-            with in_precision_of(dataclasses.replace(recipe, precision=precision)):
+            with recipe_precision(dataclasses.replace(recipe, precision=precision)):
                 best.setdefault(precision, []).append(matrix_flops(device, dtype))
         for fast in (one for one in contenders if isinstance(one, Fast)):
             for step in range(number * options.steps, (number + 1) * options.steps):  # of those without marks
                 marks.setdefault(fast.name, []).append(fast.parts(step, Clock(device)))
-    with in_precision_of(contenders[0].recipe):
+    with recipe_precision(contenders[0].recipe):
         flops = [counted_flops(contenders[0], batch) for batch in collated]
     report = {
         "machine": machine(device),
@@ -165,14 +165,14 @@ def check_report(options: argparse.Namespace) -> dict[str, Any]:
     examples = masked_pairs(task, recipe.model.regions, samples) + drawn_texts(task, range(texts))
     model = new_model(recipe, device)
     plain = PlainPretraining(model)
-    with in_precision_of(dataclasses.replace(recipe, precision="fp32")):
+    with recipe_precision(dataclasses.replace(recipe, precision="fp32")):
         wanted = plain(padded(examples, recipe.model).to(device))
         total(wanted).backward()
     found = {}
     for precision in options.precision or ("fp32", "bf16"):
         model.zero_grad()
         fast = Fast(dataclasses.replace(recipe, precision=precision), model, world, [])
-        with in_precision_of(fast.recipe):
+        with recipe_precision(fast.recipe):
             losses = fast.losses(collate(examples).to(device))
             total(losses).backward()
         errors = gradient_errors(model, plain)
@@ -205,7 +205,7 @@ def losses_report(options: argparse.Namespace) -> dict[str, Any]:
         recipe = dataclasses.replace(base, precision=precision)
         fast = Fast(recipe, new_model(recipe, device), World(0, 1, device), [])
         data, curve = Stored(recipe, task_of(recipe), samples, pairs, texts), []
-        with in_precision_of(recipe):
+        with recipe_precision(recipe):
             for step, parts in enumerate(batches(data, range(options.losses), options.workers, device)):
                 set_learning_rate(fast.optimizer, step, options.losses, rates)
                 torch.manual_seed(step)

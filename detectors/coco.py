@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from storage.safe_json import parse_json, shown
+from storage.safe_json import parse_json, short_repr
 
 _WANTED = "needed is an object with the lists images, annotations and categories"
 
@@ -52,10 +52,10 @@ def read_coco(file: Path) -> tuple[dict, str]:
         for index, entry in enumerate(data[kind]):
             where = f"{file}: {kind}[{index}]"
             if not isinstance(entry, dict):
-                raise ValueError(f"{where} is {shown(entry)}, not an object; remove it")
+                raise ValueError(f"{where} is {short_repr(entry)}, not an object; remove it")
             for name, (fits, wanted) in fields.items():
                 if not fits(entry.get(name)):
-                    found = f"the {name} {shown(entry[name])}, not" if name in entry else f"no {name}:"
+                    found = f"the {name} {short_repr(entry[name])}, not" if name in entry else f"no {name}:"
                     raise ValueError(f"{where} has {found} {wanted}; correct or remove the entry")
             if kind in ids:
                 if entry["id"] in ids[kind]:

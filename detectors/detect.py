@@ -24,7 +24,7 @@ from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, clip_boxes
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.select import select_regions
 from storage.sample import Regions, Sample
-from training.precision import float32_products
+from training.precision import float32_precision
 
 # Part of every detector's id: raise it when this code, faster_rcnn.py, preprocess.py or select.py finds other regions.
 _RULES_VERSION = 3
@@ -39,12 +39,12 @@ _IGNORED_FIELDS |= {"batch"}
 
 
 @contextmanager
-def running(threads: int = 1) -> Iterator[None]:
+def inference_settings(threads: int = 1) -> Iterator[None]:
     """Set torch's threads, and exact float32 on GPUs; both are restored afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with float32_products(convolutions="ieee", matrices="ieee"):
+        with float32_precision(convolutions="ieee", matrices="ieee"):
             yield
     finally:
         torch.set_num_threads(before)
@@ -136,7 +136,7 @@ class FasterRCNNDetector:
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         found: dict[int, Future | str] = {}
         batches: dict[tuple[int, ...], dict[int, _Prepared]] = {}  # of equal size, by index
-        with running(self.threads), ThreadPoolExecutor(self.workers) as pool, torch.inference_mode():
+        with inference_settings(self.threads), ThreadPoolExecutor(self.workers) as pool, torch.inference_mode():
 
             def run(batch: dict[int, _Prepared]) -> None:
                 for index, outputs in zip(batch, self._run_network(list(batch.values())), strict=True):

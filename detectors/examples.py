@@ -14,7 +14,7 @@ from detectors.losses import Example
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, resize, resized_size
 from detectors.recipes import DataConfig
 from storage.collect.normalise import FILE_FORMATS
-from storage.order import mix, take
+from storage.order import mix, samples_after
 from training.distributed import World
 from training.log import Unreadable
 
@@ -74,7 +74,7 @@ class TrainingImages(Dataset):
 
     def __getitem__(self, step: int) -> Batch:
         config = self.config
-        everyone = take(step * config.batch, config.batch, config.seed, _ORDER, len(self.images))
+        everyone = samples_after(step * config.batch, config.batch, config.seed, _ORDER, len(self.images))
         share = config.batch // self.world_size
         batch = Batch([], [])
         for epoch, number in everyone[self.rank * share : (self.rank + 1) * share]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from storage.digests import sha256_of
 from storage.pickles import UnsafePickle, read_pickle
-from storage.safe_json import parse_json, printable, shown
+from storage.safe_json import parse_json, printable, short_repr
 
 # Our name of each field, and the names that files have for it.
 FIELDS = {
@@ -78,7 +78,7 @@ class FeatureFile:
             raise ValueError(f"cannot be read: {type(error).__name__}: {printable(error)[:200]}") from error
         return found
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the name of a row for messages, without the folder: they are stored."""
         return printable(f"{self.path.name}: {self.names[row]}")
 
@@ -209,7 +209,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
         _check_length(len(value))
         found = read_pickle(value)
         if not isinstance(found, dict):
-            raise ValueError(f"is {shown(found)}, not a dict of fields; write each value with its name")
+            raise ValueError(f"is {short_repr(found)}, not a dict of fields; write each value with its name")
         return found.items()
 
     with reading() as transaction, transaction.cursor() as cursor:

@@ -18,7 +18,7 @@ from detectors import detector_id
 from detectors.annotated import file_name_of
 from detectors.config import ImportedFeatures
 from detectors.feature_files import FeatureFile, open_feature_file, stem_of
-from storage.safe_json import printable, shown
+from storage.safe_json import printable, short_repr
 from storage.sample import Regions, Sample
 
 # Part of the detector's id: raise it when this code or feature_files.py makes other regions of the same files.
@@ -81,7 +81,7 @@ class ImportedDetector:
             try:
                 _, regions = self._read(file, number)
             except ValueError as error:
-                raise ValueError(f"{file.path}: its first row, {file.where(number)}, {printable(error)}") from error
+                raise ValueError(f"{file.path}: its first row, {file.location(number)}, {printable(error)}") from error
             if len(regions):
                 return
         raise ValueError(f"{file.path} holds no row with boxes; fetch it again")
@@ -95,14 +95,14 @@ class ImportedDetector:
             first = printable(self._files[0].names[0])
             return f"no_features: no row has the {match} of {name}; the files begin with {first}"
         if len(found) > 1:
-            names = " and ".join(file.where(row) for file, row in found[:2])
+            names = " and ".join(file.location(row) for file, row in found[:2])
             return f"ambiguous_features: {names} have the same {match}"
         file, number = found[0]
         try:
             size, regions = self._read(file, number)
         except ValueError as error:
-            return f"bad_features: {file.where(number)} {printable(error)}"
-        return _moved(regions, size, sample, file.where(number))
+            return f"bad_features: {file.location(number)} {printable(error)}"
+        return _moved(regions, size, sample, file.location(number))
 
     def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int], Regions]:
         """The width and height of a row's image, and its regions in there; ValueError says what is wrong with them."""
@@ -237,7 +237,7 @@ def _whole(fields: Fields, name: str, least: int = 1) -> int:
     except (TypeError, ValueError, OverflowError):
         number = -1.0
     if not number.is_integer() or not least <= number < 2**31:
-        raise ValueError(f"has the {name} {shown(value)}, not a whole number from {least} on")
+        raise ValueError(f"has the {name} {short_repr(value)}, not a whole number from {least} on")
     return int(number)
 
 
@@ -250,7 +250,7 @@ def _array(fields: Fields, name: str, kind: type) -> np.ndarray:
             raise ValueError(f"has {name} of {value.dtype}, which are no {np.dtype(kind).name}")
         return value.astype(kind)
     if not isinstance(value, str | bytes):
-        raise ValueError(f"has {name} that are {shown(value)}, neither an array nor base64")
+        raise ValueError(f"has {name} that are {short_repr(value)}, neither an array nor base64")
     try:
         return np.frombuffer(base64.b64decode(value, validate=True), dtype)
     except ValueError as error:

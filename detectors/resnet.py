@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from storage.settings import check, check_choices
-from training.precision import computed_in
+from training.precision import compute_dtype
 
 BATCH_NORM_EPS = 1e-5
 
@@ -96,7 +96,7 @@ class NormedConv(nn.Conv2d):
         nonzero, which changes gradients of single convolutions by a thousandth.
         """
         if isinstance(self.norm, FrozenNorm):
-            return computed_in(self.weight).itemsize == 2
+            return compute_dtype(self.weight).itemsize == 2
         return isinstance(self.norm, nn.Identity)
 
     def folded(self) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ def conv_relu(
     conv: NormedConv, x: Tensor, shortcut: Tensor | None = None, projection: NormedConv | None = None
 ) -> Tensor:
     """relu(conv(x) + shortcut), its norm included; or + projection(shortcut), a convolution, too."""
-    dtype = computed_in(conv.weight)
+    dtype = compute_dtype(conv.weight)
     if not _is_fused(conv, x, dtype):
         y, shortcut = conv(x), shortcut if projection is None else projection(shortcut)
         return F.relu_(y if shortcut is None else y.add_(shortcut))

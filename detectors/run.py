@@ -123,7 +123,7 @@ def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], ob
     waits for. Images and regions in them are those that this process committed; shards are those of all.
     """
     if not catalog.shards(IMAGES):
-        where = catalog.store.where(f"{catalog.dataset}/{IMAGES}")
+        where = catalog.store.uri(f"{catalog.dataset}/{IMAGES}")
         raise ValueError(f"no shard is committed in {where}; collect the images first, or check the dataset's name")
     stage, started = stage_of(detector), time.monotonic()
     still = partial(catalog.pending, IMAGES, stage)

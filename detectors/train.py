@@ -45,7 +45,7 @@ from training.loading import batches
 from training.log import last_metrics
 from training.loop import Run, train_steps
 from training.optimizer import check_decay, make_optimizer
-from training.precision import autocast, in_precision_of
+from training.precision import autocast, recipe_precision
 from training.program import run_program
 
 BEST_BY = "map50"  # the metric by which checkpoints are compared
@@ -72,7 +72,7 @@ class DetectorRun(Run):
         return self.recipe.data.batch
 
     @property
-    def most_unreadable(self) -> float:
+    def max_unreadable(self) -> float:
         return self.recipe.data.unreadable * len(self.truth.train)
 
     def batches(self) -> Iterator[list[Batch]]:
@@ -114,7 +114,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
     if run.step >= recipe.steps:
         return last_metrics(run.writer.store, recipe.run)
     run.network.train()
-    with in_precision_of(recipe), run.writer:
+    with recipe_precision(recipe), run.writer:
         metrics = train_steps(run)
     if world.first:
         print(write_result(run, recipe.steps, metrics), flush=True)
@@ -124,19 +124,19 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
     """Read the annotations, and build the network: a new one or that of the run's last checkpoint."""
     store = open_store(recipe.root)
-    saved = distributed.from_first(checkpoints(store, recipe.run), world)
+    saved = distributed.broadcast(checkpoints(store, recipe.run), world)
     folder = open_folder(store, saved[-1]) if saved else None
     state = folder.state if folder else {"step": 0}
     if not saved:
         check_decay(recipe.optimizer, recipe.steps)  # one that has begun may be ended early
     else:
-        check_same(recipe, folder.json(CONFIG), folder.where)
+        check_same(recipe, folder.json(CONFIG), folder.uri)
     # On one rank: Visual Genome's files take minutes and gigabytes to read.
-    truth = distributed.from_first(read_ground_truth(recipe.data) if world.first else None, world)
+    truth = distributed.broadcast(read_ground_truth(recipe.data) if world.first else None, world)
     check_names(recipe, truth)
     if saved and state["data"] != truth.hash:
         raise ValueError(
-            f"{store.where(saved[-1])} was trained on other annotations ({state['data']}, these are {truth.hash}): "
+            f"{store.uri(saved[-1])} was trained on other annotations ({state['data']}, these are {truth.hash}): "
             "images, boxes or names have changed. Put them back, or start another run: --run_name=NAME"
         )
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
@@ -162,12 +162,12 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     )
     _describe(run, say)
     if run.step >= recipe.steps:
-        say(f"{recipe.run} is complete: {store.where(saved[-1])} has step {run.step} of {recipe.steps}")
+        say(f"{recipe.run} is complete: {store.uri(saved[-1])} has step {run.step} of {recipe.steps}")
         # A run may be stopped between its last checkpoint and here, or be ended early with steps=STEP.
         if world.first:
             say(write_result(run, run.step, state["validation"]))
     elif saved:
-        say(f"{recipe.run} goes on from {store.where(saved[-1])}, step {run.step} of {recipe.steps}")
+        say(f"{recipe.run} goes on from {store.uri(saved[-1])}, step {run.step} of {recipe.steps}")
     return run
 
 
@@ -216,7 +216,7 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
         store.put(_result(recipe), file)
-    return f"{store.where(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
+    return f"{store.uri(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

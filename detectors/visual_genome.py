@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from detectors.names import Names, plain
-from storage.safe_json import parse_json, shown
+from storage.safe_json import parse_json, short_repr
 
 _CORRECT = "correct or remove the entry"
 
@@ -61,7 +61,7 @@ def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Co
         where = f"{file}: [{index}]"
         image = entry.get("image_id") if isinstance(entry, dict) else None
         if type(image) is not int:
-            raise ValueError(f"{where} has image_id {shown(image)}, no whole number; {_CORRECT}")
+            raise ValueError(f"{where} has image_id {short_repr(image)}, no whole number; {_CORRECT}")
         objects = entry.get("objects")
         if not isinstance(objects, list):
             raise ValueError(f"{where} has no list `objects`: is it Visual Genome's?")
@@ -76,11 +76,11 @@ def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Co
 def _read_object(entry: Any, where: str, classes: Names, attributes: Names, counts: Counter[str]) -> AnnotatedObject:
     names = entry.get("names") if isinstance(entry, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{where} has the names {shown(names)}, no list of texts; {_CORRECT}")
+        raise ValueError(f"{where} has the names {short_repr(names)}, no list of texts; {_CORRECT}")
     box = [entry.get(side) for side in ("x", "y", "w", "h")]
     if not all(isinstance(side, int | float) and abs(side) < 1e9 for side in box):  # which NaN is not
-        raise ValueError(f"{where} has x, y, w, h {shown(box)}, not four numbers; {_CORRECT}")
+        raise ValueError(f"{where} has x, y, w, h {short_repr(box)}, not four numbers; {_CORRECT}")
     words = entry.get("attributes") or []
     if not isinstance(words, list):
-        raise ValueError(f"{where} has the attributes {shown(words)}, no list; {_CORRECT}")
+        raise ValueError(f"{where} has the attributes {short_repr(words)}, no list; {_CORRECT}")
     return AnnotatedObject(box, classes.find(names), attribute_numbers(words, attributes, counts))

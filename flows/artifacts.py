@@ -79,7 +79,7 @@ def table_of_counts(catalog: Catalog, stage: str) -> str:
     for header in headers.values():
         counts.update(header.statuses)
     rows = [(escaped(status), f"{count:,}") for status, count in counts.most_common()]
-    where = escaped(catalog.store.where(f"{catalog.dataset}/{stage}"))
+    where = escaped(catalog.store.uri(f"{catalog.dataset}/{stage}"))
     table = markdown(("status", "rows"), rows)
     examples = examples_of(catalog, stage, {status for status in counts if status != OK})
     # A list, because a cell of a table does not break its lines: what is long would be out of sight.

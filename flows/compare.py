@@ -27,7 +27,7 @@ def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str,
     command += ["--jobs", str(settings.jobs)] if settings.jobs else []
     run_child(command, log, grace=settings.grace)
     store, numbers = open_store(root), f"comparisons/{plan}/numbers.json"
-    return parse_json(store.get(numbers), store.where(numbers))
+    return parse_json(store.get(numbers), store.uri(numbers))
 
 
 @flow(name="compare", flow_run_name="{settings.plan}", persist_result=False)
@@ -39,6 +39,6 @@ def compare_flow(root: str, settings: CompareSettings) -> dict[str, Any]:
         settings: The plan, and fields of its trainings.
     """
     found = compare(root, settings, stage_logger().info)
-    page = open_store(root, write=False).where(f"comparisons/{found['plan']}/index.html")
+    page = open_store(root, write=False).uri(f"comparisons/{found['plan']}/index.html")
     Artifact("compare", found["plan"]).show(lambda: escaped(page), now=True)
     return found

@@ -105,11 +105,11 @@ def detect_dataset(root: str, dataset: str, detector: DetectionConfig, artifact:
     return found
 
 
-def name_of_run() -> str:
+def flow_run_name() -> str:
     return f"detect {', '.join(flow_run.parameters.get('datasets') or ['all'])}"
 
 
-@flow(name="detect-regions", flow_run_name=name_of_run, persist_result=False, on_cancellation=[cancel_others])
+@flow(name="detect-regions", flow_run_name=flow_run_name, persist_result=False, on_cancellation=[cancel_others])
 def detect_flow(
     root: str, detector: DetectionConfig, datasets: tuple[str, ...] = (), machines: int = 1
 ) -> dict[str, Detected]:
@@ -125,7 +125,7 @@ def detect_flow(
     store, logger = open_store(root), stage_logger()
     names = list(datasets) or datasets_with(store, IMAGES)
     if not names:
-        logger.info("nothing to detect: no dataset under %s has images", store.where(""))
+        logger.info("nothing to detect: no dataset under %s has images", store.uri(""))
     detected, failed = {}, []
     for name in names:
         try:

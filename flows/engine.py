@@ -41,7 +41,7 @@ _POLL = 0.2  # seconds between looks at who is our parent
 _ASK = 1.0  # seconds between questions for the run's state
 
 
-def end_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Have this process ended when `parent`, a process id, is its parent no longer."""
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
@@ -67,7 +67,7 @@ def _follow(run: UUID, began: datetime) -> None:
         while True:
             time.sleep(_ASK)
             try:
-                runs = [client.read_flow_run(run), *stages(client, run)]
+                runs = [client.read_flow_run(run), *stage_runs(client, run)]
                 for one in runs:
                     if wrongly_crashed(one, began):
                         set_running(client, one)
@@ -80,7 +80,7 @@ def _follow(run: UUID, began: datetime) -> None:
     end_as_cancelled()
 
 
-def stages(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
+def stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
     """The flow runs that `run` has started in its own process."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.client.schemas.sorting import FlowRunSort
@@ -113,7 +113,7 @@ def run_engine() -> None:
 
 
 if __name__ == "__main__":
-    end_with(os.getppid())
+    exit_with_parent(os.getppid())
     wait_for_server()
     keep_slot()
     handle_sigterm_once()

@@ -64,7 +64,7 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
     store = open_store(root, write=False)
     saved = [path.rpartition("/")[2] for path in checkpoints(store, settings.pretraining)]
     wanted = saved[-1:] if settings.checkpoint in ("latest", "none") else [settings.checkpoint]
-    where = store.where(f"runs/{settings.pretraining}")
+    where = store.uri(f"runs/{settings.pretraining}")
     if not set(wanted) & set(saved):
         raise ValueError(
             f"finetune: {where} has no checkpoint {settings.checkpoint}; it has {', '.join(saved) or 'none'}"

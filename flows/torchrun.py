@@ -77,14 +77,14 @@ def train(
     store = open_store(root, write=False)
     saved = checkpoints(store, run)
     if not saved:
-        raise RuntimeError(f"{run} ended well and left no checkpoint under {store.where(f'runs/{run}')}")
+        raise RuntimeError(f"{run} ended well and left no checkpoint under {store.uri(f'runs/{run}')}")
     data = open_folder(store, saved[-1]).state["data"]
     return Trained(
         run=run,
         recipe=settings.made.name,
         detector=data[0]["stage"].removeprefix("regions/"),
         snapshot=" + ".join(dataset["snapshots"][-1]["snapshot"] for dataset in data),
-        checkpoint=store.where(saved[-1]),
+        checkpoint=store.uri(saved[-1]),
         metrics=last_metrics(store, run),
         seconds=time.monotonic() - started,
         peak_bytes=peak_bytes,
@@ -106,13 +106,13 @@ def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: di
         folder = f"runs/{run}/evaluations/{split}-{step}"
         found = find_evaluation(settings.made, trained.checkpoint, split, changes)
         if found:
-            log(f"{run}: evaluated already, by the same settings: {store.where(folder)}")
+            log(f"{run}: evaluated already, by the same settings: {store.uri(folder)}")
         else:
             given = [name, trained.checkpoint, split, *arguments]
             peak_bytes = max(peak_bytes, torchrun("vlbert.evaluation.evaluate", given, settings.processes, log))
-            found = parse_json(store.get(f"{folder}/metrics.json"), store.where(f"{folder}/metrics.json"))
+            found = parse_json(store.get(f"{folder}/metrics.json"), store.uri(f"{folder}/metrics.json"))
         submission = tuple(found["submission"])
-        evaluated.append(Evaluated(split, store.where(folder), found["metrics"], found["paper"], submission))
+        evaluated.append(Evaluated(split, store.uri(folder), found["metrics"], found["paper"], submission))
     seconds = trained.seconds + time.monotonic() - started
     return replace(trained, evaluated=tuple(evaluated), seconds=seconds, peak_bytes=peak_bytes)
 

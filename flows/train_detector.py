@@ -33,13 +33,13 @@ def train_detector(
     peak_bytes = torchrun("detectors.train", arguments, settings.processes, log, watch)
     store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
     if not store.exists(weights):
-        raise RuntimeError(f"{run} ended well and left no {store.where(weights)}")
+        raise RuntimeError(f"{run} ended well and left no {store.uri(weights)}")
     return Trained(
         run=run,
         recipe=settings.recipe,
         detector="",
         snapshot="",
-        checkpoint=store.where(weights),
+        checkpoint=store.uri(weights),
         metrics=last_metrics(store, run),
         seconds=time.monotonic() - started,
         peak_bytes=peak_bytes,

@@ -38,7 +38,7 @@ class ShardCache:
     def __init__(self, store: ObjectStore, folder: str | Path, limit: int):
         self.folder, self.limit = Path(folder).expanduser().absolute(), limit
         self._store = store
-        self._copies = self.folder / hashlib.sha256(store.where().encode()).hexdigest()[:12]  # of this root
+        self._copies = self.folder / hashlib.sha256(store.uri().encode()).hexdigest()[:12]  # of this root
         self._wanted: dict[str, tuple[str, int]] = {}  # path of a tar -> its sha256 and size
         local = store.local_path("any")
         if local is not None:
@@ -125,7 +125,7 @@ class ShardCache:
             if (found := sha256_of(temporary)) != sha256:
                 self._wanted.pop(tar, None)
                 raise ValueError(
-                    f"{self._store.where(tar)} is damaged: its sha256 is {found[:12]}...; delete its manifest and run "
+                    f"{self._store.uri(tar)} is damaged: its sha256 is {found[:12]}...; delete its manifest and run "
                     "its stage again"
                 )
             os.replace(temporary, file)

@@ -9,7 +9,7 @@ import mmap
 from pathlib import Path
 from typing import BinaryIO
 
-from storage.safe_json import shown
+from storage.safe_json import short_repr
 
 OWN_SHA256 = "own_sha256"  # of a JSON object, and of the key-value metadata of a Parquet file
 BLANK = "0" * 64
@@ -17,7 +17,7 @@ BLANK = "0" * 64
 _MARKS = (f'"{OWN_SHA256}": "'.encode(), f"{OWN_SHA256}\x18@".encode())
 
 
-class OtherVersion(ValueError):
+class UnsupportedVersion(ValueError):
     """A file that another version of this code wrote: it is not damaged, and nothing needs to be removed."""
 
 
@@ -32,12 +32,12 @@ def sha256_of(file: Path | BinaryIO) -> str:
 def check_version(found: object, version: int, where: str) -> None:
     """OtherVersion names the file if its version is not the one that this code reads."""
     if type(found) is not int or found != version:
-        raise OtherVersion(
-            f"{where} is of version {shown(found)}, this code reads {version}: use the code that wrote it"
+        raise UnsupportedVersion(
+            f"{where} is of version {short_repr(found)}, this code reads {version}: use the code that wrote it"
         )
 
 
-def seal(data: bytearray | mmap.mmap) -> None:
+def write_digest(data: bytearray | mmap.mmap) -> None:
     """Replace BLANK by the digest; everything else is written already."""
     offset = _digest_offset(data)
     if offset is None:
@@ -45,7 +45,7 @@ def seal(data: bytearray | mmap.mmap) -> None:
     data[offset : offset + len(BLANK)] = _digest(data, offset)
 
 
-def is_whole(data: bytes | bytearray | mmap.mmap) -> bool:
+def has_valid_digest(data: bytes | bytearray | mmap.mmap) -> bool:
     """Whether these are the bytes that were sealed: all, in the same order, and none changed."""
     offset = _digest_offset(data)
     return offset is not None and data[offset : offset + len(BLANK)] == _digest(data, offset)

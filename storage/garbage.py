@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from storage.catalog import Catalog
-from storage.inventory import TAR, Inventory, date_of, megabytes, names_of
+from storage.inventory import TAR, Inventory, date_of, manifest_names, megabytes
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.snapshots import read_snapshot
 from storage.tables import aligned
@@ -56,11 +56,13 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
             young = revisions[max(revisions)].modified >= since
             if len(revisions) == 1 or not (young or withdrawn):
                 continue
-            *earlier, newest = catalog.each(stage, names_of(revisions), ["url", "sha256", "status"])
+            *earlier, newest = catalog.each(stage, manifest_names(revisions), ["url", "sha256", "status"])
             if young:
                 named |= {one.tar for one in earlier}
-            if withdrawn and not any(withdrawn.among(newest.ok()).to_pylist()):
-                with_images |= {one.tar for one in earlier if any(withdrawn.among(one.ok()).to_pylist())} - {newest.tar}
+            if withdrawn and not any(withdrawn.contains(newest.ok()).to_pylist()):
+                with_images |= {one.tar for one in earlier if any(withdrawn.contains(one.ok()).to_pylist())} - {
+                    newest.tar
+                }
     return named, with_images
 
 
@@ -95,7 +97,7 @@ def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]
             what,
             megabytes(info.size),
             date_of(info.modified),
-            info.path if what == _INTERRUPTED else store.where(info.path),
+            info.path if what == _INTERRUPTED else store.uri(info.path),
         )
         for what, info in found
     ]

@@ -24,7 +24,7 @@ class Inventory:
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):
         self.store, self.dataset = store, dataset
-        # By dataset and stage, then by shard: its revisions by number. `names_of` has them in order.
+        # By dataset and stage, then by shard: its revisions by number. `manifest_names` has them in order.
         self.manifests: dict[tuple[str, str], dict[str, dict[int, ObjectInfo]]] = defaultdict(lambda: defaultdict(dict))
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
@@ -37,12 +37,12 @@ class Inventory:
                 self.tars[info.path] = info
         self.states = _states(store) if dataset is None else {}
         if dataset is not None and not self.manifests:
-            raise ValueError(f"{store.where(dataset)} holds no committed shard; `status` lists the datasets")
+            raise ValueError(f"{store.uri(dataset)} holds no committed shard; `status` lists the datasets")
 
     def headers(self, dataset: str, stage: str) -> Iterator[Header]:
         """The headers of the newest revision of each shard of a stage."""
         shards = self.manifests[dataset, stage]
-        return Catalog(self.store, dataset).each(stage, [names_of(shards[shard])[-1] for shard in sorted(shards)])
+        return Catalog(self.store, dataset).each(stage, [manifest_names(shards[shard])[-1] for shard in sorted(shards)])
 
     def pins(self) -> set[tuple[str, str, str]]:
         """Dataset, stage and id of each snapshot that a checkpoint names."""
@@ -64,7 +64,7 @@ class Inventory:
                 state = state.get("init_from")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.store.where(path)} is not a state that this code can read ({error!r}); remove the "
+                f"{self.store.uri(path)} is not a state that this code can read ({error!r}); remove the "
                 "checkpoint's folder if it is not needed"
             ) from error
 
@@ -78,7 +78,7 @@ def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
     return states
 
 
-def names_of(revisions: dict[int, ObjectInfo]) -> list[str]:
+def manifest_names(revisions: dict[int, ObjectInfo]) -> list[str]:
     """The names of the manifests of a shard (Header.name), the newest last."""
     return [revisions[number].path.rpartition("/")[2].removesuffix(".parquet") for number in sorted(revisions)]
 

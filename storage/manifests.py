@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.digests import BLANK, OWN_SHA256, seal
+from storage.digests import BLANK, OWN_SHA256, write_digest
 from storage.shards import SHARD_VERSION, Span
 
 MANIFEST_VERSION = 5
@@ -143,5 +143,5 @@ def table_bytes(table: pa.Table, header: dict) -> bytes:
         writer.write_table(table, row_group_size=max(1, len(table)))
         writer.add_key_value_metadata({"manifest": text, OWN_SHA256: BLANK})
     data = bytearray(sink.getvalue())
-    seal(data)
+    write_digest(data)
     return bytes(data)

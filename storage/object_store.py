@@ -175,7 +175,7 @@ class LocalStore:
         """Exactly `length` bytes from `offset`; errors as `get`, and ValueError if the object ends before."""
         with self._reading(path) as file:
             data = os.pread(file.fileno(), length, offset)
-        return _whole_range(data, self.where(path), offset, length)
+        return _whole_range(data, self.uri(path), offset, length)
 
     def exists(self, path: str) -> bool:
         """Return whether the object exists."""
@@ -214,7 +214,7 @@ class LocalStore:
         """The object as a file of this machine, None on S3."""
         return self._file(path)
 
-    def where(self, path: str = "") -> str:
+    def uri(self, path: str = "") -> str:
         """The full name, for messages and reports."""
         return str(self._file(path) if path else self._folder)
 
@@ -261,7 +261,7 @@ class LocalStore:
             raise ObjectMissing(f"there is no object {path} under {self.root}") from error
         except OSError as error:
             raise StorageUnreachable(
-                f"cannot read {self.where(path)}: {error}. Check its disk or file server, and make the file "
+                f"cannot read {self.uri(path)}: {error}. Check its disk or file server, and make the file "
                 "readable for this user"
             ) from error
 
@@ -369,7 +369,7 @@ class S3Store:
                     break
                 raise
         raise StorageUnreachable(
-            f"{_endpoint()} does not honour If-None-Match: it wrote {self.where('.probe')} twice or refused to, so two "
+            f"{_endpoint()} does not honour If-None-Match: it wrote {self.uri('.probe')} twice or refused to, so two "
             "writers could overwrite each other's commits. Use an endpoint with conditional writes"
         )
 
@@ -420,7 +420,7 @@ class S3Store:
             if error.http_status != 416:
                 raise
             data = b""
-        return _whole_range(data, self.where(path), offset, length)
+        return _whole_range(data, self.uri(path), offset, length)
 
     def exists(self, path: str) -> bool:
         try:
@@ -446,7 +446,7 @@ class S3Store:
         _checked(path)
         return None
 
-    def where(self, path: str = "") -> str:
+    def uri(self, path: str = "") -> str:
         return f"s3://{self.bucket}/{self._prefix}{path}"
 
     def now(self) -> float:
@@ -498,7 +498,7 @@ class S3Store:
             if path and answer and answer["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error
             raise StorageUnreachable(
-                f"{operation} of {self.where(path)} at {_endpoint()} failed: {redacted(str(error))}. {_HINT}",
+                f"{operation} of {self.uri(path)} at {_endpoint()} failed: {redacted(str(error))}. {_HINT}",
                 answer["ResponseMetadata"]["HTTPStatusCode"] if answer else None,
             ) from error
 
@@ -512,7 +512,7 @@ class S3Store:
             except BotoCoreError as error:  # botocore repeats requests, but not after a body that ends early
                 if attempt == _ATTEMPTS - 1:
                     raise StorageUnreachable(
-                        f"{self.where(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
+                        f"{self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
                     ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 

@@ -78,7 +78,7 @@ def _permuted(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int)
     return result
 
 
-def take(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
+def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
     """(epoch, example) of the `count` samples after the first `consumed` ones; they may be of several epochs."""
     taken = []
     for epoch in range(consumed // n, -(-(consumed + count) // n)):

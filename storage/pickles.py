@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.safe_json import printable, shown
+from storage.safe_json import printable, short_repr
 
 
 class UnsafePickle(ValueError):
@@ -26,7 +26,7 @@ class _Dtype:
 
     def __init__(self, kind: str, *_: Any):
         if not re.fullmatch(r"[fiu][1248]|b1", kind):
-            raise UnsafePickle(f"an array of {shown(kind)}")
+            raise UnsafePickle(f"an array of {short_repr(kind)}")
         self.kind, self.order = kind, "="
 
     def __setstate__(self, state: tuple) -> None:
@@ -62,7 +62,7 @@ def _scalar(dtype: _Dtype, raw: str | bytes) -> bool | int | float:
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise UnsafePickle(f"_codecs.encode to {shown(encoding)}")
+        raise UnsafePickle(f"_codecs.encode to {short_repr(encoding)}")
     return text.encode(encoding)
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from storage.cache import ShardCache
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
-from storage.revised import follow_revisions
+from storage.revised import apply_revisions
 from storage.sample import BadSample, Sample
 from storage.shards import read_span
 from storage.snapshots import ShardIndex
@@ -60,15 +60,15 @@ class ShardSamples:
         self.store, self.cache, self.patience = store, cache, patience
         sizes = {info.path: info.size for info in store.list(f"{index.folder}/")}
         gone = not all(self._is_there(tar, sizes) for tar in index.tars)
-        self.index = index = follow_revisions(index, gone)
+        self.index = index = apply_revisions(index, gone)
         # ValueError for a tar that is missing or torn: at the start that is better than after hours.
         for tar, size in zip(index.tars, index.tar_bytes, strict=True):
             if size and (sizes.get(tar, size) != size or not self._is_there(tar, sizes)):
                 raise ValueError(
-                    f"{store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {size}: it is torn "
+                    f"{store.uri(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {size}: it is torn "
                     f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
                 )
-        self._where = [store.where(tar) for tar in index.tars]
+        self._where = [store.uri(tar) for tar in index.tars]
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         # Kept open, and shared with forked workers: pread moves no position.
         self._files: dict[int, io.FileIO] = {}

@@ -9,7 +9,7 @@ _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]*")
 _QUERY = re.compile(r"(?<=[^\s?])\?[^\s'\"<>?]*=[^\s'\"<>]*")
 
 
-def shown_url(url: str) -> str:
+def display_url(url: str) -> str:
     """Scheme, host, port and path, cut to 200 characters: no user name or password; `?…` stands for a query."""
     scheme, rest = "", url
     if found := _SCHEME.match(url.lstrip()):
@@ -25,5 +25,5 @@ def shown_url(url: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """The text with each URL in it as `shown_url` has it, and each `?name=value` as `?…`."""
-    return _QUERY.sub("?…", _URL.sub(lambda found: shown_url(found[0]), text))
+    """The text with each URL in it as `display_url` has it, and each `?name=value` as `?…`."""
+    return _QUERY.sub("?…", _URL.sub(lambda found: display_url(found[0]), text))

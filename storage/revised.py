@@ -16,7 +16,7 @@ from storage.snapshots import ShardIndex, read_columns, shard_of
 from storage.withdrawn import read_withdrawn
 
 
-def follow_revisions(index: ShardIndex, gone: bool) -> ShardIndex:
+def apply_revisions(index: ShardIndex, gone: bool) -> ShardIndex:
     """The index of a snapshot as it can be read now; its arrays are this process's own then.
 
     Shards that lost a sample since are read from their newest revision. gone: a tar is, perhaps of a withdrawal that

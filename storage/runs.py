@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from storage.digests import BLANK, OWN_SHA256, OtherVersion, check_version, is_whole, seal
+from storage.digests import BLANK, OWN_SHA256, UnsupportedVersion, check_version, has_valid_digest, write_digest
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.safe_json import parse_json
 
@@ -57,12 +57,12 @@ class Folder:
     hashes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
-    def where(self) -> str:
-        return self.store.where(self.path).rstrip("/")
+    def uri(self) -> str:
+        return self.store.uri(self.path).rstrip("/")
 
-    def where_of(self, name: str) -> str:
+    def uri_of(self, name: str) -> str:
         """The full name of a file, for messages."""
-        return self.store.where(self._path_of(name))
+        return self.store.uri(self._path_of(name))
 
     def has(self, name: str) -> bool:
         return name in self.hashes or (not self.state and self.store.exists(self._path_of(name)))
@@ -72,18 +72,18 @@ class Folder:
         try:
             data = self.store.get(self._path_of(name))
         except ObjectMissing as error:
-            raise ValueError(f"{self.where_of(name)} is gone; {way_out(self.store, self.path)}") from error
+            raise ValueError(f"{self.uri_of(name)} is gone; {hint(self.store, self.path)}") from error
         wanted = self.hashes.get(name)
         if wanted is not None and (found := file_hash([data])) != wanted:
             raise ValueError(
-                f"{self.where_of(name)} is damaged: its sha256 is {found['sha256'][:12]}..., not "
-                f"{wanted['sha256'][:12]}...; {way_out(self.store, self.path)}"
+                f"{self.uri_of(name)} is damaged: its sha256 is {found['sha256'][:12]}..., not "
+                f"{wanted['sha256'][:12]}...; {hint(self.store, self.path)}"
             )
         return data
 
     def json(self, name: str) -> dict[str, Any]:
         """A file that holds a JSON object; errors as of `get`."""
-        return parse_json(self.get(name), self.where_of(name), fix="copy it again")
+        return parse_json(self.get(name), self.uri_of(name), fix="copy it again")
 
     def _path_of(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
@@ -95,7 +95,7 @@ def open_folder(store: ObjectStore, path: str) -> Folder:
         state = read_state(store, path)
     except ObjectMissing as error:
         raise ValueError(
-            f"{store.where(path)} is not a complete checkpoint: it has no {STATE}; name a step-* folder of a run"
+            f"{store.uri(path)} is not a complete checkpoint: it has no {STATE}; name a step-* folder of a run"
         ) from error
     return Folder(store, path, state, state["files"])
 
@@ -105,20 +105,20 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
     ValueError if it is damaged or of another checkpoint."""
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
-        state = read_sealed(store.get(name), store.where(name))
+        state = read_checked_json(store.get(name), store.uri(name))
         if not {"version", "files"} <= state.keys() or (step and state.get("step") != int(step[2])):
-            raise ValueError(f"{store.where(name)} is of another checkpoint or program")
-        check_version(state["version"], CHECKPOINT_VERSION, store.where(name))
-    except OtherVersion:
+            raise ValueError(f"{store.uri(name)} is of another checkpoint or program")
+        check_version(state["version"], CHECKPOINT_VERSION, store.uri(name))
+    except UnsupportedVersion:
         raise
     except ValueError as error:
-        raise ValueError(f"{error}; {way_out(store, path)}") from error
+        raise ValueError(f"{error}; {hint(store, path)}") from error
     return state
 
 
-def way_out(store: ObjectStore, path: str) -> str:
+def hint(store: ObjectStore, path: str) -> str:
     """What to do about a damaged file of this folder."""
-    where = store.where(path)
+    where = store.uri(path)
     if _STEP.fullmatch(path):
         return (
             f"put it back from a copy, or remove {where}: the run then resumes from the checkpoint before it, or from "
@@ -134,16 +134,16 @@ def as_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def sealed_json(value: Mapping[str, Any]) -> bytes:
+def json_with_digest(value: Mapping[str, Any]) -> bytes:
     """as_json with a digest of the whole text: storage/digests.py."""
     data = bytearray(as_json({**value, OWN_SHA256: BLANK}))
-    seal(data)
+    write_digest(data)
     return bytes(data)
 
 
-def read_sealed(data: bytes, where: str) -> dict[str, Any]:
+def read_checked_json(data: bytes, where: str) -> dict[str, Any]:
     """What sealed_json wrote, without its digest; ValueError if the bytes are not those that were written."""
-    if not is_whole(data):
+    if not has_valid_digest(data):
         raise ValueError(f"{where} is damaged: its {len(data)} bytes are not those that were written")
     value = parse_json(data, where)
     del value[OWN_SHA256]

@@ -1,7 +1,7 @@
 """Reads JSON that others wrote, and makes other people's texts fit for messages.
 
 Every JSON file that the program reads goes through `parse_json`. Every text of such a file in a message, a log or an
-artifact goes through `printable` or `shown`.
+artifact goes through `printable` or `short_repr`.
 """
 
 import json
@@ -56,7 +56,7 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def shown(value: object, limit: int = 60) -> str:
+def short_repr(value: object, limit: int = 60) -> str:
     """The repr of an untrusted value for a message, cut short however large or deep it is."""
     text = printable(_SHORT.repr(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgpack
 import numpy as np
 
-from storage.safe_json import parse_json, printable, shown
+from storage.safe_json import parse_json, printable, short_repr
 
 SAMPLE_VERSION = 1
 MAX_PIXELS = 100_000_000
@@ -174,10 +174,12 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
         if metadata.keys() != _JSON_FIELDS and metadata.keys() != _JSON_FIELDS | _EXTRA:
             for name in sorted(_JSON_FIELDS - metadata.keys()):
                 raise ValueError(f"{name} is missing in the .json member")
-            raise ValueError(f"{shown(min(metadata.keys() - _JSON_FIELDS - _EXTRA))} is no field of the .json member")
+            raise ValueError(
+                f"{short_repr(min(metadata.keys() - _JSON_FIELDS - _EXTRA))} is no field of the .json member"
+            )
         version, flags = metadata["version"], metadata["flags"]
         if type(version) is not int or version != SAMPLE_VERSION:
-            raise ValueError(f"it is of version {shown(version)}, this code reads {SAMPLE_VERSION}")
+            raise ValueError(f"it is of version {short_repr(version)}, this code reads {SAMPLE_VERSION}")
         sample = Sample(
             key=key,
             image=bytes(members["jpg"]),
@@ -211,14 +213,14 @@ def _check(sample: Sample) -> None:
     width, height, flags = sample.width, sample.height, sample.flags
     if not type(sample.caption) is type(sample.url) is type(sample.sha256) is str:
         name = next(name for name in ("caption", "url", "sha256") if type(getattr(sample, name)) is not str)
-        raise ValueError(f"{name} is {shown(getattr(sample, name))}, not a string")
+        raise ValueError(f"{name} is {short_repr(getattr(sample, name))}, not a string")
     if type(flags) is not tuple or (flags and not all(type(flag) is str for flag in flags)):
-        raise ValueError(f"flags is {shown(flags)}, not a list of strings")
+        raise ValueError(f"flags is {short_repr(flags)}, not a list of strings")
     if sample.extra is not None:
         _check_extra(sample.extra)
     size = jpeg_size(sample.image)
     if type(width) is not int or type(height) is not int or (width, height) != size:
-        raise ValueError(f"width and height are {shown(width)} and {shown(height)}, and its JPEG has {size}")
+        raise ValueError(f"width and height are {short_repr(width)} and {short_repr(height)}, and its JPEG has {size}")
     if width * height > MAX_PIXELS:
         raise ValueError(f"width and height are {width} and {height}: over {MAX_PIXELS} pixels, too large to decode")
     if sample.regions is not None:
@@ -227,22 +229,24 @@ def _check(sample: Sample) -> None:
 
 def _check_extra(extra: dict) -> None:
     if type(extra) is not dict:
-        raise ValueError(f"extra is {shown(extra)}, not an object")
+        raise ValueError(f"extra is {short_repr(extra)}, not an object")
     for name, value in extra.items():
         if type(name) is not str or type(value) not in (str, int, float, bool, type(None)):
-            raise ValueError(f"extra has {shown(name)} {shown(value)}, not a name with a text, number or truth value")
+            raise ValueError(
+                f"extra has {short_repr(name)} {short_repr(value)}, not a name with a text, number or truth value"
+            )
         if type(value) is float and not math.isfinite(value):
-            raise ValueError(f"extra has {shown(name)} {value}, which JSON cannot hold")
+            raise ValueError(f"extra has {short_repr(name)} {value}, which JSON cannot hold")
 
 
 def _check_regions(regions: Regions, width: int, height: int) -> None:
     """Checks every number, in one pass over each array, because training does this with each sample that it reads."""
     detector, background, probs = regions.detector, regions.background, regions.class_probs
     if type(detector) is not str or not detector:
-        raise ValueError(f"regions.detector is {shown(detector)}, not an id")
+        raise ValueError(f"regions.detector is {short_repr(detector)}, not an id")
     columns = 1 << 31 if probs is None else probs.shape[1]
     if type(background) is not int or not 0 <= background < columns:
-        raise ValueError(f"regions.background is {shown(background)}, not a column of {columns}")
+        raise ValueError(f"regions.background is {short_repr(background)}, not a column of {columns}")
     if (regions.attributes is None) != (regions.attribute_scores is None):
         raise ValueError("regions.attributes and regions.attribute_scores are not both there")
     if not len(regions):
@@ -338,26 +342,26 @@ def unpack_regions(data: bytes | memoryview) -> Regions:
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"the .mp member cannot be read: {printable(error)}") from error
     if type(packed) is not dict:
-        raise ValueError(f"the .mp member holds {shown(packed)}, not a map")
+        raise ValueError(f"the .mp member holds {short_repr(packed)}, not a map")
     version = packed.pop("version", None)
     if type(version) is not int or version != SAMPLE_VERSION:
-        raise ValueError(f"regions are of version {shown(version)}, this code reads {SAMPLE_VERSION}")
+        raise ValueError(f"regions are of version {short_repr(version)}, this code reads {SAMPLE_VERSION}")
     for name in ("detector", "background", *_REQUIRED):
         if name not in packed:
             raise ValueError(f"regions.{name} is missing")
     detector, background = packed.pop("detector"), packed.pop("background")
     unknown = packed.keys() - _ARRAYS.keys()
     if unknown:
-        raise ValueError(f"regions hold unknown arrays {shown(sorted(unknown, key=repr))}")
+        raise ValueError(f"regions hold unknown arrays {short_repr(sorted(unknown, key=repr))}")
     arrays = {}
     for name, stored in packed.items():
         try:
             dtype, shape, raw = stored
             if dtype != _ARRAYS[name][0]:
-                raise ValueError(f"it is stored as {shown(dtype)}, not {_ARRAYS[name][0]}")
+                raise ValueError(f"it is stored as {short_repr(dtype)}, not {_ARRAYS[name][0]}")
             sides = type(shape) is list and all(type(side) is int and side >= 0 for side in shape)
             if not sides or len(shape) != len(_ARRAYS[name][1]):
-                raise ValueError(f"its shape is {shown(shape)}, not of {len(_ARRAYS[name][1])} sides")
+                raise ValueError(f"its shape is {short_repr(shape)}, not of {len(_ARRAYS[name][1])} sides")
             arrays[name] = np.frombuffer(raw, dtype=dtype).reshape(shape)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"regions.{name} cannot be read: {printable(error)}") from error

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.digests import BLANK, OWN_SHA256, check_version, seal
+from storage.digests import BLANK, OWN_SHA256, check_version, write_digest
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore, Ranges, StorageUnreachable
 from storage.safe_json import parse_json
@@ -176,7 +176,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
         of_text = hashlib.sha256(text.encode()).hexdigest()  # for readers of parts of the file
         writer.add_key_value_metadata({"snapshot": text, "sha256": of_text, OWN_SHA256: BLANK})
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
-        seal(data)
+        write_digest(data)
     return _snapshot(metadata)
 
 
@@ -185,18 +185,18 @@ def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
 
     ValueError names a file that is missing, damaged, of another version or under another name.
     """
-    with _opened(store, path) as file:
-        return _footer(file, store.where(path), path)
+    with _open_parquet(store, path) as file:
+        return _footer(file, store.uri(path), path)
 
 
 def read_index(store: ObjectStore, path: str) -> ShardIndex:
     """The spans of all samples of a snapshot, from its file alone; errors as of read_snapshot."""
-    with _opened(store, path) as file:
-        snapshot, shards = _footer(file, store.where(path), path)
+    with _open_parquet(store, path) as file:
+        snapshot, shards = _footer(file, store.uri(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
         offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
         start = 0
-        for table in _groups(file, store.where(path), ["offset", "length"]):
+        for table in _groups(file, store.uri(path), ["offset", "length"]):
             offset[start : start + len(table)] = table["offset"].to_numpy()
             length[start : start + len(table)] = table["length"].to_numpy()
             start += len(table)
@@ -217,8 +217,8 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
     """These columns of a snapshot, a row group at a time; errors as of read_snapshot."""
-    with _opened(store, path) as file:
-        yield from _groups(file, store.where(path), columns)
+    with _open_parquet(store, path) as file:
+        yield from _groups(file, store.uri(path), columns)
 
 
 def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -250,10 +250,10 @@ _WAY_OUT = "put it back as it was, or start another run, which pins a new one"
 
 
 @contextlib.contextmanager
-def _opened(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
+def _open_parquet(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
     """A Parquet file of the storage; what goes wrong while it is open is a ValueError that names it."""
     local = store.local_path(path)
-    with _named(store.where(path)):
+    with _named(store.uri(path)):
         # pre_buffer: neighbouring columns in one request.
         source = {"source": Ranges(store, path), "pre_buffer": True} if local is None else {"source": local}
         yield pq.ParquetFile(**source, memory_map=local is not None, page_checksum_verification=True)

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from storage.catalog import Catalog
-from storage.digests import is_whole, sha256_of
-from storage.inventory import Inventory, names_of
+from storage.digests import has_valid_digest, sha256_of
+from storage.inventory import Inventory, manifest_names
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable, open_object
-from storage.runs import STATE, read_state, way_out
+from storage.runs import STATE, hint, read_state
 from storage.snapshots import read_snapshot, shard_of
 from storage.withdrawn import Withdrawn, read_withdrawn
 
@@ -65,40 +65,40 @@ class _Checked:
 
     def shard(self, dataset: str, stage: str, shard: str) -> Iterator[str]:
         catalog, place = Catalog(self.store, dataset), (dataset, stage, shard)
-        names = names_of(self.inventory.manifests[dataset, stage][shard])
+        names = manifest_names(self.inventory.manifests[dataset, stage][shard])
         self._manifests[place] = None
         revisions = list(catalog.each(stage, names, ["url", "sha256", "status"]))
         self._manifests[place] = [one.sha256 for one in revisions]
-        newest, where = revisions[-1], catalog.where(stage, names[-1])
-        if any(self.withdrawn.among(newest.ok()).to_pylist()):
+        newest, where = revisions[-1], catalog.uri(stage, names[-1])
+        if any(self.withdrawn.contains(newest.ok()).to_pylist()):
             yield f"{where} has images that were withdrawn; type `vlbert withdraw` again, with the same URLs"
         source = newest.meta.get("source", {})
         if "manifest_sha256" in source:
             theirs = self._manifests.get((dataset, source["stage"], source["shard"]), [])
             if theirs is not None and source["manifest_sha256"] not in theirs:  # an earlier one is pending, not a fault
-                yield f"{where} was made from another {catalog.where(source['stage'], source['shard'])} than is there"
+                yield f"{where} was made from another {catalog.uri(source['stage'], source['shard'])} than is there"
         if newest.tar:
             self._tars.add(newest.tar)
             if fault := _fault_of(self.store, newest.tar, newest.tar_sha256):
-                yield f"{self.store.where(newest.tar)} {fault}, and {where} names it"
+                yield f"{self.store.uri(newest.tar)} {fault}, and {where} names it"
 
     def snapshot(self, dataset: str, stage: str, info: ObjectInfo) -> Iterator[str]:
-        store, catalog, where = self.store, Catalog(self.store, dataset), self.store.where(info.path)
+        store, catalog, where = self.store, Catalog(self.store, dataset), self.store.uri(info.path)
         _, shards = read_snapshot(store, info.path)
-        if not is_whole(store.get(info.path)):
+        if not has_valid_digest(store.get(info.path)):
             yield f"{where} is damaged: its bytes differ from those that were written; put it back, or remove it"
             return
         for one in shards:
             name, revisions = one["manifest"], self.inventory.manifests[dataset, stage].get(shard_of(one["manifest"]))
             if not revisions:
-                yield f"{catalog.where(stage, name)} is gone, and {where} names it; put it back, or run the stage"
+                yield f"{catalog.uri(stage, name)} is gone, and {where} names it; put it back, or run the stage"
             path = one["tar"] and catalog.path(stage, one["tar"])
             if path in self._tars:
                 continue
             fault = _fault_of(store, path, one["tar_sha256"])
             # If it is gone, the samples are read from the newest revision: storage/revised.py.
-            if fault and (store.exists(path) or not revisions or names_of(revisions)[-1] == name):
-                yield f"{store.where(path)} {fault}, and {where} names it"
+            if fault and (store.exists(path) or not revisions or manifest_names(revisions)[-1] == name):
+                yield f"{store.uri(path)} {fault}, and {where} names it"
 
 
 def _fault_of(store: ObjectStore, path: str, sha256: str) -> str | None:
@@ -124,4 +124,4 @@ def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
     for name, wanted in sorted(files.items()):
         fault = _fault_of(store, f"{path}/{name}", wanted["sha256"])
         if fault and store.exists(f"{path}/{STATE}"):
-            yield f"{store.where(f'{path}/{name}')} {fault}; {way_out(store, path)}"
+            yield f"{store.uri(f'{path}/{name}')} {fault}; {hint(store, path)}"

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from storage.digests import check_version
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
-from storage.redact import shown_url
-from storage.runs import read_sealed, sealed_json
+from storage.redact import display_url
+from storage.runs import json_with_digest, read_checked_json
 
 WITHDRAWN = "withdrawn"  # status of a row, and the folder in a root; no dataset has this name
 WITHDRAWAL_VERSION = 2
@@ -39,9 +39,9 @@ class Withdrawn:
     def has(self, url: str, sha256: str) -> bool:
         return url in self.urls or sha256 in self.sha256
 
-    def among(self, rows: pa.Table) -> pa.ChunkedArray:
+    def contains(self, rows: pa.Table) -> pa.ChunkedArray:
         """Whether each of these rows, with the columns url and sha256, is withdrawn."""
-        return pc.or_(is_among(rows["url"], self.urls), is_among(rows["sha256"], self.sha256))
+        return pc.or_(is_in(rows["url"], self.urls), is_in(rows["sha256"], self.sha256))
 
 
 def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()) -> Withdrawn:
@@ -49,13 +49,13 @@ def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()
     wanted, before = {*urls}, read_withdrawn(store)
     for url in wanted:
         if not url.strip() or "\n" in url or any("\ud800" <= letter <= "\udfff" for letter in url):
-            raise ValueError(f"{shown_url(url)!r} is not a URL: give each as it stands in the list")
+            raise ValueError(f"{display_url(url)!r} is not a URL: give each as it stands in the list")
     new = Withdrawn(frozenset(wanted - before.urls), frozenset(sha256) - before.sha256)
     if new:
         content = {"urls": sorted(new.urls), "sha256": sorted(new.sha256)}
         name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        file = sealed_json({"version": WITHDRAWAL_VERSION, "since": since, **content})
+        file = json_with_digest({"version": WITHDRAWAL_VERSION, "since": since, **content})
         store.put(f"{WITHDRAWN}/{name}.json", file, if_absent=True)
     return new
 
@@ -75,15 +75,15 @@ def read_withdrawn(store: ObjectStore) -> Withdrawn:
 
 @functools.lru_cache(2**16)
 def _read(store: ObjectStore, info: ObjectInfo) -> Withdrawn:
-    where = store.where(info.path)
+    where = store.uri(info.path)
     try:
-        content = read_sealed(store.get(info.path), where)
+        content = read_checked_json(store.get(info.path), where)
     except ValueError as error:
         raise ValueError(f"{error}; put it back from a copy, or delete it and withdraw its URLs again") from error
     check_version(content.get("version"), WITHDRAWAL_VERSION, where)
     return Withdrawn(frozenset(content["urls"]), frozenset(content["sha256"]))
 
 
-def is_among(column: pa.ChunkedArray | pa.Array, values: Iterable[str]) -> pa.ChunkedArray | pa.Array:
+def is_in(column: pa.ChunkedArray | pa.Array, values: Iterable[str]) -> pa.ChunkedArray | pa.Array:
     """Whether each value of a column is one of these."""
     return pc.is_in(column, value_set=pa.array(values, pa.string()))

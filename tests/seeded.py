@@ -18,10 +18,10 @@ import storage.sample
 import storage.shards
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
-from storage.digests import BLANK, OWN_SHA256, seal
+from storage.digests import BLANK, OWN_SHA256, write_digest
 from storage.manifests import Row
 from storage.object_store import ObjectStore
-from storage.runs import CHECKPOINT_VERSION, file_hash, sealed_json
+from storage.runs import CHECKPOINT_VERSION, file_hash, json_with_digest
 from storage.sample import Regions, Sample, sample_key, to_members
 
 # A grey image of 16 x 8 pixels.
@@ -133,7 +133,7 @@ def sealed_parquet(table: pa.Table, metadata: dict[str, str]) -> bytes:
         writer.write_table(table)
         writer.add_key_value_metadata({**metadata, OWN_SHA256: BLANK})
     data = bytearray(sink.getvalue())
-    seal(data)
+    write_digest(data)
     return bytes(data)
 
 
@@ -144,11 +144,11 @@ def put_checkpoint(store: ObjectStore, folder: str, state: dict, files: dict[str
         store.put(f"{folder}/{name}", data)
     hashes = {name: file_hash([data]) for name, data in files.items()}
     metadata = {"version": CHECKPOINT_VERSION, "step": int(folder[-7:])}
-    store.put(f"{folder}/state.json", sealed_json(metadata | state | {"files": hashes}))
+    store.put(f"{folder}/state.json", json_with_digest(metadata | state | {"files": hashes}))
 
 
 def reseal(folder: Path) -> None:
     """As if the files that are in a checkpoint's folder now had been written so."""
     state = json.loads((folder / "state.json").read_text())
     hashes = {file.name: file_hash([file.read_bytes()]) for file in folder.iterdir() if file.name != "state.json"}
-    (folder / "state.json").write_bytes(sealed_json(state | {"files": hashes}))
+    (folder / "state.json").write_bytes(json_with_digest(state | {"files": hashes}))

@@ -29,8 +29,8 @@ from storage.runs import (
     checkpoints,
     file_hash,
     folder_of,
-    sealed_json,
-    way_out,
+    hint,
+    json_with_digest,
 )
 from storage.safe_json import printable
 
@@ -78,9 +78,9 @@ class Writer:
 
     def put(self, path: str, data: bytes) -> None:
         """Have an object written."""
-        self.do(path, functools.partial(self.store.put, path, data))
+        self.submit(path, functools.partial(self.store.put, path, data))
 
-    def do(self, path: str, job: Callable[[], object]) -> None:
+    def submit(self, path: str, job: Callable[[], object]) -> None:
         """Have the thread call `job`, which writes the object `path`, until storage takes it."""
         with self._changed:
             self._raise()
@@ -89,7 +89,7 @@ class Writer:
                 self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
                 self._thread.start()
 
-    def make_room(self, path: str) -> None:
+    def wait_for_slot(self, path: str) -> None:
         """Wait until nothing waits under this path, unless storage is away."""
         with self._changed:
             self._changed.wait_for(lambda: path not in self._jobs or self._refusal or self._error)
@@ -101,7 +101,7 @@ class Writer:
         with self._changed:
             while self._jobs:
                 if (why := self._refusal) and time.monotonic() >= end:
-                    names = ", ".join(self.store.where(path) for path in self._jobs)
+                    names = ", ".join(self.store.uri(path) for path in self._jobs)
                     self._jobs.clear()
                     self._refusal = None
                     raise StorageUnreachable(f"not saved: {names}: {why}", why.http_status)
@@ -158,21 +158,21 @@ def write_checkpoint(
     a validation after the same step, by name. metric: the one by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
-    writer.make_room(job)
+    writer.wait_for_slot(job)
     copies = {name: data if isinstance(data, bytes) else _copied(data) for name, data in files.items()}
     state = {"validation": {}, **copy.deepcopy(dict(state)), "metric": metric, "version": CHECKPOINT_VERSION}
-    where = writer.store.where(path)
+    where = writer.store.uri(path)
 
     def write() -> None:
         if writer.saved != where:  # else storage refused only what follows
             hashes = {name: _put(writer.store, f"{path}/{name}", data) for name, data in copies.items()}
-            writer.store.put(f"{path}/{STATE}", sealed_json({**state, "files": hashes}))
+            writer.store.put(f"{path}/{STATE}", json_with_digest({**state, "files": hashes}))
             writer.saved = where
         best = prune_checkpoints(writer.store, run, keep, writer.log)
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
         writer.log(f"step {step}/{steps}  saved {where}{so_far}")
 
-    writer.do(job, write)
+    writer.submit(job, write)
     return path
 
 
@@ -193,7 +193,7 @@ def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict
             save_file(data, file)
         except (SafetensorError, OSError) as error:
             raise StorageUnreachable(
-                f"cannot write {store.where(path)} to {folder} first: {error}. Free disk space there, or name another "
+                f"cannot write {store.uri(path)} to {folder} first: {error}. Free disk space there, or name another "
                 "folder with TMPDIR"
             ) from error
         store.put(path, file)
@@ -229,10 +229,8 @@ def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
     try:
         return load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        way = way_out(folder.store, folder.path)
-        raise ValueError(
-            f"{folder.where_of(name)} is torn or no safetensors file ({printable(error)}); {way}"
-        ) from error
+        way = hint(folder.store, folder.path)
+        raise ValueError(f"{folder.uri_of(name)} is torn or no safetensors file ({printable(error)}); {way}") from error
 
 
 def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -65,7 +65,7 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fault_of_another(error: BaseException) -> str | None:
+def peer_failure(error: BaseException) -> str | None:
     """Return what an error of a collective says, without gloo's own file: another rank is gone or did not come. None of
     any other error."""
     of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
@@ -78,7 +78,7 @@ def stop(world: World) -> None:
         dist.destroy_process_group()
 
 
-def add_over_ranks(numbers: Tensor, world: World) -> None:
+def sum_over_ranks(numbers: Tensor, world: World) -> None:
     """Sum a tensor in place over all ranks, without waiting for the device; every rank must call this."""
     if world.size > 1:
         dist.all_reduce(numbers)
@@ -93,7 +93,7 @@ def gather_rows(rows: list[Any], world: World) -> list[Any]:
     return [row for part in parts for row in part]
 
 
-def gather_on_first(rows: list[Any], world: World) -> list[Any]:
+def gather_on_rank0(rows: list[Any], world: World) -> list[Any]:
     """Return the rows of all ranks on rank 0, in rank order; elsewhere none."""
     if world.size == 1:
         return rows
@@ -102,7 +102,7 @@ def gather_on_first(rows: list[Any], world: World) -> list[Any]:
     return [row for part in parts or () for row in part]
 
 
-def from_first(value: Any, world: World) -> Any:
+def broadcast(value: Any, world: World) -> Any:
     """Return the value that rank 0 passed, on every rank."""
     if world.size == 1:
         return value
@@ -111,7 +111,7 @@ def from_first(value: Any, world: World) -> Any:
     return box[0]
 
 
-def raise_together(fault: str | None, world: World) -> None:
+def raise_on_all_ranks(fault: str | None, world: World) -> None:
     """Raises SharedFault on every rank if one passes a fault; every rank must call this."""
     faults = gather_rows([fault], world)
     rank = next((rank for rank, one in enumerate(faults) if one), None)
@@ -119,13 +119,13 @@ def raise_together(fault: str | None, world: World) -> None:
         raise SharedFault(f"rank {rank}: {faults[rank]}" if rank else faults[rank])
 
 
-def share_buffers(module: nn.Module, world: World) -> None:
+def broadcast_buffers(module: nn.Module, world: World) -> None:
     """Give every rank the buffers of rank 0: live norms count on each by themselves."""
     if world.size > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
 
 
-def wait_for_all(world: World) -> None:
+def barrier(world: World) -> None:
     if world.size > 1:
         dist.barrier()

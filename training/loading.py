@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from storage.object_store import ObjectMissing, StorageUnreachable
-from training.stopping import obey_the_loader_alone
+from training.stopping import ignore_group_signals
 
 # What is wrong with data, settings or storage: these end a program with one line, and need no traceback.
 EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
@@ -76,7 +76,7 @@ class _Caught(Dataset):
 
 def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
-    obey_the_loader_alone()
+    ignore_group_signals()
 
 
 def _as_it_is(item: Any) -> Any:

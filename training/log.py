@@ -58,7 +58,7 @@ class Lines:
 
     def add(self, *records: Mapping[str, Any]) -> None:
         self._data += lines_of(records)
-        self.writer.do(self.path, self._put)
+        self.writer.submit(self.path, self._put)
 
     def _put(self) -> None:
         self.writer.store.put(self.path, self._data)
@@ -96,7 +96,7 @@ class RunLog:
         folder = self.store.local_path(f"runs/{run}") or Path("runs", run)
         self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, folder, settings or {}), writer.log)
         self._began = time.monotonic()
-        self._resumed_from = self.where(f"step-{step:07d}") if step else None
+        self._resumed_from = self.uri(f"step-{step:07d}") if step else None
         self._beat: dict[str, Any] = {
             "step": step,
             "steps": steps,
@@ -116,40 +116,40 @@ class RunLog:
         """Where the newest whole checkpoint is; None before the first."""
         return self.writer.saved or self._resumed_from
 
-    def where(self, name: str) -> str:
+    def uri(self, name: str) -> str:
         """The full name of one of the run's files."""
-        return self.store.where(f"runs/{self.run}/{name}")
+        return self.store.uri(f"runs/{self.run}/{name}")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the block trains: the heartbeat says how it ended, and why, and the trackers end."""
-        self.enter("starting")
+        self.set_state("starting")
         try:
             yield
         except BaseException as error:
             self._beat["reason"] = str(error) or type(error).__name__
             self._trackers.finish()
             with contextlib.suppress(Exception):  # what ends the run is the other error
-                self.enter("stopped" if isinstance(error, Stopped) else "failed")
+                self.set_state("stopped" if isinstance(error, Stopped) else "failed")
             raise
         self._trackers.finish()
-        self.enter("done")
+        self.set_state("done")
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
         """While the block does something else: the heartbeat says what."""
-        self.enter(state)
+        self.set_state(state)
         yield
-        self.enter("training")
+        self.set_state("training")
 
     def step(self, step: int) -> None:
         """Note how many steps are done."""
         self._beat["step"] = step
         # The first step may have taken minutes.
         if self._beat["state"] == "starting" or time.monotonic() - self._beaten >= _BETWEEN_BEATS:
-            self.enter("training")
+            self.set_state("training")
 
-    def enter(self, state: str) -> None:
+    def set_state(self, state: str) -> None:
         """Put the heartbeat, with this state."""
         self._beat["state"] = state
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -218,7 +218,7 @@ def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
     A process that was killed writes nothing: compare `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
-    return parse_json(store.get(path), store.where(path)) if store.exists(path) else None
+    return parse_json(store.get(path), store.uri(path)) if store.exists(path) else None
 
 
 def progress_line(beat: Mapping[str, Any]) -> str:
@@ -249,10 +249,10 @@ def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
     """Return the objects of a file; none if there is no file. Raises ValueError if a line cannot be read."""
     found = []
     for number, line in enumerate(store.get(path).splitlines() if store.exists(path) else [], start=1):
-        where, way_out = f"line {number} of {store.where(path)}", "remove that line, when no training runs"
-        record = parse_json(line, where, fix=way_out)
+        where, hint = f"line {number} of {store.uri(path)}", "remove that line, when no training runs"
+        record = parse_json(line, where, fix=hint)
         if type(record.get("step")) is not int:
-            raise ValueError(f"{where} has no `step`; {way_out}")
+            raise ValueError(f"{where} has no `step`; {hint}")
         found.append(record)
     return found
 

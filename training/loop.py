@@ -20,7 +20,7 @@ from training import distributed
 from training.checkpoint import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 from training.distributed import World
 from training.log import RunLog, Unreadable
-from training.metrics import Losses, RunningAverages, Step, add_up, mean_loss, peak_memory, timed
+from training.metrics import Losses, RunningAverages, Step, mean_loss, peak_memory, sum_losses, timed
 from training.optimizer import clip_gradients, set_learning_rate
 from training.program import find_trackers
 from training.skipping import LiveNorms, Skipping
@@ -92,21 +92,21 @@ class Run(ABC):
         metrics after the same step, {} if there was none."""
 
     @property
-    def most_unreadable(self) -> float:
+    def max_unreadable(self) -> float:
         """So many unreadable samples, and no more, are passed over."""
         return math.inf
 
     def note_unreadable(self, unreadable: list[Unreadable]) -> dict[str, int]:
         """Write down, and forget, what could not be read on any process; how many that were.
 
-        ValueError, on every process, where the run has met more than `most_unreadable`.
+        ValueError, on every process, where the run has met more than `max_unreadable`.
         """
         found = [*distributed.gather_rows(unreadable, self.world)]
         unreadable.clear()
         if not found:
             return {}
-        in_all = distributed.from_first(self.log and self.log.unreadable(asdict(one) for one in found), self.world)
-        if in_all > self.most_unreadable:
+        in_all = distributed.broadcast(self.log and self.log.unreadable(asdict(one) for one in found), self.world)
+        if in_all > self.max_unreadable:
             raise ValueError(
                 f"{in_all} samples cannot be read, the last because {found[-1].reason}. Fetch them again, or allow a "
                 "larger share: data.unreadable"
@@ -139,17 +139,17 @@ def train_steps(run: Run) -> dict[str, float]:
             if why is None:
                 optimizer.step()
             else:
-                norms.put_back()
+                norms.restore()
                 log_skipped(run, done, why, found, parts)
             optimizer.zero_grad(set_to_none=True)
             averages.add(found, taken=why is None)
             if run.log:
                 run.log.step(done)
-            if skipping.in_a_row >= recipe.most_skipped:
+            if skipping.in_a_row >= recipe.max_skipped:
                 raise too_many_skipped(run, skipping.in_a_row, done, why)
             validated = between_steps(run, done, found.stop_requested, stop, skipping, averages)
             metrics = metrics if validated is None else validated
-        distributed.wait_for_all(world)
+        distributed.barrier(world)
     return metrics
 
 
@@ -172,7 +172,7 @@ def between_steps(
     if validates and run.validate:
         with averages.paused(), log.during("validating") if log else contextlib.nullcontext():
             # Live norms have statistics of their own on each rank; those of rank 0 are validated and saved.
-            distributed.share_buffers(run.model, world)
+            distributed.broadcast_buffers(run.model, world)
             metrics, rows = run.validate()
         if log:
             log.validation(done, metrics, rows)
@@ -186,7 +186,7 @@ def between_steps(
             if last or stops:
                 run.writer.finish(WAIT_WHEN_STOPPED if stops else WAIT_AT_END)
     if stops:
-        checkpoint = distributed.from_first(log and log.checkpoint, world)
+        checkpoint = distributed.broadcast(log and log.checkpoint, world)
         raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
     return metrics
 
@@ -201,7 +201,7 @@ def add_gradients(
         syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
         with contextlib.nullcontext() if syncs else parallel.no_sync():
             losses = run.losses(parallel, part)
-            totals.append(add_up(losses, world, stop.requested, waited))
+            totals.append(sum_losses(losses, world, stop.requested, waited))
             loss = mean_loss(losses, totals[-1], run.loss_weights) / len(parts)
             (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
     return losses, totals
@@ -221,7 +221,7 @@ def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPoin
         # One that is being written may be the last good checkpoint. What is not saved, the writer says at its end.
         with contextlib.suppress(StorageUnreachable):
             run.writer.finish(WAIT_WHEN_STOPPED)
-    names, checkpoint = distributed.from_first(log and (log.where("skipped.jsonl"), log.checkpoint), run.world)
+    names, checkpoint = distributed.broadcast(log and (log.uri("skipped.jsonl"), log.checkpoint), run.world)
     return FloatingPointError(
         f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
         + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved. ")

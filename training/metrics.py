@@ -24,7 +24,7 @@ Losses = dict[str, tuple[Tensor, int]]
 LOSS = "loss_"  # before the names of losses in the log: no measure has one
 
 
-def add_up(losses: Losses, world: World, stop_requested: bool, waited: float) -> Tensor:
+def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float) -> Tensor:
     """Return the sums of one part of a step over all ranks, in float64 on the device: of each loss, by how many to
     divide each, on how many ranks a stop was requested, and the seconds that they waited for data.
 
@@ -35,7 +35,7 @@ def add_up(losses: Losses, world: World, stop_requested: bool, waited: float) ->
     known = torch.tensor(others, dtype=torch.float64)
     known = known.pin_memory() if sums.is_cuda else known  # a copy of other memory waits
     numbers = torch.cat([sums, known.to(sums.device, non_blocking=True)])
-    distributed.add_over_ranks(numbers, world)
+    distributed.sum_over_ranks(numbers, world)
     return numbers
 
 
@@ -71,7 +71,7 @@ class Step:
     def of(
         cls, losses: Losses, parts: Sequence[Tensor], norm: Tensor, weights: Mapping[str, float], world: World
     ) -> "Step":
-        """Read what `add_up` made of each part; `losses`: of the last. Waits for the device, once a step."""
+        """Read what `sum_losses` made of each part; `losses`: of the last. Waits for the device, once a step."""
         names = [(LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items()]
         *numbers, norm = torch.cat([*parts, norm.detach().double().reshape(1)]).tolist()
         rows = np.reshape(numbers, (len(parts), -1))

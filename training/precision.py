@@ -19,7 +19,7 @@ Float32 = Literal["ieee", "tf32"]
 
 
 @contextmanager
-def float32_products(convolutions: Float32, matrices: Float32) -> Iterator[None]:
+def float32_precision(convolutions: Float32, matrices: Float32) -> Iterator[None]:
     """On GPUs, float32 convolutions and matrix products as said, and afterwards as before."""
     of_convolutions, of_matrices = torch.backends.cudnn.conv, torch.backends.cuda.matmul
     before = of_convolutions.fp32_precision, of_matrices.fp32_precision
@@ -31,10 +31,10 @@ def float32_products(convolutions: Float32, matrices: Float32) -> Iterator[None]
 
 
 @contextmanager
-def in_precision_of(recipe: Any) -> Iterator[None]:
+def recipe_precision(recipe: Any) -> Iterator[None]:
     """For a whole run, backward passes too: float32 products rounded where recipe.precision is tf32, else exact."""
     kind = "tf32" if recipe.precision == "tf32" else "ieee"
-    with float32_products(kind, kind):
+    with float32_precision(kind, kind):
         yield
 
 
@@ -43,7 +43,7 @@ def autocast(recipe: Any, world: World) -> torch.autocast:
     return torch.autocast(world.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
 
 
-def computed_in(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that convolutions and matrix products of x compute in: autocast's, or its own."""
     device = x.device.type
     # is_autocast_enabled raises for a device without autocast, such as `meta`.

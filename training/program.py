@@ -53,7 +53,7 @@ def run_program(
                 find_trackers(recipe.trackers)
         except ValueError as error:
             wrong = str(error)
-        distributed.raise_together(wrong, world)
+        distributed.raise_on_all_ranks(wrong, world)
         train(recipe, world)
 
     run_in_world(name, work)
@@ -151,7 +151,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
     except KeyboardInterrupt:
         _end(world, 128 + signal.SIGINT, name, "interrupted")
     except Exception as error:
-        fault = distributed.fault_of_another(error)
+        fault = distributed.peer_failure(error)
         if fault is None:
             raise
         # Meanwhile torchrun sees which rank ended first, names that one, and ends those of its own machine.
@@ -162,7 +162,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
 
 def _end_together(world: World, status: int, line: str) -> NoReturn:
     """End every rank with this status; the first one prints the line."""
-    distributed.wait_for_all(world)  # where a rank ends, torchrun ends the others: the first one may be saving
+    distributed.barrier(world)  # where a rank ends, torchrun ends the others: the first one may be saving
     distributed.stop(world)
     if world.first:
         print(line, file=sys.stderr, flush=True)

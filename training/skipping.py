@@ -60,7 +60,7 @@ class LiveNorms:
         """Remember them as they are."""
         self._kept = [buffer.clone() for buffer in self._buffers]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make them what they were at the last `keep`."""
         for buffer, before in zip(self._buffers, self._kept, strict=True):
             buffer.copy_(before)

@@ -45,7 +45,7 @@ class Stop:
         self.requested = True
 
 
-def obey_the_loader_alone() -> None:
+def ignore_group_signals() -> None:
     """In a loading process: ignore SIGINT, and end at SIGTERM only if it comes from the parent, the loader.
 
     Terminals and launchers signal whole groups of processes, and the step that is to be finished needs what is loaded

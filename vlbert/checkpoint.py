@@ -55,8 +55,8 @@ class Checkpoint:
     saved: dict = field(default_factory=dict)  # task.json: attributes of the task that its head was trained with
 
     @property
-    def where(self) -> str:
-        return self.folder.where
+    def uri(self) -> str:
+        return self.folder.uri
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -143,7 +143,7 @@ def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
     if not separator:
         if "://" in path:
             raise ValueError(f"{path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
-        _opened(LocalStore(path), "")
+        _open_checkpoint(LocalStore(path), "")
         return LocalStore(path), ""
     store = open_store(root, write=False)
     run, _, named = rest.partition("/")
@@ -152,14 +152,14 @@ def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
         if best is None:
             raise ValueError(
                 f"{path} is not there: no validation of {run} has measured a checkpoint yet, or its task compares "
-                f"none; name {store.where(f'runs/{run}')} for the newest"
+                f"none; name {store.uri(f'runs/{run}')} for the newest"
             )
         return store, best.checkpoint
     if named:
         return store, f"runs/{rest}"
     saved = checkpoints(store, run)
     if not saved:
-        raise ValueError(f"{store.where(f'runs/{run}')} has no whole checkpoint; name another run")
+        raise ValueError(f"{store.uri(f'runs/{run}')} has no whole checkpoint; name another run")
     return store, saved[-1]
 
 
@@ -170,10 +170,10 @@ def read_model(folder: str | Path) -> Checkpoint:
 
 def read_config_at(store: ObjectStore, path: str) -> dict:
     """Read config.json, and nothing else, of what find_checkpoint found."""
-    return _read_config(_opened(store, path))
+    return _read_config(_open_checkpoint(store, path))
 
 
-def without_paths(config: ModelConfig) -> ModelConfig:
+def strip_paths(config: ModelConfig) -> ModelConfig:
     """Return the model's configuration without the file that its Fast R-CNN started from, which is here alone."""
     return replace(config, regions=replace(config.regions, weights=None))
 
@@ -181,15 +181,15 @@ def without_paths(config: ModelConfig) -> ModelConfig:
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
     """Read a whole checkpoint or, at path "", any folder with a model, or all but the model's tensors. Raises
     ValueError if a file is missing, damaged or of another version."""
-    folder = _opened(store, path)
+    folder = _open_checkpoint(store, path)
     config = _read_config(folder)
     if not folder.state:
         folder = replace(folder, hashes=config.get("files", {}))
     vocabulary, saved = None, folder.json(TASK) if folder.has(TASK) else {}
     if not all(isinstance(value, list) for value in saved.values()):
-        raise ValueError(f"{folder.where_of(TASK)} is no object of lists, the meaning of a head's outputs")
+        raise ValueError(f"{folder.uri_of(TASK)} is no object of lists, the meaning of a head's outputs")
     if folder.has(VOCABULARY):
-        where = folder.where_of(VOCABULARY)
+        where = folder.uri_of(VOCABULARY)
         try:
             tokens = folder.get(VOCABULARY).decode().splitlines()
         except UnicodeDecodeError as error:
@@ -200,7 +200,7 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
     return Checkpoint(
         folder=folder,
         config=config,
-        model_config=from_json(ModelConfig, config["model"], folder.where_of(CONFIG)),
+        model_config=from_json(ModelConfig, config["model"], folder.uri_of(CONFIG)),
         vocab_size=config["vocab_size"],
         vocabulary=vocabulary,
         model=load_tensors(folder, MODEL) if tensors else {},
@@ -208,18 +208,18 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
     )
 
 
-def _opened(store: ObjectStore, path: str) -> Folder:
+def _open_checkpoint(store: ObjectStore, path: str) -> Folder:
     """Open a checkpoint by its state.json; any other folder, which has none, as it is."""
     folder = open_folder(store, path) if path or store.exists(STATE) else Folder(store, path)
     for name in (CONFIG, MODEL):
         if not folder.has(name):
-            raise ValueError(f"{folder.where} holds no model: it has no {name}")
+            raise ValueError(f"{folder.uri} holds no model: it has no {name}")
     return folder
 
 
 def _read_config(folder: Folder) -> dict:
     """Return what config.json holds. Raises ValueError if it is of something else, or of another version."""
-    config, where = folder.json(CONFIG), folder.where_of(CONFIG)
+    config, where = folder.json(CONFIG), folder.uri_of(CONFIG)
     if not isinstance(config.get("version"), int):
         raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
     check_version(config["version"], CHECKPOINT_VERSION, where)
@@ -248,7 +248,7 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
         pairs = enumerate(itertools.zip_longest(before, now))
         at, (there, here) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
         raise ValueError(
-            f"{checkpoint.where}/{TASK} has other {name} than {task.settings.folder or 'the task'} now: number {at} is "
+            f"{checkpoint.uri}/{TASK} has other {name} than {task.settings.folder or 'the task'} now: number {at} is "
             f"{there!r} there and {here!r} here; put those back that it was trained with, or start another run, and "
             "not from it"
         )
@@ -259,11 +259,11 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:
-        raise ValueError(f"{checkpoint.where} came without a vocabulary; give its own with vocabulary=vocab.txt")
+        raise ValueError(f"{checkpoint.uri} came without a vocabulary; give its own with vocabulary=vocab.txt")
     vocabulary = Vocabulary.read(file)
     if len(vocabulary) != checkpoint.vocab_size:
         raise ValueError(
-            f"--vocabulary={file} has {len(vocabulary)} tokens, {checkpoint.where} was trained with "
+            f"--vocabulary={file} has {len(vocabulary)} tokens, {checkpoint.uri} was trained with "
             f"{checkpoint.vocab_size}; give the vocab.txt that belongs to it"
         )
     return vocabulary

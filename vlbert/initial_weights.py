@@ -74,7 +74,7 @@ def choose_vocabulary(
     if world.first:  # it reads every sample, once is enough
         lines = [line for samples in datasets for line in captions(samples)]
         tokens = Vocabulary.build(lambda: lines, recipe.vocabulary_size).tokens
-    return Vocabulary(distributed.from_first(tokens, world))
+    return Vocabulary(distributed.broadcast(tokens, world))
 
 
 def make_model(
@@ -93,7 +93,7 @@ def make_model(
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:
         check_saved(task, resumed)
-        load_model(model, resumed.model, resumed.where)
+        load_model(model, resumed.model, resumed.uri)
         return model
     if recipe.model.regions.weights and not init_from:
         from detectors.weights.files import load_resnet
@@ -106,18 +106,18 @@ def make_model(
         differing = differing_fields(architecture(recipe.model), architecture(init_from.model_config))
         if differing:
             raise ValueError(
-                f"{init_from.where} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
+                f"{init_from.uri} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
                 f"{differing[0][2]} there and {differing[0][1]} here"
             )
-        load_model(model.vlbert, init_from.part("vlbert."), init_from.where)
+        load_model(model.vlbert, init_from.part("vlbert."), init_from.uri)
         taken = start_head(
             task, model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__
         )
-        report(f"VL-BERT from {init_from.where}, of its head {taken}")
+        report(f"VL-BERT from {init_from.uri}, of its head {taken}")
         if taken == "all":
             check_saved(task, init_from)
             return model
-    task.begin(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
+    task.on_start(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
     return model
 
 
@@ -129,18 +129,18 @@ def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_ta
     found = init_from.part("head.")
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
     if same_task and {name: tensor.shape for name, tensor in found.items()} == shapes:
-        load_model(head, found, init_from.where)
+        load_model(head, found, init_from.uri)
         return "all"
     taken = []
     for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
         if tensors:  # a checkpoint of another task than pre-training has no such part
-            tensors = task.from_pretraining(part, tensors)
+            tensors = task.convert_pretrained(part, tensors)
             if tensors.keys() != head.get_submodule(part).state_dict().keys():
                 raise ValueError(
-                    f"{init_from.where} has a LayerNorm in its {source} and this head has none, or the reverse: set "
+                    f"{init_from.uri} has a LayerNorm in its {source} and this head has none, or the reverse: set "
                     "task.classifier to regions, regions_norm or linear (VCR: --task.region_loss=none)"
                 )
-            load_model(head.get_submodule(part), tensors, init_from.where)
+            load_model(head.get_submodule(part), tensors, init_from.uri)
             taken.append(source)
     return ", ".join(taken) or "nothing"

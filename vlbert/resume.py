@@ -64,7 +64,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     from the checkpoint.
     """
     check_complete(recipe)
-    saved = distributed.from_first(checkpoints(store, recipe.run), world)
+    saved = distributed.broadcast(checkpoints(store, recipe.run), world)
     resumed = read_checkpoint(store, saved[-1]) if saved else None
     if resumed:
         check_unchanged(recipe, resumed)
@@ -74,9 +74,9 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
             report(complete)
             return None
         recipe.task.check_same(
-            resumed.state.get("task_files"), resumed.where, "put it back, or start another run: --run_name=NAME"
+            resumed.state.get("task_files"), resumed.uri, "put it back, or start another run: --run_name=NAME"
         )
-        report(f"{recipe.run} goes on from {resumed.where}, step {resumed.state['step']} of {recipe.steps}")
+        report(f"{recipe.run} goes on from {resumed.uri}, step {resumed.state['step']} of {recipe.steps}")
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
     data = open_data(recipe, store, resumed, resumed or init_from, world)
     model = make_model(recipe, data.task, data.vocabulary, init_from, resumed, report).to(world.device)
@@ -122,7 +122,7 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
             now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
         if name.split(".")[0] in fixed and name not in free and now != before:
             raise ValueError(
-                f"{resumed.where} was trained with {name}={before}, but the recipe has {now}. Restore {before}, or "
+                f"{resumed.uri} was trained with {name}={before}, but the recipe has {now}. Restore {before}, or "
                 "start a new run: --run_name NAME"
             )
 
@@ -139,7 +139,7 @@ def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
-    return f"{recipe.run} is complete: {resumed.where} has step {step} of {recipe.steps}"
+    return f"{recipe.run} is complete: {resumed.uri} has step {step} of {recipe.steps}"
 
 
 def open_data(
@@ -164,7 +164,7 @@ def open_data(
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
-        raise ValueError(f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one")
+        raise ValueError(f"{config.text_corpus} is not the corpus that {resumed.uri} was trained with; give that one")
     return OpenedData(
         datasets=[_training_dataset(config, task, resumed, *one) for one in opened],
         held_out={pinned["dataset"]: (one, task.examples(one, recipe.task.validate_on)) for one, pinned in held_out},
@@ -225,7 +225,7 @@ def _training_dataset(
         spans, weight = [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])], config.datasets[name]
     if len(examples) != spans[-1].examples:
         raise ValueError(
-            f"{resumed.where} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
+            f"{resumed.uri} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
             "the files of the task have changed; put them back"
         )
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}

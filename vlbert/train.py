@@ -25,7 +25,7 @@ from training.loading import EXPECTED, batches
 from training.log import last_metrics
 from training.loop import Run, train_steps
 from training.metrics import Losses
-from training.precision import autocast, in_precision_of
+from training.precision import autocast, recipe_precision
 from training.program import run_program
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import Recipe
@@ -60,7 +60,7 @@ class VLBertRun(Run):
         return self.recipe.data.batch + self.recipe.data.text_batch
 
     @property
-    def most_unreadable(self) -> float:
+    def max_unreadable(self) -> float:
         return self.recipe.data.unreadable * sum(len(dataset.samples) for dataset in self.data.datasets)
 
     def batches(self) -> Iterator[Sequence[Batch]]:
@@ -131,7 +131,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
         return last_metrics(open_store(recipe.data.root, write=False), recipe.run)
     run.observe = observe
     run.model.train()
-    with in_precision_of(recipe), run.writer:
+    with recipe_precision(recipe), run.writer:
         metrics = train_steps(run)
     if world.first:
         print(f"Reported in the paper: {run.data.task.paper}", flush=True)
@@ -160,11 +160,11 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
         except (*EXPECTED, OSError) as error:  # the run goes on without the new shards
             found = None
             print(f"no new shards enter in step {step + 1}, the next boundary looks again: {error}", flush=True)
-    found = distributed.from_first(found, world)
+    found = distributed.broadcast(found, world)
     if found is None:
         return False
     samples = samples or opened(found)
-    run.data.enter(number, samples, run.data.task.examples(samples, None), found, boundary)
+    run.data.switch_snapshot(number, samples, run.data.task.examples(samples, None), found, boundary)
     now = dataset.spans[-1]
     if run.log:
         run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # that of the first step that uses it

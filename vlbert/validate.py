@@ -9,7 +9,7 @@ from storage.reading import Samples
 from training.distributed import World, gather_rows
 from training.loading import batches
 from training.log import Unreadable
-from training.precision import autocast, in_precision_of
+from training.precision import autocast, recipe_precision
 from vlbert.config import Recipe
 from vlbert.data.loading import ValidationData
 from vlbert.tasks.base import Examples, Task, TaskModel
@@ -50,7 +50,7 @@ def predict_all(
     model.eval()
     found, indexes = Predicted(), range(len(data)) if indexes is None else indexes
     # Eagerly, whatever is compiled for training: graphs without gradients would take minutes more to compile.
-    with in_precision_of(recipe), torch.compiler.set_stance("force_eager"):
+    with recipe_precision(recipe), torch.compiler.set_stance("force_eager"):
         loaded = batches(data, indexes, recipe.data.workers, world.device)
         for index, (parts, numbers, unreadable) in zip(indexes, loaded, strict=True):
             one = Predicted(numbers, unreadable=unreadable)
@@ -87,7 +87,7 @@ def validate(
         shuffled = gather_rows(found.shuffled, world)
         if not rows:
             raise ValueError(
-                f"none of the {len(examples)} held-out examples of {name} can be read{because_of(skipped)}"
+                f"none of the {len(examples)} held-out examples of {name} can be read{last_reason(skipped)}"
             )
         parts[name] = rows, shuffled, sum(gather_rows([len(skipped)], world))
         if unreadable is not None:
@@ -118,6 +118,6 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> di
     return metrics
 
 
-def because_of(unreadable: Sequence[Unreadable]) -> str:
+def last_reason(unreadable: Sequence[Unreadable]) -> str:
     """The end of a message: why the last of these could not be read."""
     return f"; the last because {unreadable[-1].reason}" if unreadable else ""

@@ -101,12 +101,12 @@ def table() -> str:
     rows = []
     for rule in RULES:
         task = f" ({rule.task.removesuffix('Settings')})" if rule.task else ""
-        values = _shown(rule.paper), _shown(rule.published)
+        values = _format_value(rule.paper), _format_value(rule.published)
         rows.append((str(rule.number), f"`{rule.field}`{task}", *values, rule.what, rule.section))
     return markdown(("difference", "field", "paper", "authors' code", "what", "in the paper"), rows)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -72,7 +72,7 @@ def training_report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     device = rehearse_training(recipe, options.pairs, texts)
     found = timeline(device.parts(), card, "tf32" if recipe.precision == "tf32" else "ieee")
     parts, seconds = {name: found[name] for name in PARTS if name in found}, sum(one.seconds for one in found.values())
-    waits = Counter((one.name, one.where) for one in device.operations if one.waits)
+    waits = Counter((one.name, one.uri) for one in device.operations if one.waits)
     report = {
         "recipe": to_json(recipe),
         "card": card.name,

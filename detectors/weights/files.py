@@ -14,7 +14,7 @@ from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
 from detectors.weights.tensor_files import read_safetensors
 from storage.digests import sha256_of
-from storage.safe_json import parse_json, shown
+from storage.safe_json import parse_json, short_repr
 from storage.settings import as_arguments, from_json
 
 RESNET = ("backbone.", "roi_heads.res5.")
@@ -86,7 +86,7 @@ def _parse_metadata(texts: Mapping[str, str], file: Path) -> dict[str, Any]:
         where = f"{file}: its metadata {key!r}"
         found[key] = parse_json(texts.get(key, "null"), where, (wanted, type(None)), fix="convert it again")
         if wanted is list and not all(isinstance(one, str) for one in found[key] or ()):
-            raise ValueError(f"{where} holds {shown(found[key])}, no list of texts; convert it again")
+            raise ValueError(f"{where} holds {short_repr(found[key])}, no list of texts; convert it again")
     if found["network"] is not None:
         found["network"] = config_from(found["network"], str(file))
     return found

@@ -18,7 +18,7 @@ from detectors.weights.files import (
     tensor_faults,
 )
 from detectors.weights.releases import VLBERT, our_name
-from detectors.weights.tensor_files import is_safetensors, plain_names, read_tensors
+from detectors.weights.tensor_files import is_safetensors, read_tensors, unwrapped_names
 
 RPN, HEADS = "proposal_generator.", "roi_heads.box_predictor."
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
@@ -31,7 +31,7 @@ def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attr
     The ResNet must fit completely. Of a detector, the RPN is copied if it has our shapes and anchors, the heads if they
     have our shapes, classes, attributes and weights of boxes.
     """
-    tensors, new = plain_names(read_tensors(file), file), set()
+    tensors, new = unwrapped_names(read_tensors(file), file), set()
     if is_safetensors(file) and "layer1.0.conv1.weight" not in tensors:
         new = _parts_of_other_meaning(network, tensors, file, classes, attribute_names)
     else:

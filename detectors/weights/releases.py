@@ -20,7 +20,7 @@ from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import RESNET101
 from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, COUNTER, RESNET, check_tensors
-from detectors.weights.tensor_files import is_safetensors, plain_names, read_safetensors, read_tensors
+from detectors.weights.tensor_files import is_safetensors, read_safetensors, read_tensors, unwrapped_names
 from storage.digests import sha256_of
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
@@ -180,7 +180,7 @@ class Converted:
 
 def convert(file: Path) -> Converted:
     """Convert a published file. ValueError names every tensor that is missing, unexpected or unfit, by our names."""
-    theirs = plain_names(read_tensors(file), file)
+    theirs = unwrapped_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
         raise ValueError(f"{file} is a weight file of this project already; load it as it is")
     release = release_of({name: tensor.shape for name, tensor in theirs.items()}, file)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from storage.pickles import STAND_INS, UnsafePickle, read_pickle
-from storage.safe_json import printable, shown
+from storage.safe_json import printable, short_repr
 
 _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that torch wrote before it wrote zip files
@@ -27,14 +27,14 @@ _WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
 _SHARING = 4
 
 
-def without_wrappers(key: str) -> str:
+def strip_wrappers(key: str) -> str:
     """Return the name of a tensor without those of wrappers: module.x and module._orig_mod.x are x."""
     return _WRAPPERS.sub("", key)
 
 
-def plain_names(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
-    """Return the tensors by `without_wrappers`; ValueError where two have one."""
-    found = {without_wrappers(name): tensor for name, tensor in tensors.items()}
+def unwrapped_names(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return the tensors by `strip_wrappers`; ValueError where two have one."""
+    found = {strip_wrappers(name): tensor for name, tensor in tensors.items()}
     if len(found) < len(tensors):
         raise ValueError(f"{file} holds tensors whose names are the same without those of wrappers")
     return found
@@ -119,5 +119,5 @@ def _tensor(name: Any, value: Any, file: Path) -> Tensor:
         return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
     plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
     if not isinstance(name, str) or not plain or value.is_quantized:
-        raise ValueError(f"{file}: {shown(name)} is no tensor but a {type(value).__name__.lower()}")
+        raise ValueError(f"{file}: {short_repr(name)} is no tensor but a {type(value).__name__.lower()}")
     return value.detach()

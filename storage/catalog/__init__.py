@@ -26,7 +26,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.digests import check_version, is_whole
+from storage.digests import check_version, has_valid_digest
 from storage.manifests import MANIFEST_VERSION, SCHEMA, Header, Manifest
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
@@ -108,7 +108,7 @@ class Catalog:
         """
         if manifest.tar is None:
             return iter(())
-        where, redo = self.store.where(manifest.tar), self._redo(manifest.stage, manifest.name)
+        where, redo = self.store.uri(manifest.tar), self._redo(manifest.stage, manifest.name)
         try:
             data = self.store.get(manifest.tar)
         except ObjectMissing as error:
@@ -136,7 +136,7 @@ class Catalog:
             found = made.meta.get("source") or {}
             if (found.get("stage"), found.get("shard")) != (source, ours.shard):
                 raise ValueError(
-                    f"{self.where(target, made.name)} was made from {found}, not from {self.where(source, ours.name)}; "
+                    f"{self.uri(target, made.name)} was made from {found}, not from {self.uri(source, ours.name)}; "
                     f"{self._redo(target, made.name)}"
                 )
             if found["content"] != ours.content:
@@ -181,18 +181,18 @@ class Catalog:
             raise ValueError(f"{snapshot_id!r} is not a snapshot: use 16 hex digits, as in a checkpoint's state.json")
         return self.path(stage, f"snapshots/{snapshot_id}.parquet")
 
-    def where(self, stage: str, name: str) -> str:
+    def uri(self, stage: str, name: str) -> str:
         """The manifest of a shard (its name, or that of a revision: Header.name) in full, for messages."""
-        return self.store.where(self.manifest_path(stage, name))
+        return self.store.uri(self.manifest_path(stage, name))
 
     def _redo(self, stage: str, shard: str) -> str:
-        return f"to make it again, delete {self.where(stage, shard)} and run the stage"
+        return f"to make it again, delete {self.uri(stage, shard)} and run the stage"
 
     def _read(self, stage: str, name: str, columns: Sequence[str] = ()) -> Manifest:
         """A manifest with these columns of its table. ValueError if it is not the one that was committed under this
         name."""
-        data, where = self.store.get(self.manifest_path(stage, name)), self.where(stage, name)
-        footer = pq.read_metadata(io.BytesIO(data)).metadata if is_whole(data) else {}
+        data, where = self.store.get(self.manifest_path(stage, name)), self.uri(stage, name)
+        footer = pq.read_metadata(io.BytesIO(data)).metadata if has_valid_digest(data) else {}
         if b"manifest" not in footer:
             raise ValueError(
                 f"{where} is damaged or not a manifest: its {len(data)} bytes are not those that were committed. Put "

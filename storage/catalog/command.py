@@ -47,7 +47,7 @@ def _print_faults(inventory: Inventory) -> int:
     shards, snapshots = (sum(map(len, found.values())) for found in (inventory.manifests, inventory.snapshots))
     checkpoints = sum(map(len, inventory.states.values())) if inventory.dataset is None else 0
     if not shards + snapshots + checkpoints:
-        print(f"nothing is committed under {inventory.store.where()}", file=sys.stderr)
+        print(f"nothing is committed under {inventory.store.uri()}", file=sys.stderr)
         return 1
     faults = 0
     for fault in verify(inventory):

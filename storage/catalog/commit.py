@@ -35,7 +35,7 @@ def commit_shard(
         meta = meta | {"replaces": replaces.sha256}
     if catalog.store.exists(path):
         return False
-    where = catalog.store.where(path)
+    where = catalog.store.uri(path)
     withdrawn = read_withdrawn(catalog.store)
     facts, gone = [], set()
 
@@ -92,7 +92,7 @@ def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
     that is damaged. If another writer commits a revision first, that one leaves them out, too.
     """
     manifest = catalog.manifest(stage, shard)
-    if not any(read_withdrawn(catalog.store).among(manifest.ok()).to_pylist()):
+    if not any(read_withdrawn(catalog.store).contains(manifest.ok()).to_pylist()):
         return False
     samples = map(readable, catalog.read_each(manifest))
     meta = {name: value for name, value in manifest.meta.items() if name != "replaces"}

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from storage.collect.statuses import Refused, Status
-from storage.redact import shown_url
+from storage.redact import display_url
 
 if TYPE_CHECKING:
     import yarl
@@ -156,7 +156,7 @@ def parse_url(url: str) -> "yarl.URL":
     import yarl
 
     text = url.strip(" ")
-    shown = repr(shown_url(url))
+    shown = repr(display_url(url))
     if not text.isprintable() or "\\" in text:
         raise Refused(Status.BAD_URL, f"{shown} has control characters or a backslash")
     match = re.match(r"(https?)://([^/?# ]*)(.*)", text, re.IGNORECASE)

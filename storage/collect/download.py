@@ -18,12 +18,12 @@ from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.collect.fetch import DownloadSettings, Fetcher
 from storage.collect.lists import license_of
-from storage.collect.normalise import ImageSettings, normalise, run_out
+from storage.collect.normalise import ImageSettings, normalise, resource_error_hint
 from storage.collect.rows import CaptionRow
 from storage.collect.spool import Spool, SpooledImage
 from storage.collect.statuses import Refused, Status
 from storage.manifests import Header, Row
-from storage.redact import redacted, shown_url
+from storage.redact import display_url, redacted
 from storage.sample import Sample
 
 _FEW = 16  # URLs of a silent host: one is requested for all shards in progress
@@ -81,14 +81,14 @@ class Downloader:
                 if hosts.is_silent(name) and host.answered_url:
                     await self._outcome(host.answered_url, spool, second_pass)
                 elif hosts.is_silent(name) and not is_known:
-                    await all_of(again(url, later[name].pop(url)) for url in _spread([*later[name]]))
+                    await run_all(again(url, later[name].pop(url)) for url in _spread([*later[name]]))
             if not hosts.is_silent(name):
-                await all_of(again(*item) for item in later.pop(name).items())
+                await run_all(again(*item) for item in later.pop(name).items())
 
-        await all_of(first(url) for url in dict.fromkeys(row.url for row in rows))
+        await run_all(first(url) for url in dict.fromkeys(row.url for row in rows))
         second_pass, left = loop.time(), [*later]
         while left:
-            await all_of(map(retry, left))
+            await run_all(map(retry, left))
             left = [name for name in later if hosts.host(name).answered > retried[name]]
         return [with_outcome(row, outcomes[row.url]) for row in rows]
 
@@ -105,9 +105,9 @@ class Downloader:
         except Refused as refused:
             return refused.bare()
         except Exception as error:
-            if not run_out(error):
+            if not resource_error_hint(error):
                 error.add_note(
-                    f"while downloading {shown_url(url)}; no status stands for this error, so please report it"
+                    f"while downloading {display_url(url)}; no status stands for this error, so please report it"
                 )
             raise
 
@@ -126,7 +126,7 @@ def _spread(urls: Sequence[str]) -> Sequence[str]:
     return [urls[(2 * i + 1) * len(urls) // (2 * count)] for i in range(count)]
 
 
-async def all_of(works: Iterable[Awaitable[None]]) -> None:
+async def run_all(works: Iterable[Awaitable[None]]) -> None:
     """Await all of them at once; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -14,11 +14,11 @@ from urllib.parse import urljoin
 
 from storage.collect.addresses import AddressGuard, guarded_resolver
 from storage.collect.hosts import Hosts
-from storage.collect.normalise import ImageSettings, run_out
+from storage.collect.normalise import ImageSettings, resource_error_hint
 from storage.collect.robots import AGENT, MAX_BYTES, RobotsTxt, Rules, check_x_robots_tag
 from storage.collect.statuses import Refused, Status
 from storage.programs import require
-from storage.redact import redacted, shown_url
+from storage.redact import display_url, redacted
 from storage.settings import FORM, check
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Fetcher:
             if location is None:
                 return body
             address = _join(address, location)
-        raise Refused(Status.TOO_MANY_REDIRECTS, f"more than {_MAX_REDIRECTS}, the last to {shown_url(address)}")
+        raise Refused(Status.TOO_MANY_REDIRECTS, f"more than {_MAX_REDIRECTS}, the last to {display_url(address)}")
 
     async def _check_host(self, url: "yarl.URL", second_pass: float | None) -> None:
         """Refused if the host is silent in the first pass, or if its robots.txt forbids the URL or cannot be had."""
@@ -213,11 +213,11 @@ class Fetcher:
             async with asyncio.timeout_at(end), self.session.get(url, allow_redirects=False) as response:
                 return await read(response)
         except aiohttp.ClientError as error:
-            way_out = run_out(error)
-            if way_out:
-                raise OSError(error.errno, f"{error}, while {shown_url(str(url))} was requested; {way_out}") from error
+            hint = resource_error_hint(error)
+            if hint:
+                raise OSError(error.errno, f"{error}, while {display_url(str(url))} was requested; {hint}") from error
             status = _status_of(error)
-            text = str(error).replace(str(url), shown_url(str(url)))
+            text = str(error).replace(str(url), display_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
             lost = status in (Status.CONNECT, Status.TIMEOUT)
             transient = lost or (status == Status.DNS and error.errno == socket.EAI_AGAIN)
@@ -257,7 +257,7 @@ class Fetcher:
             # If the server cannot be reached, its images get that as their status, as without robots.txt.
             if location is None or error.status == Status.ROBOTS_TXT_FAILED:
                 raise
-            detail = f"{error.status}: {error.detail}, after a redirect to {shown_url(address)}"
+            detail = f"{error.status}: {error.detail}, after a redirect to {display_url(address)}"
             raise Refused(Status.ROBOTS_TXT_FAILED, detail, 0.0) from error
         return Rules(b"")  # as if there were none: RFC 9309, 2.3.1.2
 
@@ -321,7 +321,7 @@ def _join(base: str, location: str) -> str:
     try:
         return urljoin(base, location)
     except ValueError as error:
-        raise Refused(Status.BAD_URL, f"redirect to {shown_url(location)!r} cannot be parsed") from error
+        raise Refused(Status.BAD_URL, f"redirect to {display_url(location)!r} cannot be parsed") from error
 
 
 def _status_of(error: "aiohttp.ClientError") -> Status:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from storage.collect.download import Outcome, spooled, with_outcome
 from storage.collect.fetch import DownloadSettings
-from storage.collect.normalise import run_out
+from storage.collect.normalise import resource_error_hint
 from storage.collect.rows import CaptionRow, Place
 from storage.collect.spool import Spool
 from storage.collect.statuses import Refused, Status
@@ -31,7 +31,7 @@ def read_folder(folder: Path, names: Iterable[str], limit: int) -> Iterator[tupl
             with open(folder / path, "rb") as file:
                 yield name, file.read(limit + 1)
         except (OSError, ValueError) as error:  # ValueError also for a NUL byte
-            if run_out(error):
+            if resource_error_hint(error):
                 raise
             yield name, Refused(Status.MISSING_FILE, f"there is no image {name[:200]!r} in {folder}: {error}")
 

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from storage.collect.rows import CaptionRow, Extra, Reading, Scalar
 from storage.collect.statuses import Status
 from storage.redact import redacted
-from storage.safe_json import parse_json, printable, shown
+from storage.safe_json import parse_json, printable, short_repr
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp")
 LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
@@ -69,7 +69,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
     if columns:
         missing = [column for column in columns if column not in names]
         if missing:
-            raise ValueError(f"{file} has no column {shown(missing[0])}; it has {listed}")
+            raise ValueError(f"{file} has no column {short_repr(missing[0])}; it has {listed}")
     elif names == ["1", "2"]:
         columns = _guess(good, of_folder)
     elif [len(same) for same in found] == [1, 1]:
@@ -77,7 +77,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
         columns = (found[0][0], found[1][0], *license_column(fits))
     else:
         which = "several that may be" if all(found) else "none that is known to be"
-        first = redacted(f", or as the first line has them: {shown(head)}") if head and not header else ""
+        first = redacted(f", or as the first line has them: {short_repr(head)}") if head and not header else ""
         raise ValueError(
             f"{file} has the columns {listed}, {which} those of URL and caption; name them under columns{first}"
         )
@@ -122,11 +122,13 @@ def read_rows(file: Path, reading: Reading) -> Iterator[CaptionRow]:
                 raise record
             for name in (url, caption):
                 if not isinstance(record.get(name), str | None):
-                    raise ValueError(f"{shown(name)} is {shown(record[name])}, not a text; name another under columns")
+                    raise ValueError(
+                        f"{short_repr(name)} is {short_repr(record[name])}, not a text; name another under columns"
+                    )
             extra = {name: scalar(record.get(name), name) for name in kept} if kept else None
             yield CaptionRow(row, record.get(caption) or "", record.get(url) or "", extra)
         except ValueError as error:
-            detail = f"{reading.where(file.name, row)}: {redacted(str(error))}"
+            detail = f"{reading.location(file.name, row)}: {redacted(str(error))}"
             yield CaptionRow(row, "", "", status=Status.BAD_ROW, detail=detail)
 
 
@@ -141,7 +143,9 @@ def read_captions(file: Path) -> Iterator[CaptionRow]:
 def scalar(value: Any, name: str) -> Scalar:
     """A value that a sample can keep, None in place of NaN (a missing number to pandas); ValueError for any other."""
     if not isinstance(value, Scalar):
-        raise ValueError(f"{shown(name)} is {shown(value)}; keep texts, numbers and truth values alone under columns")
+        raise ValueError(
+            f"{short_repr(name)} is {short_repr(value)}; keep texts, numbers and truth values alone under columns"
+        )
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -180,7 +184,7 @@ def _text_records(file: Path, form: str, header: bool) -> Iterator[_Record]:
         if len(cells) == len(names):
             yield dict(zip(names, cells, strict=True))
         else:
-            found = f"{len(cells)} columns, and {len(names)} are expected: {shown(cells)}"
+            found = f"{len(cells)} columns, and {len(names)} are expected: {short_repr(cells)}"
             yield ValueError(f"{found}; write the row so, or remove it")
 
 
@@ -238,7 +242,7 @@ def _json_records(file: Path, form: str) -> Iterator[_Record]:
             raise ValueError(f"{file} holds no columns of one length; write it as a list (docs/images.md has code)")
         found = (dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True))
     for row in found:
-        wrong = f"{shown(row)} is not an object; write each row as one"
+        wrong = f"{short_repr(row)} is not an object; write each row as one"
         yield row if isinstance(row, dict) else ValueError(wrong)
 
 

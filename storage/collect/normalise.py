@@ -48,7 +48,7 @@ _UPRIGHT = {
 _MAX_SCANS = 100
 
 
-def run_out(error: BaseException) -> str:
+def resource_error_hint(error: BaseException) -> str:
     """What to do if this machine has run out of something; "" for every other error."""
     return _RUN_OUT.get(error.errno, "") if isinstance(error, OSError) else ""
 
@@ -124,7 +124,7 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refused(Status.TOO_MANY_PIXELS, str(error)) from error
     except _DAMAGE as error:
-        if run_out(error):
+        if resource_error_hint(error):
             raise
         raise Refused(Status.TRUNCATED, f"{image.format}: {type(error).__name__}: {error}") from error
     image = _to_rgb_or_grey(image, flags)
@@ -150,7 +150,7 @@ def _open(data: bytes) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refused(Status.TOO_MANY_PIXELS, str(error)) from error
     except _DAMAGE as error:  # UnidentifiedImageError is an OSError
-        if run_out(error):
+        if resource_error_hint(error):
             raise
         names = [name for name, magic in _MAGIC.items() if start.startswith(magic)]
         if not names:

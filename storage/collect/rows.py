@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.digests import BLANK, OWN_SHA256, check_version, is_whole, seal
+from storage.digests import BLANK, OWN_SHA256, check_version, has_valid_digest, write_digest
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.sample import sample_key
 
@@ -70,7 +70,7 @@ class Reading:
         header = " with a header" if self.header else ""
         return f"{self.form}{header}, columns {', '.join(self.columns)}" if self.columns else self.form
 
-    def where(self, origin: str, row: int) -> str:
+    def location(self, origin: str, row: int) -> str:
         """The place of a row, for messages: FILE:LINE where a line is a row."""
         if self.form in ("tsv", "jsonl"):
             return f"{origin}:{row + 1 + self.header}"
@@ -121,8 +121,8 @@ class Rows:
         """ObjectMissing if there is no index of this id; ValueError if it is damaged."""
         self._store, self._folder = store, _folder(dataset)
         path = f"{self._folder}/{id}.parquet"
-        data, self._where = store.get(path), store.where(path)
-        if not is_whole(data):
+        data, self._where = store.get(path), store.uri(path)
+        if not has_valid_digest(data):
             raise self._damaged(self._where)
         # Arrow's threads abort a process that ends soon after: https://github.com/apache/arrow/issues/34314
         table = pq.read_table(io.BytesIO(data), use_threads=False)
@@ -158,9 +158,9 @@ class Rows:
         try:
             data = self._store.get(path)
         except ObjectMissing as error:
-            raise self._damaged(self._store.where(path)) from error
+            raise self._damaged(self._store.uri(path)) from error
         if _hash(data) != self._parts[number]:
-            raise self._damaged(self._store.where(path))
+            raise self._damaged(self._store.uri(path))
         return pq.read_table(io.BytesIO(data), use_threads=False).replace_schema_metadata(None)
 
     def _damaged(self, where: str) -> ValueError:
@@ -187,7 +187,7 @@ def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows
     header["reading"] = dataclasses.asdict(reading)
     schema = _INDEX.with_metadata({"rows": json.dumps(header), OWN_SHA256: BLANK})
     index = bytearray(_parquet(pa.Table.from_arrays([pa.array(repeated), pa.array(firsts)], schema=schema)))
-    seal(index)
+    write_digest(index)
     store.put(f"{_folder(dataset)}/{id}.parquet", bytes(index), if_absent=True)
     return Rows(store, dataset, id)
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from storage.catalog import Catalog
 from storage.claims import Claims, exit_at_sigterm
-from storage.collect.download import Downloader, all_of, commit_images
+from storage.collect.download import Downloader, commit_images, run_all
 from storage.collect.imports import import_images, read_folder
 from storage.collect.normalise import NormalisedImage
 from storage.collect.plan import CollectSettings, Part, identify, plan, prepare_rows, source_of
@@ -35,7 +35,7 @@ from storage.manifests import Header
 from storage.object_store import ObjectMissing, open_store
 from storage.programs import Command, Flat, Root
 from storage.progress import progress_line
-from storage.redact import shown_url
+from storage.redact import display_url
 from storage.withdrawn import Withdrawn, read_withdrawn
 
 IMAGES = "images"
@@ -170,8 +170,8 @@ def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str
     (row,) = listed.read(part.start, part.start + 1)
     hints = [f"{status}: {status.meaning} (docs/images.md)", row.detail]
     if settings.is_download and status in _HINTS:
-        place = listed.reading.where(settings.origin, row.row)
-        hints += [_HINTS[status], f"{place} has {shown_url(row.url)!r} as its URL"]
+        place = listed.reading.location(settings.origin, row.row)
+        hints += [_HINTS[status], f"{place} has {display_url(row.url)!r} as its URL"]
     return (
         f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
         f"{'; '.join(filter(None, hints))}. Then run again"
@@ -252,7 +252,7 @@ class _Group:
 
         with ThreadPoolExecutor(1, thread_name_prefix="files") as self.files:
             async with Downloader(download) if is_download else contextlib.nullcontext() as downloader:
-                await all_of(claimed(part) for part in self.group.parts)
+                await run_all(claimed(part) for part in self.group.parts)
 
     async def in_thread(self, work: Callable, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.files, work, *arguments)
@@ -334,7 +334,7 @@ class _Group:
         found = import_images(rows, images, settings.download, spool)
         missing = [row for row in found if row.status == Status.MISSING_FILE]
         if missing:
-            more, place = len(missing) - 1, self.rows.reading.where(settings.origin, missing[0].row)
+            more, place = len(missing) - 1, self.rows.reading.location(settings.origin, missing[0].row)
             self.log(f"{settings.name}: {place}: missing_file, and {more} more of the shard: {missing[0].detail}")
         return found
 
@@ -353,7 +353,7 @@ def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSetti
         counts = _by_status(Counter(row.status for row in requested))
         raise ConnectionError(
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
-            f"of {settings.origin}) could be reached: {counts}, the first {shown_url(requested[0].url)}: "
+            f"of {settings.origin}) could be reached: {counts}, the first {display_url(requested[0].url)}: "
             f"{requested[0].detail}. It was not committed. {_HINTS[Status.CONNECT]}, and run again; if these hosts are "
             "gone for good, set --commit_unreachable"
         )

@@ -17,7 +17,7 @@ from storage.collect.rows import CaptionRow, Place, Reading
 from storage.collect.statuses import Status
 from storage.object_store import open_object, open_store
 from storage.programs import require
-from storage.safe_json import parse_json, printable, shown
+from storage.safe_json import parse_json, printable, short_repr
 
 MAX_MEMBER = 2**20  # bytes of a .txt or .json in a tar
 _END = 1024  # bytes of zeros at the end of a tar, at least
@@ -48,7 +48,7 @@ class TarSet:
         numbers = itertools.count()
         for tar in self._tars:
             with open_object(self._store, tar.path) as stream:
-                for key, members in samples_of(stream, self._store.where(tar.path)):
+                for key, members in samples_of(stream, self._store.uri(tar.path)):
                     for fields in _rows_of(tar.path, _utf8(key), members, reading, stream):
                         yield CaptionRow(next(numbers), *fields)
 
@@ -102,7 +102,7 @@ def _rows_of(tar: str, key: str, members: _Members, reading: Reading, stream: Bi
         names = reading.columns or _recognise(fields)
         url, text = (fields.get(name) for name in names[:2])
         if not isinstance(text, str):
-            fault = "no caption" if text is None else f"{shown(names[1])} is {shown(text)}, not a text"
+            fault = "no caption" if text is None else f"{short_repr(names[1])} is {short_repr(text)}, not a text"
         extra = {name: scalar(fields.get(name), name) for name in names[2:]} or None
     except ValueError as error:
         fault = printable(error)

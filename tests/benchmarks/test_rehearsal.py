@@ -41,7 +41,7 @@ from detectors.faster_rcnn import DEMO, FasterRCNN
 from storage.settings import override
 from training.distributed import World
 from training.optimizer import OptimizerConfig
-from training.precision import float32_products
+from training.precision import float32_precision
 from vlbert.config import DataConfig
 from vlbert.evaluation.evaluate import evaluate
 from vlbert.recipes import RECIPES, all_recipes
@@ -204,7 +204,7 @@ def test_detector_training_runs(root: Path):
 @pytest.mark.parametrize(("convolutions", "fused"), [("ieee", False), ("tf32", True)])
 def test_detection_fuses_float32_convolutions_only_where_they_may_be_rounded_to_tf32(convolutions: str, fused: bool):
     network = FasterRCNN.random_init(DEMO, seed=0).for_inference("fp32", rois_at_a_time=100)
-    with VirtualDevice() as device, float32_products(convolutions, "ieee"), torch.inference_mode():
+    with VirtualDevice() as device, float32_precision(convolutions, "ieee"), torch.inference_mode():
         c4 = network.to(DEVICE).backbone(torch.zeros(2, 3, 64, 64, device=DEVICE))
         boxes, _ = network.proposals(*network.rpn(c4), 64, 64)
         network.heads(network.roi_features(c4, boxes))

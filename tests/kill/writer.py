@@ -183,9 +183,9 @@ class Reader:
                     sha256 = hashlib.sha256(self.store.get(info.path)).hexdigest()
                     assert info.path.endswith(f"-{sha256[:12]}.tar"), f"{info.path} is torn: its sha256 is {sha256}"
         if isinstance(self.store, LocalStore):
-            known = {self.store.where(info.path) for info in self.store.list()}
+            known = {self.store.uri(info.path) for info in self.store.list()}
             known |= {info.path for info in self.store.leftovers()}
-            files = {str(file) for file in Path(self.store.where()).rglob("*") if file.is_file()}
+            files = {str(file) for file in Path(self.store.uri()).rglob("*") if file.is_file()}
             assert files <= known, f"{files - known} are neither objects nor what a put leaves"
 
     def check_end(self) -> None:

@@ -13,7 +13,7 @@ from web import Web, draw, encode, send, settings_for, statuses
 from storage.collect.addresses import AddressGuard, is_public, parse_url
 from storage.collect.fetch import DownloadSettings, Fetcher
 from storage.collect.statuses import Refused
-from storage.redact import redacted, shown_url
+from storage.redact import display_url, redacted
 
 JPEG = encode(draw())
 
@@ -207,9 +207,9 @@ def test_a_url_is_shown_with_its_host_and_without_its_secrets(user: str, host: s
         f"//{user}:{secret.replace('/', '')}@{host}/{path}",
         f"http://{user}:at@{secret.replace('/', '')}@{host}/{path}",
     ):
-        assert SECRET not in shown_url(url)
-        assert f"{host}" in shown_url(url)
-        assert path in shown_url(url)
+        assert SECRET not in display_url(url)
+        assert f"{host}" in display_url(url)
+        assert path in display_url(url)
     assert SECRET not in redacted(f"Cannot connect to http://{host}/{path}?key={SECRET} [none], nor /x?{user}={SECRET}")
     plain = f"http://{host}/{path}.jpg"
-    assert shown_url(plain) == redacted(plain) == plain
+    assert display_url(plain) == redacted(plain) == plain

@@ -462,7 +462,7 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(number, status, web: W
         handler.server.stopping.wait(20)
 
     settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
-    command = [sys.executable, "-m", "vlbert", "collect", local.store.where(), "captions"]
+    command = [sys.executable, "-m", "vlbert", "collect", local.store.uri(), "captions"]
     command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     # Under nohup, or in the background of a script, it would not heed SIGINT.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -484,7 +484,7 @@ def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web:
     web.put("/kill/slow.jpg", silent(60))  # else the second shard would be done
     lines = [f"caption\t/kill/{name}.jpg" for name in (0, 1, 2, "slow")]
     settings = served(web, tmp_path / "list.tsv", *lines)
-    command = [sys.executable, "-m", "vlbert", "collect", local.store.where(), "captions", "--rows_per_shard=2"]
+    command = [sys.executable, "-m", "vlbert", "collect", local.store.uri(), "captions", "--rows_per_shard=2"]
     command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PROJECT)
     try:
@@ -500,7 +500,7 @@ def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web:
         local.store.delete(claim.path)  # it would expire, too
     web.put("/kill/slow.jpg", send(encode(draw())))
     count = len(web.requests)
-    assert quietly(local.store.where(), settings).new_shards == 1
+    assert quietly(local.store.uri(), settings).new_shards == 1
     assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
 
 

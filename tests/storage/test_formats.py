@@ -20,10 +20,10 @@ from storage.catalog.commit import commit_shard
 from storage.collect.download import ImageSettings, commit_images
 from storage.collect.normalise import NormalisedImage
 from storage.collect.rows import CaptionRow, Place, Reading, Rows, write_rows
-from storage.digests import is_whole
+from storage.digests import has_valid_digest
 from storage.manifests import SCHEMA, Row
 from storage.object_store import LocalStore
-from storage.runs import sealed_json
+from storage.runs import json_with_digest
 from storage.sample import Sample, pack_regions, unpack_regions
 from storage.snapshots import read_columns
 from storage.withdrawn import WITHDRAWAL_VERSION, Withdrawn, read_withdrawn
@@ -211,13 +211,13 @@ def test_the_golden_withdrawal_reads_to_these_values(tmp_path):
 @pytest.mark.parametrize("file", [MANIFEST, IMAGES_MANIFEST, SNAPSHOT, WITHDRAWAL])
 def test_a_digest_finds_every_changed_bit(file):
     data = bytearray((GOLDEN / file).read_bytes())
-    assert is_whole(data)
+    assert has_valid_digest(data)
     for place in range(0, len(data), 7):
         data[place] ^= 1 << place % 8
-        assert not is_whole(data), place
+        assert not has_valid_digest(data), place
         data[place] ^= 1 << place % 8
     for changed in (data + b"\0", data[:-1], b"\0" + data, data[1:], b""):
-        assert not is_whole(changed)
+        assert not has_valid_digest(changed)
 
 
 if __name__ == "__main__":
@@ -230,5 +230,5 @@ if __name__ == "__main__":
         shutil.copytree(folder, GOLDEN, dirs_exist_ok=True)
     content = {"urls": ["http://example.org/a.jpg", "é.jpg"], "sha256": ["2" * 64]}
     withdrawal = {"version": WITHDRAWAL_VERSION, "since": "2026-11-25T00:00:00+00:00", **content}
-    LocalStore(str(GOLDEN)).put(WITHDRAWAL, sealed_json(withdrawal))
+    LocalStore(str(GOLDEN)).put(WITHDRAWAL, json_with_digest(withdrawal))
     (GOLDEN / "regions.mp").write_bytes(pack_regions(seeded_regions(9, 3, everything=True)))

@@ -178,10 +178,10 @@ def test_verify_names_every_damaged_file(copied, kind, damage):
     store.delete(path)
     if changed is not None:
         store.put(path, changed)
-    assert any(fault.startswith(store.where(path)) for fault in faults_of(copied))
+    assert any(fault.startswith(store.uri(path)) for fault in faults_of(copied))
     if kind == "manifest" and changed is not None:
         for use in (status, lambda store: collect_garbage(store, 0, True)):
-            with pytest.raises(ValueError, match=re.escape(store.where(path))):
+            with pytest.raises(ValueError, match=re.escape(store.uri(path))):
                 use(store)
 
 

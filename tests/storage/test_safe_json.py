@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.safe_json import parse_json, printable, shown
+from storage.safe_json import parse_json, printable, short_repr
 
 # A text, and what the error must name beside the file.
 REFUSED = {
@@ -47,5 +47,5 @@ def test_texts_of_others_are_printed_on_one_short_line():
     for _ in range(10**5):
         deep = [deep]
     for value in (deep, "x" * 10**6, ["x" * 1000] * 1000, {"\x1b": "\x1b"}):
-        assert len(shown(value)) <= 60
-        assert shown(value).isprintable()
+        assert len(short_repr(value)) <= 60
+        assert short_repr(value).isprintable()

@@ -160,7 +160,7 @@ def test_another_error_comes_out_of_the_next_call_once_and_costs_nothing_behind_
         raise ValueError("a bug")
 
     with Writer(open_store(str(tmp_path)), logged.append) as writer:
-        writer.do("fails", fail)
+        writer.submit("fails", fail)
         write(writer, 1)
         behind.set()
         wait_for(lambda: writer.saved)

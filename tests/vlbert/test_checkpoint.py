@@ -17,7 +17,7 @@ from safetensors.torch import load
 from detectors.resnet import ResNetConfig
 from storage.inventory import Inventory
 from storage.object_store import open_store
-from storage.runs import CHECKPOINT_VERSION, open_folder, read_state, sealed_json
+from storage.runs import CHECKPOINT_VERSION, json_with_digest, open_folder, read_state
 from storage.verify import verify
 from training.checkpoint import Writer, load_optimizer
 from training.optimizer import make_optimizer
@@ -94,7 +94,7 @@ def test_a_golden_checkpoint_is_read_to_the_exact_values():
     assert sorted(hashes) == ["config.json", "model.safetensors", "optimizer.safetensors", "vocab.txt"]
     expected, optimizer = model_and_optimizer()
     model = TaskModel(VLBert(saved.model_config, len(saved.vocabulary)), Pretraining(RECIPE.task, WORDS, 3))
-    load_model(model, saved.model, saved.where)
+    load_model(model, saved.model, saved.uri)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     fresh = make_optimizer(model, RECIPE.optimizer)
@@ -127,8 +127,8 @@ def test_a_checkpoint_of_another_version_is_refused_and_never_offered_for_remova
     named = []
     for step in (100, 200):
         name = f"runs/run/step-{step:07d}/state.json"
-        store.put(name, sealed_json({"version": version, "step": step, "files": {}}))
-        where = store.where(name)
+        store.put(name, json_with_digest({"version": version, "step": step, "files": {}}))
+        where = store.uri(name)
         named.append(f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}: use the code that wrote")
     for read in (read_checkpoint, open_folder, read_state):
         with pytest.raises(ValueError, match=re.escape(named[1])):

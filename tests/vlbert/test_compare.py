@@ -26,7 +26,7 @@ from places import PROJECT
 
 from demo.data import VISUAL_WORDS
 from storage.object_store import ObjectStore, open_store
-from storage.runs import sealed_json
+from storage.runs import json_with_digest
 from training.program import STOPPED
 from vlbert.comparison import intervals
 from vlbert.comparison.cells import Cell, cells_of
@@ -176,7 +176,7 @@ def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_onc
     lines, (state,) = [], (copy / "runs" / TUNED).glob("*/state.json")
     values = json.loads(state.read_text())
     noted = values["init_from"]["model"]
-    state.write_bytes(sealed_json(values | {"init_from": values["init_from"] | {"model": "0" * 64}}))
+    state.write_bytes(json_with_digest(values | {"init_from": values["init_from"] | {"model": "0" * 64}}))
     found = compare(compared.plan(), str(copy), seeds=(0,), report=lines.append)
     assert lines[0] == "tiny: 3 trainings, 2 of them complete"
     ((name, reason),) = [(one["run"], one["reason"]) for one in found["failed"]]

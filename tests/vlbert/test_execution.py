@@ -11,7 +11,7 @@ from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
 
 from training.distributed import World
 from training.loading import copied_ahead
-from training.precision import autocast, in_precision_of
+from training.precision import autocast, recipe_precision
 from vlbert.data.batch import Batch, collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -133,6 +133,6 @@ def test_float32_precision_is_restored_after_an_error():
 
     before = now()
     for precision, kind in (("bf16", "ieee"), ("tf32", "tf32")):
-        with pytest.raises(KeyError, match=kind), in_precision_of(tiny_recipe(Path(), precision=precision)):
+        with pytest.raises(KeyError, match=kind), recipe_precision(tiny_recipe(Path(), precision=precision)):
             raise KeyError(now())
         assert now() == before

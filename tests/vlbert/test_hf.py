@@ -107,7 +107,7 @@ def task_batch(name: str, folder: Path, config: ModelConfig) -> tuple[TaskModel,
     task, samples = {**TASKS, "retrieval": retrieval}[name](folder)
     model, examples = new_model(task, config).eval(), examples_of(task, samples, config)
     if name == "retrieval":  # each row beside an image of its own
-        rows = task.together(examples[:4], [])
+        rows = task.collate_group(examples[:4], [])
         examples = [Example(one.key, text, one.image) for one in rows for text in one.texts]
     return model, collate(examples)
 

@@ -18,7 +18,7 @@ from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.inventory import Inventory
 from storage.manifests import Row
 from storage.object_store import open_store
-from storage.runs import as_json, sealed_json
+from storage.runs import as_json, json_with_digest
 from storage.verify import verify
 from storage.withdrawn import withdraw
 from training.log import read_metrics
@@ -105,7 +105,7 @@ def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
     start = {"checkpoint": "/elsewhere/converted", "model": None}
     first = {"run": "first", "step": 1200, "batch": 8, "init_from": start}
     first |= {"checkpoint": "/elsewhere/storage/runs/first/step-0001200", "data": state["data"]}
-    (copied / "step-0000006/state.json").write_bytes(sealed_json(state | {"init_from": first}))
+    (copied / "step-0000006/state.json").write_bytes(json_with_digest(state | {"init_from": first}))
     card = model_card(str(copied))
     assert table(card, "run", "steps") == [
         ["first", "1,200", "9,600", f"captions/regions/{DETECTOR}"],

@@ -56,7 +56,7 @@ def test_half_of_the_pairs_are_mismatched_and_their_label_says_so(root):
 def test_a_mismatched_pair_has_the_next_image_and_is_masked_with_or_without_labels(root, labelled: bool):
     task = make_task(root, mismatched=1.0, mismatched_labels=labelled)
     examples = [make_example(task, number) for number in range(4)]
-    for one, other, found in zip(examples, [*examples[1:], examples[0]], task.together(examples, []), strict=True):
+    for one, other, found in zip(examples, [*examples[1:], examples[0]], task.collate_group(examples, []), strict=True):
         assert np.array_equal(found.text.tokens, one.text.tokens)
         assert found.image.pixels is other.image.pixels
         assert np.array_equal(found.image.masked, other.image.masked)
@@ -71,7 +71,7 @@ def test_an_image_of_the_same_url_is_no_mismatch(root):
     task = make_task(root, mismatched=1.0)
     one, other = make_example(task, 1), make_example(task, 2)
     same = dataclasses.replace(other, metadata=other.metadata | {"url": one.metadata["url"]})
-    assert task.together([one], [same]) == [one]
+    assert task.collate_group([one], [same]) == [one]
 
 
 def test_pairs_are_the_same_in_every_world(root):

@@ -26,7 +26,7 @@ from vlbert.datasets.refcoco import (
     read_plain_pickle,
 )
 from vlbert.model.vlbert import Encoded
-from vlbert.tasks.base import own_annotation
+from vlbert.tasks.base import user_annotation
 from vlbert.tasks.refcoco import Query, RefCOCO, RefCOCOSettings
 
 
@@ -453,4 +453,4 @@ def test_a_users_expression_is_about_the_regions_of_the_sample(task, samples):
     with pytest.raises(ValueError, match="the expression ' ' is invalid: it has no words"):
         task.annotation_for(" ")
     with pytest.raises(ValueError, match="RefCOCO takes no choices: leave that out"):
-        own_annotation(task, "the left one", choices=("a", "b"), answer="")
+        user_annotation(task, "the left one", choices=("a", "b"), answer="")

@@ -16,7 +16,7 @@ from storage.catalog import Catalog
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.reading import ShardSamples
-from storage.runs import checkpoints, open_folder, sealed_json
+from storage.runs import checkpoints, json_with_digest, open_folder
 from storage.verify import verify
 from tests.kill.training import check
 from training.loading import batches
@@ -57,11 +57,11 @@ def data_over(
     return loaded.training_data(grown[0], *rank_and_size, spans={"captions": spans}, **changes)
 
 
-def enter(grown: tuple[Path, list[str]], data: TrainingData) -> None:
+def switch_snapshot(grown: tuple[Path, list[str]], data: TrainingData) -> None:
     root, snapshots = grown
     store = open_store(str(root))
     samples = ShardSamples(store, Catalog(store, "captions").pinned(STAGE, snapshots[1]))
-    data.enter(0, samples, data.task.examples(samples, None), snapshots[1], BOUNDARY)
+    data.switch_snapshot(0, samples, data.task.examples(samples, None), snapshots[1], BOUNDARY)
 
 
 Rows = list[tuple[str, tuple]]  # key and all that a sample became
@@ -90,7 +90,7 @@ def steps_of_a_world(
         taken = rows(data, before, workers) if len(before) else {}
         if len(after):
             if len(spans) == 1:
-                enter(grown, data)
+                switch_snapshot(grown, data)
             taken |= rows(data, after, workers)
         dealt.append(taken)
     parts = {step: [taken[step][part] for part in range(gradient_accumulation) for taken in dealt] for step in steps}
@@ -200,15 +200,15 @@ def test_damage_of_a_checkpoint_is_named_with_the_one_before_it(saved_twice, fil
         store.delete(f"{last}/{file}")
         if changed is not None:
             store.put(f"{last}/{file}", changed)
-        named = f"{re.escape(store.where(f'{last}/{file}'))} is .*or remove {store.where(last)}: the run then resumes"
+        named = f"{re.escape(store.uri(f'{last}/{file}'))} is .*or remove {store.uri(last)}: the run then resumes"
         with pytest.raises(ValueError, match=f"^{named}"):
             train(saved_twice, ALONE)
         if file != "optimizer.safetensors":  # of which they need nothing
-            for path in (store.where("runs/run"), store.where(last)):
+            for path in (store.uri("runs/run"), store.uri(last)):
                 with pytest.raises(ValueError, match=f"^{named}"):
                     Predictor(path)
-            with pytest.raises(ValueError, match=re.escape(store.where(last))):
-                read_model(store.where(last))  # as a folder of which it does not know the run
+            with pytest.raises(ValueError, match=re.escape(store.uri(last))):
+                read_model(store.uri(last))  # as a folder of which it does not know the run
         (fault,) = verify(Inventory(store))
         assert re.match(named, fault), name
     store.put(f"{last}/{file}", data)
@@ -223,7 +223,7 @@ def test_a_resumed_run_refuses_other_examples_and_a_lost_snapshot(tmp_path):
     state = json.loads(file.read_text())
 
     def written(data: dict) -> None:
-        file.write_bytes(sealed_json(state | {"data": [data]}))
+        file.write_bytes(json_with_digest(state | {"data": [data]}))
 
     (data,) = state["data"]
     (span,) = data["snapshots"]

@@ -86,7 +86,7 @@ def test_training_has_one_example_a_caption_and_a_held_out_split_one_an_image(tm
         [WORDS.cls, *WORDS.encode(text), WORDS.sep] for sample in samples[2:] for text in captions_of(sample)
     ]
     assert held_out.annotations[1].first == 2
-    few = task.among(held_out, np.array([1]))
+    few = task.subset(held_out, np.array([1]))
     assert few.annotations[1].first == 0
     assert len(few.annotations[1].candidates) == 2
 
@@ -147,7 +147,7 @@ def shown(batch: Batch) -> dict[tuple[int, int], tuple[list[int], int]]:
 def test_each_pair_meets_the_captions_and_images_of_the_next_three():
     task = make_task()
     examples = [make_example(task, number) for number in range(7)]
-    batch = collate(task.together(examples[:4], examples[4:]))
+    batch = collate(task.collate_group(examples[:4], examples[4:]))
     assert (len(batch), len(batch.image_rows)) == (28, 7)
     rows = shown(batch)
     tokens, images = ([one.text.tokens.tolist() for one in examples], [int(e.image.pixels.sum()) for e in examples])
@@ -161,7 +161,7 @@ def test_each_pair_meets_the_captions_and_images_of_the_next_three():
 def test_a_neighbour_with_the_same_image_is_no_negative():
     task = make_task(wrong_captions=2, wrong_images=1)
     examples = [make_example(task, 0, "same.jpg"), make_example(task, 1, "same.jpg"), make_example(task, 2)]
-    assert {*shown(collate(task.together(examples[:1], examples[1:])))} == {(0, 0), (0, 2)}
+    assert {*shown(collate(task.collate_group(examples[:1], examples[1:])))} == {(0, 0), (0, 2)}
 
 
 def scored(task: Retrieval, table: dict[tuple[int, int], float]) -> dict[str, tuple[torch.Tensor, int]]:

@@ -275,7 +275,7 @@ def test_segment_b_starts_as_segment_a_from_a_pretrained_model_alone(task):
         model = new_model(changed(task, **settings))
         weight = model.vlbert.embedding.segments.weight
         before = weight.detach().clone()
-        model.task.begin(model.vlbert, model.head, init_from)
+        model.task.on_start(model.vlbert, model.head, init_from)
         assert torch.equal(weight, before[[0, 0 if copies else 1, 2]])
 
 

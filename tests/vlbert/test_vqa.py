@@ -181,10 +181,10 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     words, output = model.vlbert.embedding.words.weight, model.head.output
     torch.nn.init.ones_(output.bias)
     before = output.weight.detach().clone()
-    changed(task, answers_from_words=False).begin(model.vlbert, model.head, None)
+    changed(task, answers_from_words=False).on_start(model.vlbert, model.head, None)
     assert torch.equal(output.weight, before)
     (tmp_path / "vqa" / "answers_vqa.txt").write_text("\nyes\nno\nleft\nright\non the left\n")
-    task.begin(model.vlbert, model.head, None)
+    task.on_start(model.vlbert, model.head, None)
     assert torch.equal(output.weight[0], before[0]), "an answer without a token keeps its first weights"
     assert torch.equal(output.weight[1], words[WORDS.ids["yes"]])
     on_the_left = torch.stack([words[WORDS.ids[word]] for word in ("on", "the", "left")]).mean(0)
@@ -192,7 +192,7 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     assert not output.bias.any()
     two = changed(task, classifier="two_layers")
     with pytest.raises(ValueError, match="as wide as words, which have 32 channels: set --task.no_answers_from_words"):
-        two.begin(model.vlbert, two.head(TINY_MODEL), None)
+        two.on_start(model.vlbert, two.head(TINY_MODEL), None)
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def _cell(
     if own := [one for one in changes if one.partition("=")[0] in _OWN]:
         raise ValueError(f"{run}: {own[0]}: a comparison sets this field itself; leave it out")
     changes += [f"--data.root={root}", f"--data.seed={seed}", f"--run_name={run}"]
-    changes += [f"--init_from={open_store(root, write=False).where(needs.checkpoint)}"] if needs else []
+    changes += [f"--init_from={open_store(root, write=False).uri(needs.checkpoint)}"] if needs else []
     try:
         recipe = make_recipe(training.recipe, changes, RECIPES)
         if task and not needs and not recipe.bert:
@@ -153,7 +153,7 @@ def is_done(cell: Cell, root: str) -> bool:
         return False
     if cell.task is None:
         return True
-    return find_evaluation(cell.recipe, store.where(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
+    return find_evaluation(cell.recipe, store.uri(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
 def _start_of(store: ObjectStore, checkpoint: str) -> str:
@@ -198,7 +198,7 @@ def _do(cell: Cell, root: str) -> None:
     """Train and evaluate a cell. ValueError where it was begun from other weights, or with another number of steps, for
     which the learning rate had another schedule."""
     world, store = distributed.start(), open_store(root)
-    begun, where = checkpoints(store, cell.run), store.where(f"runs/{cell.run}")
+    begun, where = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
     if begun and (steps := read_config_at(store, begun[-1])["recipe"]["steps"]) != cell.recipe.steps:
         raise ValueError(
             f"{where} was trained with steps = {steps}, now they are {cell.recipe.steps}, and such trainings cannot be "
@@ -211,7 +211,7 @@ def _do(cell: Cell, root: str) -> None:
         )
     train(cell.recipe, world)
     if cell.split:
-        evaluate(cell.recipe, [store.where(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)
+        evaluate(cell.recipe, [store.uri(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)
 
 
 def _stop_with_parent() -> None:

@@ -206,7 +206,7 @@ def compare_plan(
     if summary is None:
         print(f"{name}: stopped; start it again, and it goes on", file=sys.stderr, flush=True)
         sys.exit(STOPPED)
-    where = open_store(root, write=False).where(f"comparisons/{made.name}/index.html")
+    where = open_store(root, write=False).uri(f"comparisons/{made.name}/index.html")
     print(f"compared: {where}", flush=True)
     if broken := [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]:
         sys.exit(f"{name}: no numbers of {'; '.join(broken)}")

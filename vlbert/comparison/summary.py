@@ -108,7 +108,7 @@ def _comparable(scored: list[Scored]) -> list[Scored]:
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Scored:
     """An evaluation's scores; examples whose truth is not known are left out. ValueError where their mean is not the
     metric that the plan names."""
-    where = store.where(f"{cell.evaluation}/{METRICS}")
+    where = store.uri(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), where)
     metrics = evaluation["metrics"]
     table = pq.read_table(io.BytesIO(store.get(f"{cell.evaluation}/{PREDICTIONS}")), use_threads=False)

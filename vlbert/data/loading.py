@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from storage.order import interleaved, shuffled, take
+from storage.order import interleaved, samples_after, shuffled
 from storage.reading import Samples
 from storage.sample import Sample
 from training.distributed import World
@@ -24,8 +24,8 @@ from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.images import prepare_image
-from vlbert.data.order import CAPTIONS, TEXT, VALIDATION, SnapshotSpan, drawn, seed_of
-from vlbert.data.samples import MOST_UNREADABLE, spread
+from vlbert.data.order import CAPTIONS, TEXT, VALIDATION, SnapshotSpan, draw_samples, seed_of
+from vlbert.data.samples import MOST_UNREADABLE, sample_indices
 from vlbert.tasks.base import Examples, Task
 
 Slot = tuple[int, int, int, int]  # number of the dataset, index in its spans, epoch, question
@@ -125,8 +125,8 @@ class TrainingData(Dataset):
         corpus: TextCorpus | None = None,
     ):
         check_shares(config, world.size)
-        if config.batch <= task.neighbours:
-            raise ValueError(f"data.batch is {config.batch}; the task needs {task.neighbours + 1} examples at least")
+        if config.batch <= task.lookahead:
+            raise ValueError(f"data.batch is {config.batch}; the task needs {task.lookahead + 1} examples at least")
         self.datasets, self.task, self.corpus, self.config = datasets, task, corpus, config
         self.rank, self.world_size = world.rank, world.size
         self._weights = [dataset.weight for dataset in datasets]
@@ -154,7 +154,7 @@ class TrainingData(Dataset):
                 found.append((number, boundary))
         return found
 
-    def enter(self, number: int, samples: Samples, examples: Examples, snapshot: str, boundary: int) -> None:
+    def switch_snapshot(self, number: int, samples: Samples, examples: Examples, snapshot: str, boundary: int) -> None:
         """From sample `boundary` of a dataset on, the first of an epoch, read another snapshot of it."""
         dataset, before = self.datasets[number], self.source(number)
         last = len(dataset.spans)
@@ -176,7 +176,7 @@ class TrainingData(Dataset):
         pairs = [[slot for _, slot in share] for share in shares]
         behind = [everyone[share[-1][0] + 1 :] + everyone[: share[0][0]] for share in shares]  # of the whole step
         count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
-        texts = self._shares(take(step * count, count, self.config.seed, TEXT, lines))
+        texts = self._shares(samples_after(step * count, count, self.config.seed, TEXT, lines))
         return [self._examples(step, *part) for part in zip(pairs, behind, texts, strict=True)]
 
     def _parts_of(self, step: int) -> list[tuple[int, int, int, np.ndarray]]:
@@ -187,7 +187,7 @@ class TrainingData(Dataset):
         found: dict[int, Slot] = {}
         for number, start, stop, places in self._parts_of(step):
             seed, spans = self.source(number).config.seed, self.datasets[number].spans
-            epochs = drawn(spans, start, stop - start, seed, self.config.chunk)
+            epochs = draw_samples(spans, start, stop - start, seed, self.config.chunk)
             slots = [(number, index, epoch, one) for index, epoch, questions in epochs for one in questions.tolist()]
             found |= zip(places.tolist(), slots, strict=True)
         return [found[place] for place in range(self.config.batch)]
@@ -222,12 +222,12 @@ class TrainingData(Dataset):
         self, step: int, pairs: list[Slot], behind: list[Slot], texts: list[tuple[int, int]]
     ) -> tuple[list[Example], list[Unreadable]]:
         examples, unreadable = _parted(self._read(step, pairs))
-        if examples and self.task.neighbours:
-            examples = self.task.together(examples, self._following(step, behind, self.task.neighbours))
+        if examples and self.task.lookahead:
+            examples = self.task.collate_group(examples, self._following(step, behind, self.task.lookahead))
         if not examples:  # a batch without any image would not train the image network: see `placeholder`
             *snapshot, epoch, number = pairs[-1]
             source = self._sources[*snapshot]
-            others = spread(len(source.examples), source.config.seed, epoch, number)
+            others = sample_indices(len(source.examples), source.config.seed, epoch, number)
             examples.append(placeholder(source.first_readable((epoch, other) for other in others)))
         return [*examples, *self._texts(texts)], unreadable
 
@@ -268,7 +268,7 @@ class ValidationData(Dataset):
             share = -(-share // together) * together
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
         if count < len(examples):
-            examples = task.among(examples, self.numbers)
+            examples = task.subset(examples, self.numbers)
         self.source = ExampleSource(samples, examples, task, config, regions, VALIDATION)
 
     def __len__(self) -> int:
@@ -287,7 +287,7 @@ class ValidationData(Dataset):
         if not examples:
             return [], numbers, unreadable
         task = self.source.task
-        if not task.shuffles:
+        if not task.validate_shuffled:
             return [collate(examples)], numbers, unreadable
         count = len(self.numbers)
         following = ((0, int(self.numbers[index % count])) for index in range(stop, stop + count))

@@ -45,7 +45,7 @@ class SnapshotSpan:
         return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
 
 
-def drawn(
+def draw_samples(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield the `count` samples of one dataset after the first `consumed` ones, in their order and by epoch: (index in

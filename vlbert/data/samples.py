@@ -11,7 +11,7 @@ from storage.order import mix, shuffled
 from storage.reading import Samples, ShardSamples
 from storage.sample import Sample
 from storage.snapshots import Snapshot
-from training.distributed import World, from_first
+from training.distributed import World, broadcast
 from vlbert.config import DataConfig
 
 ANYWHERE = 3  # stream of randomness, beside those of vlbert/data/loading.py
@@ -23,7 +23,7 @@ _TOGETHER = 256  # samples that are read at a time, where all are read
 def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
     """The stage with the regions of `detector`, or of the only detector there is. ValueError lists what there is."""
     prefix = f"{dataset}/regions/"
-    where = store.where(f"{dataset}/regions")
+    where = store.uri(f"{dataset}/regions")
     found = {info.path.removeprefix(prefix).split("/")[0] for info in store.list(prefix) if "/" in info.path}
     if detector is None and len(found) == 1:
         return f"regions/{found.pop()}"
@@ -64,7 +64,7 @@ def open_samples(
             stage = region_stage(store, dataset, detector)
             snapshot = catalog.pin(stage)
             if not snapshot.ok_rows:
-                where = store.where(f"{dataset}/{stage}")
+                where = store.uri(f"{dataset}/{stage}")
                 raise ValueError(f"{where} holds no sample; its manifests say what failed and why")
             found = {
                 "dataset": dataset,
@@ -72,7 +72,7 @@ def open_samples(
                 "random_init": bool(snapshot.random_init),
                 "snapshot": snapshot.id,
             }
-        pinned = from_first(found, world)
+        pinned = broadcast(found, world)
     return ShardSamples(store, catalog.pinned(pinned["stage"], pinned["snapshot"]), cache), pinned
 
 
@@ -89,14 +89,14 @@ def newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | 
     return found.id if shards <= set(found.shards) and found.id != before.id else None
 
 
-def spread(n: int, *where: int) -> list[int]:
+def sample_indices(n: int, *where: int) -> list[int]:
     """Up to MOST_UNREADABLE of n numbers, from all over: neighbours lie in one tar, which may be damaged."""
     return shuffled(np.arange(min(n, MOST_UNREADABLE)), mix(*where), ANYWHERE, 0, n).tolist()
 
 
 def any_readable(samples: Samples) -> Sample:
     """A sample that can be read; ValueError where none is found."""
-    tried = spread(len(samples))
+    tried = sample_indices(len(samples))
     for number in tried:
         try:
             return samples.sample(number)

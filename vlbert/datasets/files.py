@@ -19,7 +19,7 @@ Parsed = TypeVar("Parsed")
 
 
 @contextlib.contextmanager
-def opened(file: Path, settings: str) -> Iterator[BufferedReader]:
+def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
     """Open a file. ValueError names it where it is missing, with the `settings` that name it, or cannot be read."""
     try:
         with open(file, "rb") as stream:
@@ -34,15 +34,15 @@ def opened(file: Path, settings: str) -> Iterator[BufferedReader]:
 
 def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
     """The value of a JSON file, of type `wanted`; NaN and Infinity are read as Python writes them. Errors as in
-    `opened`, and where it is torn."""
-    with opened(file, settings) as stream:
+    `open_task_file`, and where it is torn."""
+    with open_task_file(file, settings) as stream:
         return parse_json(stream.read(), str(file), wanted, "fetch it again")
 
 
 def read_text(file: Path, settings: str) -> str:
-    """The text of a UTF-8 file, without a byte order mark. Errors as in `opened`, and where it is not UTF-8."""
+    """The text of a UTF-8 file, without a byte order mark. Errors as in `open_task_file`, and where it is not UTF-8."""
     try:
-        with opened(file, settings) as stream:
+        with open_task_file(file, settings) as stream:
             return stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
@@ -58,7 +58,7 @@ def read_lines(file: Path, settings: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def in_format(kind: str, file: Path, entry: str) -> Iterator[None]:
+def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
     """Raise ValueError that names the file and the entry if an entry is not as the code inside expects it."""
     try:
         yield
@@ -69,12 +69,12 @@ def in_format(kind: str, file: Path, entry: str) -> Iterator[None]:
 
 
 def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
-    """What `parse` makes of each entry of a list; errors as in `in_format`, and where it is no list."""
+    """What `parse` makes of each entry of a list; errors as in `check_format`, and where it is no list."""
     if not isinstance(entries, list):
         raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
     found = []
     for number, entry in enumerate(entries):
-        with in_format(kind, file, f"{name}[{number}]"):
+        with check_format(kind, file, f"{name}[{number}]"):
             found.append(parse(entry))
     return found
 

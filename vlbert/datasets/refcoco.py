@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from storage.pickles import UnsafePickle, read_pickle
-from vlbert.datasets.files import check_ids, check_unique, opened, parse_entries, read_json
+from vlbert.datasets.files import check_ids, check_unique, open_task_file, parse_entries, read_json
 
 FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image that the data set ships
@@ -206,7 +206,7 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 def read_plain_pickle(file: Path) -> Any:
     """Read a pickle of lists, dicts, strings and numbers (Python 2's too); whatever would run code is refused."""
-    with opened(file, "task.folder") as stream:
+    with open_task_file(file, "task.folder") as stream:
         data = stream.read()
     try:
         return read_pickle(data, encoding="utf-8")

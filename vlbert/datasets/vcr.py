@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from storage.safe_json import parse_json
-from vlbert.datasets.files import check_ids, check_unique, in_format, opened, read_json
+from vlbert.datasets.files import check_format, check_ids, check_unique, open_task_file, read_json
 
 CHOICES = 4
 _OBJECTS = (
@@ -56,7 +56,7 @@ class Item:
     wordless: str | None  # a text of it without a word, such as "answer_choices[2]"
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.file} line {self.number}"
 
 
@@ -100,7 +100,7 @@ def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) ->
 def read_scene(file: Path) -> Scene:
     """The metadata of an image; ValueError where the file is cut off or does not fit together."""
     found = read_json(file, "task.folder")
-    with in_format("VCR", file, "its objects"):
+    with check_format("VCR", file, "its objects"):
         names, size = found["names"], (found["width"], found["height"])
         unknown = set(names) - set(OBJECTS)
         if unknown:
@@ -141,9 +141,9 @@ def read_items(file: Path) -> list[Item]:
     ValueError names the line that is cut off, lacks a field, mentions an object that is not there or repeats an id.
     """
     items = []
-    with opened(file, "task.folder") as lines:
+    with open_task_file(file, "task.folder") as lines:
         for number, line in enumerate(lines, 1):
-            with in_format("VCR", file, f"line {number}"):
+            with check_format("VCR", file, f"line {number}"):
                 items.append(_item(line.decode(), file, number))
     check_unique((item.annot_id for item in items), str(file))
     return items

@@ -40,7 +40,7 @@ class Blocks:
                 batches = msgpack.unpackb(self.store.get(one.path), ext_hook=_to_array, strict_map_key=False)
                 found |= {first: _from_plain(plain) for first, plain in batches.items()}
             except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
-                raise ValueError(f"{self.store.where(one.path)} is damaged ({error}); delete it") from error
+                raise ValueError(f"{self.store.uri(one.path)} is damaged ({error}); delete it") from error
         return found
 
     def add(self, first: int, predicted: Predicted) -> bool:

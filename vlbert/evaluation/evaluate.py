@@ -27,7 +27,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.programs import Flat, Positional
 from storage.settings import from_json, named_fields, override_values, parse, to_json
 from training.checkpoint import MODEL
-from training.distributed import World, from_first, gather_on_first
+from training.distributed import World, broadcast, gather_on_rank0
 from training.loading import EXPECTED
 from training.program import parse_recipe, run_in_world, split_recipe
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, restore_saved, vocabulary_of
@@ -51,7 +51,7 @@ from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task, settings_named, task_of
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.validate import Predicted, because_of, predict_all
+from vlbert.validate import Predicted, last_reason, predict_all
 
 
 def load_task_model(
@@ -64,14 +64,16 @@ def load_task_model(
     The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model are
     always those of the training, with `changes` ({"task.folder": "vqa"}); the task's saved attributes (Task.saved) are
     loaded, too. A pre-trained model may be that of another task's recipe, if the task can do with it as it is
-    (Task.zero_shot): then the task is the recipe's. ValueError where the checkpoint has no head, or that of
+    (Task.zero_shot_head): then the task is the recipe's. ValueError where the checkpoint has no head, or that of
     another task.
     """
-    config, where = checkpoint.config, checkpoint.where
+    config, where = checkpoint.config, checkpoint.uri
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
         raise ValueError(f"{where} holds a VL-BERT without the head of a task: name a checkpoint of a training run")
     named = config["task"]
-    zero_shot = recipe is not None and named == PretrainingSettings.__name__ and bool(task_of(recipe.task).zero_shot)
+    zero_shot = (
+        recipe is not None and named == PretrainingSettings.__name__ and bool(task_of(recipe.task).zero_shot_head)
+    )
     if recipe and not zero_shot and named != type(recipe.task).__name__:
         raise ValueError(
             f"{where} was trained for another task than recipe {recipe.name}: its settings are {named}, the recipe's "
@@ -93,7 +95,7 @@ def load_task_model(
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
     """The recipe that a checkpoint of a task was trained with; ValueError where the task is unknown."""
-    config, where = checkpoint.config, checkpoint.where
+    config, where = checkpoint.config, checkpoint.uri
     kind = settings_named(config["task"])
     if kind is None:
         raise ValueError(
@@ -106,12 +108,13 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:
     """The weights of a pre-trained model, with all of the task's head from that of the pre-training."""
-    if not checkpoint.part(f"head.{model.task.zero_shot}."):
+    if not checkpoint.part(f"head.{model.task.zero_shot_head}."):
         raise ValueError(
-            f"{checkpoint.where} was pre-trained without the {model.task.zero_shot} head that "
-            f"{type(model.task).__name__} takes: fine-tune it first, or pre-train with --task.{model.task.zero_shot}"
+            f"{checkpoint.uri} was pre-trained without the {model.task.zero_shot_head} head that "
+            f"{type(model.task).__name__} takes: fine-tune it first, or pre-train with "
+            f"--task.{model.task.zero_shot_head}"
         )
-    load_model(model.vlbert, checkpoint.part("vlbert."), checkpoint.where)
+    load_model(model.vlbert, checkpoint.part("vlbert."), checkpoint.uri)
     start_head(model.task, model.head, checkpoint, same_task=False)
 
 
@@ -130,18 +133,18 @@ def evaluate(
     settings.
     """
     task_class = task_of(recipe.task)
-    limit = 2 if task_class.joins else 1
+    limit = 2 if task_class.joint_metrics else 1
     if len(paths) > limit:
         raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes {limit} at most")
     # The same on every rank: a run that goes on may write a newer checkpoint meanwhile.
-    names = from_first([_where_of(path) for path in paths] if world.first else None, world)
+    names = broadcast([_uri_of(path) for path in paths] if world.first else None, world)
     root = override_values(recipe, changes).data.root or names[0].rpartition("/runs/")[0]
     if not root:
         raise ValueError("data.root is not set; give --data.root FOLDER or --data.root s3://bucket/prefix")
     inputs = inputs_of(recipe, names, split, changes)
-    store, folder = from_first(output_folder(out, names, split, inputs) if world.first else None, world)
-    where = store.where(folder.rstrip("/")) if folder else str(out)
-    done = from_first(world.first and read_summary(store, folder), world)
+    store, folder = broadcast(output_folder(out, names, split, inputs) if world.first else None, world)
+    where = store.uri(folder.rstrip("/")) if folder else str(out)
+    done = broadcast(world.first and read_summary(store, folder), world)
     if done:
         if world.first:
             print(f"evaluated already, with the same settings: {where}; delete it to repeat it", flush=True)
@@ -156,7 +159,7 @@ def evaluate(
         return {}
     rows = [row for one in predicted for row in one.rows]
     if not rows:
-        why = because_of([reason for one in predicted for _, reason in one.missing])
+        why = last_reason([reason for one in predicted for _, reason in one.missing])
         raise ValueError(f"none of the {sum(len(one.examples) for one in predicted)} examples can be read{why}")
     summary, files = summarise(predicted, rows, split)
     summary |= {"inputs": inputs, "files": [*files, PAGE], "code": version("vlbert")}
@@ -172,16 +175,16 @@ def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str,
     """The contents of metrics.json of an evaluation with these arguments; None where there is none yet, and where
     anything is wrong, which the program then reports."""
     try:
-        names = [_where_of(path)]
+        names = [_uri_of(path)]
         return read_summary(*output_folder(None, names, split, inputs_of(recipe, names, split, changes)))
     except (*EXPECTED, OSError):
         return None
 
 
-def _where_of(path: str) -> str:
+def _uri_of(path: str) -> str:
     """The checkpoint's folder."""
     store, folder = find_checkpoint(path)
-    return store.where(folder).rstrip("/")
+    return store.uri(folder).rstrip("/")
 
 
 def _predict(
@@ -204,15 +207,15 @@ def _predict(
     samples, pinned = open_samples(store, dataset, detector, None, world, open_cache(store, config))
     examples = model.task.examples(samples, split if has_splits else None)
     # The same batches in every world, so that every world gives the same numbers.
-    batch = max(1, min(model.task.evaluated_at_once, config.batch // config.gradient_accumulation))
+    batch = max(1, min(model.task.evaluation_batch_size, config.batch // config.gradient_accumulation))
     data = ValidationData(samples, examples, model.task, config, recipe.model.regions, world, None, batch)
     settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
-    decides = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.where, "files": settings.hashes()}
+    decides = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.uri, "files": settings.hashes()}
     decides |= {"weights": checkpoint.folder.hashes.get(MODEL), "model": to_json(recipe.model)}
     decides |= {"data": pinned, "examples": len(examples), "batch": batch, "seed": config.seed}
     decides |= {"task": to_json(settings), "precision": recipe.precision}
     found = _predict_rest(model, data, recipe, world, Blocks(*place, decides))
-    rows = sorted(gather_on_first(list(zip(found.numbers, found.rows, strict=True)), world), key=itemgetter(0))
+    rows = sorted(gather_on_rank0(list(zip(found.numbers, found.rows, strict=True)), world), key=itemgetter(0))
     return SplitPredictions(
         checkpoint=checkpoint,
         recipe=recipe,
@@ -222,8 +225,8 @@ def _predict(
         examples=examples,
         numbers=[number for number, _ in rows],
         rows=model.task.assemble([row for _, row in rows]),
-        shuffled=gather_on_first(found.shuffled, world),
-        missing=sorted(gather_on_first(list(found.unreadable.items()), world), key=itemgetter(0)),
+        shuffled=gather_on_rank0(found.shuffled, world),
+        missing=sorted(gather_on_rank0(list(found.unreadable.items()), world), key=itemgetter(0)),
     )
 
 

@@ -82,7 +82,7 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
     reached = checkpoint.state["step"]
     if not 1 <= step <= reached:
         raise ValueError(
-            f"{checkpoint.where} has reached step {reached}, so it cannot tell the batch of step {step}; name a step "
+            f"{checkpoint.uri} has reached step {reached}, so it cannot tell the batch of step {step}; name a step "
             f"from 1 to {reached}, or a later checkpoint"
         )
     recipe = _located(recipe_of(checkpoint), checkpoint, settings)
@@ -94,7 +94,7 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
 
 def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -> Recipe:
     """Return the recipe for one process, with its files where they are now; ValueError where there is no root."""
-    root = settings.root or checkpoint.where.rpartition("/runs/")[0] or recipe.data.root
+    root = settings.root or checkpoint.uri.rpartition("/runs/")[0] or recipe.data.root
     here = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = {name: value for name, value in here.items() if value is not None}
     data = replace(recipe.data, held_out=None, gradient_accumulation=1, cache=None, workers=0)
@@ -103,8 +103,8 @@ def _located(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -
 
 def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: bool) -> Replay:
     state, config, regions = checkpoint.state, recipe.data, recipe.model.regions
-    way_out = "put it back, or name the folder that has it: --folder=FOLDER"
-    recipe.task.check_same(state.get("task_files"), checkpoint.where, way_out)
+    hint = "put it back, or name the folder that has it: --folder=FOLDER"
+    recipe.task.check_same(state.get("task_files"), checkpoint.uri, hint)
     store = open_store(config.root, write=False)
     spans = [[SnapshotSpan(**span) for span in saved["snapshots"]] for saved in state["data"]]
     weights = [saved["weight"] for saved in state["data"]]
@@ -128,10 +128,10 @@ def _replayed(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: bool) -
         examples = opened.task.examples(samples, None)
         if len(examples) != span.examples:
             raise ValueError(
-                f"{checkpoint.where} was trained on {span.examples} examples of {name}, now there are {len(examples)}: "
+                f"{checkpoint.uri} was trained on {span.examples} examples of {name}, now there are {len(examples)}: "
                 "the files of the task have changed; put them back"
             )
-        training.enter(number, samples, examples, span.snapshot, span.consumed)
+        training.switch_snapshot(number, samples, examples, span.snapshot, span.consumed)
     ((examples, unreadable),) = training.examples(step - 1)
     return Replay(checkpoint, recipe, opened.task, step, examples, unreadable)
 

@@ -97,7 +97,7 @@ def output_folder(out: str | None, checkpoints: Sequence[str], split: str, input
         found = before.get("inputs", {}).get(name)
         if found != now:
             raise ValueError(
-                f"{store.where(folder + METRICS)} is of an evaluation with {name} = {found}, now it is {now}; name "
+                f"{store.uri(folder + METRICS)} is of an evaluation with {name} = {found}, now it is {now}; name "
                 "another place with --out FOLDER, or delete that one"
             )
     return store, folder
@@ -106,7 +106,7 @@ def output_folder(out: str | None, checkpoints: Sequence[str], split: str, input
 def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
     """The contents of metrics.json; None where there is none."""
     path = folder + METRICS
-    return parse_json(store.get(path), store.where(path)) if store.exists(path) else None
+    return parse_json(store.get(path), store.uri(path)) if store.exists(path) else None
 
 
 def summarise(
@@ -147,7 +147,7 @@ def summarise(
 
 def problems_of(one: SplitPredictions) -> list[dict[str, str | bool | None]]:
     """The lines of problems.jsonl: the examples that cannot be read, those skipped, and the invalid ones."""
-    name = name_of(one.checkpoint.where)
+    name = name_of(one.checkpoint.uri)
     found = [(False, reason.key, reason.reason) for _, reason in one.missing]
     found += [(False, None, line) for line in one.examples.skipped]
     found += [(True, None, line) for line in one.examples.invalid]

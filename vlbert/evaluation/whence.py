@@ -33,15 +33,15 @@ from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable,
 from storage.order import interleaved
 from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Positional
-from storage.redact import shown_url
+from storage.redact import display_url
 from storage.safe_json import printable
 from storage.settings import from_json
 from storage.snapshots import read_columns
 from storage.tables import aligned
-from storage.withdrawn import is_among, read_withdrawn
+from storage.withdrawn import is_in, read_withdrawn
 from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
-from vlbert.data.order import SnapshotSpan, drawn, seed_of
+from vlbert.data.order import SnapshotSpan, draw_samples, seed_of
 from vlbert.tasks import make_task, settings_named
 from vlbert.tasks.pretraining import PretrainingSettings
 
@@ -60,12 +60,12 @@ TABLE = pa.schema(
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a run that starts from this checkpoint records of it: docs/formats.md, `init_from`."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
-    found = {"checkpoint": checkpoint.where, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
+    found = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a model that somebody converted or copied
         return found
     return found | {
         "run": recipe["run_name"] or recipe["name"],
-        "root": checkpoint.folder.store.where(),
+        "root": checkpoint.folder.store.uri(),
         "step": state["step"],
         "seed": state["seed"],
         "batch": recipe["data"]["batch"],
@@ -119,7 +119,7 @@ class Trained:
         for store in self.roots:
             if store.exists(path):
                 return store, path
-        places = " or ".join(dict.fromkeys(store.where(path) for store in self.roots))
+        places = " or ".join(dict.fromkeys(store.uri(path) for store in self.roots))
         raise ValueError(f"{places} is gone; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
 
     def steps_of(self, number: int) -> np.ndarray:
@@ -146,7 +146,7 @@ class Trained:
         urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
         try:
             if self.checkpoint.vocabulary is None:
-                raise ValueError(f"{self.checkpoint.where} came without a vocabulary, which they need")
+                raise ValueError(f"{self.checkpoint.uri} came without a vocabulary, which they need")
             settings = from_json(kind, self.record["settings"], self.run).to_train()
             settings.check_same(self.record["task_files"], self.record["checkpoint"], "put it back")
             task = make_task(settings, self.checkpoint.vocabulary, self.checkpoint.num_classes)
@@ -182,20 +182,20 @@ def lineage(checkpoint: Checkpoint) -> tuple[list[Trained], dict]:
     record = record_of(checkpoint)
     if "run" not in record:
         raise ValueError(
-            f"{checkpoint.where} does not say what it was trained on: only a checkpoint of vlbert.train does, "
+            f"{checkpoint.uri} does not say what it was trained on: only a checkpoint of vlbert.train does, "
             "ROOT/runs/RUN/step-*"
         )
     found = []
     recipe_root = checkpoint.config["recipe"]["data"]["root"]  # of a folder that was copied from there
     while record and "run" in record:
-        stores = [checkpoint.folder.store, _opened(record["root"]), _opened(recipe_root)]
+        stores = [checkpoint.folder.store, _open_root(record["root"]), _open_root(recipe_root)]
         found.append(Trained(record, tuple(store for store in stores if store), checkpoint))
         record = record["init_from"]
     return found, record or {}
 
 
 @functools.lru_cache(64)  # many checkpoints name the same; one that does not answer is tried once
-def _opened(root: str) -> ObjectStore | None:
+def _open_root(root: str) -> ObjectStore | None:
     """Return a root that a record names; None where it was another machine's."""
     with contextlib.suppress(ValueError, OSError):
         return open_store(root, write=False)
@@ -244,7 +244,7 @@ def seen(trained: Trained, column: str | None = None, values: frozenset[str] = f
             count = end - use.span.consumed
             if count <= 0 or (column and not len(tables[0])):
                 continue
-            epochs = drawn([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
+            epochs = draw_samples([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
             samples = trained.samples_of(use)[np.concatenate([examples for *_, examples in epochs])]
             steps = all_steps[use.span.consumed : end]
             if column:
@@ -289,7 +289,7 @@ def _numbered(store: ObjectStore, path: str) -> Iterator[pa.Table]:
 @functools.lru_cache(64)  # many checkpoints pin the same
 def find(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> pa.Table:
     """Return the rows of a snapshot whose `key` or `url` is one of these."""
-    return pa.concat_tables(table.filter(is_among(table[column], values)) for table in _numbered(store, path))
+    return pa.concat_tables(table.filter(is_in(table[column], values)) for table in _numbered(store, path))
 
 
 def tell(runs: Sequence[Trained], what: str) -> tuple[list[str], bool]:
@@ -310,7 +310,7 @@ def tell(runs: Sequence[Trained], what: str) -> tuple[list[str], bool]:
     if column == "key":
         lines = [f"the URL of {key} is {url}" for url, key in urls.items()] + lines
     lines += [f"its licence, as its list says: {printable(one)}" for one in sorted(licenses)]
-    lines += [f"{shown_url(url)} was withdrawn since" for url in urls if url in withdrawn]
+    lines += [f"{display_url(url)} was withdrawn since" for url in urls if url in withdrawn]
     return [*aligned(("run", "dataset", "shard", "key", "step"), rows), *lines], bool(rows or lines)
 
 
@@ -349,7 +349,7 @@ def tell_whence(
         print(f"{export(runs, out):,} rows in {out}", flush=True)
     if what:
         lines, any_seen = tell(runs, what)
-        print("\n".join(lines) or f"{shown_url(what)} was in nothing that these runs have seen", flush=True)
+        print("\n".join(lines) or f"{display_url(what)} was in nothing that these runs have seen", flush=True)
         if not any_seen:
             sys.exit(1)
 

@@ -20,7 +20,7 @@ from storage.inventory import Inventory
 from storage.manifests import OK
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.programs import Command, Positional, Root
-from storage.redact import shown_url
+from storage.redact import display_url
 from storage.runs import STATE
 from storage.safe_json import printable
 from storage.tables import aligned
@@ -43,7 +43,7 @@ def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
         tables = catalog.columns(stage, ["url", "sha256", "status"], names)
         for shard, table in zip(names, tables, strict=True):
             place = {"dataset": dataset, "stage": stage, "shard": shard}
-            found += [place | row for row in table.filter(withdrawn.among(table)).to_pylist()]
+            found += [place | row for row in table.filter(withdrawn.contains(table)).to_pylist()]
     return found
 
 
@@ -82,22 +82,22 @@ def sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
                 continue  # a detector: it learned from the files of its annotations
             runs, start = lineage(checkpoint)
         except (ValueError, ObjectMissing) as error:
-            unknown.append(f"{store.where(folder)}: {printable(error)}")
+            unknown.append(f"{store.uri(folder)}: {printable(error)}")
             continue
         if start:
-            unknown.append(f"{store.where(folder)}: it started from {start['checkpoint']}, which does not say")
+            unknown.append(f"{store.uri(folder)}: it started from {start['checkpoint']}, which does not say")
         for trained in runs:
             try:
                 found = [row for table in seen(trained, "url", urls) for row in table.to_pylist()]
             except ValueError as error:  # of its URLs one is in the snapshots, or these are gone
-                unknown.append(f"{store.where(folder)}: {printable(error)}")
+                unknown.append(f"{store.uri(folder)}: {printable(error)}")
                 continue
             if found:
                 count, first = len({row["url"] for row in found}), min(row["first_step"] for row in found)
                 rows.append((folder, trained.run, f"{count:,} of {len(urls):,}", f"{first:,}"))
     lines = aligned(("checkpoint", "learned in run", "URLs", "first at step"), rows)
     if not rows:
-        lines.append(f"no checkpoint under {store.where()} has seen any of them, as far as is known")
+        lines.append(f"no checkpoint under {store.uri()} has seen any of them, as far as is known")
     return lines + [f"not known of {line}" for line in unknown]
 
 
@@ -123,11 +123,9 @@ def withdraw_images(
     store = open_store(root)
     new, rows, every = withdraw_urls(store, wanted)
     print(f"{len(new.urls):,} URLs are withdrawn now, {len(wanted) - len(new.urls):,} were before", flush=True)
-    missing = [shown_url(url) for url in wanted if url not in {row["url"] for row in rows}]
+    missing = [display_url(url) for url in wanted if url not in {row["url"] for row in rows}]
     if missing:
-        print(
-            f"in no list under {store.where()} are {len(missing):,} of them: {', '.join(missing[:_SHOWN])}", flush=True
-        )
+        print(f"in no list under {store.uri()} are {len(missing):,} of them: {', '.join(missing[:_SHOWN])}", flush=True)
     if len(every) > len(wanted):
         print(f"{len(every) - len(wanted):,} more URLs have the same images, and are withdrawn, too", flush=True)
     print("\n".join(sightings(store, every)), flush=True)

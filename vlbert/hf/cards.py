@@ -46,12 +46,12 @@ def model_card(path: str) -> str:
     """Return the README.md of a checkpoint, or of a model in any folder. ValueError where there is none."""
     checkpoint = open_checkpoint(path, tensors=False)
     config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task") or ""
-    root, _, name = checkpoint.where.rpartition("/runs/")
+    root, _, name = checkpoint.uri.rpartition("/runs/")
     store, run = open_store(root, write=False) if root else None, name.rpartition("/")[0]
     recipe = recipe_of(checkpoint) if settings_named(task) is not None and "recipe" in config else None
     start = recipe and (recipe.init_from or recipe.bert)
     datasets, kind = state.get("data") or [], task.removesuffix("Settings")
-    title = recipe.run if recipe else PurePosixPath(checkpoint.where).name
+    title = recipe.run if recipe else PurePosixPath(checkpoint.uri).name
     facts = {
         "title": title,
         "kind": kind,
@@ -88,7 +88,7 @@ def _results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> lis
     paths = [info.path for info in store.list(f"runs/{run}/evaluations/")] if store else []
     for path in sorted(path for path in paths if path.endswith(f"/{METRICS}")):
         one = read_summary(store, path.removesuffix(METRICS))
-        if one and one["inputs"]["checkpoints"] == [name_of(checkpoint.where)]:
+        if one and one["inputs"]["checkpoints"] == [name_of(checkpoint.uri)]:
             split, examples, data = one["inputs"]["split"], one["examples"], one["data"]
             about = f"Evaluation on {split} of {data['dataset']} (snapshot {data['snapshot']}): "
             about += f"{examples['predicted']:,} of {examples['all']:,} examples"
@@ -200,10 +200,10 @@ def put_card(store: ObjectStore, folder: str, card: str) -> None:
     before = store.get(path) if store.exists(path) else b""
     if before and _MADE_BY.encode() not in before:
         raise ValueError(
-            f"{store.where(path)} is not a card of this program: move it away, or name another folder: --out=FOLDER"
+            f"{store.uri(path)} is not a card of this program: move it away, or name another folder: --out=FOLDER"
         )
     store.put(path, card.encode())
-    print(f"written: {store.where(path)}")
+    print(f"written: {store.uri(path)}")
 
 
 def write_model_card(checkpoint: CheckpointName, out: str | None = None) -> None:

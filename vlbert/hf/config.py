@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from storage.digests import check_version
 from storage.runs import CHECKPOINT_VERSION
 from storage.settings import from_json, to_json
-from vlbert.checkpoint import MODEL_TYPE, without_paths
+from vlbert.checkpoint import MODEL_TYPE, strip_paths
 from vlbert.config import ModelConfig
 from vlbert.hf.files import find_folder
 from vlbert.tasks import settings_named
@@ -68,7 +68,7 @@ class VLBertConfig(PretrainedConfig):
         given = {name: kwargs.pop(name) for name in _MODEL_FIELDS & kwargs.keys()}
         values = to_json(model) if isinstance(model, ModelConfig) else dict(model or {})
         self.version = version
-        self.model = _plain(to_json(without_paths(from_json(ModelConfig, values | given, _WHERE))))
+        self.model = _plain(to_json(strip_paths(from_json(ModelConfig, values | given, _WHERE))))
         self.vocab_size = vocab_size
         self.num_classes = num_classes
         if isinstance(settings, TaskSettings):

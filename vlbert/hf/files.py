@@ -58,7 +58,7 @@ def find_folder(name: str | os.PathLike) -> str:
         store, folder = find_checkpoint(str(path.absolute()))
     except ValueError as error:
         raise ModelNotReadable(str(error)) from error
-    return store.where(folder).rstrip("/")
+    return store.uri(folder).rstrip("/")
 
 
 def _is_local(name: str) -> bool:

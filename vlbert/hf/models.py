@@ -177,17 +177,17 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """The weights of a checkpoint."""
         if same_task:
             self.saved = saved.saved | self.saved  # `id2label` may have given answers other names
-            load_model(self, saved.model, saved.where)
+            load_model(self, saved.model, saved.uri)
             return
-        load_model(self.vlbert, saved.part("vlbert."), saved.where)
+        load_model(self.vlbert, saved.part("vlbert."), saved.uri)
         if self.task is None:
             return
         taken = start_head(self.task, self.head, saved, same_task=False)
-        self.task.begin(self.vlbert, self.head, saved.config.get("task"))
-        if self.task.zero_shot not in taken.split(", "):
+        self.task.on_start(self.vlbert, self.head, saved.config.get("task"))
+        if self.task.zero_shot_head not in taken.split(", "):
             logger.warning(
                 "%s has no head of %s: the new one has %s of it, all else starts from random weights; train it",
-                *(saved.where, type(self).__name__, taken),
+                *(saved.uri, type(self).__name__, taken),
             )
 
 

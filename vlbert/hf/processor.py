@@ -28,7 +28,7 @@ from vlbert.hf.files import PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch
 from vlbert.predict.predictor import detector_of, detector_weights_of, with_regions
 from vlbert.tasks import make_task
-from vlbert.tasks.base import Task, own_annotation
+from vlbert.tasks.base import Task, user_annotation
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
 
 OneImage = str | Path | bytes | Image.Image | Sample
@@ -137,7 +137,7 @@ class VLBertProcessor(ProcessorMixin):
         if isinstance(self.task, Pretraining) and not (choices or answer):  # annotation_for wants something to predict
             annotation = MaskedInput(text, tuple(sorted({*mask_regions})))
         else:
-            annotation = own_annotation(self.task, text, choices=choices, answer=answer, mask_regions=mask_regions)
+            annotation = user_annotation(self.task, text, choices=choices, answer=answer, mask_regions=mask_regions)
         sample = self._sample(images, boxes, visual_embeds, image_sizes)
         prepared = prepare_image(sample, self.config.model_config.regions, flip=False)
         return self.task.example(sample, prepared, annotation, np.random.default_rng(0))

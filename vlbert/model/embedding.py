@@ -122,7 +122,7 @@ class VisualLinguisticEmbedding(nn.Module):
         features = self.visual(self.visual_dropout(torch.cat([geometry.to(appearance.dtype), appearance], dim=1)))
         if self.config.visual_activation == "relu":
             features = features.relu()
-        return of_rows(features, batch)
+        return features_by_row(features, batch)
 
 
 def replace_masked(appearance: Tensor, batch: Batch, vector: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ def replace_masked(appearance: Tensor, batch: Batch, vector: Tensor) -> Tensor:
     return torch.where(masked[:, None], vector.to(appearance.dtype), appearance)
 
 
-def of_rows(features: Tensor, batch: Batch) -> Tensor:
+def features_by_row(features: Tensor, batch: Batch) -> Tensor:
     """What belongs to the real regions of all images, [K, L], by row: [N, R, L], zero in the padding."""
     # One more image, without regions, for the rows that have none: -1 finds it at the end.
-    of_images = _of_images(features, batch, len(batch.image_rows) + 1)
+    of_images = _features_by_image(features, batch, len(batch.image_rows) + 1)
     return of_images.index_select(0, batch.image_of % len(of_images))
 
 
-def _of_images(features: Tensor, batch: Batch, images: int) -> Tensor:
+def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
     """The same by image: [images, R, L], of which the batch has the first P; zero in the padding."""
     width, channels = batch.region_mask.shape[1], features.shape[1]
     padded = features.new_zeros(images * width, channels).index_copy(0, batch.real_regions, features)
@@ -199,7 +199,7 @@ class SeparateEmbedding(nn.Module):
         """appearance [K, D] of the images' regions -> text [N, T, C], with a task token [N, T + 1, C]; regions
         [N, R, C'].
         """
-        regions = of_rows(self._regions(batch, appearance), batch)
+        regions = features_by_row(self._regions(batch, appearance), batch)
         text, text_mask = self.words(batch.tokens) + self.segments(batch.segments), batch.text_mask
         text_lengths, region_lengths = batch.sizes.tokens, batch.sizes.regions
         text = text + self.positions(torch.arange(batch.tokens.shape[1], device=text.device))
@@ -229,7 +229,7 @@ class SeparateEmbedding(nn.Module):
             appearance = replace_masked(appearance, batch, vector)
         if self.config.whole_image == "mean":
             regions = appearance.float().masked_fill(whole_image, 0.0)
-            mean = _of_images(regions, batch, len(batch.image_rows)).sum(dim=1) / batch.averaged_over[:, None]
+            mean = _features_by_image(regions, batch, len(batch.image_rows)).sum(dim=1) / batch.averaged_over[:, None]
             appearance = torch.where(whole_image, mean[images].to(appearance.dtype), appearance)
         location = box_location(batch.of_real_regions(batch.boxes), batch.image_sizes[images])
         location = torch.where(whole_image, self.whole_image_location.to(location.dtype), location)

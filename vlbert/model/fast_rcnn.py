@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from detectors.resnet import Res5, ResNetC4, freeze_module
 from detectors.roi_align import roi_align
-from training.precision import computed_in
+from training.precision import compute_dtype
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Batch
 from vlbert.data.boxes import masked_pixels
@@ -44,7 +44,7 @@ class FastRCNN(nn.Module):
         boxes = batch.of_real_regions(batch.boxes)  # (K, 4)
         rois = torch.cat([images[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
         # At once in the type that res5 computes in: nothing larger is kept while it does, 5 GB for 128 images.
-        cells = roi_align(maps, rois, self.config.roi_size, 1 / STRIDE).to(computed_in(self.pixel_mean))
+        cells = roi_align(maps, rois, self.config.roi_size, 1 / STRIDE).to(compute_dtype(self.pixel_mean))
         cells = self.res5(cells)  # (K, D, S, S)
         if len(batch.cells):
             cells = cells * batch.cells[:, None]  # cells beside the object count as 0, in the mean too

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.precision import computed_in
+from training.precision import compute_dtype
 from vlbert.config import ModelConfig, StreamSize
 
 LAYER_NORM_EPS = 1e-12
@@ -264,7 +264,7 @@ class Encoder(nn.Module):
     ) -> Streams:
         """Neighbouring layers J, which read both streams as one."""
         x, mask, lengths = streams.joined()
-        packing = Packing.of(mask, lengths, computed_in(x))
+        packing = Packing.of(mask, lengths, compute_dtype(x))
         packed = packing.pack(x)
         for number in numbers:
             maps = None if attentions is None else []
@@ -284,8 +284,8 @@ class Encoder(nn.Module):
     ) -> Streams:
         """Neighbouring layers T, V and X, which read each stream by itself."""
         of = {
-            "text": Packing.of(streams.text_mask, streams.text_lengths, computed_in(streams.text)),
-            "regions": Packing.of(streams.region_mask, streams.region_lengths, computed_in(streams.regions)),
+            "text": Packing.of(streams.text_mask, streams.text_lengths, compute_dtype(streams.text)),
+            "regions": Packing.of(streams.region_mask, streams.region_lengths, compute_dtype(streams.regions)),
         }
         x = {name: packing.pack(getattr(streams, name)) for name, packing in of.items()}
         for number in numbers:

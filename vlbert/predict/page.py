@@ -84,7 +84,7 @@ def page_app(predictor: Predictor) -> FastAPI:
             "nonce": secrets.token_urlsafe(16),
             "form": _FORMS.get(type(task), "own"),
             "explains": getattr(task, "subtask", "") == "rationale",
-            "checkpoint": predictor.checkpoint.where,
+            "checkpoint": predictor.checkpoint.uri,
             "detector": f"{predictor.detector.id}, {metadata.get('weights_file') or 'random weights'}",
             "classes": metadata.get("classes") or [],
             "most_bytes": IMAGES.max_bytes,

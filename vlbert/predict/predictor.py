@@ -22,7 +22,7 @@ from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.evaluation.evaluate import load_task_model
 from vlbert.predict.prediction import Prediction, class_name
-from vlbert.tasks.base import own_annotation
+from vlbert.tasks.base import user_annotation
 
 
 class Predictor:
@@ -51,9 +51,9 @@ class Predictor:
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
         """The detector whose regions the checkpoint was trained on, rebuilt from its description."""
-        beside = Path(self.checkpoint.folder.where_of(DETECTOR))
+        beside = Path(self.checkpoint.folder.uri_of(DETECTOR))
         file = self._detector_file or (beside if beside.is_file() else None)
-        return detector_of(self.checkpoint.config, self.checkpoint.where, file)
+        return detector_of(self.checkpoint.config, self.checkpoint.uri, file)
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
         """Return the sample of an image, as it would be stored, with its regions."""
@@ -80,7 +80,7 @@ class Predictor:
             raise ValueError("the text is empty; write one, or leave it out to see the regions")
         regions_alone = text is None and not mask_regions
         more = {"choices": choices, "answer": answer, "mask_regions": mask_regions}
-        annotation = None if regions_alone else own_annotation(self.task, text or "", **more)
+        annotation = None if regions_alone else user_annotation(self.task, text or "", **more)
         sample = image if isinstance(image, Sample) else self.detect(image)
         assert sample.regions is not None  # `detect` gives a sample that has some
         classes = self.detector.metadata.get("classes")

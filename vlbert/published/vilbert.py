@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from detectors.resnet import ResNetConfig
-from detectors.weights.tensor_files import without_wrappers
+from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
 from vlbert.model.heads import Pooler
 from vlbert.published.checkpoints import CLASSES, NO_HINTS, Hints, Published, Shapes, count, has_any
@@ -180,7 +180,7 @@ class PublishedViLBert(Published):
     def plain_name(key: str) -> str:
         """Without what trainers wrap around a module, with the names that LayerNorms have since (gamma is weight, beta
         bias), and with the bert. that an encoder saved by itself lacks."""
-        name = without_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
+        name = strip_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
         return f"bert.{name}" if name.startswith(_BARE) else name
 
     @classmethod

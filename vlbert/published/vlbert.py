@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from detectors.resnet import ResNetConfig
-from detectors.weights.tensor_files import without_wrappers
+from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
 from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, Shapes, count, has_any
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
@@ -117,7 +117,7 @@ class PublishedVLBert(Published):
     @staticmethod
     def plain_name(key: str) -> str:
         """Without what trainers wrap around a module, and VCR's wrapper for its four choices (_module.)."""
-        return re.sub(r"^vlbert\._module\.", "vlbert.", without_wrappers(key))
+        return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
         """VCR wraps the core in a module for its four choices."""

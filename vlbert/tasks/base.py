@@ -17,7 +17,7 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example
 from vlbert.data.images import PreparedImage
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.datasets.files import find_samples, opened, withdrawn_images
+from vlbert.datasets.files import find_samples, open_task_file, withdrawn_images
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
 
@@ -110,11 +110,11 @@ class TaskSettings:
         for name in dict.fromkeys(self.files):
             file = Path(self.folder, name)
             if file.is_file():
-                with opened(file, "task.folder") as stream:
+                with open_task_file(file, "task.folder") as stream:
                     found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
         return found
 
-    def check_same(self, recorded: Mapping[str, str] | None, where: str, way_out: str) -> None:
+    def check_same(self, recorded: Mapping[str, str] | None, where: str, hint: str) -> None:
         """ValueError names a file that is another one than a run had whose hashes were `recorded`; None: they were not.
 
         where: the checkpoint of that run. way_out: what to do.
@@ -124,7 +124,7 @@ class TaskSettings:
             if before != found:
                 raise ValueError(
                     f"{Path(self.folder, name)} has changed: {where} was trained with another one (sha256 "
-                    f"{before[:12]}..., now {found[:12]}...); {way_out}"
+                    f"{before[:12]}..., now {found[:12]}...); {hint}"
                 )
 
 
@@ -200,27 +200,29 @@ class Task(ABC):
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
-    shuffles: bool = False  # validate a second time, each text with another image: what is left needs no image
+    validate_shuffled: bool = False  # validate again, each text with another image: what is left needs no image
 
     def with_other_image(self, example: Example, other: Example) -> Example:
         """The example with the image of another one."""
         return replace(example, image=other.image)
 
     @property
-    def neighbours(self) -> int:
-        """How many examples behind its own `together` needs."""
+    def lookahead(self) -> int:
+        """How many examples behind its own `collate_group` needs."""
         return 0
 
-    def together(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """What a batch is made of, given its examples and the `neighbours` behind them. In training the order is that
+    def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
+        """What a batch is made of, given its examples and the `lookahead` behind them. In training the order is that
         of the whole step, whatever the ranks, and the step's first examples follow its last. By default the examples.
         """
         return list(examples)
 
     # --- weights that a run starts from -------------------------------------------------------------------------------
 
-    zero_shot: str = ""  # the part of pre-training's head without which a pre-trained model cannot be evaluated on the
-    #                      task as it is; "": none can
+    zero_shot_head: str = (
+        ""  # the part of pre-training's head without which a pre-trained model cannot be evaluated on the
+    )
+    #                           task without fine-tuning; "": none can
     saved: tuple[str, ...] = ()  # attributes, lists, that give the head's outputs their meaning, as VQA's `answers`:
     #                              they are saved with each checkpoint, and loaded from there
 
@@ -228,25 +230,25 @@ class Task(ABC):
         """Part of the head -> the part of pre-training's head that it starts from."""
         return head.init_from if isinstance(head, Classifier) else {}
 
-    def from_pretraining(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of a part of the head, given those of the part of pre-training's head that it starts from. By
         default the same."""
         return tensors
 
-    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed
+    def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed
         """Prepares a new run after its weights are loaded; `init_from`: type of the settings of the run that they come
         from."""
 
     # --- evaluation and users' own questions --------------------------------------------------------------------------
 
-    joins: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
-    evaluated_at_once: int = 64  # examples of a batch of vlbert evaluate at most
+    joint_metrics: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
+    evaluation_batch_size: int = 64  # examples of a batch of vlbert evaluate at most
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
         """The rows of a batch in a validation or evaluation: its `predictions`."""
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
-    def among(self, examples: Examples, numbers: np.ndarray) -> Examples:
+    def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
         """The examples of a validation that asks only those of `numbers`, int64 [n], of the same length. By default
         the same; where examples depend on one another, each on those alone."""
         return examples
@@ -265,7 +267,7 @@ class Task(ABC):
         raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
 
 
-def own_annotation(task: Task, text: str, **more: Any) -> Any:
+def user_annotation(task: Task, text: str, **more: Any) -> Any:
     """Task.annotation_for with those of `more` that are given; ValueError names one that the task does not take."""
     given = {name: value for name, value in more.items() if value}
     if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():

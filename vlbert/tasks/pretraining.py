@@ -84,7 +84,7 @@ class MaskedInput:
 
 
 class Pretraining(Task):
-    shuffles = True
+    validate_shuffled = True
     paper = "no number in the paper; users of the authors' code: masked words 0.60, masked regions 0.70 (base)"
 
     @staticmethod
@@ -99,10 +99,10 @@ class Pretraining(Task):
         self.monitored = torch.tensor(monitored, dtype=torch.int64)
 
     @property
-    def neighbours(self) -> int:
+    def lookahead(self) -> int:
         return 1 if self.settings.mismatched else 0
 
-    def together(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
+    def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
         """Each example that was drawn to be mismatched, with the image of the next one."""
         others = [*examples[1:], *following[:1], *examples[:1]]
         pairs = zip(examples, others, strict=False)
@@ -248,8 +248,8 @@ class Pretraining(Task):
         losses, length = {}, batch.tokens.shape[1]
         word_row = batch.labelled["word_label_mask"] // length
         for name, with_image in (("words", True), ("text_words", False)):
-            of_rows = zip(batch.sizes.labelled["word_label_mask"], batch.sizes.regions, strict=True)
-            counts = [count if (regions > 0) == with_image else 0 for count, regions in of_rows]
+            features_by_row = zip(batch.sizes.labelled["word_label_mask"], batch.sizes.regions, strict=True)
+            counts = [count if (regions > 0) == with_image else 0 for count, regions in features_by_row]
             chosen = ((batch.image_of[word_row] >= 0) == with_image).nonzero_static(size=sum(counts))[:, 0]
             losses[name] = self._total(word_losses.index_select(0, chosen), word_row[chosen], counts)
             losses[f"{name}_accuracy"] = accuracy(word_right[chosen])
@@ -327,16 +327,16 @@ class Pretraining(Task):
         positions, labels, right, monitored, guesses = zip(*of_tokens, strict=True) if of_tokens else ((),) * 5
         best = [found[0][1] for *_, found in (*of_tokens, *of_regions)]
         filled = [
-            {"answer": self._text(text, positions, tokens), "probability": probability}
+            {"answer": self._decode(text, positions, tokens), "probability": probability}
             for tokens, probability in _combined(guesses)
         ]
         likeliest = [found[0][0] == label for found, label in zip(guesses, labels, strict=True)]
         return {
-            "question": self._text(text),
+            "question": self._decode(text),
             "answer": filled[0]["answer"],
             "probability": float(np.prod(best)),  # of all guesses together, each by itself
             "ranking": filled if of_tokens else [],
-            "ground_truth": self._text(text, positions, labels) if known else None,
+            "ground_truth": self._decode(text, positions, labels) if known else None,
             "score": float(np.mean(likeliest)) if known and of_tokens else None,
             "masks": [
                 {
@@ -357,7 +357,7 @@ class Pretraining(Task):
             "regions_right": known * sum(is_right for _, _, is_right, _ in of_regions),
         }
 
-    def _text(self, tokens: Sequence[int], positions: Sequence[int] = (), filled: Sequence[int] = ()) -> str:
+    def _decode(self, tokens: Sequence[int], positions: Sequence[int] = (), filled: Sequence[int] = ()) -> str:
         """The text of a row with the tokens `filled` at these positions, without the [CLS] and [SEP] around it."""
         text = list(tokens)
         for position, token in zip(positions, filled, strict=True):

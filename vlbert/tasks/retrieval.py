@@ -87,8 +87,8 @@ class HeldOutImage:
 
 class Retrieval(Task):
     paper = "Flickr30k test, R@1 caption -> image, image -> caption: Unicoder-VL 71.5, 86.2; ViLBERT 58.20"
-    evaluated_at_once = 8  # each has thousands of pairs
-    zero_shot = "relationship"
+    evaluation_batch_size = 8  # each has thousands of pairs
+    zero_shot_head = "relationship"
 
     @staticmethod
     def best_metric(settings: RetrievalSettings) -> str:
@@ -127,7 +127,7 @@ class Retrieval(Task):
             for one, first in zip(images, firsts, strict=False)
         ]
 
-    def among(self, examples: Examples, numbers: np.ndarray) -> Examples:
+    def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
         annotations = list(examples.annotations)
         chosen = sorted(numbers.tolist())
         for number, one in zip(chosen, self.ranked([annotations[n] for n in chosen]), strict=True):
@@ -163,10 +163,10 @@ class Retrieval(Task):
         )
 
     @property
-    def neighbours(self) -> int:
+    def lookahead(self) -> int:
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
-    def together(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
+    def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
         """Each pair with the captions and the images of its neighbours as wrong ones: the rows of an image are its own
         caption, those of the examples behind it, and those of the examples before it, whose wrong image it is.
 
@@ -178,7 +178,7 @@ class Retrieval(Task):
         texts: list[list[TextInput]] = [[] for _ in everyone]
         for anchor, example in enumerate(examples):
             texts[anchor].append(_labelled(example.text, anchor, 0))
-            for distance in range(self.neighbours):
+            for distance in range(self.lookahead):
                 place = (anchor + 1 + distance) % len(everyone)
                 other = everyone[place]
                 if other.metadata["image"] == example.metadata["image"]:
@@ -203,7 +203,7 @@ class Retrieval(Task):
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
         return {"pooler": "pooler", "score": "relationship"}
 
-    def from_pretraining(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The score is the logit of "belongs together" less that of the other class: its sigmoid is the probability
         that pre-training's relationship head gives."""
         if part != "score":

@@ -88,7 +88,7 @@ class VCR(Task):
     Of the region shard only precomputed features are used: an object has those of the region that overlaps it most."""
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
-    joins = True
+    joint_metrics = True
 
     @staticmethod
     def best_metric(settings: VCRSettings) -> str:
@@ -198,7 +198,7 @@ class VCR(Task):
         return parts | ({"region_transform": "region_transform"} if self.settings.region_loss == "contextual" else {})
 
     @torch.no_grad()
-    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
+    def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
         """Segment B, which pre-training does not train, starts as segment A (VCRSettings.copies_segment)."""
         if self.settings.copies_segment and init_from == "PretrainingSettings":
             segments = vlbert.embedding.segments.weight

@@ -41,7 +41,7 @@ class Question:
     def name(self) -> str:
         """File and line."""
         rationales = f", rationales for answer {self.conditioned_on}" if self.conditioned_on >= 0 else ""
-        return f"{self.item.where}{rationales}"
+        return f"{self.item.location}{rationales}"
 
     @property
     def invalid_reason(self) -> str:
@@ -58,7 +58,7 @@ class Question:
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
         """The objects, the question (for rationales: and its answer) and the choices. ValueError where the files do
         not fit together."""
-        item = parse_json(self.item.line, self.item.where)
+        item = parse_json(self.item.line, self.item.location)
         if self.conditioned_on < 0:
             context, choices = [item["question"]], item["answer_choices"]
         else:
@@ -73,7 +73,7 @@ class Question:
         scene = read_scene(self.item.metadata)
         if item["objects"] != scene.names:
             raise ValueError(
-                f"{self.item.where} and {self.item.metadata} list different objects; they must be of one release"
+                f"{self.item.location} and {self.item.metadata} list different objects; they must be of one release"
             )
         return scene, context, choices
 

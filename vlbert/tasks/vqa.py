@@ -151,7 +151,7 @@ class VQA(Task):
         return {"pooler": "pooler"} if isinstance(head, PairClassifier) else super().pretrained_parts(head)
 
     @torch.no_grad()
-    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
+    def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
         """Each answer's weights become the mean embedding of its tokens, its bias 0. An answer without tokens keeps its
         random weights."""
         if not self.settings.answers_from_words:
