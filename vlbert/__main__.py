@@ -1,4 +1,4 @@
-"""`python -m vlbert` is `vlbert`, also where no script of that name was installed."""
+"""Run `vlbert` as `python -m vlbert`, for environments without the installed script."""
 
 from vlbert.commands import main
 

@@ -1,8 +1,8 @@
-"""Models in folders, and the checkpoints of a run. No file is a pickle (docs/formats.md, Checkpoint).
+"""Read and write model folders and the checkpoints of a run. No file is a pickle (docs/formats.md, Checkpoint).
 
-config.json  model.safetensors  vocab.txt     a model: what from_pretrained and init_from read
-task.json                                     what the outputs of its task's head mean, where the task keeps that
-ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, last, state.json
+config.json  model.safetensors  vocab.txt     a model: the files that from_pretrained and init_from read
+task.json                                     the meaning of the head's outputs, for tasks that save it
+ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, written last, state.json
 """
 
 import itertools
@@ -33,18 +33,18 @@ from training.checkpoint import MODEL, OPTIMIZER, Writer, load_tensors, optimize
 from vlbert.config import ModelConfig, Recipe
 from vlbert.data.vocabulary import Vocabulary
 
-if TYPE_CHECKING:  # it reads models from here
+if TYPE_CHECKING:
     from vlbert.tasks.base import TaskModel
 
 _COUNTER = ".num_batches_tracked"
 VOCABULARY, TASK = "vocab.txt", "task.json"
-DETECTOR = "detector.safetensors"  # weights of the detector that finds the regions: vlbert.hf saves them with a model
-MODEL_TYPE = "vlbert"  # tells transformers' Auto classes whose config.json it is (vlbert.hf)
+DETECTOR = "detector.safetensors"  # weights of the region detector; vlbert.hf saves them with a model
+MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.json of vlbert.hf
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model, and the run that it is a checkpoint of, as read: `model` holds "vlbert.*" and "head.*"."""
+    """A model or checkpoint as read from its folder; `model` holds the tensors "vlbert.*" and "head.*"."""
 
     folder: Folder
     config: dict
@@ -52,7 +52,7 @@ class Checkpoint:
     vocab_size: int
     vocabulary: Vocabulary | None
     model: dict[str, Tensor]
-    saved: dict = field(default_factory=dict)  # task.json: attributes of the task that its head was trained with
+    saved: dict = field(default_factory=dict)  # content of task.json: Task.saved as the head was trained with it
 
     @property
     def uri(self) -> str:
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """state.json: step, seed, samples consumed, the shards that were read; empty where there is none."""
+        """Content of state.json (step, seed, samples consumed, shards read); empty without one."""
         return self.folder.state
 
     @property
@@ -69,11 +69,11 @@ class Checkpoint:
 
     @property
     def task_settings(self) -> dict:
-        """The fields of the task's settings that the head belongs to: a run's, or those of a converted model."""
+        """Fields of the settings of the head's task, from a run or a converted model."""
         return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors whose names begin with `prefix`, without it."""
+        """Return the tensors whose names begin with `prefix`, with the prefix removed."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.model.items() if name.startswith(prefix)}
 
 
@@ -83,14 +83,16 @@ def model_files(
     vocab_size: int,
     vocabulary: Vocabulary | None,
     metadata: dict | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """Return the files of a model's folder by name. tensors: "vlbert.*" and "head.*"; metadata: for config.json.
+    """Return the files of a model's folder by name. config.json has the hashes of the tensors and of the extra files.
 
-    beside: further files. config.json has the hashes of these and of the tensors.
+    Args:
+        tensors: "vlbert.*" and "head.*".
+        metadata: Further entries of config.json.
     """
     model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    files = {MODEL: model, **(beside or {})}
+    files = {MODEL: model, **(extra_files or {})}
     hashes = {"files": {name: file_hash([data]) for name, data in files.items()}}
     return _config_files(config, vocab_size, vocabulary, (metadata or {}) | hashes) | files
 
@@ -99,8 +101,8 @@ def _config_files(
     config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, metadata: dict
 ) -> dict[str, bytes]:
     """Return config.json and, if there is a vocabulary, vocab.txt."""
-    plain = {"version": CHECKPOINT_VERSION, "model_type": MODEL_TYPE, "model": to_json(config)}
-    files = {CONFIG: as_json(plain | {"vocab_size": vocab_size} | metadata)}
+    header = {"version": CHECKPOINT_VERSION, "model_type": MODEL_TYPE, "model": to_json(config)}
+    files = {CONFIG: as_json(header | {"vocab_size": vocab_size} | metadata)}
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
@@ -116,9 +118,9 @@ def save_checkpoint(
     state: dict[str, Any],
     detector: dict | None = None,
 ) -> str:
-    """Have runs/<run>/step-<step>/ written, in the writer's thread, and return its path.
+    """Queue runs/<run>/step-<step>/ for the writer's thread and return its path.
 
-    detector: id and metadata of the one whose regions the run learns from (vlbert.train.detector_of).
+    `detector` is the id and metadata of the detector of the run's regions (vlbert.train.detector_of).
     """
     metadata = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
     metadata |= {"detector": detector} if detector else {}
@@ -132,71 +134,77 @@ def save_checkpoint(
 
 
 def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
-    """Read the model at a path: ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, ROOT/runs/RUN for its newest, or any local
-    folder that holds one. tensors: whether those of the model are read, too."""
+    """Read the checkpoint or model at a path, without its tensors if `tensors` is false.
+
+    The path is ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, ROOT/runs/RUN (its newest checkpoint), or a local folder.
+    """
     return read_checkpoint(*find_checkpoint(path), tensors)
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return where open_checkpoint reads, without reading it. Raises ValueError if the path names nothing."""
+    """Return the store, and the path in it, of a path for open_checkpoint. Raises ValueError if there is no model."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
-            raise ValueError(f"{path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
+            raise ValueError(f"{path} is not a checkpoint; give ROOT/runs/<run>/step-* or a local folder")
         _open_checkpoint(LocalStore(path), "")
         return LocalStore(path), ""
     store = open_store(root, write=False)
-    run, _, named = rest.partition("/")
-    if named == "best":
+    run, _, name = rest.partition("/")
+    if name == "best":
         best = best_checkpoint(store, run)
         if best is None:
             raise ValueError(
-                f"{path} is not there: no validation of {run} has measured a checkpoint yet, or its task compares "
-                f"none; name {store.uri(f'runs/{run}')} for the newest"
+                f"{path} does not exist: no checkpoint of {run} has been validated yet, or its task has no metric to "
+                f"compare checkpoints by; give {store.uri(f'runs/{run}')} for the newest"
             )
         return store, best.checkpoint
-    if named:
+    if name:
         return store, f"runs/{rest}"
     saved = checkpoints(store, run)
     if not saved:
-        raise ValueError(f"{store.uri(f'runs/{run}')} has no whole checkpoint; name another run")
+        raise ValueError(f"{store.uri(f'runs/{run}')} has no complete checkpoint; give another run")
     return store, saved[-1]
 
 
 def read_model(folder: str | Path) -> Checkpoint:
-    """Read the model in a local folder, whoever wrote it; errors as of read_checkpoint."""
+    """Read the model in a local folder. Raises ValueError as read_checkpoint does."""
     return read_checkpoint(LocalStore(str(folder)), "")
 
 
 def read_config_at(store: ObjectStore, path: str) -> dict:
-    """Read config.json, and nothing else, of what find_checkpoint found."""
+    """Read only config.json of a checkpoint, given what find_checkpoint returns."""
     return _read_config(_open_checkpoint(store, path))
 
 
 def strip_paths(config: ModelConfig) -> ModelConfig:
-    """Return the model's configuration without the file that its Fast R-CNN started from, which is here alone."""
+    """Return the configuration without `regions.weights`, a path that is valid only on this machine."""
     return replace(config, regions=replace(config.regions, weights=None))
 
 
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
-    """Read a whole checkpoint or, at path "", any folder with a model, or all but the model's tensors. Raises
-    ValueError if a file is missing, damaged or of another version."""
+    """Read a complete checkpoint or, at path "", any folder with a model; without its tensors if `tensors` is false.
+
+    Raises ValueError if a file is missing, damaged or of another version.
+    """
     folder = _open_checkpoint(store, path)
     config = _read_config(folder)
     if not folder.state:
         folder = replace(folder, hashes=config.get("files", {}))
     vocabulary, saved = None, folder.json(TASK) if folder.has(TASK) else {}
     if not all(isinstance(value, list) for value in saved.values()):
-        raise ValueError(f"{folder.uri_of(TASK)} is no object of lists, the meaning of a head's outputs")
+        raise ValueError(f"{folder.uri_of(TASK)} is not a JSON object of lists; copy it again")
     if folder.has(VOCABULARY):
-        where = folder.uri_of(VOCABULARY)
+        uri = folder.uri_of(VOCABULARY)
         try:
             tokens = folder.get(VOCABULARY).decode().splitlines()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where} is not UTF-8 ({error}); copy it again") from error
-        vocabulary = Vocabulary(tokens, where=where)
+            raise ValueError(f"{uri} is not UTF-8 ({error}); copy it again") from error
+        vocabulary = Vocabulary(tokens, where=uri)
         if len(vocabulary) != config["vocab_size"]:
-            raise ValueError(f"{where} has {len(vocabulary)} tokens, the model {config['vocab_size']}: not its own")
+            raise ValueError(
+                f"{uri} has {len(vocabulary)} tokens, but the model has {config['vocab_size']}; copy the model's own"
+            )
     return Checkpoint(
         folder=folder,
         config=config,
@@ -209,7 +217,7 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
 
 
 def _open_checkpoint(store: ObjectStore, path: str) -> Folder:
-    """Open a checkpoint by its state.json; any other folder, which has none, as it is."""
+    """Open a checkpoint by its state.json, or any folder with a model. Raises ValueError if a file is missing."""
     folder = open_folder(store, path) if path or store.exists(STATE) else Folder(store, path)
     for name in (CONFIG, MODEL):
         if not folder.has(name):
@@ -218,76 +226,79 @@ def _open_checkpoint(store: ObjectStore, path: str) -> Folder:
 
 
 def _read_config(folder: Folder) -> dict:
-    """Return what config.json holds. Raises ValueError if it is of something else, or of another version."""
-    config, where = folder.json(CONFIG), folder.uri_of(CONFIG)
+    """Return the content of config.json. Raises ValueError if it is not a model's, or is of another version."""
+    config, uri = folder.json(CONFIG), folder.uri_of(CONFIG)
     if not isinstance(config.get("version"), int):
-        raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
-    check_version(config["version"], CHECKPOINT_VERSION, where)
+        raise ValueError(f"{uri} is not the configuration of a model of this code: it has no version")
+    check_version(config["version"], CHECKPOINT_VERSION, uri)
     hashes = config.get("files", {})
-    sound = isinstance(hashes, dict) and all(
-        isinstance(one, dict) and {"bytes", "sha256"} <= one.keys() for one in hashes.values()
+    valid_hashes = isinstance(hashes, dict) and all(
+        isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in hashes.values()
     )
-    if not (sound and isinstance(config.get("model"), dict) and isinstance(config.get("vocab_size"), int)):
-        raise ValueError(f"{where} lacks model, vocab_size or `files`: it is not whole; copy it again")
+    if not (valid_hashes and isinstance(config.get("model"), dict) and isinstance(config.get("vocab_size"), int)):
+        raise ValueError(f"{uri} is incomplete: model, vocab_size or files is missing or invalid; copy it again")
     return config
 
 
 def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Let the outputs of the task's head mean what they meant when the checkpoint was trained."""
+    """Set the attributes of `task.saved` to the checkpoint's, so that the head's outputs keep their meaning."""
     for name in task.saved:
         if name in checkpoint.saved:
             setattr(task, name, checkpoint.saved[name])
 
 
 def check_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Raises ValueError if the outputs of the task's head mean something else than when the checkpoint was trained."""
+    """Raise ValueError if an attribute of `task.saved` differs from the checkpoint's: outputs would change meaning."""
     for name in task.saved:
         now, before = getattr(task, name), checkpoint.saved.get(name)
-        if before is None or now == before:  # it may be converted
+        if before is None or now == before:  # a converted model may lack it
             continue
         pairs = enumerate(itertools.zip_longest(before, now))
-        at, (there, here) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+        index, (old, new) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
         raise ValueError(
-            f"{checkpoint.uri}/{TASK} has other {name} than {task.settings.folder or 'the task'} now: number {at} is "
-            f"{there!r} there and {here!r} here; put those back that it was trained with, or start another run, and "
-            "not from it"
+            f"{name} of {task.settings.folder or 'the task'} differ from {checkpoint.uri}/{TASK}: number {index} is "
+            f"{new!r}, but the checkpoint has {old!r}. Restore the files it was trained with, or start a new run that "
+            "does not start from this checkpoint"
         )
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
-    """Return the checkpoint's own vocabulary, else that of `file`. Raises ValueError if that does not fit it."""
+    """Return the checkpoint's vocabulary or, if it has none, that of `file`.
+
+    Raises ValueError if there is neither, or if `file` has another number of tokens than the model.
+    """
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:
-        raise ValueError(f"{checkpoint.uri} came without a vocabulary; give its own with vocabulary=vocab.txt")
+        raise ValueError(f"{checkpoint.uri} has no vocabulary; give the one it was trained with: --vocabulary=FILE")
     vocabulary = Vocabulary.read(file)
     if len(vocabulary) != checkpoint.vocab_size:
         raise ValueError(
-            f"--vocabulary={file} has {len(vocabulary)} tokens, {checkpoint.uri} was trained with "
-            f"{checkpoint.vocab_size}; give the vocab.txt that belongs to it"
+            f"--vocabulary={file} has {len(vocabulary)} tokens, but {checkpoint.uri} was trained with "
+            f"{checkpoint.vocab_size}; give the vocab.txt it was trained with"
         )
     return vocabulary
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load all tensors of `model`. Raises ValueError if one is missing, left over or of another shape."""
+def load_model(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """Load the tensors into `model`. Raises ValueError if one is missing, unexpected or of another shape."""
     wanted = model.state_dict()
-    # How many batches a live norm has seen: a frozen one does not count, so files may lack it or have it too many.
+    # Only live norms count their batches: a file may lack a counter of the model, or have one that the model lacks.
     tensors = {name: tensor for name, tensor in tensors.items() if name in wanted or not name.endswith(_COUNTER)}
     tensors |= {name: t for name, t in wanted.items() if name.endswith(_COUNTER) and name not in tensors}
-    check_tensors(wanted, tensors, where)
+    check_tensors(wanted, tensors, source)
     model.load_state_dict(tensors)
 
 
-def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], where: str) -> None:
-    """Raises ValueError if `tensors` have not the names and shapes of `wanted`, a model's."""
+def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], source: str) -> None:
+    """Raise ValueError if the names or shapes of `tensors` differ from those of `wanted`, a model's."""
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - tensors.keys())]
-    problems += [f"has {name}, which the model has not" for name in sorted(tensors.keys() - wanted.keys())]
+    problems += [f"has {name}, which the model lacks" for name in sorted(tensors.keys() - wanted.keys())]
     problems += [
-        f"has {name} as {tuple(tensors[name].shape)}, the model as {tuple(wanted[name].shape)}"
+        f"has {name} as {tuple(tensors[name].shape)}, but the model has {tuple(wanted[name].shape)}"
         for name in sorted(wanted.keys() & tensors.keys())
         if wanted[name].shape != tensors[name].shape
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{where} does not fit the model: it {'; '.join(problems[:5])}{more}")
+        raise ValueError(f"{source} does not fit the model: it {'; '.join(problems[:5])}{more}")

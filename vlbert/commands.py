@@ -13,29 +13,29 @@ from typing import Annotated, Any, Union, get_type_hints
 
 from storage.programs import PackageMissing
 
-# Each command: the module whose `main` it calls, and what it does. None is imported before it runs.
+# Command -> the module whose `main` it calls, and its description. A module is imported only to run its command.
 COMMANDS = {
     "plan": ("vlbert.plan", "estimate GB, hours and euros before anything is downloaded"),
     "collect": ("storage.collect.run", "download a caption list, or import images, into shards"),
     "detect": ("detectors.run", "detect regions in every image shard that has none yet"),
     "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),
-    "recipes": ("vlbert.recipes", "print how paper and published code differ, and all numbers"),
+    "recipes": ("vlbert.recipes", "print the differences of paper and published code, and all numbers"),
     "train": ("vlbert.train", "pre-train or fine-tune a model"),
     "evaluate": ("vlbert.evaluation.evaluate", "evaluate a checkpoint on a split: metrics, a page, submissions"),
     "predict": ("vlbert.predict.command", "ask a model about images of your own"),
-    "compare": ("vlbert.comparison.compare", "train variants x tasks x seeds, and write a page about what differs"),
+    "compare": ("vlbert.comparison.compare", "train variants x tasks x seeds, and write a page that compares them"),
     "whence": ("vlbert.evaluation.whence", "list every image URL that a checkpoint has seen, and at which steps"),
     "withdraw": ("vlbert.evaluation.withdraw", "withdraw images, and list every checkpoint that has seen them"),
-    "replay": ("vlbert.evaluation.replay", "make the batch of any step again, as a page"),
+    "replay": ("vlbert.evaluation.replay", "rebuild the batch of any step, and show it as a page"),
     "card": ("vlbert.hf.cards", "write a model card or a dataset card"),
     "catalog": ("storage.catalog.command", "inspect, verify and clean a root"),
-    "convert": ("vlbert.published.convert", "convert the authors' checkpoints to models of ours, and back"),
+    "convert": ("vlbert.published.convert", "convert the authors' checkpoints to models of this project, and back"),
     "convert-detector": ("detectors.weights.convert", "convert published weights of the Visual Genome detector"),
-    "verify-detector": ("detectors.verify", "draw what the weights of a detector find on your images"),
+    "verify-detector": ("detectors.verify", "draw the regions that a detector finds on your images"),
     "train-detector": ("detectors.train", "train a detector on annotated images"),
-    "vqa-answers": ("vlbert.datasets.vqa", "write the list of answers of VQA"),
+    "vqa-answers": ("vlbert.datasets.vqa", "write VQA's list of answers"),
     "serve": ("flows.serve", "serve the deployments of prefect.yaml on this machine, with the flow UI"),
-    "deploy": ("flows.deploy", "deploy work pools, alarms and deployments at a Prefect server"),
+    "deploy": ("flows.deploy", "create work pools, alarms and deployments on a Prefect server"),
 }
 _COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 _USAGE = """usage: vlbert COMMAND ...
@@ -46,10 +46,10 @@ _USAGE = """usage: vlbert COMMAND ...
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Call a command. It ends with 130 after Ctrl-C, and with 141 if nobody reads its output (`| head`)."""
+    """Run a command. The exit status is 130 after Ctrl-C, and 141 if the output's reader has exited (`| head`)."""
     try:
         try:
-            _start(arguments)
+            _run_command(arguments)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -57,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)
-        if not output.poll(0):  # it was another pipe
+        if not output.poll(0):  # stdout is intact: another pipe is broken
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         sys.exit(128 + signal.SIGPIPE)
 
 
-def _start(arguments: Sequence[str] | None) -> None:
+def _run_command(arguments: Sequence[str] | None) -> None:
     command, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
         print(_USAGE, *(f"  {name:<16}  {purpose}" for name, (_, purpose) in COMMANDS.items()), sep="\n")
@@ -72,52 +72,52 @@ def _start(arguments: Sequence[str] | None) -> None:
 
         print(f"vlbert {vlbert.__version__}")
     elif command in _COMPLETION:
-        _complete([command, *others])
+        _print_completion([command, *others])
     elif command in COMMANDS:
-        _module_of(command).main(others)
+        _import_module(command).main(others)
     else:
-        near = difflib.get_close_matches(command, COMMANDS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        matches = difflib.get_close_matches(command, COMMANDS, 1)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
         print(f"vlbert: there is no command {command!r}; vlbert --help lists all{hint}", file=sys.stderr)
         sys.exit(2)
 
 
-def _module_of(command: str) -> Any:
+def _import_module(command: str) -> Any:
     try:
         return importlib.import_module(COMMANDS[command][0])
     except PackageMissing as missing:
         sys.exit(f"vlbert {command}: {missing}")
 
 
-def _complete(arguments: list[str]) -> None:
-    """Print what has a shell complete the commands, their arguments, and the recipes with their fields."""
+def _print_completion(arguments: list[str]) -> None:
+    """Print a shell script that completes the commands, their arguments, and the recipes with their fields."""
     import tyro
 
-    def chosen(functions: Mapping[str, Callable[..., Any]]) -> Callable[[Any], None]:
-        """Return a function whose first argument is the name of one of these."""
-        made = [Annotated[Any, tyro.conf.subcommand(name, constructor=one)] for name, one in functions.items()]
+    def add_subcommands(functions: Mapping[str, Callable[..., Any]]) -> Callable[[Any], None]:
+        """Return a function that takes the name of one of `functions` as its first argument."""
+        kinds = [Annotated[Any, tyro.conf.subcommand(name, constructor=make)] for name, make in functions.items()]
 
-        def choose(one: Any) -> None:
+        def choose(chosen: Any) -> None:
             pass
 
-        choose.__annotations__["one"] = Annotated[Union[tuple(made)], tyro.conf.arg(name="")]  # noqa: UP007  # ty: ignore[invalid-type-form]
+        choose.__annotations__["chosen"] = Annotated[Union[tuple(kinds)], tyro.conf.arg(name="")]  # noqa: UP007  # ty: ignore[invalid-type-form]
         return choose
 
-    def with_fields(name: str, make: Callable[..., Any]) -> type:
-        """Return a dataclass with the parameters of a recipe's function, and the fields of what it makes."""
-        recipe, hints = make(), get_type_hints(make)
+    def add_fields(name: str, make: Callable[..., Any]) -> type:
+        """Return a dataclass with the parameters of a recipe's function and the fields of its recipe."""
+        recipe, hints, parameters = make(), get_type_hints(make), inspect.signature(make).parameters
         kind = type(recipe)
-        own = [(argument, hints[argument], one.default) for argument, one in inspect.signature(make).parameters.items()]
+        own = [(argument, hints[argument], parameter.default) for argument, parameter in parameters.items()]
         fields = ("fields", Annotated[kind, tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]
         return dataclasses.make_dataclass(name, [*own, fields])
 
-    found = {}
+    programs = {}
     for name in COMMANDS:
-        module = _module_of(name)
+        module = _import_module(name)
         function = getattr(module, "Options", None) or getattr(module.main, "function", None)
         if function is None:  # its first argument is a recipe
-            function = {recipe: with_fields(recipe, make) for recipe, make in module.RECIPES.items()}
-        found[name] = chosen(function) if isinstance(function, dict) else function
+            function = {recipe: add_fields(recipe, make) for recipe, make in module.RECIPES.items()}
+        programs[name] = add_subcommands(function) if isinstance(function, dict) else function
     tyro.extras.subcommand_cli_from_dict(
-        found, prog="vlbert", args=arguments, use_underscores=True, config=(tyro.conf.OmitSubcommandPrefixes,)
+        programs, prog="vlbert", args=arguments, use_underscores=True, config=(tyro.conf.OmitSubcommandPrefixes,)
     )

@@ -63,7 +63,7 @@ def test_a_command_line_changes_fields_at_every_depth_all_at_once():
         ("--model.geometry polar", "('centre', 'corners')"),
         ("--data.datasets a b:1", "DataConfig.datasets is {'a': None, 'b': 1.0}"),
         ("--model.num_heads 7", "ModelConfig.num_heads is 7; it must be a divisor of hidden_size = 768"),
-        ("--model.regions.features precomputed --model.regions.weights x", "must be None where features are"),
+        ("--model.regions.features precomputed --model.regions.weights x", "must be None if features are"),
         ("--optimizer.schedule step --optimizer.decay_at 4 3", "increasing numbers of updates"),
         ("--optimizer.decay_at 3", "given for schedule step, and only there"),
         ("--spike 1", "Recipe.spike is 1.0; it must be more than 1, or none"),

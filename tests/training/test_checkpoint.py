@@ -215,7 +215,7 @@ def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_
     assert checkpoints(store, "r") == [THIRD, "runs/r/step-0000004"]
     assert not store.exists(f"{FIRST}/{MODEL}")
     assert store.exists(f"runs/r/step-0000005/{MODEL}"), "it may be on its way"
-    with pytest.raises(ValueError, match=r"runs/r/best is not there: .* name .*runs/r for the newest"):
+    with pytest.raises(ValueError, match=r"runs/r/best does not exist: .* give .*runs/r for the newest"):
         find_checkpoint(f"{tmp_path}/runs/r/best")
 
 

@@ -144,7 +144,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     del wide["vlbert.embedding.norm.bias"]
     with pytest.raises(ValueError, match="file does not fit the model") as error:
         load_model(model, wide, "file")
-    for what in ("lacks vlbert.embedding.norm.bias", "has head.more", r"head.word_bias as (9,), the model as (7,)"):
+    for what in ("lacks vlbert.embedding.norm.bias", "has head.more", r"head.word_bias as (9,), but the model has (7,)"):
         assert what in str(error.value)
 
 
@@ -162,7 +162,7 @@ def model_folder(tmp_path) -> Path:
         (
             "config.json",
             lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1),
-            "config.json lacks model, vocab_size or `files`",
+            "config.json is incomplete: model, vocab_size or files",
         ),
         ("model.safetensors", lambda data: data[:-1], "model.safetensors is torn or no safetensors file"),
         ("model.safetensors", lambda data: b"", "model.safetensors is torn or no safetensors file"),

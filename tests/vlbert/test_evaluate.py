@@ -423,7 +423,7 @@ def test_a_training_goes_on_only_with_the_answer_list_of_its_head(vqa, tmp_path)
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join([*LISTED[:2], *LISTED[:1:-1]]))
     start = f"{folder}/storage/runs/tuned/step-0000001"
     started = vqa_recipe(folder, run_name="more", init_from=start, random_init=False)
-    other = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left'"
+    other = f"answers of {folder}/vqa differ from {start}/task.json: number 2 is 'on the left'"
     changed = f"{folder}/vqa/answers_vqa.txt has changed: {start} was trained with another one"
     for recipe, named in ((vqa_recipe(folder, steps=2), changed), (started, other)):
         with pytest.raises(ValueError, match=re.escape(named)):
@@ -452,14 +452,14 @@ def places(refcoco, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("REFCOCO ROOT/runs/nothing val", "/runs/nothing has no whole checkpoint; name another run"),
+        ("REFCOCO ROOT/runs/nothing val", "/runs/nothing has no complete checkpoint; give another run"),
         ("REFCOCO RUN testC", "has no split testC"),
         ("REFCOCO RUN val --data.detector=00000000f00d", "no detector 00000000f00d, only 00000000beef"),
         ("finetune_vqa RUN val", "was trained for another task than recipe finetune_vqa_base"),
         ("REFCOCO RUN val --out FILE", "cannot write to the folder"),
         ("REFCOCO PLAIN val", "plain belongs to no run"),
         ("REFCOCO HEADLESS val --out OUT", "holds a VL-BERT without the head of a task"),
-        ("REFCOCO WORDLESS val --out OUT", "came without a vocabulary; give its own with vocabulary=vocab.txt"),
+        ("REFCOCO WORDLESS val --out OUT", "has no vocabulary; give the one it was trained with: --vocabulary=FILE"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(refcoco, places, arguments, named):

@@ -513,7 +513,7 @@ def test_a_model_is_fetched_from_the_hub(root, hub, tmp_path):
     ("name", "named"),
     [
         ("models/vqa/best", "there is no folder .*models/vqa/best; name the folder of a model"),
-        ("runs/vqa/best", "runs/vqa/best is not there"),
+        ("runs/vqa/best", "runs/vqa/best does not exist"),
         ("empty", "empty holds no model: it has no config.json"),
         ("s3://bucket/runs/vqa", "there is no folder"),
     ],

@@ -237,7 +237,7 @@ def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
     [
         ({"datasets": {}}, "DataConfig.datasets is {}; it must be names of datasets"),
         ({"datasets": {"a": 1.0, "b": 0.0}}, "DataConfig.datasets is {'a': 1.0, 'b': 0.0}; it must be a positive"),
-        ({"datasets": {"a": 1.0, "b": None}}, "a positive weight for each name, or none for all"),
+        ({"datasets": {"a": 1.0, "b": None}}, "a positive weight for each name, or for none"),
         ({"held_out": ("a", "a")}, "DataConfig.held_out is ('a', 'a'); it must be names of datasets, each once"),
     ],
 )
