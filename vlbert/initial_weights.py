@@ -1,4 +1,4 @@
-"""What a run starts from: which fields it must give, its vocabulary and its first weights."""
+"""Check the settings of a new run, and make its vocabulary and first weights."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,12 +20,12 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check_complete(recipe: Recipe) -> None:
-    """Raises ValueError if the recipe lacks what every run must give."""
+    """Raise ValueError if the recipe lacks a setting that every run needs."""
     if not recipe.data.root:
         raise ValueError("data.root is not set; give --data.root=FOLDER or --data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
         raise ValueError(
-            f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with "
+            f"data.text_corpus is not set, but data.text_batch is {recipe.data.text_batch}; make a corpus with "
             "`vlbert corpus` and give --data.text_corpus=FOLDER, or train without text-only rows: "
             "--data.text_batch=0"
         )
@@ -34,36 +34,36 @@ def check_complete(recipe: Recipe) -> None:
     if from_pixels and not (regions.weights or regions.random_init or recipe.init_from):
         raise ValueError(
             "the Fast R-CNN has no weights to start from; give --model.regions.weights=FILE (a detector's safetensors) "
-            "or --init_from=CHECKPOINT, or say that it shall start from random ones: --model.regions.random_init"
+            "or --init_from=CHECKPOINT, or start from random weights: --model.regions.random_init"
         )
     if not (isinstance(recipe.task, PretrainingSettings) or recipe.init_from or recipe.bert or recipe.random_init):
         raise ValueError(
-            "the fine-tuning has no model to start from; give --init_from=CHECKPOINT or --bert=FOLDER, or say that it "
-            "shall start from random weights: --random_init"
+            "the fine-tuning has no model to start from; give --init_from=CHECKPOINT or --bert=FOLDER, or start from "
+            "random weights: --random_init"
         )
     check_one_dataset(recipe)
     held_out = recipe.task.validate_on if recipe.data.held_out else None
     if held_out in recipe.task.train_on:
         raise ValueError(
-            f"--task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}: validation would "
-            "measure memory; name another split, or train without validation: --data.held_out=None"
+            f"--task.validate_on={held_out} is also in task.train_on={','.join(recipe.task.train_on)}; validate on "
+            "another split, or train without validation: --data.held_out=None"
         )
 
 
 def check_one_dataset(recipe: Recipe) -> None:
-    """Raises ValueError if the task has files of its own, and several datasets are named."""
+    """Raise ValueError if the task has splits and several datasets are named."""
     for name, given in (("datasets", recipe.data.datasets), ("held_out", recipe.data.held_out or ())):
         if recipe.task.validate_on is not None and len(given) > 1:
             raise ValueError(
                 f"data.{name} has {len(given)} names, {', '.join(given)}; a task with splits reads the images of one "
-                f"dataset: name the one that holds them, data.{name}=NAME"
+                f"dataset. Give only that one: --data.{name} NAME"
             )
 
 
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the vocabulary of the checkpoint, else of recipe.vocabulary, else BERT's, else one built from captions."""
+    """Return the vocabulary of the checkpoint, recipe.vocabulary or BERT, in this order, or build one from captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:
@@ -71,7 +71,7 @@ def choose_vocabulary(
     if recipe.bert:
         return bert_vocabulary(recipe.bert)
     tokens = None
-    if world.first:  # it reads every sample, once is enough
+    if world.first:  # building reads every sample: one rank does it for all
         lines = [line for samples in datasets for line in captions(samples)]
         tokens = Vocabulary.build(lambda: lines, recipe.vocabulary_size).tokens
     return Vocabulary(distributed.broadcast(tokens, world))
@@ -85,9 +85,9 @@ def make_model(
     resumed: Checkpoint | None,
     report: Callable[[str], None],
 ) -> TaskModel:
-    """Make the model, with the weights of the checkpoint that is resumed or, in a new run, of the recipe's sources.
+    """Make the model with the weights of the resumed checkpoint or, in a new run, of the recipe's sources.
 
-    report: prints a line about each source.
+    `report` prints a line about each source.
     """
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
@@ -107,14 +107,14 @@ def make_model(
         if differing:
             raise ValueError(
                 f"{init_from.uri} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
-                f"{differing[0][2]} there and {differing[0][1]} here"
+                f"{differing[0][2]} in the checkpoint and {differing[0][1]} in the recipe"
             )
         load_model(model.vlbert, init_from.part("vlbert."), init_from.uri)
-        taken = start_head(
+        loaded = start_head(
             task, model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__
         )
-        report(f"VL-BERT from {init_from.uri}, of its head {taken}")
-        if taken == "all":
+        report(f"VL-BERT from {init_from.uri}, parts of its head: {loaded}")
+        if loaded == "all":
             check_saved(task, init_from)
             return model
     task.on_start(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
@@ -122,25 +122,25 @@ def make_model(
 
 
 def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
-    """Load the head of a checkpoint: all of it, if it has the same task and shapes, else the task's pretrained_parts.
+    """Load the checkpoint's whole head if task and shapes are the same, else the task's pretrained_parts.
 
-    Returns the names of the parts.
+    Returns the names of the loaded parts, or "all" or "none".
     """
-    found = init_from.part("head.")
+    saved = init_from.part("head.")
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    if same_task and {name: tensor.shape for name, tensor in found.items()} == shapes:
-        load_model(head, found, init_from.uri)
+    if same_task and {name: tensor.shape for name, tensor in saved.items()} == shapes:
+        load_model(head, saved, init_from.uri)
         return "all"
-    taken = []
+    loaded = []
     for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
-        if tensors:  # a checkpoint of another task than pre-training has no such part
+        if tensors:  # only checkpoints of pre-training have these parts
             tensors = task.convert_pretrained(part, tensors)
             if tensors.keys() != head.get_submodule(part).state_dict().keys():
                 raise ValueError(
-                    f"{init_from.uri} has a LayerNorm in its {source} and this head has none, or the reverse: set "
+                    f"{source} of {init_from.uri} does not fit this head: only one of them has a LayerNorm. Set "
                     "task.classifier to regions, regions_norm or linear (VCR: --task.region_loss=none)"
                 )
             load_model(head.get_submodule(part), tensors, init_from.uri)
-            taken.append(source)
-    return ", ".join(taken) or "nothing"
+            loaded.append(source)
+    return ", ".join(loaded) or "none"

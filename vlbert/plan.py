@@ -2,8 +2,8 @@
 
     vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
-Fields of the recipe may be changed, too, as --data.batch 512. Hours come from the table THROUGHPUT and hold for the
-settings that are given; where no rate is known, the page says which command measures it.
+Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from rates that were measured with
+the same settings (THROUGHPUT); if a rate is unknown, the page names the command that measures it.
 """
 
 import asyncio
@@ -39,26 +39,27 @@ from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
 PROGRAM = "vlbert plan"
-_TAR_MEMBER = 512 + 256  # header of a member, and half a block at its end
-_MANIFEST_ROW = 120  # bytes of a row of a manifest: its URL and key, compressed
+_TAR_MEMBER = 512 + 256  # bytes: the header of a tar member, and half a block of padding
+_MANIFEST_ROW = 120  # bytes per row of a manifest: its URL and key, compressed
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that no setting decides, and where it is from."""
+    """A number that does not follow from the settings, and its source."""
 
     value: float
     source: str
 
 
-SHARE = Figure(0.62, "URLs of CC12M that answered in October 2025, as reported; --sample measures")  # of the rows
-IMAGE_BYTES = Figure(90e3, "CC3M at most 1,024 pixels a side (Hugging Face, WeiChow/cc3m)")  # of an image
-COLLECTED = Figure(690, "CC12M in 5 hours, as img2dataset's examples report; --sample measures")  # rows a second
+# Share of the rows that give an image, bytes per image, and rows per second.
+SHARE = Figure(0.62, "reported for URLs of CC12M in October 2025; --sample measures yours")
+IMAGE_BYTES = Figure(90e3, "CC3M at most 1,024 pixels a side (Hugging Face, WeiChow/cc3m)")
+COLLECTED = Figure(690, "img2dataset's examples: CC12M in 5 hours; --sample measures yours")
 
 _GPU = "measured 2026-11-23: benchmarks/results/2026-11-23-gpu"
 _PAPER = "rehearsed 2026-11-24 (docs/performance.md), not measured"
-_CPU = "of one thread, measured 2026-11-21: benchmarks/results/2026-11-21-detect.json"
-# Pairs or images a second: by card, recipe or preset of the detector, and precision.
+_CPU = "one thread, measured 2026-11-21: benchmarks/results/2026-11-21-detect.json"
+# Pairs or images per second, by card, recipe or detector preset, and precision.
 THROUGHPUT = {
     ("h100", "pretrain_vlbert_base", "bf16"): Figure(259, _GPU),
     ("h100", "pretrain_vlbert_large", "bf16"): Figure(204, _GPU),
@@ -76,35 +77,38 @@ THROUGHPUT = {
     ("cpu", "vg_resnet101", "bf16-res5"): Figure(1 / 3.4, _CPU),
     ("cpu", "vg_resnet101", "fp32"): Figure(1 / 13.4, _CPU),
 }
-PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros an hour of a card, or of a machine without one
+PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros per hour of a card, or of a machine without one
 
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
-    """Return the rate of a recipe that computes the same as this one; batch, data and run may differ."""
+    """Return the known rate of a recipe with this model and precision; None if there is none.
+
+    Batch, data and run may differ.
+    """
     if recipe.activation_checkpointing or recipe.compile:
         return None
-    same = (name for name, one in all_recipes().items() if one.model == recipe.model)
+    same = (name for name, other in all_recipes().items() if other.model == recipe.model)
     rates = (THROUGHPUT.get((card, name, recipe.precision)) for name in same)
     return next(filter(None, rates), None)
 
 
 def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
-    """Return the bytes of a checkpoint's model and optimizer."""
+    """Return the size of a checkpoint's model and optimizer in bytes."""
     words = [f"w{n}" for n in range(recipe.vocabulary_size - len(SPECIALS))]
     vocabulary = Vocabulary.read(recipe.vocabulary) if recipe.vocabulary else Vocabulary([*SPECIALS, *words])
     task = make_task(dataclasses.replace(recipe.task, monitored_words=()), vocabulary, num_classes)
     with torch.device("meta"):
         model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     moments = 1 if recipe.optimizer.kind == "sgd" else 2
-    learned = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    return sum(one.nbytes for one in model.state_dict().values()) + moments * learned
+    trainable = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return sum(tensor.nbytes for tensor in model.state_dict().values()) + moments * trainable
 
 
 def region_bytes(config: DetectionConfig, regions: float) -> float:
-    """Return the bytes that the regions of an image take: boxes, scores, classes, attributes and, if kept, features."""
+    """Return the bytes of an image's regions in a shard: boxes, scores, classes, attributes and, if kept, features."""
     network = dataclasses.replace(PRESETS[config.preset or "vg_resnet101"], **config.network_overrides)
-    one = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
-    return regions * (one + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
+    size = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
+    return regions * (size + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
 
 
 _DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cuda", precision="bf16-res5")
@@ -112,40 +116,44 @@ _DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cud
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What is planned, beside the recipe. Give `list`, or `rows`."""
+    """Settings of a plan, in addition to the recipe. Give either `list` or `rows`."""
 
     list: str | None = None  # caption list (docs/images.md)
-    rows: int | None = None  # length of a list, in its place
-    sample: int | None = None  # request so many URLs of the list
-    columns: tuple[str, ...] = ()  # of the list, as `vlbert collect` takes them
+    rows: int | None = None  # number of rows, instead of a list
+    sample: int | None = None  # request this many URLs of the list, to measure share, image size and rate
+    columns: tuple[str, ...] = ()  # columns of the list, as for `vlbert collect`
     download: DownloadSettings = DownloadSettings()
-    # Of the weights only the preset decides anything here. Features are kept where the recipe reads them.
+    # Weights are not read: their preset is enough. Features are counted if they are kept or the recipe reads them.
     detector: DetectionConfig = _DETECTOR
-    regions: float | None = None  # of an image (the middle of what the selection allows)
-    card: Literal["h100", "h200"] = "h100"
-    cards: int = 1  # how many; threads with --detector.device=cpu
-    price: float | None = None  # euros an hour of a card (that of the table)
+    regions: float | None = None  # regions per image; None: midway between the selection's minimum and maximum
+    card: Literal["h100", "h200"] = "h100"  # GPU to plan for
+    cards: int = 1  # number of cards, or of threads with --detector.device=cpu
+    price: float | None = None  # euros per hour of a card; None: PRICES of vlbert/plan.py
     json: bool = False  # print the plan as JSON
 
     def __post_init__(self):
         if (self.list is None) == (self.rows is None) or (self.sample is not None and self.list is None):
-            raise ValueError("give --list FILE or --rows N, one of them; --sample needs --list FILE")
+            raise ValueError("give either --list FILE or --rows N; --sample needs --list FILE")
         for name in ("cards", "rows", "sample"):
             check(self, getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
-        check(self, 0 <= (self.regions or 0) <= self.detector.selection.maximum, "regions", "what the detector keeps")
+        most = self.detector.selection.maximum
+        check(self, 0 <= (self.regions or 0) <= most, "regions", f"from 0 to {most}, the detector's maximum")
 
 
 def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
-    """Return the numbers of the page. Raises ValueError if the recipe is no pre-training or cannot run on the cards."""
+    """Return the plan's numbers.
+
+    Raises ValueError if the recipe is not a pre-training, or its batch cannot be shared by the cards.
+    """
     if not isinstance(recipe.task, PretrainingSettings):
-        raise ValueError(f"recipe {recipe.name} is no pre-training; name one of pretrain_*")
+        raise ValueError(f"recipe {recipe.name} is not a pre-training; give one of pretrain_*")
     check_shares(recipe.data, settings.cards)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
     rows, drawn = settings.rows or 0, []
     if settings.list:
         file = Path(settings.list)
-        size = settings.sample or 1000  # for the length of their texts
+        size = settings.sample or 1000  # without a sample: to measure the length of texts
         rows, drawn = sample_rows(read_rows(file, find_reading(file, settings.columns)), size)
     share, image, collected = SHARE, IMAGE_BYTES, COLLECTED
     if settings.sample is not None:
@@ -179,63 +187,63 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
 
 
 def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[CaptionRow]]:
-    """Return how many rows there are, and up to so many of them, drawn at random."""
+    """Return the number of rows, and up to `size` of them drawn at random."""
     count, drawn, generator = 0, [], random.Random(0)
     for count, row in enumerate(rows, 1):
         if len(drawn) < size:
             drawn.append(row)
-        elif (place := generator.randrange(count)) < size:
-            drawn[place] = row
+        elif (index := generator.randrange(count)) < size:
+            drawn[index] = row
     return count, drawn
 
 
 def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Figure, Figure, Figure]:
-    """Download rows and return the share that gives an image of its own, an image's bytes, and rows a second."""
-    asked = list({row.key: row for row in rows if not row.status}.values())
+    """Download the rows and return the share that gives a distinct image, the bytes per image, and rows per second."""
+    distinct = list({row.key: row for row in rows if not row.status}.values())
 
     async def download(spool: Spool) -> list:
         async with Downloader(settings.download) as downloader:
-            return await downloader.download(asked, spool)
+            return await downloader.download(distinct, spool)
 
     begin = time.monotonic()
     with Spool() as spool:
-        found = asyncio.run(download(spool))
-        sizes = [one.image.length for one in found if one.image]
+        done = asyncio.run(download(spool))
+        sizes = [row.image.length for row in done if row.image]
     seconds = max(time.monotonic() - begin, 1e-3)
-    counts = ", ".join(f"{count} {status}" for status, count in Counter(str(one.status) for one in found).most_common())
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(str(row.status) for row in done).most_common())
     if not sizes:
         raise ValueError(
-            f"none of {len(found)} URLs of {settings.list} gave an image ({counts}; docs/images.md). Check this "
+            f"none of {len(done)} URLs of {settings.list} gave an image ({counts}; docs/images.md). Check this "
             "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
         )
-    figures = len(sizes) / len(rows), sum(sizes) / len(sizes), len(found) / seconds
-    return tuple(Figure(one, f"a sample of {len(found)} URLs: {counts}") for one in figures)
+    values = len(sizes) / len(rows), sum(sizes) / len(sizes), len(done) / seconds
+    return tuple(Figure(value, f"a sample of {len(done)} URLs: {counts}") for value in values)
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:
-    """Return what a stage leaves in the root, in bytes, and what it takes; hours are None if no rate is known."""
+    """Return a stage's bytes in the root, hours, euros and source; hours and euros are None if no rate is known."""
     if rate is None:
         command = {"detect": "benchmarks.detect", "pre-train": "benchmarks.rehearsal"}[name]
-        source, hours = f"nothing known of these settings: python -m {command}", None
+        source, hours = f"no rate known for these settings; measure it: python -m {command}", None
     else:
         source, hours = f"{rate.value:,.3g}/s x {cards}, {rate.source}", work / rate.value / cards / 3600
     return {"name": name, "bytes": size, "hours": hours, "euros": hours and hours * price * cards, "source": source}
 
 
-def page(plan: dict[str, Any]) -> str:
-    """Return the plan in words: a table of the stages, and where its numbers are from."""
+def format_plan(plan: dict[str, Any]) -> str:
+    """Return the plan as text: a table of the stages, and the sources of its numbers."""
     share, image, rows = plan["share"], plan["image"], []
-    for one in plan["stages"]:
-        hours, euros = ("?" if one[name] is None else f"{one[name]:,.1f}" for name in ("hours", "euros"))
-        rows.append((one["name"], f"{one['bytes'] / 1e9:,.3g}", hours, euros, one["source"]))
+    for stage in plan["stages"]:
+        hours, euros = ("?" if stage[name] is None else f"{stage[name]:,.1f}" for name in ("hours", "euros"))
+        rows.append((stage["name"], f"{stage['bytes'] / 1e9:,.3g}", hours, euros, stage["source"]))
     head = [
         f"{plan['recipe']}: {plan['rows']:,} rows",
         f"{plan['images']:,} images: {share['value']:.1%} of the rows, {share['source']}",
-        f"{image['value']:,.0f} bytes an image: {image['source']}",
-        f"{plan['regions']:g} regions an image; {plan['epochs']:,.1f} epochs",
+        f"{image['value']:,.0f} bytes per image: {image['source']}",
+        f"{plan['regions']:g} regions per image; {plan['epochs']:,.1f} epochs",
         "",
     ]
-    return "\n".join([*head, *aligned(("stage", "GB", "hours", "EUR", "at"), rows)])
+    return "\n".join([*head, *aligned(("stage", "GB", "hours", "EUR", "rate"), rows)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -244,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parse(PlanSettings, ["--help"], f"{PROGRAM} {recipe_name}")
     try:
         settings, fields = parse_known(PlanSettings, given)
-        found = plan(make_recipe(recipe_name, fields, RECIPES), settings)
+        numbers = plan(make_recipe(recipe_name, fields, RECIPES), settings)
     except (ValueError, OSError) as error:
         sys.exit(f"{PROGRAM}: {error}")
-    print(json.dumps(found, indent=1) if settings.json else page(found))
+    print(json.dumps(numbers, indent=1) if settings.json else format_plan(numbers))

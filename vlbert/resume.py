@@ -1,4 +1,4 @@
-"""Start a run, or resume it from its last checkpoint: its data as they were, its model, its optimizer and its step."""
+"""Start a run, or resume it from its last checkpoint: data, model, optimizer and step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from vlbert.tasks import make_task
 from vlbert.tasks.base import Examples, Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
-HeldOut = dict[str, tuple[ShardSamples, Examples]]  # by dataset
+HeldOut = dict[str, tuple[ShardSamples, Examples]]  # by name of the dataset
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedData:
-    """What a run trains and validates on, and the task that makes its examples."""
+    """The data that a run trains and validates on, and the task that makes its examples."""
 
     datasets: list[TrainingDataset]
     held_out: HeldOut
@@ -43,25 +43,25 @@ class OpenedData:
     task: Task
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what a checkpoint records of the held-out datasets, of the corpus and of what it started from
+    pinned: dict  # what checkpoints record about held-out datasets, corpus, task files and initial weights
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """Where a run goes on: `step` steps of it are done, 0 in a new one."""
+    """The state in which a run starts or resumes; `step` is the number of completed steps, 0 in a new run."""
 
     data: OpenedData
     model: TaskModel
     optimizer: torch.optim.Optimizer
     step: int
-    loop_state: dict[str, Any] | None  # what training.loop saved of itself
+    loop_state: dict[str, Any] | None  # saved by training.loop
 
 
 def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Callable[[str], None]) -> Start | None:
-    """Start a run, or resume it from its last checkpoint; None if it is complete.
+    """Start a run, or resume it from its last checkpoint. Returns None if the run is complete.
 
-    report: prints a line. Raises ValueError if the recipe lacks something, or a setting that affects results differs
-    from the checkpoint.
+    Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint.
+    `report` prints a line.
     """
     check_complete(recipe)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
@@ -69,14 +69,14 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     if resumed:
         check_unchanged(recipe, resumed)
         if world.first:
-            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)  # it may have been killed before that
-        if complete := _complete(recipe, resumed):
-            report(complete)
+            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)  # a killed run may not have done this
+        if message := _completion_message(recipe, resumed):
+            report(message)
             return None
         recipe.task.check_same(
             resumed.state.get("task_files"), resumed.uri, "put it back, or start another run: --run_name=NAME"
         )
-        report(f"{recipe.run} goes on from {resumed.uri}, step {resumed.state['step']} of {recipe.steps}")
+        report(f"{recipe.run} resumes from {resumed.uri}, step {resumed.state['step']} of {recipe.steps}")
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
     data = open_data(recipe, store, resumed, resumed or init_from, world)
     model = make_model(recipe, data.task, data.vocabulary, init_from, resumed, report).to(world.device)
@@ -90,9 +90,9 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
 
 
 def find_complete(recipe: Recipe, processes: int) -> str | None:
-    """Return the message that `vlbert train` prints for this recipe if its run is complete, without loading tensors.
+    """Return the message that `vlbert train` would print about a complete run, without loading tensors.
 
-    None if a step is left, and if anything is wrong: the program itself reports that.
+    Returns None if steps are left or anything is wrong: the program itself reports errors.
     """
     try:
         check_complete(recipe)
@@ -103,20 +103,20 @@ def find_complete(recipe: Recipe, processes: int) -> str | None:
             return None
         resumed = read_checkpoint(store, saved[-1], tensors=False)
         check_unchanged(recipe, resumed)
-        complete = _complete(recipe, resumed)
-        if complete:
+        message = _completion_message(recipe, resumed)
+        if message:
             prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)
-        return complete
+        return message
     except (*EXPECTED, OSError):
         return None
 
 
 def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
-    """Raises ValueError if a setting that affects results differs from the checkpoint."""
+    """Raise ValueError if a setting that affects results differs from the checkpoint."""
     fixed = ("task", "model", "data", "optimizer", "init_from", "bert", "precision")
     free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
     for name, now, before in differing_fields(_fields(to_json(recipe)), _fields(resumed.config["recipe"])):
-        if name == "data.detector" and now is None:  # the only one there was, or the one that it began with
+        if name == "data.detector" and now is None:  # None means the checkpoint's
             continue
         if name == "init_from" and now and before:  # the same checkpoint may lie under another root
             now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
@@ -128,14 +128,14 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
 
 
 def _fields(recipe: dict) -> dict[str, object]:
-    """Return the fields of a recipe by their dotted names; its datasets are one field, whose names are values."""
-    given = recipe["data"]["datasets"]
-    weights = {name: None if given[name] is None or len(given) == 1 else float(given[name]) for name in sorted(given)}
+    """Return the dotted fields of a recipe. Its datasets are one field, because their names are values."""
+    datasets = sorted(recipe["data"]["datasets"].items())
+    weights = {name: None if weight is None or len(datasets) == 1 else float(weight) for name, weight in datasets}
     return flat(recipe | {"data": recipe["data"] | {"datasets": " ".join(weight_texts(weights))}})
 
 
-def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
-    """Return the message about a run that has no step left; None for any other."""
+def _completion_message(recipe: Recipe, resumed: Checkpoint) -> str | None:
+    """Return a message if the run has no steps left, else None."""
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
@@ -149,14 +149,15 @@ def open_data(
     start: Checkpoint | None,
     world: World,
 ) -> OpenedData:
-    """Open the data of a new run or, as they were, of a resumed one. start: whose vocabulary it takes, if any.
+    """Open the data of a new run, or the recorded data of a resumed run.
 
-    Raises ValueError if a resumed run has other examples, or another corpus, than it was trained on.
+    `start` is the checkpoint whose vocabulary the run uses, if any. Raises ValueError if a resumed run would have other
+    examples or another corpus than before.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
     held_out = _open_held_out(store, config, resumed, world)
-    samples = [one for one, _ in opened]
+    samples = [samples for samples, _ in opened]
     vocabulary = choose_vocabulary(recipe, start, samples, world)
     num_classes = (
         resumed.num_classes if resumed else _count_classes(opened, isinstance(recipe.task, PretrainingSettings))
@@ -165,9 +166,10 @@ def open_data(
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
         raise ValueError(f"{config.text_corpus} is not the corpus that {resumed.uri} was trained with; give that one")
+    split = recipe.task.validate_on
     return OpenedData(
-        datasets=[_training_dataset(config, task, resumed, *one) for one in opened],
-        held_out={pinned["dataset"]: (one, task.examples(one, recipe.task.validate_on)) for one, pinned in held_out},
+        datasets=[_make_training_dataset(config, task, resumed, *dataset) for dataset in opened],
+        held_out={pinned["dataset"]: (samples, task.examples(samples, split)) for samples, pinned in held_out},
         corpus=corpus,
         task=task,
         vocabulary=vocabulary,
@@ -184,37 +186,39 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Return the samples of each dataset, in the order of their names, and what a checkpoint pins of it. Raises
-    ValueError if they are of different detectors."""
-    cache, found = open_cache(store, config), []
+    """Return the samples of each dataset, sorted by name, and what a checkpoint records about it.
+
+    Raises ValueError if their regions come from different detectors.
+    """
+    cache, opened = open_cache(store, config), []
     for name in config.dataset_names:
         before = saved_of(resumed, name) if resumed else None
         pinned = before and before | {"snapshot": before["snapshots"][-1]["snapshot"]}
-        found.append(open_samples(store, name, config.detector, pinned, world, cache))
-    _check_same("detector", [(pinned["dataset"], pinned["stage"].removeprefix("regions/")) for _, pinned in found])
-    return found
+        opened.append(open_samples(store, name, config.detector, pinned, world, cache))
+    _check_same("detector", [(pinned["dataset"], pinned["stage"].removeprefix("regions/")) for _, pinned in opened])
+    return opened
 
 
 def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
-    """Return the number of region classes; 0 if it is not known and not `needed`. Raises ValueError if they differ."""
-    found = [(pinned["dataset"], any_readable(samples).regions) for samples, pinned in opened]
-    known = needed or any(regions.class_probs is not None for _, regions in found)
-    classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in found]
+    """Return the number of region classes, 0 if unknown and not `needed`. Raises ValueError if datasets differ."""
+    first_regions = [(pinned["dataset"], any_readable(samples).regions) for samples, pinned in opened]
+    known = needed or any(regions.class_probs is not None for _, regions in first_regions)
+    classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in first_regions]
     _check_same("number of classes", classes)
     return classes[0][1]
 
 
-def _check_same(what: str, values: list[tuple[str, object]]) -> None:
+def _check_same(name: str, values: list[tuple[str, object]]) -> None:
     (first, expected), *others = values
-    for name, value in others:
+    for dataset, value in others:
         if value != expected:
             raise ValueError(
-                f"data.datasets: the regions of {name} have another {what}, {value}, than those of {first}, "
+                f"data.datasets: the regions of {dataset} have another {name}, {value}, than those of {first}, "
                 f"{expected}; detect both with the same settings, or train on one of them"
             )
 
 
-def _training_dataset(
+def _make_training_dataset(
     config: DataConfig, task: Task, resumed: Checkpoint | None, samples: ShardSamples, pinned: dict
 ) -> TrainingDataset:
     name, examples = pinned["dataset"], task.examples(samples, None)
@@ -226,7 +230,7 @@ def _training_dataset(
     if len(examples) != spans[-1].examples:
         raise ValueError(
             f"{resumed.uri} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
-            "the files of the task have changed; put them back"
+            "the files of the task have changed. Restore them"
         )
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}
     return TrainingDataset(samples, examples, spans, weight or float(len(examples)), recorded)
@@ -235,21 +239,21 @@ def _training_dataset(
 def _open_held_out(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    found = []
+    opened = []
     for number, name in enumerate(config.held_out or ()):
         try:
             pinned = resumed.state["held_out"][number] if resumed else None
-            found.append(open_samples(store, name, config.detector, pinned, world))
+            opened.append(open_samples(store, name, config.detector, pinned, world))
         except ValueError as error:
             raise ValueError(
-                f"{error}; data.held_out={','.join(config.held_out)} names that dataset: put its files back, make it "
-                "(docs/tasks.md, Held-out data), or start a run without validation: --data.held_out=None"
+                f"{error}; the dataset is named by data.held_out={','.join(config.held_out)}: restore its files, make "
+                "it (docs/tasks.md, Held-out data), or start a run without validation: --data.held_out=None"
             ) from error
-    return found
+    return opened
 
 
 def saved_of(resumed: Checkpoint, dataset: str) -> dict:
-    """Return what a checkpoint records of a dataset of the run."""
+    """Return what a checkpoint records about a dataset of the run."""
     return next(saved for saved in resumed.state["data"] if saved["dataset"] == dataset)
 
 
@@ -268,7 +272,7 @@ def _report_run(
     if any(dataset.pinned["random_init"] for dataset in data.datasets):
         report("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if not data.held_out:
-        report("there will be no validation: data.held_out names no dataset")
+        report("no validation: data.held_out names no dataset")
     for dataset in data.datasets:
         for line in dataset.examples.skipped:
-            report(f"left out: {line}")
+            report(f"skipped: {line}")

@@ -3,9 +3,9 @@
     vlbert train RECIPE [--field value ...]
     torchrun --nproc-per-node N -m vlbert.train RECIPE [--field value ...]
 
-The first is one process, on one GPU if there is any; the second one process for each of N GPUs. RECIPE is a function of
-vlbert/recipes/; fields are those of vlbert/config.py, such as --data.root s3://bucket/vlbert. A run that was stopped
-goes on from its last checkpoint; a finished one says so.
+The first command runs one process, on a GPU if there is one; the second runs one process on each of N GPUs. RECIPE is a
+function of vlbert/recipes/; fields are those of vlbert/config.py, such as --data.root s3://bucket/vlbert. A stopped run
+resumes from its last checkpoint; for a complete run, the program says so and ends.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,16 +43,17 @@ Observe = Callable[[int, Sequence[Batch]], None]
 
 @dataclass(eq=False, kw_only=True)
 class VLBertRun(Run):
-    """A training in one process, made by `prepare`.
+    """The training run of one process, made by `prepare`.
 
-    observe(step, this process's parts) sees what each step, from 0 on, is computed from.
+    Attributes:
+        observe: Called before each step with the number of the step, from 0, and this process's batches.
     """
 
     recipe: Recipe
     model: TaskModel
     opened: OpenedData
     data: TrainingData
-    detector: dict | None  # see detector_of
+    detector: dict | None  # as returned by detector_of; None on ranks other than 0
     observe: Observe = lambda step, parts: None
 
     @property
@@ -64,7 +65,7 @@ class VLBertRun(Run):
         return self.recipe.data.unreadable * sum(len(dataset.samples) for dataset in self.data.datasets)
 
     def batches(self) -> Iterator[Sequence[Batch]]:
-        """New shards enter at boundaries of epochs."""
+        """Yield the batches of each remaining step. New shards are added at epoch boundaries."""
         done, steps = self.step, self.recipe.steps
         while done < steps:
             ahead = iter(batches(self.data, range(done, steps), self.recipe.data.workers, self.world.device))
@@ -75,11 +76,11 @@ class VLBertRun(Run):
                 self.observe(step, parts)
                 yield parts
                 done = step + 1
-            del ahead  # what was loaded in advance is of the old shards, and so are the workers
+            del ahead  # the workers, and the batches that they loaded in advance, use the old shards
 
     def prepare(self, step: int) -> None:
         super().prepare(step)
-        # Dropout: a resumed run draws the same.
+        # Seed dropout per step, so that a resumed run draws the same masks.
         torch.manual_seed(mix(self.recipe.data.seed, step, self.world.rank) % 2**63)
 
     def losses(self, model: torch.nn.Module, part: Batch) -> Losses:
@@ -95,17 +96,17 @@ class VLBertRun(Run):
         return self._validate if self.opened.held_out else None
 
     def _validate(self) -> tuple[dict[str, float], list[dict]]:
-        skipped = []  # those in `unreadable` are of training steps, and counted in its next line
-        found = validate(self.model, self.recipe, self.opened.held_out, self.world, skipped)
+        skipped = []  # not self.unreadable: that is counted in the next log line of training
+        result = validate(self.model, self.recipe, self.opened.held_out, self.world, skipped)
         self.note_unreadable(skipped)
-        return found
+        return result
 
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe = self.recipe
         consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
         data = [
-            {**one.pinned, "weight": one.weight, "snapshots": [asdict(span) for span in one.spans]}
-            for one in self.data.datasets
+            {**dataset.pinned, "weight": dataset.weight, "snapshots": [asdict(span) for span in dataset.spans]}
+            for dataset in self.data.datasets
         ]
         state = self.opened.pinned | {"data": data, "seed": recipe.data.seed} | consumed
         state |= {"validation": dict(validation), "loop": loop_state}
@@ -124,7 +125,10 @@ class VLBertRun(Run):
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
-    """Train the whole run, or the rest of it; return the metrics of the last validation. observe: see VLBertRun."""
+    """Start or resume a run, train it to its end, and return the metrics of its last validation.
+
+    `observe` is that of VLBertRun.
+    """
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
@@ -139,54 +143,52 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """Pin a newer snapshot of a dataset, if there is one, from its sample `boundary` on; return whether there was.
+    """Switch a dataset to its newest snapshot from sample `boundary` on. Returns True if there was a newer one.
 
-    It has new shards, or others in a newer revision: with rows that were requested again, or without samples that were
-    withdrawn.
+    It has new shards, or revised ones: with rows that were requested again, or without withdrawn samples.
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
     pinned = dataset.samples.index.snapshot
-    cache = dataset.samples.cache  # from now on filled with the tars of that snapshot
-    found, samples = None, None
+    cache = dataset.samples.cache  # from now on filled with the tars of the new snapshot
+    newer, samples = None, None
 
     def opened(snapshot: str) -> ShardSamples:
         return open_samples(store, name, None, {**dataset.pinned, "snapshot": snapshot}, world, cache)[0]
 
     if world.first:
         try:
-            found = newer_snapshot(store, name, pinned)
-            samples = found and opened(found)
-        except (*EXPECTED, OSError) as error:  # the run goes on without the new shards
-            found = None
-            print(f"no new shards enter in step {step + 1}, the next boundary looks again: {error}", flush=True)
-    found = distributed.broadcast(found, world)
-    if found is None:
+            newer = newer_snapshot(store, name, pinned)
+            samples = newer and opened(newer)
+        except (*EXPECTED, OSError) as error:  # the run continues without the new shards
+            newer = None
+            print(f"no new shards in step {step + 1}; the next epoch boundary checks again: {error}", flush=True)
+    newer = distributed.broadcast(newer, world)
+    if newer is None:
         return False
-    samples = samples or opened(found)
-    run.data.switch_snapshot(number, samples, run.data.task.examples(samples, None), found, boundary)
+    samples = samples or opened(newer)
+    run.data.switch_snapshot(number, samples, run.data.task.examples(samples, None), newer, boundary)
     now = dataset.spans[-1]
     if run.log:
-        run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # that of the first step that uses it
-        new = samples.index.snapshot.shards != pinned.shards
-        what = "new shards enter" if new else "revised shards enter"
+        run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # the first step that uses it
+        kind = "new shards" if samples.index.snapshot.shards != pinned.shards else "revised shards"
         print(
-            f"{what} in step {step + 1}, at the beginning of epoch {now.epoch}: {now.examples} examples an "
-            f"epoch instead of {before.examples}, {name}/{stage} (snapshot {found})",
+            f"{kind} from step {step + 1}, the beginning of epoch {now.epoch}: {now.examples} examples per "
+            f"epoch instead of {before.examples}, {name}/{stage} (snapshot {newer})",
             flush=True,
         )
     return True
 
 
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
-    """Return the run, new or from its last checkpoint (vlbert/resume.py); None if it is complete."""
+    """Return the run, new or resumed from its last checkpoint (vlbert/resume.py), or None if it is complete."""
     store = open_store(recipe.data.root)
     start = start_or_resume(recipe, store, world, report)
     if start is None:
         return None
     data = start.data
     training = TrainingData(data.datasets, data.task, recipe.data, recipe.model.regions, world, data.corpus)
-    stage = data.datasets[0].pinned["stage"]  # of all
+    stage = data.datasets[0].pinned["stage"]  # the same in all datasets
     snapshots = [dataset.spans[-1].snapshot for dataset in data.datasets]
     return VLBertRun(
         recipe=recipe,
@@ -207,7 +209,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
 
 
 def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
-    """Return the `id` of the detector whose regions a stage has, and its `metadata`, None if no manifest has it."""
+    """Return the `id` of a stage's detector and its `metadata`, which is None if no manifest records it."""
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None

@@ -1,4 +1,4 @@
-"""Validation: a task's metrics over held-out examples and, if the task shuffles, over shuffled images beside them."""
+"""Compute a task's metrics over held-out examples and, for some tasks, over the same texts with shuffled images."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,14 @@ from vlbert.tasks.base import Examples, Task, TaskModel
 
 @dataclass(eq=False)
 class Predicted:
-    """The predictions of one rank: number and row of each example and, where the task shuffles, its row with the image
-    of another; by number, why others have none."""
+    """The predictions of one rank.
+
+    Attributes:
+        numbers: Number of each predicted example.
+        rows: Its prediction.
+        shuffled: Its prediction with the image of another example. Empty if the task does not shuffle.
+        unreadable: Number of an example that could not be read -> its sample and the reason.
+    """
 
     numbers: list[int] = field(default_factory=list)
     rows: list[dict] = field(default_factory=list)
@@ -26,7 +32,7 @@ class Predicted:
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
 
     def add(self, other: "Predicted") -> None:
-        """Take over the predictions of another."""
+        """Append the predictions of `other`."""
         self.numbers += other.numbers
         self.rows += other.rows
         self.shuffled += other.shuffled
@@ -42,25 +48,28 @@ def predict_all(
     indexes: Sequence[int] | None = None,
     after: Callable[[int, Predicted], None] = lambda index, predicted: None,
 ) -> Predicted:
-    """The model's predictions for this rank's examples; calls after(index, its predictions) after each batch.
+    """Return the model's predictions for this rank's examples.
 
-    indexes: of the batches; None: all.
+    Args:
+        indexes: Batches to predict; None: all.
+        after: Called after each batch with its index and its predictions.
     """
     was_training = model.training
     model.eval()
-    found, indexes = Predicted(), range(len(data)) if indexes is None else indexes
-    # Eagerly, whatever is compiled for training: graphs without gradients would take minutes more to compile.
+    total, indexes = Predicted(), range(len(data)) if indexes is None else indexes
+    # Eager even if training is compiled: compiling graphs without gradients would take minutes more.
     with recipe_precision(recipe), torch.compiler.set_stance("force_eager"):
         loaded = batches(data, indexes, recipe.data.workers, world.device)
         for index, (parts, numbers, unreadable) in zip(indexes, loaded, strict=True):
-            one = Predicted(numbers, unreadable=unreadable)
-            for rows, batch in zip((one.rows, one.shuffled), parts, strict=False):  # without shuffling there is one
+            predicted = Predicted(numbers, unreadable=unreadable)
+            outputs = predicted.rows, predicted.shuffled
+            for rows, batch in zip(outputs, parts, strict=False):  # one batch if the task does not shuffle
                 with autocast(recipe, world):
                     rows += model.predict(batch)
-            found.add(one)
-            after(index, one)
+            total.add(predicted)
+            after(index, predicted)
     model.train(was_training)
-    return found
+    return total
 
 
 def validate(
@@ -70,21 +79,21 @@ def validate(
     world: World,
     unreadable: list[Unreadable] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
-    """(metrics, predictions) over the examples of all held-out datasets, the same on every rank. Of several datasets
-    there are `<dataset>/<metric>`, too, and each prediction names its `dataset`.
+    """Return metrics and predictions over the examples of all held-out datasets, the same on every rank.
 
-    Examples whose sample cannot be read are skipped: those of this rank are added to `unreadable`, the metric
-    "unreadable" counts them over all ranks, if there are any. ValueError where no example of a dataset can be read.
+    With several datasets there are also metrics `<dataset>/<metric>`, and each prediction has its `dataset`. Unreadable
+    examples are skipped: those of this rank are added to `unreadable`, and the metric "unreadable" counts them over all
+    ranks if there are any. Raises ValueError if no example of a dataset can be read.
     """
     parts = {}
     for name, (samples, examples) in held_out.items():
         data = ValidationData(
             samples, examples, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
         )
-        found = predict_all(model, data, recipe, world)
-        skipped = list(found.unreadable.values())
-        rows = model.task.assemble(gather_rows(found.rows, world))
-        shuffled = gather_rows(found.shuffled, world)
+        predicted = predict_all(model, data, recipe, world)
+        skipped = list(predicted.unreadable.values())
+        rows = model.task.assemble(gather_rows(predicted.rows, world))
+        shuffled = gather_rows(predicted.shuffled, world)
         if not rows:
             raise ValueError(
                 f"none of the {len(examples)} held-out examples of {name} can be read{last_reason(skipped)}"
@@ -92,32 +101,35 @@ def validate(
         parts[name] = rows, shuffled, sum(gather_rows([len(skipped)], world))
         if unreadable is not None:
             unreadable += skipped
-    everything = [row for rows, _, _ in parts.values() for row in rows]
-    everything_shuffled = [row for _, shuffled, _ in parts.values() for row in shuffled]
-    metrics = _with_missing(model.task, everything, everything_shuffled, sum(missing for *_, missing in parts.values()))
+    predictions = [row for rows, _, _ in parts.values() for row in rows]
+    all_shuffled = [row for _, shuffled, _ in parts.values() for row in shuffled]
+    missing = sum(missing for *_, missing in parts.values())
+    metrics = _metrics_and_missing(model.task, predictions, all_shuffled, missing)
     if len(parts) > 1:
         for name, part in parts.items():
-            metrics |= {f"{name}/{metric}": value for metric, value in _with_missing(model.task, *part).items()}
-        everything = [row | {"dataset": name} for name, (rows, _, _) in parts.items() for row in rows]
-    return metrics, everything
+            metrics |= {f"{name}/{metric}": value for metric, value in _metrics_and_missing(model.task, *part).items()}
+        predictions = [row | {"dataset": name} for name, (rows, _, _) in parts.items() for row in rows]
+    return metrics, predictions
 
 
-def _with_missing(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missing: int) -> dict[str, float]:
+def _metrics_and_missing(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missing: int) -> dict[str, float]:
     return metrics_of(task, rows, shuffled) | ({"unreadable": missing} if missing else {})
 
 
 def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> dict[str, float]:
-    """A task's metrics. Where it shuffles, each but `chance*`, which does not depend on the image, has two more:
-    `<name>_shuffled`, each text with the image of another, and `<name>_grounding_gap`, the difference, which comes from
-    the right image and not from habits of text or images alone."""
+    """Return a task's metrics and, if it shuffles, `<name>_shuffled` and `<name>_grounding_gap` of each.
+
+    `_shuffled` is the metric with the image of another example. The gap is the difference: what the model owes to the
+    right image, and not to biases in text or images. Metrics `chance*` have neither: they do not depend on the image.
+    """
     metrics = task.metrics(rows)
     if shuffled:
-        others = {name: value for name, value in task.metrics(shuffled).items() if not name.startswith("chance")}
-        metrics |= {f"{name}_shuffled": value for name, value in others.items()}
-        metrics |= {f"{name}_grounding_gap": metrics[name] - value for name, value in others.items()}
+        baseline = {name: value for name, value in task.metrics(shuffled).items() if not name.startswith("chance")}
+        metrics |= {f"{name}_shuffled": value for name, value in baseline.items()}
+        metrics |= {f"{name}_grounding_gap": metrics[name] - value for name, value in baseline.items()}
     return metrics
 
 
 def last_reason(unreadable: Sequence[Unreadable]) -> str:
-    """The end of a message: why the last of these could not be read."""
+    """Return the end of a message: why the last of these could not be read. Empty if there are none."""
     return f"; the last because {unreadable[-1].reason}" if unreadable else ""

@@ -109,7 +109,7 @@ def test_a_training_that_was_stopped_starts_again_and_the_job_is_completed(clust
     assert job.said().count(": stopped: ") == 1
     last = job.saved()[-1]
     job.wait_for("COMPLETED")
-    assert f"stopped goes on from {root}/runs/stopped/{last}" in job.said()
+    assert f"stopped resumes from {root}/runs/stopped/{last}" in job.said()
     assert job.saved()[-1] == f"step-{STEPS:07d}"
 
 
@@ -132,7 +132,7 @@ def test_a_cable_that_is_cut_for_20_s_costs_no_more_than_that(cluster: Cluster, 
     finally:
         cluster.join()
     job.wait_for("COMPLETED")
-    assert "goes on from" not in job.said()
+    assert "resumes from" not in job.said()
 
 
 def test_a_training_that_lost_a_node_starts_again_from_its_last_checkpoint(cluster: Cluster, root: Path):
@@ -148,7 +148,7 @@ def test_a_training_that_lost_a_node_starts_again_from_its_last_checkpoint(clust
         cluster.join()
     job.start_again()
     job.wait_for("COMPLETED")
-    assert f"lost goes on from {root}/runs/lost/{at}" in job.said()
+    assert f"lost resumes from {root}/runs/lost/{at}" in job.said()
     assert not job.processes()
 
 

@@ -174,7 +174,7 @@ def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_
     assert 0 <= pipeline.pretrained.metrics["monitored_accuracy"] <= 1
     assert [trained.run for trained in pipeline.finetuned] == ["refcoco-with"]
     assert 0 < pipeline.finetuned[0].metrics["chance"] < 1
-    start = f"VL-BERT from {pipeline.pretrained.checkpoint}, of its head region_transform"
+    start = f"VL-BERT from {pipeline.pretrained.checkpoint}, parts of its head: region_transform"
     assert any(start in line for line in served.logs(str(first.id)))
     for trained, dataset in ((pipeline.pretrained, "captions"), (pipeline.finetuned[0], "coco")):
         assert trained.detector == pipeline.detected[dataset].detector

@@ -130,7 +130,7 @@ def interrupted_training(served: Operated, pipeline: dict, event: str) -> dict:
     served.wait_for(run, lambda: set(checkpoints(root)) - set(before), 120)
     found = interrupt(served, run, event, "vlbert.train")
     if before:
-        assert any(f"pretrain goes on from {root}/runs/pretrain/{before[-1]}" in line for line in lines())
+        assert any(f"pretrain resumes from {root}/runs/pretrain/{before[-1]}" in line for line in lines())
     return found
 
 
@@ -322,7 +322,7 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
         assert second.state(run) == "CRASHED"
         last, lines = checkpoints(root)[-1], second.listen()
         again = second.start("pretrain-vlbert/default", **pipeline)
-        second.wait_for(again, lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in lines()), 90)
+        second.wait_for(again, lambda: any(f"resumes from {root}/runs/pretrain/{last}" in line for line in lines()), 90)
         interrupt(second, again, "SIGTERM to the flow", "vlbert.train")
 
 

@@ -141,7 +141,7 @@ def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, alon
     nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", 2, 3, restarts=2)]
     assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
     assert (tmp_path / "killed").exists()
-    assert "nodes again goes on from" in nodes[0][1] + nodes[1][1]
+    assert "nodes again resumes from" in nodes[0][1] + nodes[1][1]
     np.testing.assert_allclose(np.array(losses(root, "nodes again")), np.array(alone), rtol=2e-5)
 
 
@@ -211,7 +211,7 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
     step = int(place.rpartition("-")[2])
     assert 3 <= step < 2000
     logged = trained_by_a_flow(root, "signalled", lambda: None, processes, steps=step + 1)
-    assert any(f"goes on from {place}" in line for line in logged)
+    assert any(f"resumes from {place}" in line for line in logged)
 
 
 def in_place_of_torchrun(folder: Path, program: str) -> None:

@@ -209,7 +209,7 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(root):
         ("without-refcoco-seed1", f"{root}/runs/compare-tiny-without-refcoco-seed1"),
         ("broken-refcoco-seed1", "not"),
     ]
-    assert "was trained with steps = 2, now they are 3" in summary["failed"][1]["reason"]
+    assert "was trained with steps=2, but the recipe has 3" in summary["failed"][1]["reason"]
     assert summary["tasks"]["refcoco"]["means"].keys() == {"words"}
     page = (root / "comparisons/tiny/index.html").read_text()
     assert all(text in page for text in ("6 trainings failed", "zebra", ">failed<"))
@@ -264,10 +264,10 @@ def changed(**changes: object) -> Callable[[], Plan]:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (changed(seeds=()), "plan tiny: name .* a seed at least"),
-        (changed(name="a/b"), "'a/b' of plan a/b is no name"),
+        (changed(seeds=()), "plan tiny: give at least one variant, task and seed"),
+        (changed(name="a/b"), "'a/b' of plan a/b must be unique"),
         (changed(tasks={"vqa": TASKS["refcoco"]}), "variant without of plan tiny has a fine-tuning for refcoco"),
-        (changed(variants={"refcoco": Variant("x", None, FINETUNING)}), "'refcoco' of plan tiny is no name of its own"),
+        (changed(variants={"refcoco": Variant("x", None, FINETUNING)}), "'refcoco' of plan tiny must be unique"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(make, named):
@@ -278,7 +278,7 @@ def test_plans_that_do_not_fit_are_refused(make, named):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["compared:pretraining"], "compared:pretraining returns Recipe, no Plan"),
+        (["compared:pretraining"], "compared:pretraining returns Recipe, not a Plan"),
         (["compared:plan", "--fields", "vcr:steps=1"], r"vcr:steps=1: plan tiny has no vcr; .*refcoco.*words"),
         (["compared:plan", "--fields", "steps='1"], "steps='1: No closing quotation"),
         (["compared:plan", "--fields", "words:run_name=mine"], "tiny-words-.*: --run_name: a comparison sets"),

@@ -151,7 +151,7 @@ def test_damaged_new_shards_end_no_training(tmp_path, capsys):
             (root / "captions" / STAGE / "00009.parquet").write_bytes(b"junk")
 
     train(a_run(root, "disturbed", steps=3), ALONE, disturb)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no new shards enter" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no new shards in step" in line]
     assert "00009" in line
     state = open_folder(open_store(str(root)), "runs/disturbed/step-0000003").state
     assert [span["examples"] for span in state["data"][0]["snapshots"]] == [20]

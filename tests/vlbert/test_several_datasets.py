@@ -149,7 +149,7 @@ def test_new_shards_of_one_dataset_enter_at_its_epoch_and_a_resumed_run_repeats_
     train(a_run(root, "whole", given), ALONE, whole)
     # 4 samples of each a step: the 12 of `more` end with step 3, the 20 of `captions` with step 5.
     printed = capsys.readouterr().out
-    assert "new shards enter in step 4, at the beginning of epoch 1: 18 examples an epoch instead of 12" in printed
+    assert "new shards from step 4, the beginning of epoch 1: 18 examples per epoch instead of 12" in printed
     assert printed.count("50.0% of each step") == 2
     captioned, more = saved(root, "whole")
     assert [(span["epoch"], span["consumed"], span["examples"]) for span in captioned["snapshots"]] == [(0, 0, 20)]

@@ -62,7 +62,7 @@ def test_a_killed_run_goes_on_to_the_bit(root, six_steps, capsys):
         file.unlink()
     capsys.readouterr()
     run(root, "killed")
-    assert re.search(r"^killed goes on from \S+/step-0000003, step 3 of 6$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^killed resumes from \S+/step-0000003, step 3 of 6$", capsys.readouterr().out, re.MULTILINE)
     assert losses(root, "killed") == six_steps
     whole, resumed = weights(root, "whole", 6), weights(root, "killed", 6)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -104,7 +104,7 @@ def test_one_process_and_two_compute_the_same_and_go_on_from_each_other(root):
         shutil.rmtree(root / "runs" / name / "step-0000006")
     run(root, "two-then-one", **changes)
     result = torchrun(root, "one-then-two", 2, **changes)
-    assert "goes on from" in result.stdout, result.stderr[-3000:]
+    assert "resumes from" in result.stdout, result.stderr[-3000:]
     for name in ("two", "two-then-one", "one-then-two"):
         np.testing.assert_allclose(np.array(losses(root, name)), np.array(losses(root, "one")), rtol=2e-5)
 
@@ -123,7 +123,7 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
             train(dataclasses.replace(recipe, **changes), ALONE)
     folder = next((root / "held-out" / "regions").glob("*/snapshots"))
     folder.rename(root / "elsewhere")
-    with pytest.raises(ValueError, match="is gone; .*data.held_out=held-out .*put its files back, make it"):
+    with pytest.raises(ValueError, match="is gone; .*data.held_out=held-out: restore its files"):
         train(recipe, ALONE)
     (root / "elsewhere").rename(folder)
     cached = dataclasses.replace(recipe.data, cache=str(root / "cache"), cache_gb=1.0)

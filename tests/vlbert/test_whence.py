@@ -354,7 +354,7 @@ def test_a_resumed_run_leaves_a_withdrawn_sample_out_and_then_enters_a_snapshot_
     capsys.readouterr()
     train(run_of(root, "run", 8, batch=4), ALONE, watched)
     assert sample.key not in watched.steps
-    assert "revised shards enter in step 5, at the beginning of epoch 1: 15 examples" in capsys.readouterr().out
+    assert "revised shards from step 5, the beginning of epoch 1: 15 examples" in capsys.readouterr().out
     (event,) = read_metrics(store, "run", "snapshot")
     assert (event["step"], event["examples"]) == (5, 15)
     (line,) = [json.loads(line) for line in (root / "runs/run/unreadable.jsonl").read_text().splitlines()]

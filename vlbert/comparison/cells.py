@@ -1,4 +1,4 @@
-"""The trainings of a comparison, and how a process does one of them."""
+"""The trainings of a comparison, and the process that runs one of them."""
 
 import dataclasses
 import os
@@ -38,12 +38,13 @@ _OWN = ("--run_name", "--init_from", "--data.seed", "--data.root")
 
 @dataclass(frozen=True)
 class Cell:
-    """One training and, of a task, its evaluation.
+    """One training and, if it has a task, its evaluation.
 
-    task    None: a pre-training
-    fields  what the command line changes of the recipe, which is made with them
-    needs   the pre-training that it starts from; None: it starts without one
-    split   that it is evaluated on
+    Attributes:
+        task: None: a pre-training.
+        fields: Command-line arguments with which the recipe was made.
+        needs: The pre-training that it starts from; None: it starts without one.
+        split: The split for its evaluation; None for a pre-training.
     """
 
     variant: str
@@ -60,55 +61,57 @@ class Cell:
 
     @property
     def checkpoint(self) -> str:
-        """The folder of its last checkpoint, under the root."""
+        """Folder of its last checkpoint, under the root."""
         return folder_of(self.run, self.recipe.steps)
 
     @property
     def evaluation(self) -> str:
-        """The folder of its evaluation, under the root."""
+        """Folder of its evaluation, under the root."""
         run, step = self.checkpoint.rsplit("/", 1)
         return f"{run}/evaluations/{self.split}-{step}"
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Those that say what is read, and by which model; not the seed, with which the order would change."""
+        """Fields for the evaluation: of data, task and model, without the seed, which would change the order."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
 
 
 def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
-    """All trainings, those that others need before these, a seed after the other.
+    """Return all trainings of a plan, seed by seed, each after the one that it needs.
 
-    fields: [SCOPE:]field=value, or [SCOPE:]field of a flag; SCOPE is `pretraining`, a task or a variant, without one it
-    is for all. Several words are several values, as a shell splits them. ValueError where a recipe or a field does not
-    exist or fit.
+    Raises ValueError if a recipe or a field does not exist or fit.
+
+    Args:
+        fields: `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant;
+            without it, the field is for all. Several values are split as by a shell.
     """
-    given, found = [_scoped(one, plan) for one in fields], []
+    scoped, cells = [_parse_field(field, plan) for field in fields], []
     for seed in plan.seeds:
         pretrained = {
-            name: _cell(plan, root, given, name, None, variant.pretraining, seed, None)
+            name: _make_cell(plan, root, scoped, name, None, variant.pretraining, seed, None)
             for name, variant in plan.variants.items()
             if variant.pretraining
         }
-        found += pretrained.values()
-        found += [
-            _cell(plan, root, given, name, task, training, seed, pretrained.get(name))
+        cells += pretrained.values()
+        cells += [
+            _make_cell(plan, root, scoped, name, task, training, seed, pretrained.get(name))
             for task in plan.tasks
             for name, variant in plan.variants.items()
             if (training := variant.finetunings.get(task))
         ]
-    return found
+    return cells
 
 
-def _scoped(text: str, plan: Plan) -> tuple[str | None, list[str]]:
-    """The scope of one field, and its arguments."""
+def _parse_field(text: str, plan: Plan) -> tuple[str | None, list[str]]:
+    """Return the scope of a field, and its arguments."""
     name, _, value = text.partition("=")
     scope, separator, field = name.rpartition(":")
     if separator and scope not in (PRETRAINING, *plan.tasks, *plan.variants):
         raise ValueError(
-            f"{text}: plan {plan.name} has no {scope}; a field is for {PRETRAINING}, a task "
-            f"({', '.join(plan.tasks)}) or a variant ({', '.join(plan.variants)})"
+            f"{text}: plan {plan.name} has no {scope}; a field is for {PRETRAINING}, for a task "
+            f"({', '.join(plan.tasks)}) or for a variant ({', '.join(plan.variants)})"
         )
     try:
         return scope or None, [f"--{field}", *shlex.split(value)]
@@ -116,10 +119,10 @@ def _scoped(text: str, plan: Plan) -> tuple[str | None, list[str]]:
         raise ValueError(f"{text}: {error}; quote a value with spaces or quotes as for a shell") from error
 
 
-def _cell(
+def _make_cell(
     plan: Plan,
     root: str,
-    given: Sequence[tuple[str | None, list[str]]],
+    scoped: Sequence[tuple[str | None, list[str]]],
     variant: str,
     task: str | None,
     training: Training,
@@ -127,10 +130,10 @@ def _cell(
     needs: Cell | None,
 ) -> Cell:
     run = f"compare-{plan.name}-{variant}-{task or PRETRAINING}-seed{seed}"
-    changes = [one.replace("{root}", root) for one in training.changes]
-    scopes = (None, task or PRETRAINING, variant)
-    changes += [one for scope in scopes for of, arguments in given if of == scope for one in arguments]
-    if own := [one for one in changes if one.partition("=")[0] in _OWN]:
+    changes = [argument.replace("{root}", root) for argument in training.changes]
+    for wanted in (None, task or PRETRAINING, variant):
+        changes += [argument for scope, arguments in scoped if scope == wanted for argument in arguments]
+    if own := [argument for argument in changes if argument.partition("=")[0] in _OWN]:
         raise ValueError(f"{run}: {own[0]}: a comparison sets this field itself; leave it out")
     changes += [f"--data.root={root}", f"--data.seed={seed}", f"--run_name={run}"]
     changes += [f"--init_from={open_store(root, write=False).uri(needs.checkpoint)}"] if needs else []
@@ -145,23 +148,23 @@ def _cell(
 
 
 def is_done(cell: Cell, root: str) -> bool:
-    """Whether it is trained, from the weights that its pre-training has now, and evaluated. Loads no tensors."""
+    """Return True if a cell is trained, from its pre-training's current weights, and evaluated. Loads no tensors."""
     if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
-    if cell.needs and _start_of(store, cell.checkpoint) != _weights_of(store, cell.needs):
+    if cell.needs and _initial_hash(store, cell.checkpoint) != _weights_hash(store, cell.needs):
         return False
     if cell.task is None:
         return True
     return find_evaluation(cell.recipe, store.uri(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
-def _start_of(store: ObjectStore, checkpoint: str) -> str:
-    """The sha256 of the weights that a fine-tuning started from."""
+def _initial_hash(store: ObjectStore, checkpoint: str) -> str:
+    """Return the sha256 of the weights that a fine-tuning started from."""
     return read_state(store, checkpoint)["init_from"]["model"]
 
 
-def _weights_of(store: ObjectStore, cell: Cell) -> str:
+def _weights_hash(store: ObjectStore, cell: Cell) -> str:
     return read_state(store, cell.checkpoint)["files"][MODEL]["sha256"]
 
 
@@ -169,10 +172,10 @@ def _weights_of(store: ObjectStore, cell: Cell) -> str:
 
 
 def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str], threads: int) -> None:
-    """All of a process that does one cell: trains, or goes on, and evaluates what is left to do.
+    """Run one cell as the main function of a process: train it, or resume its training, and evaluate it.
 
-    Its output goes to `output`, and where it fails the reason to `output` with the suffix .reason. Ends with it: 0, 1,
-    or STOPPED after SIGTERM. When the process that started it ends, it does as after SIGTERM.
+    The output goes to `output` and, after an error, the reason to `output` with the suffix .reason. The exit status is
+    0, 1 after an error, or STOPPED after SIGTERM. The end of the parent process has the effect of SIGTERM.
     """
     os.environ |= environment
     with open(output, "wb") as file:
@@ -181,11 +184,11 @@ def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str]
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        _do(cell, root)
+        _train_and_evaluate(cell, root)
     except Stopped as stopped:
         print(stopped, flush=True)
         sys.exit(STOPPED)
-    except Exception as error:  # noqa: BLE001  of whatever kind: the comparison names it, and the other cells go on
+    except Exception as error:  # noqa: BLE001  any error: the comparison reports it and continues with other cells
         reason = str(error)
         if not isinstance(error, (*EXPECTED, OSError)):
             traceback.print_exc()
@@ -194,20 +197,23 @@ def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str]
         sys.exit(1)
 
 
-def _do(cell: Cell, root: str) -> None:
-    """Train and evaluate a cell. ValueError where it was begun from other weights, or with another number of steps, for
-    which the learning rate had another schedule."""
+def _train_and_evaluate(cell: Cell, root: str) -> None:
+    """Train and evaluate a cell.
+
+    Raises ValueError if it was started from other weights, or with another number of steps: the learning rate depends
+    on it.
+    """
     world, store = distributed.start(), open_store(root)
-    begun, where = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
-    if begun and (steps := read_config_at(store, begun[-1])["recipe"]["steps"]) != cell.recipe.steps:
+    saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
+    if saved and (steps := read_config_at(store, saved[-1])["recipe"]["steps"]) != cell.recipe.steps:
         raise ValueError(
-            f"{where} was trained with steps = {steps}, now they are {cell.recipe.steps}, and such trainings cannot be "
-            "compared: set steps back, or delete this folder and those of all trainings of its kind"
+            f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}; they cannot be compared. "
+            "Restore the steps, or delete this folder and those of all trainings of this task or of pretraining"
         )
-    if cell.needs and begun and _start_of(store, begun[-1]) != _weights_of(store, cell.needs):
+    if cell.needs and saved and _initial_hash(store, saved[-1]) != _weights_hash(store, cell.needs):
         raise ValueError(
-            f"{cell.run} was trained from weights of {cell.needs.run} that are no longer there: it was pre-trained "
-            f"anew since; delete {where}, and it is trained again"
+            f"{cell.run} was trained from weights of {cell.needs.run} that no longer exist: it was pre-trained again; "
+            f"delete {uri} to train it again"
         )
     train(cell.recipe, world)
     if cell.split:

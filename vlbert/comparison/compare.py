@@ -1,12 +1,12 @@
-"""Compare: train variants x tasks x seeds on one root, and write one page about what differs.
+"""Train variants x tasks x seeds on one root, and write a page that compares them.
 
     vlbert compare PLAN --data.root ROOT [--fields [SCOPE:]field=value ...]
 
-PLAN is a function of vlbert/comparison/plans.py, or MODULE:FUNCTION. A field is given to every training or, with a
-SCOPE before it, to those of `pretraining`, of a task or of a variant: vqa:task.folder=FOLDER. Each training is a run of
-its own, ROOT/runs/compare-*, and what is complete is not repeated: a stopped comparison goes on. One that fails is
-named with its reason, and the others go on; the exit status is then 1. Writes index.html and, last, numbers.json to
-ROOT/comparisons/PLAN. How to read them: docs/results.md.
+PLAN is a function of vlbert/comparison/plans.py, or MODULE:FUNCTION. A field applies to all trainings or, with a SCOPE,
+to those of `pretraining`, a task or a variant: vqa:task.folder=FOLDER. Each training is its own run,
+ROOT/runs/compare-*. Complete trainings are not repeated, so a stopped comparison resumes. If a training fails, its
+reason is reported, the others continue, and the exit status is 1. Writes index.html and, last, numbers.json to
+ROOT/comparisons/PLAN; docs/results.md explains them.
 """
 
 import itertools
@@ -44,11 +44,12 @@ from vlbert.comparison.summary import summarise
 
 @dataclass(eq=False)
 class Comparison:
-    """The trainings of a plan: `run` does those that are left, several at a time, each in a process of its own.
+    """Runs the remaining trainings of a plan, several at a time, each in its own process.
 
-    jobs    how many at a time; on GPUs each has one of its own, in turn
-    report  called with each line of progress
-    failed  run -> reason
+    Attributes:
+        jobs: Trainings at a time. On GPUs, each has one of them, in turn.
+        report: Called with each line of progress.
+        failed: Run -> reason.
     """
 
     plan: Plan
@@ -59,41 +60,42 @@ class Comparison:
     failed: dict[str, str] = field(default_factory=dict)
     stopping: bool = False
     _processes: set[BaseProcess] = field(default_factory=set)
-    # multiprocessing keeps lists of all processes, which are not for several threads.
+    # multiprocessing keeps lists of all processes, which are not thread-safe.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def done(self) -> set[str]:
-        """The runs that are complete."""
-        found = set()
-        for cell in self.cells:  # what others need comes before these
-            if (cell.needs is None or cell.needs.run in found) and is_done(cell, self.root):
-                found.add(cell.run)
-        return found
+        """Return the runs that are complete."""
+        complete = set()
+        for cell in self.cells:  # a cell comes after the one that it needs
+            if (cell.needs is None or cell.needs.run in complete) and is_done(cell, self.root):
+                complete.add(cell.run)
+        return complete
 
     def run(self) -> bool:
-        """Do what is left; False where it was told to stop (SIGTERM or SIGINT): what runs then saves."""
-        done, ends, numbers, own = self.done(), {}, itertools.count(), threading.local()
+        """Run the remaining trainings. Returns False if stopped by SIGTERM or SIGINT: running trainings then save."""
+        done, futures, numbers, local = self.done(), {}, itertools.count(), threading.local()
         self.report(f"{self.plan.name}: {len(self.cells)} trainings, {len(done)} of them complete")
-        # Processes that have torch imported, and nothing done.
+        # Processes are forked from one that has only imported torch.
         multiprocessing.get_context("forkserver").set_forkserver_preload(["vlbert.comparison.cells"])
-        pool = ThreadPoolExecutor(self.jobs, initializer=lambda: setattr(own, "slot", next(numbers)))
-        with tempfile.TemporaryDirectory() as folder, pool, self._ending():
-            # Pre-trainings first: so each has begun before a fine-tuning waits for it.
+        pool = ThreadPoolExecutor(self.jobs, initializer=lambda: setattr(local, "slot", next(numbers)))
+        with tempfile.TemporaryDirectory() as folder, pool, self._stop_on_signals():
+            # Pre-trainings first, so that each has started before a fine-tuning waits for it.
             for cell in sorted(self.cells, key=lambda cell: cell.task is not None):
                 if cell.run not in done:
-                    needed = ends.get(cell.needs.run) if cell.needs else None
-                    ends[cell.run] = pool.submit(self._do, cell, needed, own, Path(folder, f"{cell.run}.log"))
-            for end in ends.values():
-                end.result()
+                    needed = futures.get(cell.needs.run) if cell.needs else None
+                    output = Path(folder, f"{cell.run}.log")
+                    futures[cell.run] = pool.submit(self._run_in_process, cell, needed, local, output)
+            for future in futures.values():
+                future.result()
         return not self.stopping
 
-    def _do(self, cell: Cell, needed: Future[bool] | None, own: threading.local, output: Path) -> bool:
-        """Do one cell after the one that it needs; whether it is done. own.slot: number of the thread, from 0."""
+    def _run_in_process(self, cell: Cell, needed: Future[bool] | None, local: threading.local, output: Path) -> bool:
+        """Run a cell after the one that it needs. Returns True if it is done. `local.slot` numbers the threads."""
         if needed and not needed.result() and not self.stopping:
-            return self._fail(cell, f"not started: {cell.needs.run}, from which it starts, failed")
+            return self._fail(cell, f"not started: its pre-training {cell.needs.run} failed")
         threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()
-        given = cell, self.root, output, device_of(own.slot), threads
-        process = multiprocessing.get_context("forkserver").Process(target=run_cell, args=given, name=cell.run)
+        arguments = cell, self.root, output, device_of(local.slot), threads
+        process = multiprocessing.get_context("forkserver").Process(target=run_cell, args=arguments, name=cell.run)
         with self._lock:
             if self.stopping:
                 return False
@@ -108,10 +110,10 @@ class Comparison:
             self.report(f"{cell.run}: done after {clock(time.monotonic() - began)}")
             return True
         if self.stopping or process.exitcode == STOPPED:
-            self.stopping = True  # also where only the training was told to
-            self.report(f"{cell.run}: stopped; it goes on with the next start")
+            self.stopping = True  # also if only the training received the signal
+            self.report(f"{cell.run}: stopped; start the comparison again to resume it")
             return False
-        return self._fail(cell, _reason(process.exitcode, output))
+        return self._fail(cell, _failure_reason(process.exitcode, output))
 
     def _fail(self, cell: Cell, reason: str) -> bool:
         self.failed[cell.run] = reason
@@ -119,10 +121,10 @@ class Comparison:
         return False
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the processes, and none is left after an error."""
+    def _stop_on_signals(self) -> Iterator[None]:
+        """Context manager: SIGTERM, SIGINT and errors stop all processes."""
         before = {}
-        if threading.current_thread() is threading.main_thread():  # nowhere else may handlers be set
+        if threading.current_thread() is threading.main_thread():  # only there can handlers be set
             before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -141,20 +143,19 @@ class Comparison:
 
 
 def device_of(slot: int) -> dict[str, str]:
-    """The environment in which a process has one GPU, if there are any."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    """Return the environment variables that give a process one GPU; none without GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if devices else {}
 
 
-def _reason(status: int, output: Path) -> str:
-    """Why a process failed."""
+def _failure_reason(status: int, output: Path) -> str:
     file = output.with_suffix(".reason")
     if file.exists():
         return file.read_text(encoding="utf-8")
-    how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines() if output.exists() else []
-    return ": ".join([how, *lines[-1:]])
+    return ": ".join([ended, *lines[-1:]])
 
 
 def compare(
@@ -167,11 +168,14 @@ def compare(
 ) -> dict[str, Any] | None:
     """Train and evaluate what is left of a plan, then write its page and, last, numbers.json.
 
-    Returns the content of numbers.json; None where it was told to stop. seeds: None: the plan's. jobs: trainings at a
-    time; None: one a GPU or, without any, one a core. ValueError before anything is trained where the plan, a field or
-    the seeds do not fit.
+    Returns the content of numbers.json, or None if it was stopped. Raises ValueError, before anything is trained, if
+    the plan, a field or the seeds are invalid.
+
+    Args:
+        seeds: None: the plan's.
+        jobs: Trainings at a time. None: one per GPU or, without GPUs, per core.
     """
-    root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # as trainings record it
+    root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # absolute, as trainings record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     plan = replace(plan, seeds=tuple(seeds)) if seeds else plan
     comparison = Comparison(plan, root, cells_of(plan, root, fields), jobs, report)
@@ -192,26 +196,25 @@ def compare_plan(
     seeds: tuple[int, ...] = (),
     jobs: int | None = None,
 ) -> None:
-    """Train variants x tasks x seeds on one root, and write a page about what differs.
+    """Train variants x tasks x seeds on one root, and write a page that compares them.
 
     Args:
         plan: a function of vlbert/comparison/plans.py, or MODULE:FUNCTION
         root: a folder, or s3://bucket/prefix
-        fields: of the recipes, each as `[SCOPE:]field=value`, several values in quotes, or `[SCOPE:]flag`
-        seeds: in place of the plan's; more can be added later
-        jobs: trainings at a time; by default one a GPU or, without any, a core
+        fields: fields of the recipes: `[SCOPE:]field=value` (several values in quotes) or `[SCOPE:]flag`
+        seeds: seeds instead of the plan's; more can be added later
+        jobs: trainings at a time; by default one per GPU or, without GPUs, per core
     """
-    name, made = f"vlbert compare {plan}", find_plan(plan)
-    summary = compare(made, root, fields, seeds, jobs, _print)
+    name, found = f"vlbert compare {plan}", find_plan(plan)
+    summary = compare(found, root, fields, seeds, jobs, _print)
     if summary is None:
-        print(f"{name}: stopped; start it again, and it goes on", file=sys.stderr, flush=True)
+        print(f"{name}: stopped; start it again to resume it", file=sys.stderr, flush=True)
         sys.exit(STOPPED)
-    where = open_store(root, write=False).uri(f"comparisons/{made.name}/index.html")
-    print(f"compared: {where}", flush=True)
-    if broken := [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]:
-        sys.exit(f"{name}: no numbers of {'; '.join(broken)}")
+    print(f"page: {open_store(root, write=False).uri(f'comparisons/{found.name}/index.html')}", flush=True)
+    if problems := [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]:
+        sys.exit(f"{name}: no numbers for {'; '.join(problems)}")
     if summary["failed"]:
-        sys.exit(f"{name}: {len(summary['failed'])} trainings failed; start it again, and they are tried again")
+        sys.exit(f"{name}: {len(summary['failed'])} trainings failed; start it again to retry them")
 
 
 def _print(line: str) -> None:

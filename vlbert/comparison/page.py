@@ -1,4 +1,4 @@
-"""The page of a comparison: tables with intervals, and what differs."""
+"""Render the page of a comparison: tables with intervals, and the differences."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from vlbert.evaluation.results_page import render
 
 
 def page(summary: Mapping[str, Any]) -> bytes:
-    """index.html. summary: the content of numbers.json."""
+    """Return index.html, given the content of numbers.json."""
     pairs = sum(len(task["pairs"]) for task in summary["tasks"].values())
     values = {"summary": summary, "by_chance": round(0.05 * pairs), "pairs": pairs}
     template = Path(__file__).parent / "comparison.html.j2"
@@ -20,5 +20,5 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def points(difference: float) -> str:
-    """A difference of shares, with its sign."""
+    """Format a difference of shares in percentage points, with its sign."""
     return f"{100 * difference:+.1f}"

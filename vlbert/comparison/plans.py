@@ -1,4 +1,4 @@
-"""What `vlbert compare` compares: one function a plan, as a recipe is a function in vlbert/recipes/."""
+"""Plans of `vlbert compare`, one function each, like the recipes in vlbert/recipes/."""
 
 import re
 from collections.abc import Mapping
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from training.program import find_recipe
 
-PRETRAINING = "pretraining"  # the scope, and in names of runs the task, of a pre-training
+PRETRAINING = "pretraining"  # scope of fields for pre-trainings, and their task in names of runs
 _NAME = re.compile(r"[a-z0-9_]+")
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of a recipe of vlbert/recipes.py, or of MODULE:FUNCTION.
+    """A run of a recipe of vlbert/recipes/, or of MODULE:FUNCTION.
 
-    changes: arguments, as `vlbert train` takes them; {root} in one stands for data.root.
+    `changes` are arguments as for `vlbert train`; `{root}` in them stands for data.root.
     """
 
     recipe: str
@@ -23,11 +23,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Variant:
-    """A line of the comparison: a model that is pre-trained, then fine-tuned on each task.
+    """A row of the comparison: a model that is pre-trained, then fine-tuned on each task.
 
-    pretraining  None: each fine-tuning starts without one
-    finetunings  by the name of the task; it is not trained on one that is missing
-    paper        what a paper reports, %: by the name of the task
+    Attributes:
+        pretraining: None: the fine-tunings start without one.
+        finetunings: Name of a task -> its training. Tasks may be missing.
+        paper: Name of a task -> percentage that a paper reports.
     """
 
     title: str
@@ -38,12 +39,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class ComparedTask:
-    """A column of the comparison: what a fine-tuned model is evaluated on, and by which number.
+    """A column of the comparison: the split and the metric by which fine-tuned models are evaluated.
 
-    split    as vlbert evaluate takes it
-    metric   the mean of `column` of predictions.parquet over the examples
-    within   the column has ranks, and counts how many are at most so large: 5 makes recall@5; None: it has scores
-    chance   the metric of metrics.json that tells what a blind choice gets; None: there is none
+    Attributes:
+        split: As for vlbert evaluate.
+        metric: Equal to the mean of `column` of predictions.parquet over the examples.
+        within: None: the column has scores. K: it has ranks, and those up to K score 1; 5 makes recall@5.
+        chance: Metric of metrics.json for a random guess; None: there is none.
     """
 
     title: str
@@ -56,10 +58,11 @@ class ComparedTask:
 
 @dataclass(frozen=True)
 class Plan:
-    """Variants x tasks x seeds: each pair of a variant and a task is trained once a seed.
+    """Variants x tasks x seeds: each pair of a variant and a task is trained once per seed.
 
-    pretraining_metrics  of the last validation of each pre-training: they stand on the page, too
-    paper                where the numbers in Variant.paper come from
+    Attributes:
+        pretraining_metrics: Metrics of each pre-training's last validation to show on the page.
+        paper: Source of the numbers in Variant.paper.
     """
 
     name: str
@@ -73,18 +76,21 @@ class Plan:
     def __post_init__(self):
         names = [PRETRAINING, *self.variants, *self.tasks]
         if not (self.variants and self.tasks and self.seeds and len({*self.seeds}) == len(self.seeds)):
-            raise ValueError(f"plan {self.name}: name a variant, a task and a seed at least, and no seed twice")
+            raise ValueError(f"plan {self.name}: give at least one variant, task and seed, and no seed twice")
         for name in (self.name, *names):
             if not _NAME.fullmatch(name) or names.count(name) > 1:
-                raise ValueError(f"{name!r} of plan {self.name} is no name of its own of small letters, digits and _")
+                raise ValueError(
+                    f"name {name!r} of plan {self.name} must be unique, of lower-case letters, digits and _"
+                )
         for name, variant in self.variants.items():
             if other := variant.finetunings.keys() - self.tasks.keys():
-                raise ValueError(f"variant {name} of plan {self.name} has a fine-tuning for {', '.join(sorted(other))}")
+                names = ", ".join(sorted(other))
+                raise ValueError(f"variant {name} of plan {self.name} has a fine-tuning for {names}, not a task of it")
 
 
-# --- on the demo's drawn world: `make compare` makes what they read below data.root -----------------------------------
+# --- on the demo's drawn scenes: `make compare` makes their files below data.root -------------------------------------
 
-# Words of the captions that only the image tells: demo/scenes.py.
+# Words of the captions that can only be predicted from the image: demo/scenes.py.
 _DEMO_WORDS = "blue circle cross green purple red ring square star triangle white yellow"
 DEMO_WORDS = tuple(_DEMO_WORDS.split())
 _DEMO = ("--size=demo", "--vocabulary={root}/text/vocab.txt")
@@ -104,11 +110,11 @@ _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regi
 
 
 def family_demo() -> Plan:
-    """VL-BERT, Unicoder-VL and ViLBERT at equal steps of 32 captions, on the drawn world."""
-    # In the 600 steps of the recipes the two others only begin to tell which captions and images belong together.
+    """Return a plan for VL-BERT, Unicoder-VL and ViLBERT at equal steps of 32 captions, on drawn scenes."""
+    # In the recipes' 600 steps, the two others only begin to learn which captions and images belong together.
     longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
     corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
-    lines = {
+    rows = {
         "vlbert": ("VL-BERT, end to end", "vlbert", "", ("--model.regions.weights={root}/detector.safetensors",)),
         "precomputed": ("VL-BERT, precomputed features", "vlbert", "", ("--features=precomputed",)),
         "unicoder_vl": ("Unicoder-VL", "unicoder_vl", "_unicoder_vl", ()),
@@ -116,7 +122,7 @@ def family_demo() -> Plan:
     }
     return Plan(
         name="family_demo",
-        title="VL-BERT, Unicoder-VL and ViLBERT on the drawn world",
+        title="VL-BERT, Unicoder-VL and ViLBERT on drawn scenes",
         variants={
             name: Variant(
                 title,
@@ -126,7 +132,7 @@ def family_demo() -> Plan:
                     for task in _DEMO_TASKS
                 },
             )
-            for name, (title, model, suffix, features) in lines.items()
+            for name, (title, model, suffix, features) in rows.items()
         },
         tasks=_DEMO_TASKS,
         pretraining_metrics=_DEMO_METRICS,
@@ -135,29 +141,29 @@ def family_demo() -> Plan:
 
 # --- VL-BERT's Table 4 ------------------------------------------------------------------------------------------------
 
-# By line: its title, the changes of the pre-training (None: without one), and the paper's % on VQA test-dev, RefCOCO+
+# Row -> its title, the changes of the pre-training (None: without one), and the paper's % on VQA test-dev, RefCOCO+
 # val with detected regions, VCR Q->A val and QA->R val.
-_ALONE, _FIXED = "--data.text_batch=0", "--model.regions.frozen_stages=5"
+_NO_TEXT, _FROZEN = "--data.text_batch=0", "--model.regions.frozen_stages=5"
 _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
     "without": ("without pre-training", None, (69.5, 62.7, 72.9, 73.0)),
-    "a": ("(a) masked words", (_ALONE, _FIXED, "--task.regions.probability=0"), (71.0, 69.1, 72.9, 73.1)),
-    "b": ("(b) + masked regions", (_ALONE, _FIXED), (71.1, 70.7, 73.0, 73.1)),
+    "a": ("(a) masked words", (_NO_TEXT, _FROZEN, "--task.regions.probability=0"), (71.0, 69.1, 72.9, 73.1)),
+    "b": ("(b) + masked regions", (_NO_TEXT, _FROZEN), (71.1, 70.7, 73.0, 73.1)),
     "c": (
         "(c) as (b), + sentence-image relationship",
-        (_ALONE, _FIXED, "--task.relationship", "--task.mismatched=0.5"),
+        (_NO_TEXT, _FROZEN, "--task.relationship", "--task.mismatched=0.5"),
         (70.3, 69.5, 72.2, 72.4),
     ),
-    "d": ("(d) as (b), + text-only corpus", (_FIXED,), (71.1, 70.7, 73.4, 73.8)),
+    "d": ("(d) as (b), + text-only corpus", (_FROZEN,), (71.1, 70.7, 73.4, 73.8)),
     "full": ("as (d), + tuned Fast R-CNN", (), (71.2, 71.1, 73.8, 73.9)),
 }
 
 
 def table4() -> Plan:
-    """VL-BERT's Table 4 on the real data, end to end, with half the epochs of the authors' fine-tunings.
+    """Return a plan for VL-BERT's Table 4 on the real data, end to end, with half the authors' fine-tuning epochs.
 
-    Give model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. The annotations lie in ROOT/vqa,
-    ROOT/refcoco+ and ROOT/vcr, or where vqa:task.folder=FOLDER says. VQA is evaluated on val2014: no one has the
-    answers of test-dev.
+    Needs the fields model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. Annotations are in ROOT/vqa,
+    ROOT/refcoco+ and ROOT/vcr, or in a folder given as vqa:task.folder=FOLDER. VQA is evaluated on val2014, because the
+    answers of test-dev are not public.
     """
     vqa = ("--task.folder={root}/vqa", "--steps=4335", "--model.regions.features=end_to_end")
     vcr = ("--task.folder={root}/vcr", "--steps=33270", "--optimizer.decay_at", "23288", "29942")
@@ -175,11 +181,11 @@ def table4() -> Plan:
         "vcr_rationales": ComparedTask("VCR, QA→R", "val", "rationale_accuracy"),
     }
     variants = {}
-    for line, (title, changes, reported) in _TABLE4.items():
+    for name, (title, changes, reported) in _TABLE4.items():
         pretraining = None if changes is None else Training("pretrain_vlbert", changes)
         start = () if pretraining else ("--bert=bert-base-uncased",)
         tuned = {task: Training(recipe, (*given, *start)) for task, (recipe, given) in finetunings.items()}
-        variants[line] = Variant(title, pretraining, tuned, dict(zip(tasks, reported, strict=True)))
+        variants[name] = Variant(title, pretraining, tuned, dict(zip(tasks, reported, strict=True)))
     paper = "VL-BERT, table 4, base: VQA test-dev, RefCOCO+ val on detected regions, VCR val"
     return Plan("table4", "VL-BERT's Table 4", variants, tasks, paper=paper)
 
@@ -188,8 +194,8 @@ PLANS = {plan.__name__: plan for plan in (family_demo, table4)}
 
 
 def find_plan(name: str) -> Plan:
-    """The plan of this name, or that of MODULE:FUNCTION; ValueError where there is none."""
-    found = find_recipe(name, PLANS, "plan")()
-    if not isinstance(found, Plan):
-        raise ValueError(f"{name} returns {type(found).__name__}, no Plan; docs/results.md has one")
-    return found
+    """Return the plan of this name, or of MODULE:FUNCTION. Raises ValueError if there is none."""
+    plan = find_recipe(name, PLANS, "plan")()
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{name} returns {type(plan).__name__}, not a Plan; docs/results.md has an example")
+    return plan

@@ -1,4 +1,4 @@
-"""What a comparison found, from the files of its runs: means, intervals, pairs."""
+"""Summarise a comparison from the files of its runs: means, intervals, pairs."""
 
 import io
 import itertools
@@ -19,8 +19,8 @@ from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
-    """One evaluation: its examples (key, question), a score each, the metrics and the warnings."""
+class Evaluation:
+    """An evaluation: its examples (key, question), their scores, its metrics and its warnings."""
 
     cell: Cell
     examples: list[tuple[str, str]]
@@ -30,13 +30,13 @@ class Scored:
 
 
 def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
-    """The content of numbers.json.
+    """Return the content of numbers.json.
 
-    failed: run -> reason; such cells have no number. A task whose evaluations do not fit the plan or each other has
-    the reason as `problem`, and no numbers.
+    `failed` maps runs to reasons; they have no numbers. If the evaluations of a task do not fit the plan or each other,
+    the task has the reason as `problem`, and no numbers.
     """
-    whole = [cell for cell in cells if cell.run not in failed]
-    pretrainings = [cell for cell in whole if cell.task is None]
+    complete = [cell for cell in cells if cell.run not in failed]
+    pretrainings = [cell for cell in complete if cell.task is None]
     return {
         "plan": plan.name,
         "title": plan.title,
@@ -51,8 +51,11 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
             }
             for name, variant in plan.variants.items()
         },
-        "tasks": {task: _task(plan, store, task, [cell for cell in whole if cell.task == task]) for task in plan.tasks},
-        "pretraining": {name: _validated(store, name, pretrainings) for name in plan.pretraining_metrics},
+        "tasks": {
+            task: _summarise_task(plan, store, task, [cell for cell in complete if cell.task == task])
+            for task in plan.tasks
+        },
+        "pretraining": {name: _summarise_metric(store, name, pretrainings) for name in plan.pretraining_metrics},
         "failed": [
             {"run": c.run, "variant": c.variant, "task": c.task, "seed": c.seed, "reason": failed[c.run]}
             for c in cells
@@ -61,103 +64,107 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
     }
 
 
-def _task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The means of a task with their intervals, and the differences of all pairs of variants."""
+def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the means of a task with their intervals, and the differences of all pairs of variants."""
     task, problem = plan.tasks[name], None
     try:
-        scored = _comparable([read_scores(store, cell, task) for cell in cells])
+        evaluations = [read_scores(store, cell, task) for cell in cells]
+        _check_same_examples(evaluations)
     except ValueError as error:
-        scored, problem = [], str(error)
+        evaluations, problem = [], str(error)
     by_variant = {
-        variant: {one.cell.seed: one for one in scored if one.cell.variant == variant} for variant in plan.variants
+        variant: {each.cell.seed: each for each in evaluations if each.cell.variant == variant}
+        for variant in plan.variants
     }
-    chances = [one.metrics[task.chance] for one in scored] if task.chance else []
+    chances = [each.metrics[task.chance] for each in evaluations] if task.chance else []
     chances = [chance for chance in chances if chance is not None]
     means = {
-        variant: asdict(interval(_stacked(of_seeds, [*of_seeds])))
-        | {"seeds": {str(seed): float(one.scores.mean()) for seed, one in of_seeds.items()}}
-        for variant, of_seeds in by_variant.items()
-        if of_seeds
+        variant: asdict(interval(_stack_scores(by_seed, [*by_seed])))
+        | {"seeds": {str(seed): float(each.scores.mean()) for seed, each in by_seed.items()}}
+        for variant, by_seed in by_variant.items()
+        if by_seed
     }
     return {
         "title": task.title,
         "split": task.split,
         "metric": task.metric,
-        "examples": len(scored[0].scores) if scored else 0,
+        "examples": len(evaluations[0].scores) if evaluations else 0,
         "chance": float(np.mean(chances)) if chances else None,
         "means": means,
         "paper": {other: variant.paper[name] for other, variant in plan.variants.items() if name in variant.paper},
-        "warnings": list(dict.fromkeys(line for one in scored for line in one.warnings)),
-        "pairs": [_pair(*pair, by_variant) for pair in itertools.combinations(means, 2)],
+        "warnings": list(dict.fromkeys(line for each in evaluations for line in each.warnings)),
+        "pairs": [_compare_pair(*pair, by_variant) for pair in itertools.combinations(means, 2)],
         "problem": problem,
     }
 
 
-def _comparable(scored: list[Scored]) -> list[Scored]:
-    """The evaluations of a task; ValueError where two are not of the same examples in the same order."""
-    for one in scored[1:]:
-        if one.examples != scored[0].examples:
+def _check_same_examples(evaluations: list[Evaluation]) -> None:
+    """Raise ValueError unless all evaluations have the same examples in the same order."""
+    for other in evaluations[1:]:
+        first = evaluations[0]
+        if other.examples != first.examples:
             raise ValueError(
-                f"{scored[0].cell.run} was evaluated on {len(scored[0].examples)} examples and {one.cell.run} on "
-                f"{len(one.examples)}, and they are not the same: see problems.jsonl beside them, mend what could not "
-                "be read, and evaluate both on the same data"
+                f"{first.cell.run} was evaluated on {len(first.examples)} examples and {other.cell.run} on "
+                f"{len(other.examples)}, but not the same ones. See their problems.jsonl, repair unreadable samples, "
+                "and evaluate both on the same data"
             )
-    return scored
 
 
-def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Scored:
-    """An evaluation's scores; examples whose truth is not known are left out. ValueError where their mean is not the
-    metric that the plan names."""
-    where = store.uri(f"{cell.evaluation}/{METRICS}")
-    evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), where)
+def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
+    """Return an evaluation, without the examples that have no known ground truth.
+
+    Raises ValueError if the mean of its scores is not the metric that the plan names.
+    """
+    uri = store.uri(f"{cell.evaluation}/{METRICS}")
+    evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
     metrics = evaluation["metrics"]
     table = pq.read_table(io.BytesIO(store.get(f"{cell.evaluation}/{PREDICTIONS}")), use_threads=False)
     for name, names in ((task.metric, metrics), (task.column, table.column_names), (task.chance, metrics)):
         if name is not None and name not in names:
-            whole = ", ".join(other for other in names if "/" not in other)
-            raise ValueError(f"{where}: its evaluation has no {name}, only {whole}; name another in the plan")
+            available = ", ".join(other for other in names if "/" not in other)
+            raise ValueError(f"{uri}: the evaluation has no {name}, only {available}; name another in the plan")
     rows = zip(*(table[name].to_pylist() for name in ("key", "question", task.column)), strict=True)
     known = [row for row in rows if row[2] is not None]
     scores = np.array([score_of(value, task.within) for *_, value in known])
     mean = scores.mean() if known else None
     if mean is None or metrics[task.metric] is None or abs(mean - metrics[task.metric]) > 1e-6:
-        found = "of no row" if mean is None else f"{mean:.6f}"
+        value = "undefined" if mean is None else f"{mean:.6f}"
         raise ValueError(
-            f"{where}: {task.metric} is {metrics[task.metric]}, the mean of column {task.column} {found}: intervals "
-            "need a metric that is the mean of a column; name another in the plan"
+            f"{uri}: {task.metric} is {metrics[task.metric]}, but the mean of column {task.column} is {value}. "
+            "Intervals need a metric that is the mean of a column; name another in the plan"
         )
     examples = [(key, question) for key, question, _ in known]
-    return Scored(cell, examples, scores, metrics, warnings(evaluation))
+    return Evaluation(cell, examples, scores, metrics, warnings(evaluation))
 
 
 def score_of(value: float | Sequence[float], within: int | None) -> float:
-    """The score of an example; of several ranks, as of the captions of an image, the share of those within."""
+    """Return the score of an example: its value, or the share of its ranks (one per caption) up to `within`."""
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 
-def _pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Scored]]) -> dict[str, Any]:
-    """The difference, first less second, over the seeds that both have; None where they share none."""
-    one, other = by_variant[first], by_variant[second]
-    seeds = [seed for seed in one if seed in other]
+def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Any]:
+    """Return the difference, first minus second, over the seeds that both have; None if they share none."""
+    minuend, subtrahend = by_variant[first], by_variant[second]
+    seeds = [seed for seed in minuend if seed in subtrahend]
     pair = {"first": first, "second": second, "seeds": seeds}
     if not seeds:
         return pair | {"mean": None, "low": None, "high": None, "differs": None}
-    found = interval(_stacked(one, seeds, other))
-    return pair | asdict(found) | {"differs": found.excludes_zero}
+    difference = interval(_stack_scores(minuend, seeds, subtrahend))
+    return pair | asdict(difference) | {"differs": difference.excludes_zero}
 
 
-def _stacked(
-    scored: Mapping[int, Scored], seeds: Sequence[int], less: Mapping[int, Scored] | None = None
+def _stack_scores(
+    by_seed: Mapping[int, Evaluation], seeds: Sequence[int], minus: Mapping[int, Evaluation] | None = None
 ) -> np.ndarray:
-    """[seeds, examples], less the scores of another variant."""
-    return np.stack([scored[seed].scores - (less[seed].scores if less else 0.0) for seed in seeds])
+    """Return the scores [seeds, examples] of a variant, minus those of another if given."""
+    return np.stack([by_seed[seed].scores - (minus[seed].scores if minus else 0.0) for seed in seeds])
 
 
-def _validated(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
-    """A metric of the last validation of each pre-training: by variant its mean, and the value of each seed."""
-    found: dict[str, dict[str, float]] = {}
+def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
+    """Return the mean and each seed's value of a metric of the pre-trainings' last validations, by variant."""
+    by_variant: dict[str, dict[str, float]] = {}
     for cell in pretrainings:
         value = last_metrics(store, cell.run).get(metric)
         if value is not None:
-            found.setdefault(cell.variant, {})[str(cell.seed)] = value
-    return {name: {"mean": float(np.mean([*of.values()])), "seeds": of} for name, of in found.items()}
+            by_variant.setdefault(cell.variant, {})[str(cell.seed)] = value
+    return {name: {"mean": float(np.mean([*seeds.values()])), "seeds": seeds} for name, seeds in by_variant.items()}
