@@ -122,7 +122,7 @@ def test_a_split_is_evaluated_whole_and_in_its_order(refcoco, tmp_path, capsys):
     assert (summary["trained_on"], summary["trained_on_this_split"]) == (["train"], False)
     assert {*contents(tmp_path / "out")} == FILES | {*summary["submission"]}
     printed = capsys.readouterr().out
-    assert "(the paper, %: 79.88 base, 80.31 large)" in printed
+    assert "(reported in the paper, %: 79.88 base, 80.31 large)" in printed
     assert printed.splitlines()[-1] == f"evaluated val: {tmp_path / 'out'}"
 
 
@@ -166,13 +166,15 @@ def test_an_evaluation_is_not_overwritten_by_another_and_metrics_json_is_written
     (out / "index.html").rmdir()
     evaluated(refcoco, out=out)
     before = contents(out)
-    with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with split = val, now it is train;"):
+    with pytest.raises(
+        ValueError, match=r"out/metrics.json is of an evaluation with split=val, but this one has train;"
+    ):
         evaluated(refcoco, "tuned", "train", out)
-    with pytest.raises(ValueError, match=r"with overrides = \[.*\], now it is \[.*'--task.iou=plain'\]"):
+    with pytest.raises(ValueError, match=r"with overrides=\[.*\], but this one has \[.*'--task.iou=plain'\]"):
         evaluated(refcoco, out=out, changes={"task.iou": "plain"})
     assert contents(out) == before
     (out / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with recipe = None"):
+    with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with recipe=None"):
         evaluated(refcoco, out=out)
 
 
@@ -182,7 +184,7 @@ def test_predictions_with_wrong_columns_are_named(refcoco, tmp_path, monkeypatch
     monkeypatch.setattr(
         RefCOCO, "predictions", lambda *given: [row | wrong[row["ref_id"] > 0] for row in predictions(*given)]
     )
-    with pytest.raises(ValueError, match=r"column own of .* RefCOCO is missing or of no one"):
+    with pytest.raises(ValueError, match=r"column own of .* RefCOCO is missing or mixes types"):
         evaluated(refcoco, out=tmp_path / "out")
 
 
@@ -228,7 +230,7 @@ def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, c
     assert "tokens, more than task.expression_length = 40" in long["reason"]
     printed, page = capsys.readouterr().out, (out / "index.html").read_text()
     assert "2 of 12 examples could not be read: the metrics are over the others" in printed
-    warning = "1 of 12 examples are invalid and count as they are, see problems.jsonl"
+    warning = "1 of 12 examples are invalid, but included in the metrics, see problems.jsonl"
     assert warning in printed
     assert warning in page
     shutil.rmtree(copy / "storage" / "refcoco+")
@@ -239,8 +241,8 @@ def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, c
 
 def test_a_model_that_was_trained_on_the_split_is_named(refcoco, tmp_path):
     assert evaluated(refcoco, "memory", out=tmp_path / "out")["trained_on_this_split"]
-    assert "WARNING: it was trained on this split (val)" in (tmp_path / "out" / "index.html").read_text()
-    with pytest.raises(ValueError, match=r"--task.validate_on=val is one of task.train_on=val,train"):
+    assert "WARNING: the model was trained on this split (val)" in (tmp_path / "out" / "index.html").read_text()
+    with pytest.raises(ValueError, match=r"--task.validate_on=val is also in task.train_on=val,train"):
         check_complete(refcoco_recipe(refcoco, train_on=("val", "train"), validate_on="val"))
 
 
@@ -253,7 +255,7 @@ def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path
     assert "words_accuracy_shuffled" in summary["metrics"]
     assert not summary["trained_on_this_split"]
     own = evaluate(recipe, [f"{root}/runs/pretrained"], "captions", {}, None, ALONE)
-    assert warnings(own)[0] == "WARNING: it was trained on this split (captions)"
+    assert warnings(own)[0] == "WARNING: the model was trained on this split (captions)"
 
 
 @pytest.mark.slow
@@ -340,9 +342,9 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, vcr
     # A task without such runs, too many of them, and twice the same.
     answers = paths[0]
     for recipe, names, named in (
-        (refcoco_recipe(refcoco), [f"{refcoco}/storage/runs/tuned"] * 2, "names 2 checkpoints; .* takes 1 at most"),
+        (refcoco_recipe(refcoco), [f"{refcoco}/storage/runs/tuned"] * 2, "names 2 checkpoints; .* takes at most 1"),
         (vcr_recipe(vcr, "answer"), [answers] * 3, "names 3 checkpoints; .* takes 2 at most"),
-        (vcr_recipe(vcr, "answer"), [answers] * 2, "have the same settings: name one of them, or"),
+        (vcr_recipe(vcr, "answer"), [answers] * 2, "have the same settings; give one of them, or"),
     ):
         with pytest.raises(ValueError, match=named):
             evaluate(recipe, names, "val", {}, None, ALONE)

@@ -108,7 +108,7 @@ def test_the_page_shows_what_was_masked_and_asked(trained, tmp_path, capsys):
         assert re.findall(r"<span.*?>(.*?)</span>", figure) == [names[token] for token in tokens]
         own = batch.labelled["word_label_mask"] // batch.tokens.shape[1] == row
         words = [names[value] for value in batch.labels["words"][own].tolist()]
-        assert re.findall('<p class="asked">words: (.*?)</p>', figure) == ([", ".join(words)] if words else [])
+        assert re.findall('<p class="label">words: (.*?)</p>', figure) == ([", ".join(words)] if words else [])
 
 
 def test_samples_that_cannot_be_read_leave_their_slots_empty(trained, tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def with_another_corpus(root: Path) -> str:
 
 @pytest.mark.parametrize(
     ("change", "step"),
-    [(lambda root: "step 7; name a step from 1 to 6, or a later checkpoint$", 7), (lambda root: "from 1 to 6", 0)]
+    [(lambda root: "step 7 cannot be replayed; give a step from 1 to 6, or a later checkpoint$", 7), (lambda root: "from 1 to 6", 0)]
     + [(change, 2) for change in (without_a_tar, without_a_snapshot, with_another_corpus)],
 )
 def test_what_cannot_be_replayed_is_one_line(trained, tmp_path, change: Callable[[Path], str], step: int):

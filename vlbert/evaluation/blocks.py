@@ -1,9 +1,9 @@
-"""What an unfinished evaluation has predicted: files below its folder, so that a kill loses a minute of it at most.
+"""Save the predictions of an unfinished evaluation in blocks, so that a crash loses at most a minute of them.
 
 FOLDER/blocks-<id>/<first example>.mp    the predictions of some batches: msgpack, arrays as [dtype, shape, bytes]
 
-The id is a hash of all that decides the predictions. Batches are the same in every world, so an evaluation may go on
-with another number of processes. The files are deleted when metrics.json is there.
+The id is a hash of everything that affects the predictions. Batches do not depend on the world size, so an evaluation
+can resume with another number of processes. The files are deleted once metrics.json is written.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from training.log import Unreadable
 from vlbert.validate import Predicted
 
 _SECONDS = 60.0  # between files of a process
-_ARRAY = 1  # msgpack's type of our arrays
+_ARRAY = 1  # msgpack extension type of arrays
 
 
 class Blocks:
-    """The blocks of one evaluation below `folder`, whose predictions are those of `inputs`."""
+    """The blocks of one evaluation in `folder`; `inputs` is everything that affects its predictions."""
 
     def __init__(self, store: ObjectStore, folder: str, inputs: Mapping[str, Any]):
         name = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -33,23 +33,22 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """First example -> predictions of each batch that was written. ValueError where a file is damaged."""
-        found = {}
-        for one in self.store.list(self.prefix):
+        """Return first example -> predictions of each saved batch. Raises ValueError if a file is damaged."""
+        saved = {}
+        for info in self.store.list(self.prefix):
             try:
-                batches = msgpack.unpackb(self.store.get(one.path), ext_hook=_to_array, strict_map_key=False)
-                found |= {first: _from_plain(plain) for first, plain in batches.items()}
+                batches = msgpack.unpackb(self.store.get(info.path), ext_hook=_to_array, strict_map_key=False)
+                saved |= {first: _from_plain(plain) for first, plain in batches.items()}
             except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
-                raise ValueError(f"{self.store.uri(one.path)} is damaged ({error}); delete it") from error
-        return found
+                raise ValueError(f"{self.store.uri(info.path)} is damaged ({error}); delete it") from error
+        return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Keep the predictions of the batch that begins with this example: they are written with those that follow.
-        Returns whether they were written."""
+        """Queue the predictions of the batch that starts with example `first`. Returns True if the queue was saved."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False
-        batches = {number: _to_plain(one) for number, one in self._unwritten.items()}
+        batches = {number: _to_plain(predictions) for number, predictions in self._unwritten.items()}
         self.store.put(f"{self.prefix}{min(batches):09d}.mp", msgpack.packb(batches, default=_from_array))
         self._unwritten, self._written = {}, time.monotonic()
         return True
@@ -57,25 +56,25 @@ class Blocks:
 
 def delete_blocks(store: ObjectStore, folder: str) -> None:
     """Delete the blocks of all evaluations of the folder."""
-    for one in list(store.list(f"{folder}blocks-")):
-        store.delete(one.path)
+    for info in list(store.list(f"{folder}blocks-")):
+        store.delete(info.path)
 
 
 def _to_plain(predicted: Predicted) -> list:
-    unreadable = {number: [one.step, one.key, one.reason] for number, one in predicted.unreadable.items()}
+    unreadable = {number: [entry.step, entry.key, entry.reason] for number, entry in predicted.unreadable.items()}
     return [predicted.numbers, predicted.rows, predicted.shuffled, unreadable]
 
 
 def _from_plain(plain: list) -> Predicted:
     numbers, rows, shuffled, unreadable = plain
-    return Predicted(numbers, rows, shuffled, {number: Unreadable(*one) for number, one in unreadable.items()})
+    return Predicted(numbers, rows, shuffled, {number: Unreadable(*entry) for number, entry in unreadable.items()})
 
 
 def _from_array(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"a prediction holds {type(value).__name__}, which is no plain value")
+        raise TypeError(f"a prediction contains a {type(value).__name__}; it must be a plain value or an array")
     return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, value.shape, value.tobytes()]))
 
 

@@ -1,15 +1,15 @@
-"""Evaluate: all examples of a split -> predictions, metrics, the files that leaderboards take, and a page.
+"""Evaluate a checkpoint on all examples of a split: predictions, metrics, files for leaderboards, and a page.
 
     torchrun --nproc-per-node N -m vlbert.evaluation.evaluate RECIPE CHECKPOINT SPLIT [--field value ...] [--out FOLDER]
 
-RECIPE is the one that CHECKPOINT was trained with; it says which data is read. A recipe of retrieval also takes a
-pre-training with the relationship head, as it is. CHECKPOINT is ROOT/runs/RUN/step-*,
-ROOT/runs/RUN (the newest of the run), ROOT/runs/RUN/best or a local folder with a model and its task's head; two,
-joined by a comma, are VCR's runs for answers and for rationales. SPLIT is named as in the task's files (val2014, testA,
-...); a task without splits takes the name of a dataset. Fields are the recipe's. By default data.root is the
-checkpoint's, and the task's settings are those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*,
-metrics.json last, or to FOLDER (s3:// too). An evaluation that was stopped goes on where it was. One with the same
-settings that exists already is kept: delete its folder to repeat it.
+RECIPE is the one that CHECKPOINT was trained with; it says which data is read. A recipe of retrieval also accepts a
+pre-training with the relationship head, without fine-tuning. CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the
+newest of the run), ROOT/runs/RUN/best or a local folder with a model and its task's head. For VCR it may be two, joined
+by a comma: the runs for answers and for rationales. SPLIT is named as in the task's files (val2014, testA, ...); for a
+task without splits it is the name of a dataset. Fields are the recipe's. By default, data.root is the checkpoint's, and
+the task's settings are those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or
+to FOLDER (s3:// too). A stopped evaluation resumes. An existing one with the same settings is kept: delete its folder
+to repeat it.
 """
 
 import sys
@@ -59,25 +59,23 @@ def load_task_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     recipe: Recipe | None = None,
 ) -> tuple[TaskModel, Recipe]:
-    """The model of a checkpoint with its head, in eval mode, and its recipe.
+    """Load the model of a checkpoint with its head, in eval mode, and return it with its recipe.
 
     The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model are
-    always those of the training, with `changes` ({"task.folder": "vqa"}); the task's saved attributes (Task.saved) are
-    loaded, too. A pre-trained model may be that of another task's recipe, if the task can do with it as it is
-    (Task.zero_shot_head): then the task is the recipe's. ValueError where the checkpoint has no head, or that of
-    another task.
+    always those of the training, with `changes` ({"task.folder": "vqa"}). The attributes in Task.saved are loaded too.
+    A pre-trained model also fits the recipe of a task that needs no fine-tuning (Task.zero_shot_head): the task is then
+    the recipe's. Raises ValueError if the checkpoint has no head, or that of another task.
     """
-    config, where = checkpoint.config, checkpoint.uri
+    config, uri = checkpoint.config, checkpoint.uri
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
-        raise ValueError(f"{where} holds a VL-BERT without the head of a task: name a checkpoint of a training run")
-    named = config["task"]
-    zero_shot = (
-        recipe is not None and named == PretrainingSettings.__name__ and bool(task_of(recipe.task).zero_shot_head)
-    )
-    if recipe and not zero_shot and named != type(recipe.task).__name__:
+        raise ValueError(f"{uri} holds a VL-BERT without the head of a task; give a checkpoint of a training run")
+    trained_for = config["task"]
+    pretrained = trained_for == PretrainingSettings.__name__
+    zero_shot = recipe is not None and pretrained and bool(task_of(recipe.task).zero_shot_head)
+    if recipe and not zero_shot and trained_for != type(recipe.task).__name__:
         raise ValueError(
-            f"{where} was trained for another task than recipe {recipe.name}: its settings are {named}, the recipe's "
-            f"{type(recipe.task).__name__}; name the recipe that it was trained with"
+            f"{uri} was trained for another task than recipe {recipe.name}: its settings are {trained_for}, the "
+            f"recipe's are {type(recipe.task).__name__}. Give the recipe that it was trained with"
         )
     trained = recipe_of(checkpoint)
     settings = recipe.task if zero_shot else trained.task
@@ -89,29 +87,27 @@ def load_task_model(
     if zero_shot:
         _load_pretrained(model, checkpoint)
     else:
-        load_model(model, checkpoint.model, where)
+        load_model(model, checkpoint.model, uri)
     return model.eval(), recipe
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
-    """The recipe that a checkpoint of a task was trained with; ValueError where the task is unknown."""
-    config, where = checkpoint.config, checkpoint.uri
+    """Return the recipe that a checkpoint was trained with. Raises ValueError if its task is unknown."""
+    config, uri = checkpoint.config, checkpoint.uri
     kind = settings_named(config["task"])
     if kind is None:
-        raise ValueError(
-            f"{where} was trained for an unknown task, with {config['task']}; name its recipe, MODULE:FUNCTION"
-        )
-    settings = from_json(kind, checkpoint.task_settings, f"{where}/config.json")
-    values = config.get("recipe", {"name": Path(where).name}) | {"task": settings}
-    return replace(from_json(Recipe, values, f"{where}/config.json"), model=checkpoint.model_config)
+        raise ValueError(f"{uri} was trained for an unknown task, {config['task']}; give its recipe as MODULE:FUNCTION")
+    settings = from_json(kind, checkpoint.task_settings, f"{uri}/config.json")
+    values = config.get("recipe", {"name": Path(uri).name}) | {"task": settings}
+    return replace(from_json(Recipe, values, f"{uri}/config.json"), model=checkpoint.model_config)
 
 
 def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:
-    """The weights of a pre-trained model, with all of the task's head from that of the pre-training."""
+    """Load a pre-trained model, with the head that the task uses. Raises ValueError if the checkpoint lacks it."""
     if not checkpoint.part(f"head.{model.task.zero_shot_head}."):
         raise ValueError(
             f"{checkpoint.uri} was pre-trained without the {model.task.zero_shot_head} head that "
-            f"{type(model.task).__name__} takes: fine-tune it first, or pre-train with "
+            f"{type(model.task).__name__} needs; fine-tune it first, or pre-train with "
             f"--task.{model.task.zero_shot_head}"
         )
     load_model(model.vlbert, checkpoint.part("vlbert."), checkpoint.uri)
@@ -126,96 +122,98 @@ def evaluate(
     out: str | None,
     world: World,
 ) -> dict[str, Any]:
-    """Evaluates the checkpoints of `paths` on a split. Returns the contents of metrics.json on rank 0, elsewhere {}.
+    """Evaluate checkpoints on a split. Returns the content of metrics.json on rank 0, and {} on other ranks.
 
-    An evaluation with the same settings that exists already is returned, and no model is read. ValueError where
-    something does not fit: a checkpoint of another task, a missing split, a folder with an evaluation with other
-    settings.
+    If an evaluation with the same settings exists, it is returned, and no model is read. Raises ValueError if a
+    checkpoint is of another task, the split is missing, or the folder has an evaluation with other settings.
     """
     task_class = task_of(recipe.task)
     limit = 2 if task_class.joint_metrics else 1
     if len(paths) > limit:
-        raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes {limit} at most")
-    # The same on every rank: a run that goes on may write a newer checkpoint meanwhile.
-    names = broadcast([_uri_of(path) for path in paths] if world.first else None, world)
+        raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes at most {limit}")
+    # Found on rank 0 for all: a run in progress may write a newer checkpoint in the meantime.
+    names = broadcast([_find_uri(path) for path in paths] if world.first else None, world)
     root = override_values(recipe, changes).data.root or names[0].rpartition("/runs/")[0]
     if not root:
         raise ValueError("data.root is not set; give --data.root FOLDER or --data.root s3://bucket/prefix")
     inputs = inputs_of(recipe, names, split, changes)
     store, folder = broadcast(output_folder(out, names, split, inputs) if world.first else None, world)
-    where = store.uri(folder.rstrip("/")) if folder else str(out)
+    uri = store.uri(folder.rstrip("/")) if folder else str(out)
     done = broadcast(world.first and read_summary(store, folder), world)
     if done:
         if world.first:
-            print(f"evaluated already, with the same settings: {where}; delete it to repeat it", flush=True)
-            print_summary(done, where)
+            print(f"evaluated already, with the same settings: {uri}; delete it to repeat it", flush=True)
+            print_summary(done, uri)
         return done if world.first else {}
     checkpoints = [open_checkpoint(name) for name in names]
     if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
-        raise ValueError(f"{' and '.join(names)} have the same settings: name one of them, or two runs that join")
+        raise ValueError(f"{' and '.join(names)} have the same settings; give one of them, or runs of two subtasks")
     changes = {**changes, "data.root": root}
-    predicted = [_predict(recipe, one, split, changes, world, inputs, (store, folder)) for one in checkpoints]
+    location = store, folder
+    predicted = [_predict_split(recipe, each, split, changes, world, inputs, location) for each in checkpoints]
     if not world.first:
         return {}
-    rows = [row for one in predicted for row in one.rows]
+    rows = [row for each in predicted for row in each.rows]
     if not rows:
-        why = last_reason([reason for one in predicted for _, reason in one.missing])
-        raise ValueError(f"none of the {sum(len(one.examples) for one in predicted)} examples can be read{why}")
+        reason = last_reason([reason for each in predicted for _, reason in each.missing])
+        raise ValueError(f"none of the {sum(len(each.examples) for each in predicted)} examples can be read{reason}")
     summary, files = summarise(predicted, rows, split)
     summary |= {"inputs": inputs, "files": [*files, PAGE], "code": version("vlbert")}
     from vlbert.evaluation.results_page import page  # here: it imports jinja2, which training does without
 
     write(store, folder, files | {PAGE: page(summary, predicted)}, summary)
     delete_blocks(store, folder)
-    print_summary(summary, where)
+    print_summary(summary, uri)
     return summary
 
 
 def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The contents of metrics.json of an evaluation with these arguments; None where there is none yet, and where
-    anything is wrong, which the program then reports."""
+    """Return the content of metrics.json of an existing evaluation with these arguments.
+
+    Returns None if there is none or anything is wrong: the program itself reports errors.
+    """
     try:
-        names = [_uri_of(path)]
+        names = [_find_uri(path)]
         return read_summary(*output_folder(None, names, split, inputs_of(recipe, names, split, changes)))
     except (*EXPECTED, OSError):
         return None
 
 
-def _uri_of(path: str) -> str:
-    """The checkpoint's folder."""
+def _find_uri(path: str) -> str:
     store, folder = find_checkpoint(path)
     return store.uri(folder).rstrip("/")
 
 
-def _predict(
+def _predict_split(
     recipe: Recipe,
     checkpoint: Checkpoint,
     split: str,
     changes: Mapping[str, Any],
     world: World,
     inputs: dict[str, Any],
-    place: tuple[ObjectStore, str],
+    location: tuple[ObjectStore, str],
 ) -> SplitPredictions:
-    """One checkpoint's predictions for the whole split, gathered on rank 0. place: of what was predicted already."""
+    """Return a checkpoint's predictions for the whole split, gathered on rank 0. `location` is that of the blocks."""
     model, recipe = load_task_model(checkpoint, changes, recipe)
     check_one_dataset(recipe)
     model, config = model.to(world.device), recipe.data
     has_splits = recipe.task.validate_on is not None
     dataset = (config.held_out or config.dataset_names)[0] if has_splits else split
     store = open_store(config.root)
-    detector = config.detector or _its_detector(store, dataset, checkpoint)
+    detector = config.detector or _find_detector(store, dataset, checkpoint)
     samples, pinned = open_samples(store, dataset, detector, None, world, open_cache(store, config))
     examples = model.task.examples(samples, split if has_splits else None)
-    # The same batches in every world, so that every world gives the same numbers.
+    # Batches do not depend on the world size, so that metrics do not either.
     batch = max(1, min(model.task.evaluation_batch_size, config.batch // config.gradient_accumulation))
     data = ValidationData(samples, examples, model.task, config, recipe.model.regions, world, None, batch)
     settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
-    decides = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.uri, "files": settings.hashes()}
-    decides |= {"weights": checkpoint.folder.hashes.get(MODEL), "model": to_json(recipe.model)}
-    decides |= {"data": pinned, "examples": len(examples), "batch": batch, "seed": config.seed}
-    decides |= {"task": to_json(settings), "precision": recipe.precision}
-    found = _predict_rest(model, data, recipe, world, Blocks(*place, decides))
-    rows = sorted(gather_on_rank0(list(zip(found.numbers, found.rows, strict=True)), world), key=itemgetter(0))
+    identity = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.uri, "files": settings.hashes()}
+    identity |= {"weights": checkpoint.folder.hashes.get(MODEL), "model": to_json(recipe.model)}
+    identity |= {"data": pinned, "examples": len(examples), "batch": batch, "seed": config.seed}
+    identity |= {"task": to_json(settings), "precision": recipe.precision}
+    predicted = _predict_rest(model, data, recipe, world, Blocks(*location, identity))
+    rows = gather_on_rank0(list(zip(predicted.numbers, predicted.rows, strict=True)), world)
+    rows = sorted(rows, key=itemgetter(0))
     return SplitPredictions(
         checkpoint=checkpoint,
         recipe=recipe,
@@ -225,36 +223,36 @@ def _predict(
         examples=examples,
         numbers=[number for number, _ in rows],
         rows=model.task.assemble([row for _, row in rows]),
-        shuffled=gather_on_rank0(found.shuffled, world),
-        missing=sorted(gather_on_rank0(list(found.unreadable.items()), world), key=itemgetter(0)),
+        shuffled=gather_on_rank0(predicted.shuffled, world),
+        missing=sorted(gather_on_rank0(list(predicted.unreadable.items()), world), key=itemgetter(0)),
     )
 
 
 def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world: World, blocks: Blocks) -> Predicted:
-    """The predictions of this rank's batches: those of the blocks, and the others computed. Keeps these as blocks."""
-    firsts, before = [data.start + index * data.size for index in range(len(data))], blocks.read()
-    rest = [index for index, first in enumerate(firsts) if first not in before]
+    """Return the predictions of this rank's batches: read saved blocks, then predict the rest and save it as blocks."""
+    firsts, saved = [data.start + index * data.size for index in range(len(data))], blocks.read()
+    rest = [index for index, first in enumerate(firsts) if first not in saved]
 
     def after(index: int, predicted: Predicted) -> None:
         if blocks.add(firsts[index], predicted) and world.first:
             print(f"predicted {rest.index(index) + 1} of {len(rest)} batches", flush=True)
 
-    now = predict_all(model, data, recipe, world, rest, after)
-    found = Predicted()
-    for one in (*(before[first] for first in firsts if first in before), now):
-        found.add(one)
-    return found
+    new = predict_all(model, data, recipe, world, rest, after)
+    total = Predicted()
+    for predicted in (*(saved[first] for first in firsts if first in saved), new):
+        total.add(predicted)
+    return total
 
 
-def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> str | None:
-    """The detector whose regions it was trained on, where the dataset has them."""
-    stage = next((saved["stage"] for saved in checkpoint.state.get("data", [])), None)  # of all datasets
-    found = stage and next(iter(store.list(f"{dataset}/{stage}/")), None)
-    return stage.removeprefix("regions/") if found else None
+def _find_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> str | None:
+    """Return the detector of the checkpoint's training, or None if the dataset has no regions of it."""
+    stage = next((saved["stage"] for saved in checkpoint.state.get("data", [])), None)  # the same in all datasets
+    file = stage and next(iter(store.list(f"{dataset}/{stage}/")), None)
+    return stage.removeprefix("regions/") if file else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`vlbert evaluate RECIPE CHECKPOINT SPLIT [--field value ...]`, on one process or under torchrun."""
+    """Run `vlbert evaluate RECIPE CHECKPOINT SPLIT [--field value ...]`, on one process or under torchrun."""
     recipe_name, given = split_recipe(arguments, "vlbert evaluate", __doc__, RECIPES)
     name = f"vlbert evaluate {recipe_name}"
     try:
@@ -271,9 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         """Evaluate a checkpoint on all examples of a split.
 
         Args:
-            checkpoint: ROOT/runs/RUN, or one of its steps; of VCR two, joined by a comma
-            split: as the task's files call it
-            out: folder to write; needed if CHECKPOINT belongs to no run
+            checkpoint: ROOT/runs/RUN, or one of its steps; for VCR up to two, joined by a comma
+            split: name of the split in the task's files
+            out: folder to write to; required if CHECKPOINT belongs to no run
         """
         changes, paths = named_fields(recipe, given), checkpoint.split(",")
         run_in_world(name, lambda world: evaluate(base, paths, split, changes, out, world))

@@ -1,4 +1,4 @@
-"""The files of an evaluation: predictions, metrics, skipped and invalid examples, submission files."""
+"""Read and write the files of an evaluation: predictions, metrics, problems, and submission files."""
 
 import io
 import json
@@ -37,18 +37,19 @@ _COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class SplitPredictions:
-    """One checkpoint's predictions for a split: on rank 0 all of them, in the order of the examples, elsewhere none.
+    """A checkpoint's predictions for a split, in the order of the examples: all on rank 0, none on other ranks.
 
-    numbers   of the examples that `rows` are about
-    shuffled  rows of each text with the image of another, if the task shuffles
-    missing   (number, why) of the examples without a prediction
+    Attributes:
+        numbers: Numbers of the examples of `rows`.
+        shuffled: Rows of the texts with the image of another example, if the task shuffles.
+        missing: (number, reason) of the examples without a prediction.
     """
 
     checkpoint: Checkpoint
     recipe: Recipe
     task: Task
     samples: ShardSamples
-    pinned: dict  # which regions were read
+    pinned: dict  # dataset, stage and snapshot of the regions that were read
     examples: Examples
     numbers: list[int]
     rows: list[dict]
@@ -57,19 +58,19 @@ class SplitPredictions:
 
     @property
     def trained_on(self) -> list[str]:
-        """The splits that it was trained on or, where the task has none, the datasets."""
+        """Splits that the checkpoint was trained on, or its datasets if the task has no splits."""
         if self.recipe.task.validate_on is not None:
             return list(self.checkpoint.task_settings.get("train_on", ()))
         return sorted(self.checkpoint.config.get("recipe", {}).get("data", {}).get("datasets", ()))
 
 
-def name_of(where: str) -> str:
-    """RUN/step-* of a checkpoint, or the folder."""
-    return where.rpartition("/runs/")[2]
+def name_of(uri: str) -> str:
+    """Return RUN/step-* for the URI of a checkpoint, or the URI itself if it is not in a run."""
+    return uri.rpartition("/runs/")[2]
 
 
 def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluations with equal inputs are the same."""
+    """Return the values that identify an evaluation: with equal inputs, it need not be repeated."""
     return {
         "recipe": recipe.name,
         "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
@@ -79,13 +80,15 @@ def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: M
 
 
 def output_folder(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
-    """Where the files go: a store and the beginning of their names. ValueError where it holds an evaluation with other
-    inputs."""
+    """Return the store for the files, and the prefix of their paths.
+
+    Raises ValueError if an evaluation with other inputs is there.
+    """
     if out is None:
         root, separator, name = checkpoints[0].rpartition("/runs/")
         if not separator:
             raise ValueError(
-                f"{checkpoints[0]} belongs to no run, so there is no folder to write to: give --out FOLDER"
+                f"{checkpoints[0]} belongs to no run, so there is no folder to write to; give --out FOLDER"
             )
         run, _, step = name.partition("/")
         others = "".join(f"-with-{name_of(checkpoint).replace('/', '-')}" for checkpoint in checkpoints[1:])
@@ -94,17 +97,17 @@ def output_folder(out: str | None, checkpoints: Sequence[str], split: str, input
         store, folder = open_store(out), ""
     before = read_summary(store, folder)
     for name, now in inputs.items() if before is not None else ():
-        found = before.get("inputs", {}).get(name)
-        if found != now:
+        old = before.get("inputs", {}).get(name)
+        if old != now:
             raise ValueError(
-                f"{store.uri(folder + METRICS)} is of an evaluation with {name} = {found}, now it is {now}; name "
-                "another place with --out FOLDER, or delete that one"
+                f"{store.uri(folder + METRICS)} is of an evaluation with {name}={old}, but this one has {now}; write "
+                "elsewhere with --out FOLDER, or delete that evaluation"
             )
     return store, folder
 
 
 def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
-    """The contents of metrics.json; None where there is none."""
+    """Return the content of metrics.json, or None if there is none."""
     path = folder + METRICS
     return parse_json(store.get(path), store.uri(path)) if store.exists(path) else None
 
@@ -112,50 +115,50 @@ def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
 def summarise(
     predicted: Sequence[SplitPredictions], rows: Sequence[dict], split: str
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The contents of metrics.json, and the other files except the page."""
+    """Return the content of metrics.json, and the other files except the page."""
     first, task = predicted[0], predicted[0].task
-    files = {PREDICTIONS: _parquet(rows, type(task).__name__)}
-    metrics = metrics_of(task, rows, [row for one in predicted for row in one.shuffled])
+    files = {PREDICTIONS: _encode_parquet(rows, type(task).__name__)}
+    metrics = metrics_of(task, rows, [row for each in predicted for row in each.shuffled])
     counts = {
-        "all": sum(len(one.examples) for one in predicted),
+        "all": sum(len(each.examples) for each in predicted),
         "predicted": len(rows),
-        "unreadable": sum(len(one.missing) for one in predicted),
-        "skipped": sum(len(one.examples.skipped) for one in predicted),
-        "invalid": sum(len(one.examples.invalid) for one in predicted),
+        "unreadable": sum(len(each.missing) for each in predicted),
+        "skipped": sum(len(each.examples.skipped) for each in predicted),
+        "invalid": sum(len(each.examples.invalid) for each in predicted),
     }
-    if problems := [line for one in predicted for line in problems_of(one)]:
+    if problems := [line for each in predicted for line in problems_of(each)]:
         files[PROBLEMS] = "".join(json.dumps(line) + "\n" for line in problems).encode()
     refused = None
     try:
         submission = task.submission(rows)
-    except ValueError as error:  # the metrics stand without it
+    except ValueError as error:  # the metrics are valid without it
         submission, refused = {}, str(error)
     summary = {
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "paper": task.reported(split),
         "examples": counts,
-        "trained_on": [", ".join(one.trained_on) or None for one in predicted],
-        "trained_on_this_split": any(split in one.trained_on for one in predicted),
-        "random_init_detector": any(one.pinned["random_init"] for one in predicted),
+        "trained_on": [", ".join(each.trained_on) or None for each in predicted],
+        "trained_on_this_split": any(split in each.trained_on for each in predicted),
+        "random_init_detector": any(each.pinned["random_init"] for each in predicted),
         "data": {name: first.pinned[name] for name in ("dataset", "stage", "snapshot")},
-        "settings": [to_json(one.recipe.task) for one in predicted],
+        "settings": [to_json(each.recipe.task) for each in predicted],
         "submission": list(submission),
         "submission_refused": refused,
     }
     return summary, files | submission
 
 
-def problems_of(one: SplitPredictions) -> list[dict[str, str | bool | None]]:
-    """The lines of problems.jsonl: the examples that cannot be read, those skipped, and the invalid ones."""
-    name = name_of(one.checkpoint.uri)
-    found = [(False, reason.key, reason.reason) for _, reason in one.missing]
-    found += [(False, None, line) for line in one.examples.skipped]
-    found += [(True, None, line) for line in one.examples.invalid]
-    return [{"checkpoint": name, "predicted": yes, "key": key, "reason": line} for yes, key, line in found]
+def problems_of(predicted: SplitPredictions) -> list[dict[str, str | bool | None]]:
+    """Return the lines of problems.jsonl: unreadable, skipped and invalid examples."""
+    name = name_of(predicted.checkpoint.uri)
+    problems = [(False, missing.key, missing.reason) for _, missing in predicted.missing]
+    problems += [(False, None, line) for line in predicted.examples.skipped]
+    problems += [(True, None, line) for line in predicted.examples.invalid]
+    return [{"checkpoint": name, "predicted": yes, "key": key, "reason": line} for yes, key, line in problems]
 
 
-def _parquet(rows: Sequence[dict], task: str) -> bytes:
-    """The predictions as a Parquet file; ValueError where a column is missing, or of no one type."""
+def _encode_parquet(rows: Sequence[dict], task: str) -> bytes:
+    """Return the predictions as a Parquet file. Raises ValueError if a column is missing or mixes types."""
     columns = {}
     for name in dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)]):
         try:
@@ -163,8 +166,8 @@ def _parquet(rows: Sequence[dict], task: str) -> bytes:
             columns[name] = pa.array(values, _COLUMNS.get(name))
         except (KeyError, pa.ArrowException) as error:
             raise ValueError(
-                f"column {name} of the predictions of {task} is missing or of no one type ({error}); Task.predictions "
-                "says what (vlbert/tasks/base.py)"
+                f"column {name} of the predictions of {task} is missing or mixes types ({error}); see Task.predictions "
+                "in vlbert/tasks/base.py"
             ) from error
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file, compression="zstd")
@@ -172,36 +175,36 @@ def _parquet(rows: Sequence[dict], task: str) -> bytes:
 
 
 def write(store: ObjectStore, folder: str, files: dict[str, bytes], summary: dict[str, Any]) -> None:
-    """Writes metrics.json last: where it is, all files are there."""
+    """Write the files, metrics.json last: if it exists, all files do."""
     for name, data in files.items():
         store.put(folder + name, data)
     store.put(folder + METRICS, (json.dumps(summary, indent=1) + "\n").encode())
 
 
-def print_summary(summary: dict[str, Any], where: str) -> None:
-    """Prints the warnings, and the metrics beside the paper's."""
+def print_summary(summary: dict[str, Any], uri: str) -> None:
+    """Print the warnings, and the metrics next to the paper's."""
     for warning in warnings(summary):
         print(warning, flush=True)
     for name, value in summary["metrics"].items():
-        if "/" not in name:  # those of question types are many, and in metrics.json
-            paper = f"  (the paper, %: {summary['paper'][name]})" if name in summary["paper"] else ""
+        if "/" not in name:  # the many metrics of question types are only in metrics.json
+            paper = f"  (reported in the paper, %: {summary['paper'][name]})" if name in summary["paper"] else ""
             print(f"{name} {'-' if value is None else format(value, '.4f')}{paper}", flush=True)
-    print(f"evaluated {summary['inputs']['split']}: {where}", flush=True)
+    print(f"evaluated {summary['inputs']['split']}: {uri}", flush=True)
 
 
 def warnings(summary: dict[str, Any]) -> list[str]:
-    """What a reader of the metrics must know, a sentence each."""
-    counts, found = summary["examples"], []
+    """Return what limits the meaning of the metrics, one sentence each."""
+    counts, lines = summary["examples"], []
     if summary["trained_on_this_split"]:
-        found.append(f"WARNING: it was trained on this split ({', '.join(map(str, summary['trained_on']))})")
+        lines.append(f"WARNING: the model was trained on this split ({', '.join(map(str, summary['trained_on']))})")
     if summary["random_init_detector"]:
-        found.append("WARNING: the regions come from an UNTRAINED detector (random weights)")
-    for kind, what in (
+        lines.append("WARNING: the regions come from an UNTRAINED detector (random weights)")
+    for kind, text in (
         ("unreadable", f"of {counts['all']} examples could not be read: the metrics are over the others"),
         ("skipped", "examples of the files are skipped"),
-        ("invalid", f"of {counts['all']} examples are invalid and count as they are"),
+        ("invalid", f"of {counts['all']} examples are invalid, but included in the metrics"),
     ):
-        found += [f"{counts[kind]} {what}, see {PROBLEMS}"] * bool(counts[kind])
+        lines += [f"{counts[kind]} {text}, see {PROBLEMS}"] * bool(counts[kind])
     if summary["submission_refused"]:
-        found.append(f"no submission file: {summary['submission_refused']}")
-    return found
+        lines.append(f"no submission file: {summary['submission_refused']}")
+    return lines

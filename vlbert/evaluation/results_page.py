@@ -1,4 +1,4 @@
-"""The page of an evaluation: its numbers beside the paper's, and the worst and the best samples, drawn."""
+"""Render the page of an evaluation: its metrics next to the paper's, and images of the worst and best samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +12,14 @@ from storage.sample import Sample
 from vlbert.evaluation.results import SplitPredictions, warnings
 
 _DRAWN = 12  # samples of each kind
-Place = tuple[int, int]  # which of the checkpoints, which of its rows
+RowIndex = tuple[int, int]  # index of the checkpoint, index of its row
 
 
 def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> bytes:
-    """index.html, with all images in it."""
+    """Return index.html, with all images embedded."""
     worst, best = worst_and_best(predicted)
     galleries = [
-        (title, [_drawn(predicted, place) for place in of]) for title, of in (("Worst", worst), ("Best", best))
+        (title, [_draw_row(predicted, index) for index in rows]) for title, rows in (("Worst", worst), ("Best", best))
     ]
     whole, parts = [], []
     for name, value in summary["metrics"].items():
@@ -29,7 +29,7 @@ def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> byte
 
 
 def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
-    """The page of a template that extends page.html.j2; every value is escaped, and one that is missing is an error."""
+    """Render a template that extends page.html.j2. Values are escaped, and a missing value is an error."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=True,
@@ -42,45 +42,48 @@ def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
 
 
 def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
-    """The image with the boxes of a prediction as the src of an img.
+    """Return the image with the boxes of a prediction, as the src of an img.
 
-    A chosen region is green where it is right, and red where it is wrong: then the true box is green. Boxes that are no
-    choice (objects that a text mentions) have turning colours.
+    A right answer's box is green. A wrong answer's box is red, and the true box is green. Other boxes, such as objects
+    that a text mentions, take turns in colour.
     """
     right, drawn = (row["score"] or 0) >= 0.5, []
-    for number, one in enumerate(row["boxes"]):
-        name, colour = one["name"], BOX_COLOURS[number % len(BOX_COLOURS)]
+    for number, box in enumerate(row["boxes"]):
+        name, colour = box["name"], BOX_COLOURS[number % len(BOX_COLOURS)]
         if name == "ground truth" and right:
-            continue  # the chosen box is good enough
+            continue  # the chosen box is close enough
         if row["score"] is not None and name in (row["answer"], "ground truth"):
             colour = GREEN if right or name == "ground truth" else RED
-        drawn.append((np.array(one["box"], np.float32), colour, name))
+        drawn.append((np.array(box["box"], np.float32), colour, name))
     return data_uri(draw_boxes(sample, drawn))
 
 
-def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
-    """The rows whose answers are surest and wrong, and those that are surest and right: no row is in both. A split
-    without truths has none."""
-    places = [(number, row) for number, one in enumerate(predicted) for row in range(len(one.rows))]
-    scored = [place for place in places if _row(predicted, place)["score"] is not None]
+def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[RowIndex], list[RowIndex]]:
+    """Return the most confident wrong answers and the most confident right ones, without overlap.
 
-    def worth(place: Place) -> float:
-        row = _row(predicted, place)
+    Both are empty for a split without ground truth.
+    """
+    indexes = [(number, row) for number, each in enumerate(predicted) for row in range(len(each.rows))]
+    scored = [index for index in indexes if _get_row(predicted, index)["score"] is not None]
+
+    def signed_confidence(index: RowIndex) -> float:
+        row = _get_row(predicted, index)
         return (2 * row["score"] - 1) * row["probability"]
 
-    ordered = sorted(scored, key=worth)
+    ordered = sorted(scored, key=signed_confidence)
     half = (len(ordered) + 1) // 2
     return ordered[:half][:count], ordered[half:][::-1][:count]
 
 
-def _row(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any]:
-    return predicted[place[0]].rows[place[1]]
+def _get_row(predicted: Sequence[SplitPredictions], index: RowIndex) -> dict[str, Any]:
+    return predicted[index[0]].rows[index[1]]
 
 
-def _drawn(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any]:
-    one, row = predicted[place[0]], _row(predicted, place)
+def _draw_row(predicted: Sequence[SplitPredictions], index: RowIndex) -> dict[str, Any]:
+    of_checkpoint, row = predicted[index[0]], _get_row(predicted, index)
+    sample = of_checkpoint.examples.samples[of_checkpoint.numbers[index[1]]]
     try:
-        image = draw_answer(one.samples.sample(int(one.examples.samples[one.numbers[place[1]]])), row)
-    except (OSError, ValueError):  # precomputed features need no image that decodes
+        image = draw_answer(of_checkpoint.samples.sample(int(sample)), row)
+    except (OSError, ValueError):  # with precomputed features, the image may not decode
         image = None
     return {"row": row, "image": image}

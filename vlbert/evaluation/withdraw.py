@@ -1,11 +1,11 @@
 """Withdraw images by their URLs, and list every checkpoint that has seen them.
 
-    vlbert withdraw ROOT URL ...                 or, one URL a line: --urls FILE
-    vlbert catalog gc ROOT --delete              then: delete the tars that still have them
+    vlbert withdraw ROOT URL ...                 or a file with one URL per line: --urls FILE
+    vlbert catalog gc ROOT --delete              then: delete the tars that still contain them
 
-From now on no collection under ROOT takes these URLs, nor the same images from other URLs. The shards that have them
-are written again without them. URLs are compared as they stand in the lists. The same command again finishes what was
-interrupted, and prints the same list. docs/provenance.md says what is not reached.
+Later collections under ROOT skip these URLs, and the same images from other URLs. Shards with them are rewritten
+without them. URLs must match those in the lists exactly. Repeating the command finishes an interrupted withdrawal, and
+prints the same list. docs/provenance.md says what a withdrawal does not reach.
 """
 
 from collections.abc import Collection
@@ -27,30 +27,30 @@ from storage.tables import aligned
 from storage.withdrawn import Withdrawn, read_withdrawn, withdraw
 from vlbert.checkpoint import read_checkpoint
 from vlbert.datasets.files import read_lines
-from vlbert.evaluation.whence import lineage, seen
+from vlbert.evaluation.whence import lineage, seen_samples
 
-_SHOWN = 5  # URLs that are named where there are many
+_MAX_PRINTED = 5  # URLs of a long list that are printed
 
 
-# --- what is committed ------------------------------------------------------------------------------------------------
+# --- committed rows ---------------------------------------------------------------------------------------------------
 
 
 def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
-    """All committed rows that are among these: dataset, stage, shard, url, sha256 and status of each."""
-    found = []
+    """Return all committed rows of these URLs or images: dataset, stage, shard, url, sha256 and status of each."""
+    rows = []
     for (dataset, stage), shards in sorted(Inventory(store).manifests.items()):
         names, catalog = sorted(shards), Catalog(store, dataset)
         tables = catalog.columns(stage, ["url", "sha256", "status"], names)
         for shard, table in zip(names, tables, strict=True):
-            place = {"dataset": dataset, "stage": stage, "shard": shard}
-            found += [place | row for row in table.filter(withdrawn.contains(table)).to_pylist()]
-    return found
+            location = {"dataset": dataset, "stage": stage, "shard": shard}
+            rows += [location | row for row in table.filter(withdrawn.contains(table)).to_pylist()]
+    return rows
 
 
 def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn, list[dict], frozenset[str]]:
-    """Withdraw these URLs, and the images that they have, under whatever URL.
+    """Withdraw URLs and their images, also under other URLs.
 
-    Returns what was not withdrawn before, the committed rows that have these URLs, and all URLs of these images.
+    Returns what was not withdrawn before, the committed rows with these URLs, and all URLs of their images.
     """
     new = withdraw(store, urls)
     rows = committed_rows(store, Withdrawn(frozenset(urls)))
@@ -61,44 +61,46 @@ def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn,
 
 
 def revise_shards(store: ObjectStore) -> int:
-    """Write all shards that hold withdrawn images again without them; returns how many."""
+    """Rewrite all shards that contain withdrawn images, without them. Returns the number of shards."""
     rows = committed_rows(store, read_withdrawn(store))
-    places = sorted({(row["dataset"], row["stage"], row["shard"]) for row in rows if row["status"] == OK})
-    return sum(withdraw_samples(Catalog(store, dataset), stage, shard) for dataset, stage, shard in places)
+    shards = sorted({(row["dataset"], row["stage"], row["shard"]) for row in rows if row["status"] == OK})
+    return sum(withdraw_samples(Catalog(store, dataset), stage, shard) for dataset, stage, shard in shards)
 
 
-# --- what checkpoints have seen ---------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
-    """What the runs of each checkpoint under a root have seen of these URLs, as a table; and a line for each checkpoint
-    of which that is not known."""
+def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
+    """Return a table of what the runs of each checkpoint under a root have seen of these URLs.
+
+    A line follows for each checkpoint for which this is unknown.
+    """
     rows, unknown = [], []
     for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
         folder = path.removesuffix(f"/{STATE}")
         try:
             checkpoint = read_checkpoint(store, folder, tensors=False)
             if not isinstance(checkpoint.state.get("data"), list):
-                continue  # a detector: it learned from the files of its annotations
+                continue  # a detector, which was trained on annotated images
             runs, start = lineage(checkpoint)
         except (ValueError, ObjectMissing) as error:
             unknown.append(f"{store.uri(folder)}: {printable(error)}")
             continue
         if start:
-            unknown.append(f"{store.uri(folder)}: it started from {start['checkpoint']}, which does not say")
+            unknown.append(f"{store.uri(folder)}: started from {start['checkpoint']}, which has no record of its data")
         for trained in runs:
             try:
-                found = [row for table in seen(trained, "url", urls) for row in table.to_pylist()]
-            except ValueError as error:  # of its URLs one is in the snapshots, or these are gone
+                samples = [row for table in seen_samples(trained, "url", urls) for row in table.to_pylist()]
+            except ValueError as error:  # snapshots are gone, or task files are gone or have changed
                 unknown.append(f"{store.uri(folder)}: {printable(error)}")
                 continue
-            if found:
-                count, first = len({row["url"] for row in found}), min(row["first_step"] for row in found)
+            if samples:
+                count, first = len({row["url"] for row in samples}), min(row["first_step"] for row in samples)
                 rows.append((folder, trained.run, f"{count:,} of {len(urls):,}", f"{first:,}"))
-    lines = aligned(("checkpoint", "learned in run", "URLs", "first at step"), rows)
+    lines = aligned(("checkpoint", "seen in run", "URLs", "first at step"), rows)
     if not rows:
-        lines.append(f"no checkpoint under {store.uri()} has seen any of them, as far as is known")
-    return lines + [f"not known of {line}" for line in unknown]
+        lines.append(f"no checkpoint under {store.uri()} is known to have seen any of them")
+    return lines + [f"unknown for {line}" for line in unknown]
 
 
 # --- as a program -----------------------------------------------------------------------------------------------------
@@ -112,25 +114,26 @@ def withdraw_images(
     """Withdraw images by their URLs, and list every checkpoint that has seen them.
 
     Args:
-        url: as the list has it
-        urls: file with a URL a line
+        url: URLs as in the lists
+        urls: file with one URL per line
     """
     wanted = [*dict.fromkeys([*url, *(read_lines(urls, "--urls") if urls else [])])]
     if not wanted:
-        raise ValueError("no URL is given: name some, or a file with one a line: --urls FILE")
-    if next(iter(open_store(root, write=False).list()), None) is None:  # which makes no folder
-        raise ValueError(f"{root} holds nothing; see how the root's name is written")
+        raise ValueError("no URL is given; give URLs, or a file with one per line: --urls FILE")
+    if next(iter(open_store(root, write=False).list()), None) is None:  # read-only, so that no folder is made
+        raise ValueError(f"{root} is empty; check the spelling of the root")
     store = open_store(root)
     new, rows, every = withdraw_urls(store, wanted)
-    print(f"{len(new.urls):,} URLs are withdrawn now, {len(wanted) - len(new.urls):,} were before", flush=True)
+    print(f"{len(new.urls):,} URLs are now withdrawn, {len(wanted) - len(new.urls):,} were already", flush=True)
     missing = [display_url(url) for url in wanted if url not in {row["url"] for row in rows}]
     if missing:
-        print(f"in no list under {store.uri()} are {len(missing):,} of them: {', '.join(missing[:_SHOWN])}", flush=True)
+        named = ", ".join(missing[:_MAX_PRINTED])
+        print(f"{len(missing):,} of them are in no list under {store.uri()}: {named}", flush=True)
     if len(every) > len(wanted):
-        print(f"{len(every) - len(wanted):,} more URLs have the same images, and are withdrawn, too", flush=True)
-    print("\n".join(sightings(store, every)), flush=True)
-    print(f"{revise_shards(store):,} shards were written again without them", flush=True)
-    print(f"to delete the tars that still have them: vlbert catalog gc {root} --delete", flush=True)
+        print(f"{len(every) - len(wanted):,} more URLs of the same images are also withdrawn", flush=True)
+    print("\n".join(list_sightings(store, every)), flush=True)
+    print(f"{revise_shards(store):,} shards were rewritten without them", flush=True)
+    print(f"to delete the tars that still contain them: vlbert catalog gc {root} --delete", flush=True)
 
 
 main = Command("vlbert withdraw", withdraw_images, ObjectMissing, StorageUnreachable)
