@@ -343,7 +343,7 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, vcr
     answers = paths[0]
     for recipe, names, named in (
         (refcoco_recipe(refcoco), [f"{refcoco}/storage/runs/tuned"] * 2, "names 2 checkpoints; .* takes at most 1"),
-        (vcr_recipe(vcr, "answer"), [answers] * 3, "names 3 checkpoints; .* takes 2 at most"),
+        (vcr_recipe(vcr, "answer"), [answers] * 3, "names 3 checkpoints; .* takes at most 2"),
         (vcr_recipe(vcr, "answer"), [answers] * 2, "have the same settings; give one of them, or"),
     ):
         with pytest.raises(ValueError, match=named):

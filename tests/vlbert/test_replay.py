@@ -148,7 +148,10 @@ def with_another_corpus(root: Path) -> str:
 
 @pytest.mark.parametrize(
     ("change", "step"),
-    [(lambda root: "step 7 cannot be replayed; give a step from 1 to 6, or a later checkpoint$", 7), (lambda root: "from 1 to 6", 0)]
+    [
+        (lambda root: "step 7 cannot be replayed; give a step from 1 to 6, or a later checkpoint$", 7),
+        (lambda root: "from 1 to 6", 0),
+    ]
     + [(change, 2) for change in (without_a_tar, without_a_snapshot, with_another_corpus)],
 )
 def test_what_cannot_be_replayed_is_one_line(trained, tmp_path, change: Callable[[Path], str], step: int):
