@@ -14,7 +14,7 @@ from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
-from vlbert.predict.attention import Map, draw_attention, maps_of
+from vlbert.predict.attention import Map, draw_attention, make_maps
 from vlbert.predict.prediction import Prediction
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -49,7 +49,7 @@ def predicted(text: str, regions: int = 2, other: str | None = None, model: Mode
 )
 def test_the_maps_are_the_models_without_padding(model, shapes):
     plain = predicted("a [MASK] square", model=model)
-    alone, padded = (maps_of(one) for one in (plain, predicted("a [MASK] square", 2, "a " * 9 + "[MASK]", model)))
+    alone, padded = (make_maps(one) for one in (plain, predicted("a [MASK] square", 2, "a " * 9 + "[MASK]", model)))
     assert {one.layer: one.weights.shape for one in alone} == shapes
     models = [one for one in plain.encoded.attentions if one.queries != "regions" and one.keys != "text"]
     for one, other, theirs in zip(alone, padded, models, strict=True):
@@ -61,7 +61,7 @@ def test_the_maps_are_the_models_without_padding(model, shapes):
 def test_of_several_choices_the_maps_are_those_of_the_chosen_one():
     both = predicted("a [MASK] square", other="red [MASK]")
     second = dataclasses.replace(both, row={"probabilities": [0.4, 0.6]})
-    assert [maps_of(one)[0].weights.shape[1:] for one in (both, second)] == [(5, 3), (4, 4)]
+    assert [make_maps(one)[0].weights.shape[1:] for one in (both, second)] == [(5, 3), (4, 4)]
 
 
 def test_the_head_is_shown_that_attends_most_to_regions_rescaled_over_all_heads():
@@ -85,4 +85,4 @@ def test_a_prediction_without_maps_is_refused():
     prediction = predicted("a [MASK]")
     blind = dataclasses.replace(prediction, encoded=dataclasses.replace(prediction.encoded, attentions=None))
     with pytest.raises(ValueError, match="attentions=True"):
-        maps_of(blind)
+        make_maps(blind)

@@ -236,7 +236,7 @@ SIZE = {"image_sizes": torch.tensor([[40, 60]])}
         ({"pixel_values": torch.zeros(1, 3, 40, 60)}, r"pixel_values is float32 \[1, 3, 40, 60\]; it must be uint8"),
         (
             {"pixel_values": torch.zeros(2, 3, 40, 60, dtype=torch.uint8)},
-            "1 texts, and there are pixel_values of 2",
+            "1 texts, but pixel_values has 2",
         ),
         ({"boxes": torch.zeros(1, 1, 4)}, "boxes need pixel_values or visual_embeds"),
         ({"visual_embeds": torch.zeros(1, 2, 64)}, "visual_embeds need boxes"),
@@ -474,7 +474,7 @@ def test_a_new_head_for_questions_has_the_labels_that_are_given(root, tmp_path, 
     assert again.saved == json.loads((tmp_path / "task.json").read_text()) == {"answers": ["yes", "no", "maybe"]}
     assert (again.config.num_labels, again.config.id2label[2]) == (3, "maybe")
     for folder in (vqa, str(tmp_path)):
-        with pytest.raises(ValueError, match="num_labels is 7, the head has 3 answers"):
+        with pytest.raises(ValueError, match="num_labels is 7, but the head has 3 answers"):
             kind.from_pretrained(folder, num_labels=7)
     assert kind.from_pretrained(vqa, id2label={0: "a", 1: "b", 2: "c"}).saved == {"answers": ["a", "b", "c"]}
 

@@ -112,7 +112,7 @@ def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
         ["converted", *["not recorded"] * 3],
     ]
     assert "/elsewhere/" not in card
-    assert "Before it" not in model_card(str(root / "runs/pretrain"))
+    assert "Earlier runs" not in model_card(str(root / "runs/pretrain"))
 
 
 def test_a_readme_of_somebody_is_kept(root, tmp_path):
@@ -124,7 +124,7 @@ def test_a_readme_of_somebody_is_kept(root, tmp_path):
     ):
         file = root / folder / "README.md"
         file.write_text("mine")
-        with pytest.raises(SystemExit, match=f"{file} is not a card of this program"):
+        with pytest.raises(SystemExit, match=f"{file} was not written by this program"):
             main(arguments)
         assert file.read_text() == "mine"
     main(["model", run, f"--out={tmp_path / 'elsewhere'}"])
@@ -140,8 +140,11 @@ def test_a_dataset_card_has_the_numbers_of_its_manifests(root):
     assert "<script>" not in card
     assert "\n# mine" not in card
     assert table(card, "host") == [["example.org", "20", "100.0%"]]
-    assert "Made of: captions.tsv." in card, "no path of a machine"
-    assert dict(table(card, "setting"))["regions of an image, mean"] == f"{sum(1 + i % 3 for i in range(20)) / 20:.1f}"
+    assert "Lists: captions.tsv." in card, "no path of a machine"
+    assert (
+        dict(table(card, "setting"))["mean number of regions per image"]
+        == f"{sum(1 + i % 3 for i in range(20)) / 20:.1f}"
+    )
 
 
 def test_withdrawn_images_are_not_counted(tmp_path):

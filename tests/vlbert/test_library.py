@@ -32,7 +32,7 @@ def test_importing_vlbert_takes_no_torch_and_its_names_do():
 
     for name in vlbert.__all__:
         assert getattr(vlbert, name).__name__ == name
-    with pytest.raises(AttributeError, match="vlbert has no VLBart; it has Batch, "):
+    with pytest.raises(AttributeError, match="vlbert has no attribute VLBart; it has Batch, "):
         vlbert.VLBart  # noqa: B018
 
 
@@ -51,12 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config.json", None, "holds no model: it has no config.json"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
         ("config.json", b'{"version": 9}', "config.json is of version 9, this code reads 8: use the code that"),
-        ("config.json", b'{"version": 8}', "config.json lacks model, vocab_size or `files`"),
-        ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a VL-BERT"),
+        ("config.json", b'{"version": 8}', "config.json is incomplete: model, vocab_size or files"),
+        ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a model"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .* another version"),
         ("config.json", {"hidden_size": "32"}, "config.json: ModelConfig.hidden_size is "),
         ("model.safetensors", 0.5, "model.safetensors is damaged: its sha256 is"),
-        ("vocab.txt", WORDS.text().removesuffix("word190\n").encode(), "vocab.txt has 199 tokens, the model 200"),
+        (
+            "vocab.txt",
+            WORDS.text().removesuffix("word190\n").encode(),
+            "vocab.txt has 199 tokens, but the model has 200",
+        ),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),
     ],
 )

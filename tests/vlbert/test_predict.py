@@ -30,7 +30,7 @@ from storage.object_store import open_store
 from storage.sample import Sample
 from vlbert.config import RegionConfig
 from vlbert.predict.command import main
-from vlbert.predict.predictor import Predictor, region_names
+from vlbert.predict.predictor import Predictor, name_regions
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -111,7 +111,7 @@ def test_masked_words_are_filled_in(pretrained, sample):
     first, second = (mask["guesses"][0] for mask in row["masks"])
     assert prediction.answer == f"a {first['answer']} square and a {second['answer']} [UNK]"
     assert row["probability"] == pytest.approx(first["probability"] * second["probability"])
-    batch = pretrained.batch_of(sample, pretrained.task.annotation_for(prediction.row["question"]))
+    batch = pretrained.make_batch(sample, pretrained.task.annotation_for(prediction.row["question"]))
     with torch.no_grad():
         model = pretrained.model
         likely = model.head.words(model.vlbert, model.vlbert(batch).text[:, 2])[0].softmax(0)
@@ -216,8 +216,8 @@ def test_regions_are_named_by_the_detectors_classes(pretrained, sample):
     background_first = dataclasses.replace(
         regions, class_probs=regions.class_probs[:, order], labels=regions.labels + 1, background=0
     )
-    assert region_names(background_first, classes) == names
-    assert region_names(background_first, None) == [str(number) for number in range(1, 1 + len(regions))]
+    assert name_regions(background_first, classes) == names
+    assert name_regions(background_first, None) == [str(number) for number in range(1, 1 + len(regions))]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_the_weight_file_is_that_of_the_run_or_of_the_run_that_it_started_from(r
     [
         (ANNOTATED, TINY_MODEL, "its regions came from annotated boxes"),
         (ANNOTATED, ON_FEATURES, "its regions came from annotated boxes"),
-        (None, TINY_MODEL, "it carries no detector's description"),
+        (None, TINY_MODEL, "it has no description of a detector"),
     ],
 )
 def test_a_checkpoint_without_a_network_detector_needs_one_by_name(root, tmp_path, detector, model, reason):

@@ -112,7 +112,7 @@ def test_answers_are_the_predictors_one_at_a_time(page, predictor):
 
 
 def test_images_that_were_dropped_long_ago_are_forgotten(page, monkeypatch):
-    monkeypatch.setattr(prediction_page, "_MOST_SAMPLES", 1)
+    monkeypatch.setattr(prediction_page, "_MAX_SAMPLES", 1)
     first = dropped(page)["image"]
     dropped(page)
     reply = page.post("/answer", json={"image": first, "text": "a [MASK]"})

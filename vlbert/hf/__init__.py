@@ -1,4 +1,4 @@
-"""VL-BERT, Unicoder-VL and ViLBERT as Hugging Face transformers has its models (docs/library.md).
+"""VL-BERT, Unicoder-VL and ViLBERT as models of Hugging Face transformers (docs/library.md).
 
     from transformers import AutoModelForPreTraining, AutoProcessor
 
@@ -8,7 +8,7 @@
     model = AutoModelForPreTraining.from_pretrained("ROOT/runs/pretrain/step-0000100")
     outputs = model(**processor(images=image, text="a red [MASK]", boxes=boxes))
 
-Each class wraps one of vlbert/model and vlbert/tasks, and computes what that computes, bit for bit.
+Each class wraps a class of vlbert/model or vlbert/tasks. Their outputs are equal, bit for bit.
 """
 
 from transformers import (

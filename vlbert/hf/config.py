@@ -1,4 +1,4 @@
-"""VLBertConfig: config.json of a model or of a checkpoint (docs/formats.md), as transformers reads and writes it."""
+"""VLBertConfig: config.json of a model or a checkpoint (docs/formats.md) as a transformers configuration."""
 
 import copy
 import json
@@ -19,34 +19,35 @@ from vlbert.hf.files import find_folder
 from vlbert.tasks import settings_named
 from vlbert.tasks.base import TaskSettings
 
-_MODEL_FIELDS = {one.name for one in fields(ModelConfig)}
-_WHERE = "VLBertConfig"
-# What Auto classes and transformers' own loader take, and what has no meaning here.
+_MODEL_FIELDS = {field.name for field in fields(ModelConfig)}
+_SOURCE = "VLBertConfig"
+# Arguments of Auto classes and of transformers' own loader that have no meaning here.
 IGNORED = {"adapter_kwargs", "code_revision", "low_cpu_mem_usage", "trust_remote_code", "use_fast", "use_safetensors"}
 IGNORED |= {"weights_only"}
 
 
-def _of_model(name: str) -> property:
-    """A field of the model under the name that transformers gives it."""
+def _model_field(name: str) -> property:
+    """Make a property for a model field, to give it transformers' name."""
     return property(lambda config: config.model[name])
 
 
 class VLBertConfig(PretrainedConfig):
-    """The configuration of a model and of its task.
+    """The configuration of a model and its task.
 
         VLBertConfig.from_pretrained("ROOT/runs/pretrain")
         VLBertConfig(layers="J" * 12, hidden_size=768)             # fields of vlbert.config.ModelConfig
         VLBertConfig(ModelConfig(), settings=VQASettings(answers=2))
 
-    model        ModelConfig, or its fields; further arguments may name single ones
-    vocab_size   tokens of the vocabulary
-    num_classes  of the detector, without the background
-    settings     those of the model's task (vlbert/tasks), or their fields; `task` is the name of their type
-    detector     id and description of the detector whose regions the model learned from
-    recipe       of a checkpoint of ours: `settings` are taken from it; it is not kept
+    Paths are not kept: folders of tasks, and the file that a Fast R-CNN started from. Raises ValueError if a field is
+    invalid.
 
-    Paths are not kept: neither folders of tasks, nor the file that a Fast R-CNN started from. ValueError names a field
-    that is wrong.
+    Args:
+        model: ModelConfig, or its fields. Single fields may also be given as further arguments.
+        vocab_size: Tokens of the vocabulary.
+        num_classes: Classes of the detector, without the background.
+        settings: Settings of the model's task (vlbert/tasks), or their fields; `task` is the name of their type.
+        detector: Id and description of the detector whose regions the model was trained on.
+        recipe: Recipe of a checkpoint. `settings` are taken from it; it is not kept.
     """
 
     model_type = MODEL_TYPE
@@ -63,12 +64,12 @@ class VLBertConfig(PretrainedConfig):
         version: int = CHECKPOINT_VERSION,
         **kwargs: Any,
     ):
-        check_version(version, CHECKPOINT_VERSION, _WHERE)
-        kwargs.pop("files", None)  # hashes of the files beside a config.json of ours
+        check_version(version, CHECKPOINT_VERSION, _SOURCE)
+        kwargs.pop("files", None)  # hashes of the model's files in a config.json
         given = {name: kwargs.pop(name) for name in _MODEL_FIELDS & kwargs.keys()}
         values = to_json(model) if isinstance(model, ModelConfig) else dict(model or {})
         self.version = version
-        self.model = _plain(to_json(strip_paths(from_json(ModelConfig, values | given, _WHERE))))
+        self.model = _to_plain(to_json(strip_paths(from_json(ModelConfig, values | given, _SOURCE))))
         self.vocab_size = vocab_size
         self.num_classes = num_classes
         if isinstance(settings, TaskSettings):
@@ -76,63 +77,65 @@ class VLBertConfig(PretrainedConfig):
         if settings is None and recipe is not None:
             settings = recipe["task"]
         self.task = task
-        self.settings = None if settings is None else _plain(_without_paths(dict(settings)))
-        self.detector = None if detector is None else _plain(dict(detector))
+        self.settings = None if settings is None else _to_plain(_strip_task_paths(dict(settings)))
+        self.detector = None if detector is None else _to_plain(dict(detector))
         if kwargs.get("id2label") is None:
-            kwargs.setdefault("num_labels", 0)  # a model for questions knows how many answers it has, all others none
+            kwargs.setdefault("num_labels", 0)  # only question answering has labels, and its model counts them
         super().__init__(**kwargs)
 
     @property
     def model_config(self) -> ModelConfig:
         """The architecture."""
-        return from_json(ModelConfig, self.model, _WHERE)
+        return from_json(ModelConfig, self.model, _SOURCE)
 
     @property
     def task_settings(self) -> TaskSettings | None:
-        """The settings of the task; None of a model without a head. ValueError where the task is none of this
-        package."""
+        """The settings of the task; None for a model without a head. Raises ValueError if the task is unknown."""
         if self.task is None:
             return None
         kind = settings_named(self.task)
         if kind is None:
-            raise ValueError(f"{_WHERE}: task is {self.task!r}, which is none of this package")
-        return from_json(kind, self.settings or {}, f"{_WHERE}.settings")
+            raise ValueError(f"{_SOURCE}: task is {self.task!r}, which is not a task of this package")
+        return from_json(kind, self.settings or {}, f"{_SOURCE}.settings")
 
-    hidden_size = _of_model("hidden_size")  # of the text
-    num_attention_heads = _of_model("num_heads")
-    intermediate_size = _of_model("intermediate_size")
-    max_position_embeddings = _of_model("max_positions")
-    initializer_range = _of_model("initializer_range")
+    hidden_size = _model_field("hidden_size")  # of the text stream
+    num_attention_heads = _model_field("num_heads")
+    intermediate_size = _model_field("intermediate_size")
+    max_position_embeddings = _model_field("max_positions")
+    initializer_range = _model_field("initializer_range")
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers of both streams, as many as `model["layers"]` has letters."""
+        """Number of layers of both streams: the length of `model["layers"]`."""
         return len(self.model["layers"])
 
     @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of a model's folder, of a run's newest checkpoint, or of the hub; OSError where a local folder is missing."""
+        """Read config.json of a folder, of a run's newest checkpoint or of the hub.
+
+        Raises OSError if a local folder is missing.
+        """
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     def with_settings(self, settings: TaskSettings | None) -> Self:
-        """The same model with another task."""
-        found = copy.deepcopy(self)
-        found.task = None if settings is None else type(settings).__name__
-        found.settings = None if settings is None else _plain(_without_paths(to_json(settings)))
-        return found
+        """Return a copy with another task, or without one."""
+        config = copy.deepcopy(self)
+        config.task = None if settings is None else type(settings).__name__
+        config.settings = None if settings is None else _to_plain(_strip_task_paths(to_json(settings)))
+        return config
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON reads it back: lists in place of tuples."""
+def _to_plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as JSON reads them back: with lists instead of tuples."""
     return json.loads(json.dumps(values))
 
 
-def _without_paths(settings: Any) -> Any:
-    """A task's settings without its folder, and with the bare names of other files that are not below that."""
+def _strip_task_paths(settings: Any) -> Any:
+    """Return a task's settings with an empty `folder`, and with other absolute paths and URIs cut to the file name."""
     if isinstance(settings, Mapping):
-        return {name: "" if name == "folder" else _without_paths(value) for name, value in settings.items()}
+        return {name: "" if name == "folder" else _strip_task_paths(value) for name, value in settings.items()}
     if isinstance(settings, str) and (os.path.isabs(settings) or "://" in settings):
         return PurePath(settings).name
     return settings

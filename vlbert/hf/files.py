@@ -1,4 +1,4 @@
-"""Finds the files of a model by its name: a folder of this machine, a run, or the Hugging Face hub."""
+"""Find the files of a model by its name: a local folder, a run, or a model on the Hugging Face hub."""
 
 import os
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  
 
 
 class ModelNotReadable(OSError, ValueError):
-    """A model is missing or damaged. OSError is what transformers raises, ValueError what this package does."""
+    """A model is missing or damaged: an OSError as in transformers, and a ValueError as in this package."""
 
 
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
-    """find_folder, or the folder into which those `files` that a model of the hub has were downloaded, of one commit.
+    """Return a model's local folder. If it is on the hub, its `files` are downloaded, all of one commit.
 
-    hub: options of `snapshot_download`, those in HUB; TypeError names others.
+    `hub` are options of `snapshot_download`. Raises TypeError for options that are not in HUB.
     """
     if unknown := hub.keys() - HUB:
         raise TypeError(f"from_pretrained takes no {', '.join(sorted(unknown))}")
@@ -29,21 +29,24 @@ def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> s
     if Path(folder).is_dir():
         return folder
     try:
-        found = snapshot_download(folder, allow_patterns=list(files), **hub)
+        downloaded = snapshot_download(folder, allow_patterns=list(files), **hub)
         reason = f"it has no {CONFIG}"
     except (HFValidationError, OSError) as error:
-        found, reason = "", str(error).strip().split("\n")[0]
-    if not found or not Path(found, CONFIG).is_file():
-        here = Path(folder).absolute()
+        downloaded, reason = "", str(error).strip().split("\n")[0]
+    if not downloaded or not Path(downloaded, CONFIG).is_file():
+        local = Path(folder).absolute()
         raise ModelNotReadable(
-            f"{name} is neither a folder nor a model on the hub ({reason}); there is no folder {here}"
+            f"{name} is neither a folder nor a model on the hub ({reason}); there is no folder {local}"
         )
-    return found
+    return downloaded
 
 
 def find_folder(name: str | os.PathLike) -> str:
-    """Return the path of a model's folder; for ROOT/runs/RUN that of its newest checkpoint, for ROOT/runs/RUN/best of
-    its best. A name of the hub stays as it is. ModelNotReadable where a local folder is missing or holds no model."""
+    """Return the path of a model's folder, or a name of the hub unchanged.
+
+    ROOT/runs/RUN gives its newest checkpoint, ROOT/runs/RUN/best its best. Raises ModelNotReadable if a local folder is
+    missing or holds no model.
+    """
     path = Path(name).expanduser()
     if (path / CONFIG).is_file() or (path / PROCESSOR).is_file():
         return str(path)
@@ -62,6 +65,6 @@ def find_folder(name: str | os.PathLike) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name can be none of the hub, OWNER/NAME, or begins with a folder that is here."""
+    """Return True if a name is not of the form OWNER/NAME, as on the hub, or if OWNER is an existing local folder."""
     owner, _, rest = name.partition("/")
     return name.startswith(("/", ".", "~")) or "/" in rest or "://" in name or (bool(rest) and Path(owner).is_dir())

@@ -1,18 +1,19 @@
-"""A Batch as tensors with the names that Hugging Face gives them, and back.
+"""Convert tensors with Hugging Face's names to a Batch, and back.
 
-B texts, or with several choices a text B * choices rows (N); other shape letters: vlbert/data/batch.py.
+B is the number of texts. With several choices per text, a Batch has B * choices rows (N). Other shape letters are in
+vlbert/data/batch.py.
 
     input_ids              int64 [B, T] or [B, choices, T]
-    attention_mask         likewise, 0 at padding, which stands behind the text; default: no padding
-    token_type_ids         likewise, 0 and 1; default 0
+    attention_mask         same shape; 0 at padding, which follows the text; default: no padding
+    token_type_ids         same shape; 0 and 1; default: 0
     pixel_values           uint8 [B, 3, H, W]   RGB from 0 to 255, resized; the model normalises it
-    visual_embeds          float [B, R, D]      precomputed features in the place of pixels
+    visual_embeds          float [B, R, D]      precomputed features, instead of pixels
     visual_attention_mask  [B, R]               0 at padding; a row of zeros has no image; default: no padding
     boxes                  float [B, R, 4]      x1 y1 x2 y2 in pixels of the resized image; the first is the whole image
     image_sizes            int64 [B, 2]         (height, width) of each resized image; default: those of pixel_values
 
-What Hugging Face has no name for has that of Batch, padded to [B, R] or [B, choices, T]: token_region, region_masked,
-region_classes, cells and, by image, averaged_over. By default no word names a region, none is masked, and so on.
+Inputs without a name in Hugging Face have Batch's, padded to [B, R] or [B, choices, T]: token_region, region_masked,
+region_classes, cells and, one per image, averaged_over. By default, no word mentions a region and no region is masked.
 """
 
 import torch
@@ -36,22 +37,22 @@ def to_batch(
     averaged_over: Tensor | None = None,
     cells: Tensor | None = None,
 ) -> Batch:
-    """Return the Batch, without labels; its keys are numbers. ValueError where the inputs do not fit together.
+    """Return the Batch without labels; its keys are numbers. Raises ValueError if the inputs do not fit together.
 
-    Pixels stay on their device; all else is collated on the CPU.
+    Pixels stay on their device; everything else is collated on the CPU.
     """
     if input_ids.ndim not in (2, 3):
         raise ValueError(
             f"input_ids is {list(input_ids.shape)}; it must be [texts, tokens] or [texts, choices, tokens]"
         )
-    of_images = {"pixel_values": pixel_values, "visual_embeds": visual_embeds, "boxes": boxes}
-    of_images |= {"visual_attention_mask": visual_attention_mask, "image_sizes": image_sizes}
-    _check_images(len(input_ids), {name: one for name, one in of_images.items() if one is not None})
+    image_inputs = {"pixel_values": pixel_values, "visual_embeds": visual_embeds, "boxes": boxes}
+    image_inputs |= {"visual_attention_mask": visual_attention_mask, "image_sizes": image_sizes}
+    _check_images(len(input_ids), {name: values for name, values in image_inputs.items() if values is not None})
     by_text = input_ids.reshape(len(input_ids), -1, input_ids.shape[-1])  # (B, choices, T)
-    lengths = _lengths(attention_mask, by_text, "attention_mask")
-    tokens, segments, named = (
-        (torch.zeros_like(input_ids) if one is None else one).reshape(by_text.shape).cpu().numpy()
-        for one in (input_ids, token_type_ids, token_region)
+    lengths = _count_real(attention_mask, by_text, "attention_mask")
+    tokens, segments, token_regions = (
+        (torch.zeros_like(input_ids) if values is None else values).reshape(by_text.shape).cpu().numpy()
+        for values in (input_ids, token_type_ids, token_region)
     )
     if pixel_values is not None and image_sizes is None:
         image_sizes = torch.tensor([pixel_values.shape[2:]] * len(input_ids))
@@ -59,7 +60,7 @@ def to_batch(
         high, wide = (image_sizes - 1).float().unbind(dim=1)
         boxes = torch.stack([torch.zeros_like(wide), torch.zeros_like(wide), wide, high], dim=1)[:, None]
     like = torch.zeros(len(input_ids), 0 if boxes is None else boxes.shape[1])
-    regions = _lengths(visual_attention_mask, like, "visual_attention_mask")
+    regions = _count_real(visual_attention_mask, like, "visual_attention_mask")
     fields = {
         "boxes": (boxes, torch.float32),
         "masked": (like if region_masked is None else region_masked, torch.bool),
@@ -67,11 +68,12 @@ def to_batch(
         "cells": (cells, torch.float32),
         "classes": (region_classes, torch.int64),
     }
-    arrays = {name: of.detach().to("cpu", dtype).numpy() for name, (of, dtype) in fields.items() if of is not None}
+    given = {name: (values, dtype) for name, (values, dtype) in fields.items() if values is not None}
+    arrays = {name: values.detach().to("cpu", dtype).numpy() for name, (values, dtype) in given.items()}
     examples = []
     for i, ends in enumerate(lengths.tolist()):
-        rows, image = zip(tokens[i], segments[i], named[i], ends, strict=True), None
-        texts = [TextInput(ids[:end], of[:end], region[:end]) for ids, of, region, end in rows]
+        rows, image = zip(tokens[i], segments[i], token_regions[i], ends, strict=True), None
+        texts = [TextInput(ids[:end], segment[:end], region[:end]) for ids, segment, region, end in rows]
         if count := int(regions[i]):
             height, width = image_sizes[i].tolist()
             image = ImageInput(
@@ -85,49 +87,51 @@ def to_batch(
 
 
 def from_batch(batch: Batch) -> dict[str, Tensor]:
-    """The arguments of `to_batch` that give this batch, without its labels; those that would be the default are left
-    out. A batch whose masked pixels are those of further boxes (`covered`) has no such arguments: ValueError."""
+    """Return the arguments with which `to_batch` makes this batch, without labels and defaults.
+
+    Raises ValueError if the batch masks pixels of further boxes (`covered`), for which there is no argument.
+    """
     if batch.covered_mask.any():
-        raise ValueError("the batch masks pixels of boxes that are no regions: it has no arguments")
+        raise ValueError("the batch masks pixels of boxes that are not regions, for which there is no argument")
     count, choices = len(batch.keys), len(batch) // len(batch.keys)
-    first = torch.arange(count) * choices  # row of each text
-    found = {"input_ids": batch.tokens, "attention_mask": batch.text_mask.long(), "token_type_ids": batch.segments}
+    first = torch.arange(count) * choices  # first row of each text
+    inputs = {"input_ids": batch.tokens, "attention_mask": batch.text_mask.long(), "token_type_ids": batch.segments}
     if batch.token_region.any():
-        found["token_region"] = batch.token_region
+        inputs["token_region"] = batch.token_region
     if choices > 1:
-        found = {name: values.unflatten(0, (count, choices)) for name, values in found.items()}
+        inputs = {name: values.unflatten(0, (count, choices)) for name, values in inputs.items()}
     if not len(batch.image_rows):
-        return found
-    found |= {"visual_attention_mask": batch.region_mask[first].long(), "boxes": batch.boxes[first]}
-    found |= {"image_sizes": _by_text(batch.image_sizes.flip(1), batch, first)}
+        return inputs
+    inputs |= {"visual_attention_mask": batch.region_mask[first].long(), "boxes": batch.boxes[first]}
+    inputs |= {"image_sizes": _by_text(batch.image_sizes.flip(1), batch, first)}
     if batch.region_masked.any():
-        found["region_masked"] = batch.region_masked[first]
+        inputs["region_masked"] = batch.region_masked[first]
     if batch.region_classes.any():
-        found["region_classes"] = batch.region_classes[first]
+        inputs["region_classes"] = batch.region_classes[first]
     if batch.averaged_over.tolist() != [max(1, batch.sizes.regions[row] - 1) for row in batch.image_rows.tolist()]:
-        found["averaged_over"] = _by_text(batch.averaged_over, batch, first)
+        inputs["averaged_over"] = _by_text(batch.averaged_over, batch, first)
     for name, values in (("visual_embeds", batch.features), ("cells", batch.cells)):
         if len(values):
             images, width = len(batch.image_rows), batch.region_mask.shape[1]
             padded = values.new_zeros(images * width, *values.shape[1:]).index_copy(0, batch.real_regions, values)
-            found[name] = _by_text(padded.unflatten(0, (images, width)), batch, first)
+            inputs[name] = _by_text(padded.unflatten(0, (images, width)), batch, first)
     if batch.pixels:
         high, wide = (max(group.shape[axis] for group in batch.pixels) for axis in (2, 3))
         pixels = batch.pixels[0].new_zeros(len(batch.image_rows), 3, high, wide)
         for row, number in zip(pixels, range(len(pixels)), strict=True):
             image = batch.image(number)
             row[:, : image.shape[1], : image.shape[2]] = image
-        found["pixel_values"] = _by_text(pixels, batch, first)
-    return found
+        inputs["pixel_values"] = _by_text(pixels, batch, first)
+    return inputs
 
 
 def _by_text(values: Tensor, batch: Batch, first: Tensor) -> Tensor:
-    """What belongs to images, in image order, by text; zeros for one without an image."""
+    """Reorder values of images by text, with zeros for texts without an image."""
     return torch.cat([values, torch.zeros_like(values[:1])])[batch.image_of[first]]
 
 
-def _lengths(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
-    """int64 [...]: how many elements of each row are real; ValueError where one stands behind padding."""
+def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
+    """Count the real elements of each row, int64 [...]. Raises ValueError if one follows padding."""
     mask = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.reshape(like.shape).bool()
     if (mask[..., 1:] & ~mask[..., :-1]).any():
         raise ValueError(f"{name} has padding before the end of a row: pad on the right")
@@ -135,13 +139,13 @@ def _lengths(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
 
 
 def _check_images(count: int, given: dict[str, Tensor]) -> None:
-    """ValueError where what belongs to images does not fit together, or to `count` texts."""
+    """Raise ValueError if the inputs of images do not fit together, or do not fit `count` texts."""
     if not {"pixel_values", "visual_embeds"} & given.keys():
         if given:
             raise ValueError(f"{' and '.join(given)} need pixel_values or visual_embeds")
         return
-    if wrong := [f"{name} of {len(one)}" for name, one in given.items() if len(one) != count]:
-        raise ValueError(f"input_ids has {count} texts, and there are {', '.join(wrong)} images")
+    if wrong := [f"{name} has {len(values)}" for name, values in given.items() if len(values) != count]:
+        raise ValueError(f"input_ids has {count} texts, but {', '.join(wrong)}; give one image per text")
     pixels = given.get("pixel_values")
     if pixels is None and not {"boxes", "image_sizes"} <= given.keys():
         raise ValueError("visual_embeds need boxes, in pixels of the resized image, and image_sizes, (height, width)")

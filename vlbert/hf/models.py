@@ -1,4 +1,4 @@
-"""The models: VLBert alone, and with the head of each task."""
+"""The transformers models: VLBert without a head, and with the head of each task."""
 
 import os
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _NO_LABEL = -100  # in labels of tokens, regions and choices, as everywhere in t
 
 
 class VLBertPreTrainedModel(PreTrainedModel):
-    """What all models share: loading, saving and the arguments of `forward`. Weights are float32."""
+    """Base class of the models: loading, saving and the arguments of `forward`. Weights are float32."""
 
     config: VLBertConfig
     config_class = VLBertConfig
@@ -46,68 +46,70 @@ class VLBertPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = ("image", "text")
     _supports_sdpa = True
-    new_settings: ClassVar[TaskSettings | None] = None  # of a new head, where a checkpoint of another task is loaded
+    new_settings: ClassVar[TaskSettings | None] = None  # of a new head, for a checkpoint of another task
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
-        self.saved: Mapping[str, list] = {}  # what the head's outputs mean (task.json)
+        self.saved: Mapping[str, list] = {}  # content of task.json
         self.vlbert = VLBert(config.model_config, config.vocab_size)
         self.task = None
         if self.new_settings is not None:
             settings = config.task_settings
             if not isinstance(settings, type(self.new_settings)):
-                found = "no head" if settings is None else f"the head of {config.task}"
+                actual = "no head" if settings is None else f"the head of {config.task}"
                 needed = f"{type(self).__name__} needs {type(self.new_settings).__name__}"
-                raise ValueError(f"{needed}; the config has {found}")
+                raise ValueError(f"{needed}; the config has {actual}")
             if isinstance(settings, PretrainingSettings):
-                settings = replace(settings, monitored_words=())  # these need the words of the vocabulary
-            self.task = make_task(settings, range(config.vocab_size), config.num_classes)  # and all else their number
+                settings = replace(settings, monitored_words=())  # the only use of the vocabulary's words
+            self.task = make_task(settings, range(config.vocab_size), config.num_classes)
             self.head = self.task.head(self.vlbert.config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: modules of this package initialise themselves."""
+        """Do nothing: modules of this package initialise themselves."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of words."""
+        """Return the word embeddings."""
         return self.vlbert.embedding.words
 
     def forward(self, *inputs: Tensor, labels: Tensor | None = None, **named: Any) -> VLBertOutput | tuple:
-        """Inputs: see vlbert/hf/inputs.py; VLBertProcessor makes them. Labels: see the class.
+        """Run the model. VLBertProcessor makes the inputs (vlbert/hf/inputs.py); the class describes the labels.
 
-        output_attentions, output_hidden_states, return_dict: None for the config's value; return_dict=False gives a
-        tuple of what is not None. ValueError where the inputs do not fit together, or a text is longer than the
-        position table.
+        output_attentions, output_hidden_states and return_dict are the config's if None. With return_dict=False the
+        result is a tuple of the outputs that are not None. Raises ValueError if the inputs do not fit together, or if a
+        text is longer than the position table.
         """
         named = {name: value for name, value in named.items() if value is not None}
         attentions, states, as_object = (named.pop(name, getattr(self.config, name)) for name in _OPTIONS)
         labelled = {"labels": labels} | {name: named.pop(name, None) for name in _MORE_LABELS}
         labels = {name: value.to(self.device) for name, value in labelled.items() if value is not None}
-        batch = self._labelled(to_batch(*inputs, **named).to(self.device), **labels)
+        batch = self._add_labels(to_batch(*inputs, **named).to(self.device), **labels)
         encoded = self.vlbert(batch, attentions=attentions, hidden_states=states)
-        found = self._outputs(encoded, batch)
+        outputs = self._make_outputs(encoded, batch)
         if labels:
             losses = self.task.losses(self.vlbert, self.head, encoded, batch)
-            found.loss = sum(of / max(1, n) for name, (of, n) in losses.items() if not name.endswith("accuracy"))
+            outputs.loss = sum(
+                total / max(1, n) for name, (total, n) in losses.items() if not name.endswith("accuracy")
+            )
         if states:
-            found.hidden_states, found.visual_hidden_states = zip(*encoded.hidden_states, strict=True)
+            outputs.hidden_states, outputs.visual_hidden_states = zip(*encoded.hidden_states, strict=True)
         if attentions:
-            found.attentions = tuple(one.weights for one in encoded.attentions)
-        return found if as_object else found.to_tuple()
+            outputs.attentions = tuple(layer.weights for layer in encoded.attentions)
+        return outputs if as_object else outputs.to_tuple()
 
-    def _labelled(self, batch: Batch) -> Batch:
-        """The batch with its labels, given those arguments of `forward` that are not None."""
+    def _add_labels(self, batch: Batch) -> Batch:
+        """Return the batch with labels, given the label arguments of `forward` that are not None."""
         return batch
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
-        """What `forward` returns, but loss, states and attentions; each class has its own."""
+    def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+        """Return the outputs of `forward` without loss, states and attentions."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Writes config.json, model.safetensors and, of a model for questions, task.json with its answers. A processor
-        writes its own files into the same folder. vlbert predict reads the folder, too.
+        """Write config.json, model.safetensors and, for question answering, task.json with the answers.
 
-        All weights are in one file, whatever `max_shard_size` says.
+        A processor may save its files into the same folder. vlbert predict also reads such a folder. All weights are in
+        one file, regardless of `max_shard_size`.
         """
         folder = Path(save_directory)
         if kwargs.get("is_main_process", True):
@@ -127,19 +129,20 @@ class VLBertPreTrainedModel(PreTrainedModel):
         device_map: str | int | torch.device | None = None,
         **kwargs: Any,
     ) -> Self:
-        """The model of a folder, of a run (ROOT/runs/RUN: its newest checkpoint), or of the hub; in eval mode.
+        """Load the model of a folder, of a run (ROOT/runs/RUN: its newest checkpoint) or of the hub, in eval mode.
 
-        config      in the place of the folder's own
-        dtype       "auto" or float32; a forward pass under torch.autocast computes in another type
-        device_map  the device that holds all of the model; "auto": a GPU if there is one
-        kwargs      `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`;
-                    all others are fields of the config, such as `num_labels`
+        If the checkpoint is of another task, its head is not loaded. A new head starts as in a run with init_from, with
+        a warning. Raises OSError if a folder or file is missing or damaged, and ValueError if it does not fit.
 
-        The head of a checkpoint of another task is not taken: a new one starts as in a run with init_from, and a
-        warning says so. OSError where a folder or file is missing or damaged; ValueError where it does not fit.
+        Args:
+            config: Config to use instead of the folder's.
+            dtype: "auto" or float32. Use torch.autocast to compute in another type.
+            device_map: Device for the whole model; "auto": a GPU if there is one.
+            kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`;
+                others are fields of the config, such as `num_labels`.
         """
         if dtype not in (None, "auto", "float32", torch.float32):
-            raise ValueError(f"dtype is {dtype}; weights are float32, and torch.autocast computes in another type")
+            raise ValueError(f"dtype is {dtype}; weights are float32. Use torch.autocast to compute in another type")
         hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
         kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
         folder = fetch_folder(pretrained_model_name_or_path, (CONFIG, MODEL, VOCABULARY, TASK), **hub)
@@ -154,62 +157,62 @@ class VLBertPreTrainedModel(PreTrainedModel):
             raise TypeError(
                 f"{cls.__name__}.from_pretrained takes no {', '.join(kwargs)}; the config has no such field"
             )
-        config = config.with_settings(cls._settings(config, saved))
+        config = config.with_settings(cls._choose_settings(config, saved))
         config.name_or_path = str(pretrained_model_name_or_path)
         if same_task and "answers" in saved.saved and not config.num_labels:
             config.id2label = dict(enumerate(saved.saved["answers"]))
             config.label2id = {answer: number for number, answer in config.id2label.items()}
         model = cls(config)
-        model._load(saved, same_task)
+        model._load_weights(saved, same_task)
         if device_map == "auto":
             device_map = "cuda" if torch.cuda.is_available() else "cpu"
         return model.to(device_map or "cpu").eval()
 
     @classmethod
-    def _settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
-        """The config's settings, or those of a new head if the config is of another task."""
+    def _choose_settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
+        """Return the config's settings, or those of a new head if the config is of another task."""
         if cls.new_settings is None or config.task == type(cls.new_settings).__name__:
             return config.task_settings
         recipe = ranking_recipe(saved.config) if isinstance(cls.new_settings, RetrievalSettings) else None
         return recipe.task if recipe else cls.new_settings
 
-    def _load(self, saved: Checkpoint, same_task: bool) -> None:
-        """The weights of a checkpoint."""
+    def _load_weights(self, saved: Checkpoint, same_task: bool) -> None:
         if same_task:
-            self.saved = saved.saved | self.saved  # `id2label` may have given answers other names
+            self.saved = saved.saved | self.saved  # `id2label` may have renamed the answers
             load_model(self, saved.model, saved.uri)
             return
         load_model(self.vlbert, saved.part("vlbert."), saved.uri)
         if self.task is None:
             return
-        taken = start_head(self.task, self.head, saved, same_task=False)
+        loaded = start_head(self.task, self.head, saved, same_task=False)
         self.task.on_start(self.vlbert, self.head, saved.config.get("task"))
-        if self.task.zero_shot_head not in taken.split(", "):
+        if self.task.zero_shot_head not in loaded.split(", "):
             logger.warning(
-                "%s has no head of %s: the new one has %s of it, all else starts from random weights; train it",
-                *(saved.uri, type(self).__name__, taken),
+                "%s has no head of %s; loaded parts of its own head: %s; the rest has random weights: train the model",
+                *(saved.uri, type(self).__name__, loaded),
             )
 
 
 class VLBertModel(VLBertPreTrainedModel):
-    """The encoder: vectors of words and of regions. It takes no labels."""
+    """The encoder, which returns vectors of words and regions. It takes no labels."""
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+    def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(last_hidden_state=encoded.text, visual_last_hidden_state=encoded.regions)
 
 
 class VLBertForPreTraining(VLBertPreTrainedModel):
-    """Masked words, masked regions and, where the model has that head, whether text and image belong together.
+    """Predicts masked words, masked regions and, with the relationship head, whether text and image belong together.
 
-    labels                 int64 [N, T]  the token at masked words, else -100
-    region_labels          float [N, R, 1 + classes]  at masked regions the detector's distribution, background first;
-                           zeros: no label
-    sentence_image_labels  int64 [N]  the class of the relationship head: 0 belongs together
+    Labels of `forward`:
+        labels: int64 [N, T], the token at masked words, else -100.
+        region_labels: float [N, R, 1 + classes], the detector's distribution at masked regions, background first; zeros
+            elsewhere.
+        sentence_image_labels: int64 [N], class of the relationship head; 0: text and image belong together.
     """
 
     new_settings = PretrainingSettings()
 
-    def _labelled(
+    def _add_labels(
         self,
         batch: Batch,
         labels: Tensor | None = None,
@@ -217,22 +220,22 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
         sentence_image_labels: Tensor | None = None,
     ) -> Batch:
         labels = torch.full_like(batch.tokens, _NO_LABEL) if labels is None else labels
-        batch = _with_labels(batch, "word_label_mask", labels != _NO_LABEL, words=labels[labels != _NO_LABEL])
+        batch = _set_labels(batch, "word_label_mask", labels != _NO_LABEL, words=labels[labels != _NO_LABEL])
         if batch.boxes.shape[1]:
             if region_labels is None:
                 region_labels = torch.zeros(*batch.region_mask.shape, 1 + self.config.num_classes, device=self.device)
-            chosen = region_labels.sum(dim=2) > 0
-            batch = _with_labels(batch, "region_label_mask", chosen, region_classes=region_labels[chosen])
+            labelled = region_labels.sum(dim=2) > 0
+            batch = _set_labels(batch, "region_label_mask", labelled, region_classes=region_labels[labelled])
         if self.head.relationship is None:
             if sentence_image_labels is not None:
-                raise ValueError("sentence_image_labels are given, and the model has no relationship head")
+                raise ValueError("sentence_image_labels are given, but the model has no relationship head")
             return batch
         first = torch.zeros_like(batch.text_mask)
         first[:, 0] = sentence_image_labels is not None
         related = first.new_zeros(0, dtype=torch.int64) if sentence_image_labels is None else sentence_image_labels
-        return _with_labels(batch, "related", first, related=related)
+        return _set_labels(batch, "related", first, related=related)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+    def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         rows = torch.arange(len(batch), device=batch.tokens.device)
         has_pair = self.head.relationship is not None and batch.boxes.shape[1] > 0
         return VLBertOutput(
@@ -243,9 +246,10 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
 
 
 class VLBertForQuestionAnswering(VLBertPreTrainedModel):
-    """VQA: one of a list of answers, which are `config.id2label`. `num_labels` or `id2label` size a new head.
+    """Chooses from the answers in `config.id2label` (VQA). `num_labels` or `id2label` set the size of a new head.
 
-    labels  float [N, answers]  the soft score of each answer
+    Labels of `forward`:
+        labels: float [N, answers], the soft score of each answer.
     """
 
     new_settings = VQASettings(answers_from_words=False)
@@ -253,42 +257,41 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
         if config.num_labels not in (0, count := self.task.settings.answers):
-            raise ValueError(f"num_labels is {config.num_labels}, the head has {count} answers (settings.answers)")
+            raise ValueError(f"num_labels is {config.num_labels}, but the head has {count} answers (settings.answers)")
         if not config.num_labels:
             config.num_labels = count
         elif (names := list(config.id2label.values())) != [f"LABEL_{number}" for number in range(count)]:
             self.saved = {"answers": names}
 
     @classmethod
-    def _settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
-        settings = super()._settings(config, saved)
+    def _choose_settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
+        settings = super()._choose_settings(config, saved)
         new = settings is cls.new_settings and config.num_labels
         return replace(settings, answers=config.num_labels) if new else settings
 
-    def _labelled(self, batch: Batch, labels: Tensor | None = None) -> Batch:
-        length, place = (
-            batch.text_mask.sum(dim=1, keepdim=True),
-            torch.arange(batch.tokens.shape[1], device=self.device),
-        )
-        # Of [MASK], which stands before the last [SEP]; or of [CLS].
+    def _add_labels(self, batch: Batch, labels: Tensor | None = None) -> Batch:
+        length = batch.text_mask.sum(dim=1, keepdim=True)
+        positions = torch.arange(batch.tokens.shape[1], device=self.device)
+        # The position of [MASK], which precedes the last [SEP], or of [CLS].
         position = length - 2 if self.task.settings.reads == "mask" else torch.zeros_like(length)
-        found = {} if labels is None else {"scores": labels.float(), "class": labels[labels.any(dim=1)].argmax(dim=1)}
-        return _with_labels(batch, "answer", place == position, **found)
+        values = {} if labels is None else {"scores": labels.float(), "class": labels[labels.any(dim=1)].argmax(dim=1)}
+        return _set_labels(batch, "answer", positions == position, **values)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+    def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(logits=self.task.logits(self.head, encoded, batch))
 
 
 class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
-    """VCR: one of the choices, in inputs of [N, choices, T].
+    """Chooses one of the choices (VCR). Inputs are [N, choices, T].
 
-    labels         int64 [N]  the right choice; -100: unknown
-    region_labels  int64 [N, R]  the class of a region, else -100; for models that predict it
+    Labels of `forward`:
+        labels: int64 [N], the right choice; -100: unknown.
+        region_labels: int64 [N, R], the class of a region, else -100; for models that predict it.
     """
 
     new_settings = VCRSettings()
 
-    def _labelled(self, batch: Batch, labels: Tensor | None = None, region_labels: Tensor | None = None) -> Batch:
+    def _add_labels(self, batch: Batch, labels: Tensor | None = None, region_labels: Tensor | None = None) -> Batch:
         choices = len(batch) // len(batch.keys)
         if choices < 2:
             raise ValueError("the inputs have no choices: input_ids must be [texts, choices, tokens]")
@@ -300,15 +303,15 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
         known = (labels != _NO_LABEL).repeat_interleave(choices)
         first = torch.zeros_like(batch.text_mask)
         first[:, 0] = known
-        batch = _with_labels(batch, "choice", first, right=right.flatten()[known])
+        batch = _set_labels(batch, "choice", first, right=right.flatten()[known])
         if region_labels is None:
-            return _with_labels(batch, "region_label_mask", torch.zeros_like(batch.region_mask))
+            return _set_labels(batch, "region_label_mask", torch.zeros_like(batch.region_mask))
         region_labels = region_labels.repeat_interleave(choices, 0)
-        asked = region_labels != _NO_LABEL
-        batch = replace(batch, region_classes=torch.where(asked, region_labels, batch.region_classes))
-        return _with_labels(batch, "region_label_mask", asked)
+        labelled = region_labels != _NO_LABEL
+        batch = replace(batch, region_classes=torch.where(labelled, region_labels, batch.region_classes))
+        return _set_labels(batch, "region_label_mask", labelled)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+    def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         contextual = self.task.settings.region_loss == "contextual"
         return VLBertOutput(
             logits=self.task.logits(self.head, encoded, batch),
@@ -317,46 +320,47 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
 
 
 class VLBertForReferringExpression(VLBertPreTrainedModel):
-    """RefCOCO+: the region that an expression means.
+    """Finds the region that an expression refers to (RefCOCO+).
 
-    labels  float [N, R]  of each region how well it is the answer, 0 to 1, usually 1 where IoU > 0.5
+    Labels of `forward`:
+        labels: float [N, R], 0 to 1, how well each region fits; usually 1 if its IoU with the true box is over 0.5.
     """
 
     new_settings = RefCOCOSettings()
 
-    def _labelled(self, batch: Batch, labels: Tensor | None = None) -> Batch:
+    def _add_labels(self, batch: Batch, labels: Tensor | None = None) -> Batch:
         candidate = batch.region_mask.clone()
         candidate[:, :1] &= self.task.settings.whole_image_competes
-        found = {} if labels is None else {"target": labels[candidate].float()}
-        return _with_labels(batch, "candidate", candidate, **found)
+        values = {} if labels is None else {"target": labels[candidate].float()}
+        return _set_labels(batch, "candidate", candidate, **values)
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+    def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         scores = self.task.scores(self.head, encoded, batch)
         return VLBertOutput(logits=self.task.by_region(scores, batch, -torch.inf))
 
 
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
-    """How well text and image fit. It starts from a pre-trained model with the relationship head as it is (zero-shot).
+    """Scores how well text and image fit. A pre-trained model with the relationship head works as it is (zero-shot).
 
-    labels  int64 [N, 2]  which rows are compared: the number of the pair that a row belongs to, from 0; and 0 for the
-            pair itself, 1 to W for its wrong captions, W + 1 and more for its wrong images, where W is
-            RetrievalSettings.wrong_captions
+    Labels of `forward`:
+        labels: int64 [N, 2], the pair that a row is compared with, from 0, and the row's role: 0 for the pair itself, 1
+            to W for its wrong captions, W + 1 and above for its wrong images (W: RetrievalSettings.wrong_captions).
     """
 
     new_settings = RetrievalSettings()
 
-    def _labelled(self, batch: Batch, labels: Tensor | None = None) -> Batch:
+    def _add_labels(self, batch: Batch, labels: Tensor | None = None) -> Batch:
         if labels is None:
             return batch
         anchor, role = labels.unbind(dim=1)
         return replace(batch, labels={"anchor": anchor, "role": role, "right": role[role == 0]})
 
-    def _outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
+    def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(logits=self.head(encoded))
 
 
-def _with_labels(batch: Batch, name: str, where: Tensor, **labels: Tensor) -> Batch:
-    """The batch with labels at the marked tokens or regions, bool [N, T] or [N, R]; `name`: that of their mask."""
-    sizes = replace(batch.sizes, labelled=batch.sizes.labelled | {name: tuple(where.sum(dim=1).tolist())})
-    labelled = batch.labelled | {name: where.flatten().nonzero()[:, 0]}
+def _set_labels(batch: Batch, name: str, mask: Tensor, **labels: Tensor) -> Batch:
+    """Return the batch with labels at the tokens or regions of a mask, bool [N, T] or [N, R], that is called `name`."""
+    sizes = replace(batch.sizes, labelled=batch.sizes.labelled | {name: tuple(mask.sum(dim=1).tolist())})
+    labelled = batch.labelled | {name: mask.flatten().nonzero()[:, 0]}
     return replace(batch, labelled=labelled, labels=batch.labels | labels, sizes=sizes)

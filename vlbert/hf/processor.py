@@ -1,4 +1,4 @@
-"""VLBertProcessor: images, texts and boxes -> the inputs of the models, made as training and prediction make them."""
+"""VLBertProcessor: make the models' inputs from images, texts and boxes, as training and prediction do."""
 
 import functools
 import io
@@ -26,28 +26,28 @@ from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.files import PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch
-from vlbert.predict.predictor import detector_of, detector_weights_of, with_regions
+from vlbert.predict.predictor import detect_regions, find_detector_weights, load_detector
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task, user_annotation
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
 
 OneImage = str | Path | bytes | Image.Image | Sample
-_ANY_TEXT = PretrainingSettings(max_elements=None)  # how a model without a task reads: [CLS] text [SEP], all regions
+_ANY_TEXT = PretrainingSettings(max_elements=None)  # inputs of a model without a task: [CLS] text [SEP], all regions
 
 
 class VLBertProcessor(ProcessorMixin):
-    """Makes a model's inputs:
+    """Makes a model's inputs from images, texts and boxes.
 
         processor = VLBertProcessor.from_pretrained("ROOT/runs/pretrain")
-        inputs = processor(images="photo.jpg", text="a red [MASK]")                                  # its own detector
-        inputs = processor(images=image, text="a red [MASK]", boxes=[[20, 30, 120, 140]])            # boxes of yours
-        inputs = processor(text=text, boxes=boxes, visual_embeds=features, image_sizes=(480, 640))   # and features
+        inputs = processor(images="photo.jpg", text="a red [MASK]")                                  # finds regions
+        inputs = processor(images=image, text="a red [MASK]", boxes=[[20, 30, 120, 140]])            # your regions
+        inputs = processor(text=text, boxes=boxes, visual_embeds=features, image_sizes=(480, 640))   # your features
 
-    The text becomes what the config's task asks, such as [CLS] question [SEP] [MASK] [SEP].
+    The text gets the form that the config's task needs, such as [CLS] question [SEP] [MASK] [SEP].
 
-    tokenizer  of the model's vocabulary; ValueError where it has more tokens or fewer
-    config     of the model
-    detector   weight file of the detector that finds the regions of images without boxes; None: none
+    Args:
+        tokenizer: Has the model's vocabulary. Raises ValueError if it has more or fewer tokens.
+        detector: Weight file of the detector that finds the regions of images without boxes; None: no detector.
     """
 
     attributes = ["tokenizer"]
@@ -63,18 +63,18 @@ class VLBertProcessor(ProcessorMixin):
         self.vocabulary = Vocabulary(sorted(ids, key=ids.get), where="the tokenizer")
         if len(self.vocabulary) != config.vocab_size:
             raise ValueError(
-                f"the tokenizer has {len(self.vocabulary)} tokens, the model {config.vocab_size}: not its own"
+                f"the tokenizer has {len(self.vocabulary)} tokens, but the model has {config.vocab_size}; use its own"
             )
 
     @functools.cached_property
     def task(self) -> Task:
-        """The task whose inputs are made."""
+        """The task whose inputs the processor makes."""
         return make_task(self.config.task_settings or _ANY_TEXT, self.vocabulary, self.config.num_classes)
 
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
-        """The detector whose regions the model was trained on. ValueError where its weights are not known."""
-        return detector_of(self.config.to_dict(), self.config.name_or_path or "the model", self.detector_file)
+        """The detector whose regions the model was trained on. Raises ValueError if its weights are unknown."""
+        return load_detector(self.config.to_dict(), self.config.name_or_path or "the model", self.detector_file)
 
     def __call__(
         self,
@@ -89,18 +89,19 @@ class VLBertProcessor(ProcessorMixin):
         return_tensors: str | None = "pt",
         padding: bool = True,
     ) -> BatchFeature:
-        """Of some texts, each with its image, the inputs as vlbert/hf/inputs.py lists them, padded to the longest.
+        """Make the inputs of texts with their images (vlbert/hf/inputs.py), padded to the longest.
 
-        images         files, their bytes, Pillow's images or samples (vlbert predict); None: features
-        text           one text, or a list; the other arguments are then lists too, one entry a text
-        boxes          of each image float [n, 4], x1 y1 x2 y2 in its pixels; None: the detector finds them
-        visual_embeds  of each image float [n, D], the features of its boxes, for models that take such; rounded to
-                       float16, as a detector's are
-        image_sizes    (height, width) of each image, where there are features and no images
-        choices        VCR: four choices; `answer`, of a model of rationales, the answer that they explain
-        mask_regions   pre-training: numbers of regions, from 1, whose pixels are masked
+        Raises ValueError if an image cannot be read, or if the task has no such argument.
 
-        ValueError where an image cannot be read, or the task does not take these arguments.
+        Args:
+            images: Files, bytes, Pillow's images or samples (vlbert predict). None: there are features.
+            text: One text, or a list. The other arguments are then lists too, with an entry for each text.
+            boxes: For each image float [n, 4], x1 y1 x2 y2 in its pixels. None: the detector finds them.
+            visual_embeds: For each image float [n, D], the features of its boxes, if the model reads features. They are
+                rounded to float16, as a detector's are.
+            image_sizes: (height, width) of each image, if there are features and no images.
+            choices: VCR: four choices. `answer` is the answer that they explain, for a model of rationales.
+            mask_regions: Pre-training: numbers of the regions to mask, from 1.
         """
         if return_tensors not in ("pt", None) or padding not in (True, "longest"):
             raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
@@ -111,16 +112,15 @@ class VLBertProcessor(ProcessorMixin):
         given = {name: values for name, values in given.items() if values is not None}
         if isinstance(text, str):
             text, given = [text], {name: [values] for name, values in given.items()}
-        if wrong := [one for one in text if not isinstance(one, str)]:
+        if wrong := [entry for entry in text if not isinstance(entry, str)]:
             raise ValueError(f"text is {wrong[0]!r}; it must be a string, or a list of strings")
         if wrong := [f"{len(values)} {name}" for name, values in given.items() if len(values) != len(text)]:
             raise ValueError(f"there are {len(text)} texts and {', '.join(wrong)}; each text needs one")
-        examples = [
-            self._example(one, **{name: values[i] for name, values in given.items()}) for i, one in enumerate(text)
-        ]
+        arguments = [{name: values[i] for name, values in given.items()} for i in range(len(text))]
+        examples = [self._make_example(entry, **of_text) for entry, of_text in zip(text, arguments, strict=True)]
         return BatchFeature(from_batch(collate(examples)))
 
-    def _example(
+    def _make_example(
         self,
         text: str,
         images: OneImage | None = None,
@@ -131,23 +131,24 @@ class VLBertProcessor(ProcessorMixin):
         answer: str = "",
         mask_regions: Sequence[int] = (),
     ) -> Example:
-        """Of one text."""
         if images is None and visual_embeds is None:
-            raise ValueError("images are missing; `processor.tokenizer` makes the inputs of texts alone")
-        if isinstance(self.task, Pretraining) and not (choices or answer):  # annotation_for wants something to predict
+            raise ValueError("images are missing; use `processor.tokenizer` for text-only inputs")
+        if isinstance(self.task, Pretraining) and not (choices or answer):  # annotation_for needs something to predict
             annotation = MaskedInput(text, tuple(sorted({*mask_regions})))
         else:
             annotation = user_annotation(self.task, text, choices=choices, answer=answer, mask_regions=mask_regions)
-        sample = self._sample(images, boxes, visual_embeds, image_sizes)
+        sample = self._make_sample(images, boxes, visual_embeds, image_sizes)
         prepared = prepare_image(sample, self.config.model_config.regions, flip=False)
         return self.task.example(sample, prepared, annotation, np.random.default_rng(0))
 
-    def _sample(self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None) -> Sample:
-        """The image as it would be stored, with its regions."""
+    def _make_sample(
+        self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None
+    ) -> Sample:
+        """Return the image as a stored sample, with its regions."""
         if visual_embeds is not None and self.config.model_config.regions.features != "precomputed":
-            raise ValueError("the model takes pixels and no visual_embeds")
+            raise ValueError("the model reads pixels and no visual_embeds")
         if visual_embeds is not None and boxes is None:
-            raise ValueError("visual_embeds need boxes, one a vector")
+            raise ValueError("visual_embeds need boxes, one per vector")
         if image is None:
             if size is None:
                 raise ValueError("visual_embeds need images, or image_sizes: (height, width) of each")
@@ -161,18 +162,17 @@ class VLBertProcessor(ProcessorMixin):
             sample = read_image(image)
             scale = np.array([sample.width, sample.height] * 2) / (_upright_size(image) * 2) if boxes is not None else 1
         if boxes is None:
-            return sample if sample.regions is not None else with_regions(sample, self.detector)
-        boxes = _checked(np.asarray(boxes, np.float64)) * scale
+            return sample if sample.regions is not None else detect_regions(sample, self.detector)
+        boxes = _check_boxes(np.asarray(boxes, np.float64)) * scale
         features = None if visual_embeds is None else np.asarray(visual_embeds, np.float16)
-        return _with_boxes(sample, boxes.astype(np.float32), features, self.config.num_classes)
+        return _add_boxes(sample, boxes.astype(np.float32), features, self.config.num_classes)
 
     def to_dict(self) -> dict[str, Any]:
-        """processor_config.json."""
+        """Return the content of processor_config.json."""
         return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> list[str]:
-        """Writes processor_config.json, the tokenizer, vocab.txt and, where the file of a detector is known, a copy of
-        it: all that `from_pretrained` needs to read images."""
+        """Write processor_config.json, the tokenizer, vocab.txt and, if its file is known, a copy of the detector."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / VOCABULARY).write_text(self.vocabulary.text(), encoding="utf-8")
@@ -185,12 +185,13 @@ class VLBertProcessor(ProcessorMixin):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
     ) -> Self:
-        """Of a model's folder, of a run or checkpoint, or of the hub.
+        """Load the processor of a model's folder, a run, a checkpoint, or a model on the hub.
 
-        detector  weight file, where that of the training is neither in the folder nor where it was
-        kwargs    `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `hf_hub_download`
+        Raises OSError if a folder is missing or has no vocabulary.
 
-        OSError where a folder is missing or has no vocabulary.
+        Args:
+            detector: Weight file, if the training's is neither in the folder nor at its recorded path.
+            kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `hf_hub_download`.
         """
         hub = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
         folder = Path(fetch_folder(pretrained_model_name_or_path, (CONFIG, VOCABULARY, PROCESSOR, DETECTOR), **hub))
@@ -201,12 +202,12 @@ class VLBertProcessor(ProcessorMixin):
         config = VLBertConfig.from_dict(values.get("config", values))
         config.name_or_path = str(folder)
         if detector is None:
-            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else detector_weights_of(values)
-        return cls(_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
+            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else find_detector_weights(values)
+        return cls(_make_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
 
 
-def _checked(boxes: np.ndarray) -> np.ndarray:
-    """[n, 4]; ValueError where they are none."""
+def _check_boxes(boxes: np.ndarray) -> np.ndarray:
+    """Return the boxes as [n, 4]. Raises ValueError if they are not boxes."""
     boxes = boxes.reshape(0, 4) if not boxes.size else boxes
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise ValueError(f"boxes of an image are {list(boxes.shape)}; they must be [n, 4]: x1 y1 x2 y2")
@@ -216,8 +217,8 @@ def _checked(boxes: np.ndarray) -> np.ndarray:
     return boxes
 
 
-def _tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """As transformers has it, the tokenizer that the vocabulary splits texts with."""
+def _make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+    """Return the vocabulary's tokenizer as a transformers tokenizer."""
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIALS, strict=True))
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(vocabulary.tokenizer.to_str()),
@@ -227,14 +228,14 @@ def _tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
 
 
 def _upright_size(image: str | Path | bytes | Image.Image) -> tuple[int, int]:
-    """(width, height) of an image that can be read, after the rotation that its EXIF block says."""
+    """Return (width, height) of a readable image, rotated as its EXIF block says."""
     if not isinstance(image, Image.Image):
         image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=FILE_FORMATS)
     return ImageOps.exif_transpose(image).size
 
 
-def _with_boxes(sample: Sample, boxes: np.ndarray, features: np.ndarray | None, num_classes: int) -> Sample:
-    """The sample with boxes, float32 [n, 4], of which no detector says what is in them."""
+def _add_boxes(sample: Sample, boxes: np.ndarray, features: np.ndarray | None, num_classes: int) -> Sample:
+    """Return the sample with boxes, float32 [n, 4], without a detector's classes."""
     nothing = np.zeros((len(boxes), 1 + num_classes), np.float16)
     regions = Regions(
         boxes,

@@ -1,4 +1,4 @@
-"""A trained model on images of your own: `vlbert predict`, its page, and `Predictor` and `Ranker` for code."""
+"""Run a trained model on your own images: `vlbert predict`, its page, and the classes `Predictor` and `Ranker`."""
 
 from vlbert.predict.predictor import Predictor
 from vlbert.predict.ranking import Ranker

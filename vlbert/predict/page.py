@@ -1,7 +1,7 @@
-"""The page of `vlbert predict CHECKPOINT --serve`, for the browsers of this machine.
+"""Serve the page of `vlbert predict CHECKPOINT --serve` to the browsers of this machine.
 
-It listens on 127.0.0.1 alone. A page of another site cannot use it: requests with a Host that is not this machine, and
-POSTs from another origin, are refused. One lock lets one request at a time use the model; others wait, up to a limit.
+It listens only on 127.0.0.1. Pages of other sites cannot use it: requests with another Host than this machine, and
+POSTs from another origin, are refused. A lock gives the model to one request at a time; others wait, up to a limit.
 """
 
 import base64
@@ -34,10 +34,10 @@ from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
 
 HOST = "127.0.0.1"
-_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # as a browser of this machine, or behind a tunnel, names it
-_MOST_SAMPLES = 16  # images whose regions are kept, the last ones that were dropped
-_MOST_CONNECTIONS = 16  # a further one is answered with 503
-_FORMS = {  # of the template
+_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # Host header of a browser on this machine, or behind a tunnel
+_MAX_SAMPLES = 16  # latest images whose regions are kept
+_MAX_CONNECTIONS = 16  # further ones are answered with 503
+_FORMS = {  # settings -> form of the template
     PretrainingSettings: "pretraining",
     VQASettings: "vqa",
     RefCOCOSettings: "refcoco",
@@ -54,7 +54,7 @@ _HEADERS = {
 
 
 class Question(BaseModel):
-    """What the page sends: the id of an image, and the fields of its form. Captions are ranked, all else is asked."""
+    """A request of the page: the id of an image, and the fields of its form. Captions are to be ranked."""
 
     image: str
     text: str = ""
@@ -66,10 +66,10 @@ class Question(BaseModel):
 
 
 def page_app(predictor: Predictor) -> FastAPI:
-    """Return the page of a predictor, and the regions and answers that its script asks for."""
+    """Return the app that serves a predictor's page, and regions and answers to its script."""
     samples: dict[str, Sample] = {}
-    lock = threading.Lock()  # the model, the samples, and matplotlib are of one thread at a time
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # its pages load from elsewhere
+    lock = threading.Lock()  # model, samples and matplotlib are used by one thread at a time
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # FastAPI's own pages load files from other sites
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=IMAGES.max_bytes)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS)
     app.middleware("http")(_guard)
@@ -78,7 +78,7 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.get("/", response_class=HTMLResponse)
     def html() -> str:
-        """The page; its script has a nonce, so that nothing else on it runs."""
+        """Return the page. Its script has a nonce, so that no other script runs."""
         task, metadata = predictor.recipe.task, predictor.detector.metadata
         values = {
             "nonce": secrets.token_urlsafe(16),
@@ -93,42 +93,42 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.post("/regions")
     def regions(data: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
-        """The image as it would be stored, and its regions."""
+        """Return the image as it would be stored, and its regions."""
         with lock:
             sample = predictor.detect(data)
             named = zip(sample.regions.boxes, predictor(sample).names, strict=True)
             key = secrets.token_hex(8)
             samples[key] = sample
-            if len(samples) > _MOST_SAMPLES:
+            if len(samples) > _MAX_SAMPLES:
                 del samples[next(iter(samples))]
-        boxes = [_box(box, number, name) for number, (box, name) in enumerate(named, 1)]
-        return {"image": key, "src": _uri("image/jpeg", sample.image), "regions": boxes}
+        boxes = [_describe_box(box, number, name) for number, (box, name) in enumerate(named, 1)]
+        return {"image": key, "src": _data_uri("image/jpeg", sample.image), "regions": boxes}
 
     @app.post("/answer")
     def answer(question: Question) -> dict[str, Any]:
-        """The answer to a question: of captions the one that fits best, with all of them ranked."""
+        """Return the answer to a question; for captions, the one that fits best, and the ranking."""
         with lock:
             sample = samples.get(question.image)
             if sample is None:
-                raise HTTPException(410, "this image was dropped too long ago: drop it once more")
+                raise HTTPException(410, "this image is no longer stored: drop it once more")
             ranking, text = [], question.text if question.text.strip() else None
             if question.captions:
                 if not isinstance(predictor, Ranker):
-                    raise ValueError("this checkpoint ranks no captions")
+                    raise ValueError("this checkpoint ranks no captions; serve a checkpoint of retrieval")
                 ranking = predictor.captions(sample, question.captions)
                 text = ranking[0][0]
             elif text is None and not question.mask_regions:
-                raise ValueError("there is nothing to answer yet: write a text")
-            asked = (text, question.choices, question.answer, question.mask_regions)
-            prediction = predictor(sample, *asked, question.attention)
+                raise ValueError("the text is empty: write a text")
+            arguments = (text, question.choices, question.answer, question.mask_regions)
+            prediction = predictor(sample, *arguments, question.attention)
             figure = draw_attention(prediction) if question.attention else None
         row, lines = prediction.row, prediction.lines()
         return {
             "question": "" if ranking else row["question"],
             "answer": text if ranking else row["answer"],
             "lines": ranking or (lines[1:] if row["question"] else lines),
-            "boxes": [_box(one["box"], one["region"], one["name"]) for one in row["boxes"]],
-            "attention": figure and _uri("image/png", figure),
+            "boxes": [_describe_box(box["box"], box["region"], box["name"]) for box in row["boxes"]],
+            "attention": figure and _data_uri("image/png", figure),
         }
 
     return app
@@ -139,36 +139,36 @@ async def _body(request: Request) -> bytes:
 
 
 async def _guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Refuses POSTs of other sites' pages: a browser says which page sends one."""
+    """Refuse POSTs from pages of other sites, and add headers. Browsers send the origin of a POST."""
     origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "same-origin")
     own = f"http://{request.headers.get('Host')}".lower()
     if request.method != "GET" and ((origin or own).lower() != own or site not in ("same-origin", "none")):
-        response: Response = JSONResponse({"detail": "a page of another site may not ask here"}, 403)
+        response: Response = JSONResponse({"detail": "requests from another site are refused"}, 403)
     else:
         response = await answer(request)
     response.headers.update(_HEADERS)
     return response
 
 
-def _box(box: Sequence[float], number: int, name: str) -> dict[str, Any]:
-    """A box as the page draws it: x1 y1 x2 y2 in pixels of the image, and colours of CSS."""
+def _describe_box(box: Sequence[float], number: int, name: str) -> dict[str, Any]:
+    """Return a box for the page: x1 y1 x2 y2 in pixels of the image, and CSS colours."""
     colour = colour_of(number)
     sides = [round(float(side), 2) for side in box]
     return {"number": number, "name": name, "box": sides, "colour": f"rgb{colour}", "ink": f"rgb{ink_on(colour)}"}
 
 
-def _uri(kind: str, data: bytes) -> str:
+def _data_uri(kind: str, data: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def serve(predictor: Predictor, port: int) -> None:
     """Serve the page until Ctrl-C or SIGTERM."""
     options = {"host": HOST, "port": port, "http": "h11", "ws": "none", "lifespan": "off", "access_log": False}
-    options["limit_concurrency"] = _MOST_CONNECTIONS
+    options["limit_concurrency"] = _MAX_CONNECTIONS
     page = threading.Thread(target=uvicorn.run, args=[page_app(predictor)], kwargs=options, daemon=True)
     page.start()
     try:
         page.join()
-        sys.exit(1)  # it could not start, and has said why
+        sys.exit(1)  # uvicorn could not start, and has printed why
     except KeyboardInterrupt:
-        os._exit(0)  # without waiting for what a thread computes
+        os._exit(0)  # without waiting for threads that compute

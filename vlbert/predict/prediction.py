@@ -1,4 +1,4 @@
-"""A prediction about one image, in words and drawn."""
+"""A prediction about one image, as text and as a drawing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,19 @@ from storage.sample import Sample
 from vlbert.data.batch import Batch
 from vlbert.model.vlbert import Encoded
 
-SIDE = 800  # pixels of the longer side of what is drawn
+SIDE = 800  # pixels of the longer side of a drawing
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """A model's prediction about one image.
 
-    sample    the image as it would be stored, with its regions
-    names     of the regions, in their order: number, from 1, and, where the detector knows it, class
-    row       the task's prediction (Task.predictions in vlbert/tasks/base.py); None: regions alone
-    tokens    of each row of the batch, special tokens included
-    encoded   the encoder's output, with attention maps if they were requested; one row, or one for each choice
+    Attributes:
+        sample: The image as it would be stored, with its regions.
+        names: Number of each region, from 1, with its class if the detector has names.
+        row: The task's prediction (Task.predictions in vlbert/tasks/base.py); None: there are only regions.
+        tokens: Tokens of each row of the batch, with special tokens.
+        encoded: The encoder's output, one row or one for each choice, with attention maps if requested.
     """
 
     sample: Sample
@@ -39,11 +40,11 @@ class Prediction:
 
     @property
     def chosen(self) -> int:
-        """The row of the batch that the answer comes from: that of the chosen one of several choices."""
+        """Index of the batch's row that the answer comes from: the row of the chosen choice, or 0."""
         return int(np.argmax(self.row["probabilities"])) if self.row and len(self.tokens) > 1 else 0
 
     def lines(self) -> list[tuple[str, float | None]]:
-        """Question and answers, line by line, with the probability of each that has one."""
+        """Return the lines to print, question and answers, each with its probability or None."""
         if self.row is None:
             return [(f"{len(self.names)} regions: {', '.join(self.names)}", None)]
         row = self.row
@@ -51,21 +52,21 @@ class Prediction:
         lines += [] if row["ground_truth"] is None else [(f"ground truth: {row['ground_truth']}", None)]
         if "[UNK]" in self.tokens[self.chosen]:
             lines.append((f"read as: {' '.join(self.tokens[self.chosen])}", None))
-        assert self.batch is not None  # it is there where a row is
-        used, found = self.batch.sizes.regions[self.chosen] - 1, len(self.names)
-        if used < found:
-            lines.append((f"the model reads the first {used} of {found} regions", None))
-        lines += [(one["answer"], one["probability"]) for one in row["ranking"]]
+        assert self.batch is not None  # every row has a batch
+        used, total = self.batch.sizes.regions[self.chosen] - 1, len(self.names)
+        if used < total:
+            lines.append((f"the model reads the first {used} of {total} regions", None))
+        lines += [(entry["answer"], entry["probability"]) for entry in row["ranking"]]
         for region in row.get("masked_regions", []):
             lines.append(
-                (f"region {region['region']}, masked; the detector's class is {region['detected_name']}", None)
+                (f"masked region {region['region']}, which the detector classifies as {region['detected_name']}:", None)
             )
-            lines += [(one["answer"], one["probability"]) for one in region["guesses"]]
+            lines += [(guess["answer"], guess["probability"]) for guess in region["guesses"]]
         return lines
 
     def draw(self) -> Image.Image:
-        """The image with the boxes that the answer names; without a question with all regions."""
-        assert self.sample.regions is not None  # else there were no names
+        """Draw the image with the boxes of the answer or, without a question, with all regions."""
+        assert self.sample.regions is not None  # `names` come from them
         if self.row is None:
             boxes = zip(self.sample.regions.boxes, range(1, len(self.names) + 1), self.names, strict=True)
         else:
@@ -75,5 +76,5 @@ class Prediction:
 
 
 def class_name(number: int, classes: Sequence[str] | None) -> str:
-    """The detector's class, 0 being the background, by its name where the detector has names."""
+    """Return the name of a detector's class, or its number if the detector has no names; class 0 is the background."""
     return "background" if number == 0 else classes[number - 1] if classes else f"class {number}"

@@ -1,4 +1,4 @@
-"""A checkpoint and its detector in one process: from an image file to the model's prediction."""
+"""Predict from an image file, with a checkpoint and its detector in one process."""
 
 import functools
 import warnings
@@ -26,14 +26,17 @@ from vlbert.tasks.base import user_annotation
 
 
 class Predictor:
-    """A checkpoint and its detector, loaded once:
+    """A checkpoint and its detector, loaded once.
 
         predictor = Predictor("demo-root/runs/pretrain")
         print(predictor("photo.jpg", "a red [MASK]").answer)
 
-    detector: a weight file, where that of the training is not found. changes: dotted fields of the checkpoint's recipe
-    with their new values, such as {"task.folder": "vqa"}. recipe: the checkpoint's, for a task that this package does
-    not know. ValueError where the checkpoint cannot be loaded.
+    Raises ValueError if the checkpoint cannot be loaded.
+
+    Args:
+        detector: Weight file, if the training's is not found.
+        changes: Dotted fields of the checkpoint's recipe with new values, such as {"task.folder": "vqa"}.
+        recipe: The checkpoint's recipe, for a task that this package does not know.
     """
 
     def __init__(
@@ -51,13 +54,13 @@ class Predictor:
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
         """The detector whose regions the checkpoint was trained on, rebuilt from its description."""
-        beside = Path(self.checkpoint.folder.uri_of(DETECTOR))
-        file = self._detector_file or (beside if beside.is_file() else None)
-        return detector_of(self.checkpoint.config, self.checkpoint.uri, file)
+        saved = Path(self.checkpoint.folder.uri_of(DETECTOR))
+        file = self._detector_file or (saved if saved.is_file() else None)
+        return load_detector(self.checkpoint.config, self.checkpoint.uri, file)
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
-        """Return the sample of an image, as it would be stored, with its regions."""
-        return with_regions(read_image(image), self.detector)
+        """Return an image as a stored sample, with its regions."""
+        return detect_regions(read_image(image), self.detector)
 
     def __call__(
         self,
@@ -70,24 +73,24 @@ class Predictor:
     ) -> Prediction:
         """Return the model's prediction for a text about an image, or about a sample that `detect` returned.
 
-        choices, answer and mask_regions are for the tasks that take them. Without a text and regions to mask, the
-        prediction has the regions alone. ValueError where the image cannot be read, or the task does not take these
-        arguments.
+        `choices`, `answer` and `mask_regions` are for tasks that use them. Without a text and regions to mask, the
+        prediction has only the regions. Raises ValueError if the image cannot be read, or if the task does not take an
+        argument.
         """
         if text is None and (choices or answer):
             raise ValueError("choices and answers belong to a question; give a text")
         if text is not None and not text.strip() and not mask_regions:
             raise ValueError("the text is empty; write one, or leave it out to see the regions")
-        regions_alone = text is None and not mask_regions
+        only_regions = text is None and not mask_regions
         more = {"choices": choices, "answer": answer, "mask_regions": mask_regions}
-        annotation = None if regions_alone else user_annotation(self.task, text or "", **more)
+        annotation = None if only_regions else user_annotation(self.task, text or "", **more)
         sample = image if isinstance(image, Sample) else self.detect(image)
-        assert sample.regions is not None  # `detect` gives a sample that has some
+        assert sample.regions is not None  # `detect` returns regions or raises
         classes = self.detector.metadata.get("classes")
-        names = region_names(sample.regions, classes)
-        if regions_alone:
+        names = name_regions(sample.regions, classes)
+        if only_regions:
             return Prediction(sample, names)
-        batch = self.batch_of(sample, annotation)
+        batch = self.make_batch(sample, annotation)
         with torch.inference_mode():
             encoded = self.model.vlbert(batch, attentions=attentions)
             (row,) = self.task.predictions(self.model.vlbert, self.model.head, encoded, batch)
@@ -96,10 +99,10 @@ class Predictor:
             [words[token] for token in row[:count].tolist()]
             for row, count in zip(batch.tokens, batch.sizes.tokens, strict=True)
         ]
-        return Prediction(sample, names, with_class_names(row, names, classes), batch, tokens, encoded)
+        return Prediction(sample, names, add_class_names(row, names, classes), batch, tokens, encoded)
 
-    def batch_of(self, sample: Sample, annotation: Any) -> Batch:
-        """Return the batch of one example: a sample with regions, and what `task.annotation_for` made of a text."""
+    def make_batch(self, sample: Sample, annotation: Any) -> Batch:
+        """Make a batch of one example from a sample with regions and an annotation of `task.annotation_for`."""
         prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
         return collate([self.task.example(sample, prepared, annotation, np.random.default_rng(0))])
 
@@ -107,36 +110,38 @@ class Predictor:
 # --- the detector -----------------------------------------------------------------------------------------------------
 
 
-def detector_of(config: dict, where: str, file: str | Path | None) -> FasterRCNNDetector:
-    """Return the detector whose regions a model was trained on or, where it names none, the network of `file`.
+def load_detector(config: dict, source: str, file: str | Path | None) -> FasterRCNNDetector:
+    """Load the detector whose regions a model was trained on or, if none is recorded, the detector of `file`.
 
-    config: the model's config.json. where: the model, for errors. file: the detector's weights; None: those that the
-    model's Fast R-CNN started from, if they are the same.
+    Args:
+        config: Content of the model's config.json.
+        source: The model's name in errors.
+        file: The detector's weights. None: those that the model's Fast R-CNN started from, if they are the same.
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
     if "network" in metadata:
-        return rebuild_detector(recorded, file or detector_weights_of(config), where)
-    why = f"its regions came from {metadata['backend']} boxes" if metadata else "it carries no detector's description"
+        return rebuild_detector(recorded, file or find_detector_weights(config), source)
+    reason = f"its regions came from {metadata['backend']} boxes" if metadata else "it has no description of a detector"
     if file is None:
-        raise ValueError(f"{where} finds no regions by itself: {why}; name a detector: --detector FILE")
-    warnings.warn(f"{where}: {why}; those of {file} may be of another kind", stacklevel=2)
+        raise ValueError(f"{source} cannot find regions: {reason}; name a detector: --detector FILE")
+    warnings.warn(f"{source}: {reason}; the regions of {file} may be of another kind", stacklevel=2)
     return detector_of_file(file, keep_features=config["model"]["regions"]["features"] == "precomputed")
 
 
-def detector_weights_of(config: dict) -> str | None:
-    """The weight file that a model's Fast R-CNN started from, directly or through earlier runs."""
-    weights, before = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
-    if weights or not before:
+def find_detector_weights(config: dict) -> str | None:
+    """Return the weight file that a model's Fast R-CNN started from, directly or through earlier runs."""
+    weights, init_from = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
+    if weights or not init_from:
         return weights
     try:
-        return detector_weights_of(read_config_at(*find_checkpoint(before)))
-    except (ValueError, OSError):  # that run is gone
+        return find_detector_weights(read_config_at(*find_checkpoint(init_from)))
+    except (ValueError, OSError):  # the earlier run no longer exists
         return None
 
 
-def with_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
-    """The sample with the regions that the detector finds; ValueError where it finds none."""
+def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
+    """Return the sample with the detector's regions. Raises ValueError if it finds none."""
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):
         raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
@@ -148,26 +153,27 @@ def with_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def region_names(regions: Regions, classes: Sequence[str] | None) -> list[str]:
-    """Number, from 1, and class of each region."""
+def name_regions(regions: Regions, classes: Sequence[str] | None) -> list[str]:
+    """Return the number of each region, from 1, with its class if the detector has names."""
     labels = (regions.labels_background_first() - 1).tolist()
     return [f"{number} {classes[label]}" if classes else str(number) for number, label in enumerate(labels, 1)]
 
 
-def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | None) -> dict:
-    """A row with the detector's class names for its regions: those that it ranks or draws (`region`, from 1) and those
-    that pre-training masked, whose class is a number, background first."""
-    numbers = {one["answer"]: one["region"] for one in row["ranking"] if one.get("region")}
+def add_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | None) -> dict:
+    """Return a row with the detector's class names for its regions.
+
+    These are ranked or drawn regions (`region`, from 1), and masked ones, whose class is a number, background first.
+    """
+    numbers = {entry["answer"]: entry["region"] for entry in row["ranking"] if entry.get("region")}
     name_of = {answer: names[number - 1] for answer, number in numbers.items()} if classes else {}
     boxes = [{"region": numbers.get(box["name"], 0)} | box for box in row["boxes"]]
     row = row | {
         "answer": name_of.get(row["answer"], row["answer"]),
-        "ranking": [one | {"answer": name_of.get(one["answer"], one["answer"])} for one in row["ranking"]],
+        "ranking": [entry | {"answer": name_of.get(entry["answer"], entry["answer"])} for entry in row["ranking"]],
         "boxes": [box | {"name": name_of.get(box["name"], box["name"])} for box in boxes],
     }
     if "masked_regions" not in row:
         return row
-
     masked = [
         region
         | {

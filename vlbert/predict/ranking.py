@@ -1,4 +1,4 @@
-"""Rank a person's own images by how well they fit a text, or captions by how well they fit an image."""
+"""Rank your own images by how well they fit a text, or captions by how well they fit an image."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ from vlbert.predict.predictor import Predictor
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.retrieval import OTHER_TOKENS, HeldOutImage, Retrieval, RetrievalSettings
 
-Ranking = list[tuple[str, float]]  # what is ranked, and the probability that it fits; the likeliest first
+Ranking = list[tuple[str, float]]  # image or caption, and the probability that it fits; the most likely first
 
 
 class Ranker(Predictor):
-    """A predictor that ranks, of a checkpoint of retrieval or of a pre-training with the relationship head:
+    """A predictor that ranks. The checkpoint is of retrieval, or of a pre-training with the relationship head.
 
         ranker = Ranker("vl-root/runs/finetune_retrieval_base")
         ranker.images("photos", "a red circle")                 # [("IMG_3.jpg", 0.91), ...]
         ranker.captions("photo.jpg", ["a red circle", "a blue star"])
 
-    ValueError for other checkpoints.
+    Raises ValueError for other checkpoints.
     """
 
     def __init__(
@@ -37,50 +37,54 @@ class Ranker(Predictor):
         super().__init__(checkpoint, detector, changes, recipe)
         if not isinstance(self.task, Retrieval):
             raise ValueError(
-                f"the checkpoint is one of {type(self.recipe.task).__name__}; to rank images or captions, name one of "
+                f"the checkpoint is one of {type(self.recipe.task).__name__}; to rank images or captions, give one of "
                 "retrieval, or of a pre-training with the relationship head"
             )
 
     def images(self, folder: str | Path, text: str) -> Ranking:
-        """Return the names of the images of a folder, not of those below it, by how well they fit the text.
+        """Rank the image files of a folder, without subfolders, by how well they fit the text. Returns file names.
 
-        A warning says why a file was passed over. OSError where there is no folder, ValueError where none of its files
-        can be ranked.
+        A warning gives the reason for each file that is skipped. Raises OSError if there is no such folder, and
+        ValueError if none of its files can be ranked.
         """
-        found, annotation = [], self._candidates([text])
+        ranking, annotation = [], self._make_annotation([text])
         for file in sorted(file for file in Path(folder).iterdir() if file.is_file() and file.name[0] != "."):
             try:
-                found.append((file.name, float(self._probabilities(self.detect(file), annotation)[0])))
+                ranking.append((file.name, float(self._predict_fit(self.detect(file), annotation)[0])))
             except ValueError as error:
                 warnings.warn(f"skipped: {error}", stacklevel=2)
-        if not found:
+        if not ranking:
             raise ValueError(f"{folder} holds no image that can be ranked")
-        return sorted(found, key=lambda one: -one[1])
+        return sorted(ranking, key=lambda pair: -pair[1])
 
     def captions(self, image: str | Path | bytes | Sample, captions: Sequence[str]) -> Ranking:
-        """Captions by how well they fit an image, or a sample that `detect` returned. ValueError where the image cannot
-        be read or a caption has no words."""
-        annotation = self._candidates(captions)
-        sample = image if isinstance(image, Sample) else self.detect(image)
-        found = zip(captions, self._probabilities(sample, annotation).tolist(), strict=True)
-        return sorted(found, key=lambda one: -one[1])
+        """Rank captions by how well they fit an image, or a sample that `detect` returned.
 
-    def _candidates(self, texts: Sequence[str]) -> HeldOutImage:
+        Raises ValueError if the image cannot be read or a caption has no words.
+        """
+        annotation = self._make_annotation(captions)
+        sample = image if isinstance(image, Sample) else self.detect(image)
+        ranking = zip(captions, self._predict_fit(sample, annotation).tolist(), strict=True)
+        return sorted(ranking, key=lambda pair: -pair[1])
+
+    def _make_annotation(self, texts: Sequence[str]) -> HeldOutImage:
         assert isinstance(self.task, Retrieval)
         for text in texts:
-            self.task.annotation_for(text)  # refuses one without words
+            self.task.annotation_for(text)  # raises ValueError for a text without words
         return self.task.ranked([HeldOutImage("", tuple(texts))])[0]
 
-    def _probabilities(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
-        """float64 [texts]."""
+    def _predict_fit(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
+        """Return the probability that each text fits, float64 [texts]."""
         with torch.inference_mode():
-            (row,) = self.model.predict(self.batch_of(sample, annotation))
+            (row,) = self.model.predict(self.make_batch(sample, annotation))
         return 1 / (1 + np.exp(-row["scores"].astype(np.float64)))
 
 
 def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
-    """The recipe of retrieval for a pre-trained model, given config.json of the checkpoint: it reads texts and regions
-    as in the pre-training. None for a checkpoint of another task."""
+    """Make a recipe of retrieval from a pre-trained model's config.json; None for a checkpoint of another task.
+
+    It reads texts and regions as in the pre-training.
+    """
     if config.get("task") != PretrainingSettings.__name__:
         return None
     settings = config["settings"] if "settings" in config else config["recipe"]["task"]
