@@ -57,7 +57,7 @@ def load(case: Case, task: str) -> tuple[PublishedViLBert, VLBert, nn.Module]:
     token = case.metadata.get("task_id") if config.get("task_specific_tokens") else None
     hints = Hints(tuple(heads), None if case.metadata["kind"] == "pretrain" else task, token)
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    what = PublishedViLBert.understand(shapes, hints)
+    what = PublishedViLBert.from_shapes(shapes, hints)
     layers = case.metadata["layers"]
     if [sorted(part) for part in layers.split("X")] != [sorted(part) for part in what.model.layers.split("X")]:
         raise ValueError(f"layers are {layers}, and published models with these tensors have {what.model.layers}")

@@ -35,7 +35,7 @@ class VLBertCase(Case):
 def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedVLBert:
     """Return what the case is, from its tensors and, where these do not tell, from its configuration."""
     network = case.network
-    what = PublishedVLBert.understand(shapes, Hints((network["VLBERT"]["num_attention_heads"],)))
+    what = PublishedVLBert.from_shapes(shapes, Hints((network["VLBERT"]["num_attention_heads"],)))
     regions = dataclasses.replace(
         what.model.regions,
         resnet=dataclasses.replace(

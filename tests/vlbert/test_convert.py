@@ -35,7 +35,7 @@ from vlbert.config import ModelConfig, Recipe, architecture
 from vlbert.evaluation.evaluate import load_task_model
 from vlbert.model.vlbert import VLBert
 from vlbert.published.checkpoints import NO_HINTS, Hints
-from vlbert.published.convert import KEPT, REPORT, main, to_ours, to_theirs, understand
+from vlbert.published.convert import KEPT, REPORT, identify, main, to_ours, to_theirs
 from vlbert.published.vilbert import PublishedViLBert
 from vlbert.published.vlbert import PublishedVLBert
 from vlbert.recipes import all_recipes
@@ -182,7 +182,7 @@ def test_a_file_becomes_a_model_and_comes_back_bit_for_bit(converted, tmp_path, 
 def test_without_the_report_a_model_comes_back_in_float32(converted, tmp_path, name):
     state, folder, report = converted(name)
     to_theirs(copy(folder, tmp_path / "anew", REPORT), tmp_path / "back")
-    back, what = FILES[name].load(tmp_path / "back"), understand(state, FILES[name].hints)
+    back, what = FILES[name].load(tmp_path / "back"), identify(state, FILES[name].hints)
     for entry in report:
         if "ours" in entry:
             assert torch.equal(back.pop(what.in_file(what.plain_name(entry["theirs"]))), state[entry["theirs"]].float())
@@ -210,7 +210,7 @@ def full_shapes(kind: str, size: str) -> dict[str, tuple[int, ...]]:
 def check_shapes(kind: type, shapes: Mapping[str, tuple[int, ...]], *recipes: str, more: str = "") -> ModelConfig:
     """All keys of a file are known, and the architecture is that of the recipes."""
     shapes = {kind.plain_name(name): shape for name, shape in shapes.items()}
-    what = kind.understand(shapes)
+    what = kind.from_shapes(shapes)
     assert what.vocab_size == 30522
     for name in recipes:
         assert not differing_fields(architecture(all_recipes()[name].model), architecture(what.model)), name
@@ -319,11 +319,11 @@ def test_a_wrong_tensor_is_named(tmp_path, name, changes, named):
         (PRETRAINED, Hints(task_token=1), "it has no table of task tokens: give no task token"),
         (ONE_LABEL, NO_HINTS, r"it has the heads of VCR, RefCOCO\+ or retrieval, .*: name one, --task NAME"),
         (MULTI_TASK, Hints(task_token=1), "it has heads of several tasks, .*: name one, --task NAME"),
-        (MULTI_TASK, Hints(task="vqa"), "it has a table of task tokens, .*: --task-token N"),
+        (MULTI_TASK, Hints(task="vqa"), "it has a table of task tokens, .*--task-token N"),
         (MULTI_TASK, Hints(task="vqa", task_token=20), "task_token"),
-        (PRETRAINED, Hints((4,)), "the number of heads is needed of text, regions, co-attention; given are 1"),
+        (PRETRAINED, Hints((4,)), "num_heads needs one number for each of text, regions, co-attention; given are 1"),
         (PRETRAINED, Hints((4, 5, 2)), "region_num_heads"),
-        pytest.param(None, Hints(task="vqa"), "it is a VL-BERT, whose tensors tell its task", marks=needs_key_lists),
+        pytest.param(None, Hints(task="vqa"), "it is a VL-BERT, whose tensors show its task", marks=needs_key_lists),
         pytest.param(None, Hints((1, 1, 1)), "which has one number of heads; given are 3", marks=needs_key_lists),
     ],
 )
@@ -396,8 +396,8 @@ def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):
     (changed / REPORT).write_text(json.dumps([{"theirs": "a", "dtype": "float32", "ours": "b"}]))
     for call, named in (
         (lambda: to_ours(tmp_path / "x.bin", tmp_path / "ours", tmp_path / "vocab.txt"), "has 201 tokens, .* trained"),
-        (lambda: to_ours(tmp_path / "x.bin", folder), "ours is there already"),
-        (lambda: to_theirs(folder, tmp_path / "x.bin"), "x.bin is there already"),
+        (lambda: to_ours(tmp_path / "x.bin", folder), "ours already exists"),
+        (lambda: to_theirs(folder, tmp_path / "x.bin"), "x.bin already exists"),
         (lambda: to_ours(tmp_path / "other.bin", tmp_path / "ours"), "there is no file"),
         (lambda: to_theirs(damaged, tmp_path / "back.bin"), f"{KEPT} is damaged: its sha256"),
         (lambda: to_theirs(copy(folder, tmp_path / "gone", KEPT), tmp_path / "back.bin"), f"{KEPT} is gone"),
@@ -420,7 +420,9 @@ def test_a_report_of_other_weights_is_refused(converted, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["files"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="final_mlp.2.bias was float16, which cannot hold today's head.output.bias"):
+    with pytest.raises(
+        ValueError, match="final_mlp.2.bias was float16, which cannot hold the current head.output.bias"
+    ):
         to_theirs(tmp_path, tmp_path / "back.model")
 
 
@@ -448,7 +450,7 @@ NO_POOLER = VCRSettings(pooled=False, instance_masks=False, max_tokens=20, regio
         ({"layers": "TTXV", "region_hidden_size": None}, PAIRS, None),
         ({}, LINEAR, "nothing for head."),
         ({}, VQASettings(question_length=20), "it has nothing for head.transform.dense.weight"),
-        ({}, NO_POOLER, "alone has head.pooler"),
+        ({}, NO_POOLER, "only one of the two has head.pooler"),
         ({}, RefCOCOSettings(regions="detected"), "it has nothing for head.transform.dense.weight"),
     ],
 )

@@ -1,6 +1,6 @@
-"""What the authors' checkpoints have in common, whichever model they are of.
+"""Base class of the authors' checkpoints.
 
-vlbert.py and vilbert.py say which of our tensors each key of theirs is; convert.py reads and writes the files.
+vlbert.py and vilbert.py map the keys of their files to our tensors; convert.py reads and writes the files.
 """
 
 import re
@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from vlbert.config import ModelConfig
 from vlbert.model.vlbert import VLBert
 
-COUNTER = ".num_batches_tracked"  # which a frozen norm does not use
-CLASSES = 1601  # of the Visual Genome detector, background first
+COUNTER = ".num_batches_tracked"  # unused in frozen norms
+CLASSES = 1601  # classes of the Visual Genome detector, background first
 Shapes = dict[str, tuple[int, ...]]  # plain name -> shape
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What no tensor of a file tells, and its user may.
+    """Facts about a file that its tensors do not show, given by the user.
 
-    num_heads   of each kind of attention, where they are not as published
-    task        vqa, vcr, refcoco, retrieval or pretraining: which heads of a fine-tuned ViLBERT to take
-    task_token  number of the task's row in the table of task tokens, where the file has one
+    Attributes:
+        num_heads: Heads of each kind of attention, if they differ from the published numbers.
+        task: vqa, vcr, refcoco, retrieval or pretraining: the heads to take from a fine-tuned ViLBERT.
+        task_token: The task's row in the table of task tokens, if the file has one.
     """
 
     num_heads: tuple[int, ...] | None = None
@@ -40,10 +41,11 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True)
 class Published(ABC):
-    """What a file of theirs holds, by its tensors.
+    """The model in a file of the authors.
 
-    task         a task's settings; None: a model without the heads of any
-    num_classes  of the detector, without the background
+    Attributes:
+        task: Settings of the task; None: a model without heads.
+        num_classes: Classes of the detector, without the background.
     """
 
     task: Any
@@ -51,70 +53,73 @@ class Published(ABC):
     vocab_size: int
     num_classes: int = CLASSES - 1
 
-    kind: ClassVar[str]  # of model, for messages
-    below: ClassVar[str | None] = None  # the name under which the state dict lies in a file; None: it is the file
-    optional: ClassVar[tuple[str, ...]] = ()  # our names of what a file may lack; it becomes zeros
-    # Fields of the model that no tensor shows, and that their configuration has too.
+    kind: ClassVar[str]  # name of the model in messages
+    state_key: ClassVar[str | None] = None  # key of the state dict in a file; None: the file is the state dict
+    optional: ClassVar[tuple[str, ...]] = ()  # our names of tensors that a file may lack; they become zeros
+    # Fields of the model that no tensor shows, because they are in the authors' configuration.
     configured: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def hints(self) -> Hints:
-        """What `understand` needs beside the shapes to understand this."""
+        """The hints with which `from_shapes` infers this model."""
         return Hints((self.model.num_heads,))
 
     @staticmethod
     @abstractmethod
     def plain_name(key: str) -> str:
-        """A key without what wrappers and older versions of their code did to it."""
+        """Return a key without wrappers' prefixes, and with the names of the latest version of their code."""
 
     def in_file(self, name: str) -> str:
-        """A plain name as their code saves it."""
+        """Return a plain name as their code saves it."""
         return name
 
     @classmethod
     @abstractmethod
-    def understand(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "Published":
-        """What these tensors are; ValueError where they are none of this kind."""
+    def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "Published":
+        """Infer the model from its tensors' shapes. Raises ValueError if it is not of this kind."""
 
     @abstractmethod
     def head(self) -> nn.Module:
-        """The task's head, new."""
+        """Make a new head of the task."""
 
     @abstractmethod
     def entries(self) -> list[dict]:
-        """What each key of a file in float32 is, by its plain name: vlbert.published.convert.convert says what an entry
-        has. ValueError where their code has nothing for a tensor of such a model of ours."""
+        """Return an entry for each plain name in a float32 file (see vlbert.published.convert.convert).
+
+        Raises ValueError if their code has no counterpart of one of our tensors.
+        """
 
     @staticmethod
-    def entries_of(theirs: Mapping[str, str | None]) -> list[dict]:
-        """The entries of our tensors, given the plain name of each in their file."""
+    def make_entries(theirs: Mapping[str, str | None]) -> list[dict]:
+        """Make the entries of our tensors, given the plain name of each in their file."""
         if unknown := [name for name, key in theirs.items() if key is None]:
             raise ValueError(f"their code has no such model: it has nothing for {unknown[0]}")
         return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]
 
     @cached_property
     def skeleton(self) -> dict[str, Tensor]:
-        """Our tensors of such a model, without values."""
+        """Our tensors of this model, on the meta device."""
         with torch.device("meta"):
             parts = {"vlbert": VLBert(self.model, self.vocab_size), "head": self.head()}
-        found = {f"{part}.{name}": tensor for part, it in parts.items() for name, tensor in it.state_dict().items()}
-        return {name: tensor for name, tensor in found.items() if not name.endswith(COUNTER)}
+        states = {part: module.state_dict() for part, module in parts.items()}
+        tensors = {f"{part}.{name}": tensor for part, state in states.items() for name, tensor in state.items()}
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith(COUNTER)}
 
     @classmethod
     def matrix(cls, shapes: Shapes, name: str) -> tuple[int, int]:
-        """The two sides of a tensor that every file of theirs has."""
+        """Return the shape of a matrix that all their files have. Raises ValueError if it is missing or no matrix."""
         if name not in shapes:
-            raise ValueError(f"it has no {name}, so it is no {cls.kind} of the authors, or not a whole one")
+            raise ValueError(f"it has no {name}, so it is no {cls.kind} of the authors, or an incomplete one")
         if len(shapes[name]) != 2:
             raise ValueError(f"its {name} is {shapes[name]} and should be a matrix")
         return shapes[name][0], shapes[name][1]
 
 
-def has_any(shapes: Iterable[str], beginning: str | tuple[str, ...]) -> bool:
-    """Whether a name begins so."""
-    return any(name.startswith(beginning) for name in shapes)
+def has_any(shapes: Iterable[str], prefix: str | tuple[str, ...]) -> bool:
+    """Return True if a name starts with the prefix, or with one of them."""
+    return any(name.startswith(prefix) for name in shapes)
 
 
 def count(shapes: Iterable[str], pattern: str) -> int:
-    """How many different numbers stand where the pattern's group is."""
+    """Count the different numbers that the pattern's group matches."""
     return len({match.group(1) for match in (re.match(pattern, name) for name in shapes) if match})

@@ -1,7 +1,8 @@
-"""The checkpoints of ViLBERT's authors: what their files hold, and which of our tensors each key is.
+"""Checkpoints of ViLBERT's authors: the models in their files, and our tensor for each key.
 
-Both programs are known: `paper` (jiasenlu/vilbert_beta) and `multi_task` (facebookresearch/vilbert-multi-task), whose
-encoder, poolers and pre-training heads are the same. The single-stream baseline of the first has layers J.
+Both of their programs are supported: `paper` (jiasenlu/vilbert_beta) and `multi_task`
+(facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The single-stream
+baseline of the first has layers J.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +42,7 @@ _SELF_ATTENTION = {
     "output.dense": "output",
     "output.LayerNorm": "output_norm",
 }
-_CO_ATTENTION = {  # 1 stands for the regions in their names, 2 for the text
+_CO_ATTENTION = {  # in their names, 1 means the regions and 2 the text
     f"{theirs}": f"{stream}.{ours}"
     for stream, number, letter in (("regions", 1, "v"), ("text", 2, "t"))
     for theirs, ours in (
@@ -55,7 +56,7 @@ _CO_ATTENTION = {  # 1 stands for the regions in their names, 2 for the text
         (f"{letter}_output.LayerNorm", "output_norm"),
     )
 }
-_PARTS = {  # letter -> the list of layers in their names, and its parts
+_PARTS = {  # letter -> name of their list of layers, and the parts of a layer
     "J": ("layer", _SELF_ATTENTION),
     "T": ("layer", _SELF_ATTENTION),
     "V": ("v_layer", _SELF_ATTENTION),
@@ -81,7 +82,7 @@ _HEADS = {
     "cls.imagePredictions.transform.LayerNorm": "region_transform.norm",
     "cls.imagePredictions.decoder": "region_classifier",
 }
-# What differs with the number of streams: where the regions' embedding stands, and the names of poolers and pair head.
+# For models of one and of two streams: prefix of the regions' embedding, and the names of poolers and pair head.
 _ONE_STREAM = "bert.image_embeddings", {"bert.pooler.dense": "pooler.dense", "cls.seq_relationship": "relationship"}
 _TWO_STREAMS = (
     "bert.v_embeddings",
@@ -93,11 +94,11 @@ _TWO_STREAMS = (
 )
 _WORD_BIAS = {"cls.predictions.bias": "head.word_bias"}
 _WORDS, _DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
-_DEAD = ("q_dense1", "q_dense2")  # layers of each co-attention layer's biOutput that nothing uses
-# Beginnings of keys of an encoder that was saved without the `bert.` of the model around it.
+_UNUSED = ("q_dense1", "q_dense2")  # layers of each co-attention layer's biOutput that their code never uses
+# Prefixes of keys of an encoder that was saved alone, without the prefix `bert.`.
 _BARE = ("embeddings.", "v_embeddings.", "image_embeddings.", "encoder.", "t_pooler.", "v_pooler.", "pooler.")
-_OF_TASKS = ("vil_", "vision_logit.", "linguisic_logit.")  # beginnings of keys of fine-tuning's heads
-# The classifiers of answers, of the paper's program and of 12-in-1: layers, and the tensors of each.
+_TASK_HEADS = ("vil_", "vision_logit.", "linguisic_logit.")  # prefixes of keys of fine-tuning's heads
+# The answer classifiers of the paper's program and of 12-in-1: layers, and the tensors of each layer.
 _ANSWERS = (
     {"main.0": "first", "main.3": "output"},
     {"weight_v": "direction.weight", "weight_g": "gain", "bias": "direction.bias"},
@@ -116,17 +117,17 @@ TASKS = {
 
 
 def layer_names(layers: str) -> Iterator[tuple[str, str]]:
-    """(their name, ours) of each module of an encoder: theirs count the layers of each kind by themselves."""
-    seen = dict.fromkeys(("layer", "v_layer", "c_layer"), 0)
+    """Yield (their name, our name) of each module of an encoder. They count the layers of each kind separately."""
+    counts = dict.fromkeys(("layer", "v_layer", "c_layer"), 0)
     for number, letter in enumerate(layers):
         kind, parts = _PARTS[letter]
         for theirs, ours in parts.items():
-            yield f"bert.encoder.{kind}.{seen[kind]}.{theirs}", f"vlbert.encoder.layers.{number}.{ours}"
-        seen[kind] += 1
+            yield f"bert.encoder.{kind}.{counts[kind]}.{theirs}", f"vlbert.encoder.layers.{number}.{ours}"
+        counts[kind] += 1
 
 
-def names(layers: str) -> dict[str, str]:
-    """Their parameter -> ours, of the encoder and of the heads of pre-training."""
+def map_names(layers: str) -> dict[str, str]:
+    """Return their name -> our name of the parameters of the encoder and of the pre-training heads."""
     regions, of_streams = _ONE_STREAM if "J" in layers else _TWO_STREAMS
     modules = dict(layer_names(layers))
     modules |= {theirs: f"vlbert.embedding.{ours}" for theirs, ours in _TEXT.items()}
@@ -136,8 +137,8 @@ def names(layers: str) -> dict[str, str]:
     return _WORD_BIAS | {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in modules.items() for kind in kinds}
 
 
-def names_of_task(task: Any) -> dict[str, str]:
-    """Their parameter -> ours, of the classifier that a fine-tuned task has."""
+def map_task_names(task: Any) -> dict[str, str]:
+    """Return their name -> our name of the parameters of a fine-tuned task's classifier."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))
@@ -156,12 +157,12 @@ def names_of_task(task: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PublishedViLBert(Published):
-    """A ViLBERT of its authors with the heads of one task, or its encoder alone; or their single-stream baseline.
+    """The model in a file of ViLBERT's authors: with the heads of one task or without, or the single-stream baseline.
 
-    others  key -> shape of the heads that a fine-tuned file has beside those of the task
+    `other_heads` are the heads of other tasks in a fine-tuned file, key -> shape.
     """
 
-    others: Shapes = field(default_factory=dict)
+    other_heads: Shapes = field(default_factory=dict)
 
     kind: ClassVar[str] = "ViLBERT"
     configured: ClassVar[frozenset[str]] = frozenset(
@@ -178,33 +179,37 @@ class PublishedViLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Without what trainers wrap around a module, with the names that LayerNorms have since (gamma is weight, beta
-        bias), and with the bert. that an encoder saved by itself lacks."""
+        """Return a key without the prefixes of training wrappers, in the current form.
+
+        Older LayerNorms have gamma and beta instead of weight and bias. An encoder saved alone lacks the prefix bert.
+        """
         name = strip_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
         return f"bert.{name}" if name.startswith(_BARE) else name
 
     @classmethod
-    def understand(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
-        """What no shape tells is as published: the order of layers (co-attention begins with the last text layers, and
-        each is followed by a text and a region layer), and heads of 64 channels in the text and of 128 in regions and
-        co-attention, unless `hints` has the number of heads of each of the three.
+    def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
+        """Infer the model. What no shape shows is as published.
+
+        This is: the order of layers (co-attention starts with the last text layers, and a text and a region layer
+        follow each), and heads of 64 channels for text and 128 for regions and co-attention, unless `hints` has their
+        numbers.
         """
-        model = _model(shapes, hints)
+        model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)
-        fine_tuned = has_any(shapes, _OF_TASKS)
+        fine_tuned = has_any(shapes, _TASK_HEADS)
         if hints.task and not fine_tuned:
             raise ValueError("it is pre-trained and has no heads of fine-tuned tasks: give no task")
         if not fine_tuned and not has_any(shapes, "cls."):
             return cls(None, model, vocab_size)
-        task = _task(shapes, hints, model.max_positions) if fine_tuned else pretrain_vilbert().task
+        task = _infer_task(shapes, hints, model.max_positions) if fine_tuned else pretrain_vilbert().task
         classes = shapes.get("cls.imagePredictions.decoder.weight", (CLASSES,))[0]
-        what = cls(task, model, vocab_size, classes - 1)
+        published = cls(task, model, vocab_size, classes - 1)
         if not fine_tuned:
-            return what
-        read = {entry["theirs"] for entry in what.entries()}
-        heads = {key for key, ours in names(model.layers).items() if ours.startswith("head.")}
-        others = {key: shape for key, shape in shapes.items() if key in heads or key.startswith(_OF_TASKS)}
-        return replace(what, others={key: shape for key, shape in others.items() if key not in read})
+            return published
+        read = {entry["theirs"] for entry in published.entries()}
+        own = {key for key, ours in map_names(model.layers).items() if ours.startswith("head.")}
+        heads = {key: shape for key, shape in shapes.items() if key in own or key.startswith(_TASK_HEADS)}
+        return replace(published, other_heads={key: shape for key, shape in heads.items() if key not in read})
 
     def head(self) -> nn.Module:
         if self.task is None:
@@ -216,17 +221,17 @@ class PublishedViLBert(Published):
         return task_of(self.task)(self.task, None, self.num_classes).head(self.model)
 
     def entries(self) -> list[dict]:
-        theirs = {name: key for key, name in (names(self.model.layers) | names_of_task(self.task)).items()}
-        entries = self.entries_of({name: theirs.get(name) for name in self.skeleton})
+        theirs = {name: key for key, name in (map_names(self.model.layers) | map_task_names(self.task)).items()}
+        entries = self.make_entries({name: theirs.get(name) for name in self.skeleton})
         if self.task is not None:
             entries += [entry | {"theirs": _DECODER} for entry in entries if entry["theirs"] == _WORDS]
-        kept = self._dead() | self.others
+        kept = self._unused_layers() | self.other_heads
         return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
 
-    def _dead(self) -> Shapes:
-        """Key -> shape of what every co-attention layer of theirs has and nothing uses."""
+    def _unused_layers(self) -> Shapes:
+        """Return key -> shape of the layers in co-attention that their code never uses."""
         inputs = self.model.coattention.hidden_size
-        widths = zip(_DEAD, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
+        widths = zip(_UNUSED, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
         modules = {
             f"bert.encoder.c_layer.{number}.biOutput.{name}": width
             for name, width in widths
@@ -238,19 +243,19 @@ class PublishedViLBert(Published):
 
 
 def is_vilbert(shapes: Iterable[str]) -> bool:
-    """Whether these plain names are of one of their models."""
+    """Return True if these plain names are of a ViLBERT, or of its single-stream baseline."""
     return has_any(shapes, (f"{_ONE_STREAM[0]}.", f"{_TWO_STREAMS[0]}.", "bert.encoder.c_layer."))
 
 
-def _task(shapes: Shapes, hints: Hints, positions: int) -> Any:
-    """The settings of the task of a fine-tuned file."""
+def _infer_task(shapes: Shapes, hints: Hints, positions: int) -> Any:
+    """Infer the settings of a fine-tuned file's task."""
     multi_task = has_any(shapes, "vil_prediction.logit_fc.")
     last = "vil_prediction.logit_fc.3.weight" if multi_task else "vil_prediction.main.3.weight_v"
     several = shapes.get(last, (1,))[:1] != (1,)
     name = hints.task or ("vqa" if several and not multi_task else None)
     if name is None:
         heads = "heads of several tasks" if multi_task else "the heads of VCR, RefCOCO+ or retrieval"
-        raise ValueError(f"it has {heads}, and its tensors do not tell which to take: name one, --task NAME")
+        raise ValueError(f"it has {heads}, and its tensors do not show which to take: name one, --task NAME")
     if name == "vqa":
         task, answers = finetune_vqa_vilbert().task, PublishedViLBert.matrix(shapes, last)[0]
         if multi_task:
@@ -265,7 +270,7 @@ def _task(shapes: Shapes, hints: Hints, positions: int) -> Any:
     return recipes[name]().task
 
 
-def _model(shapes: Shapes, hints: Hints) -> ModelConfig:
+def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
     def matrix(name: str) -> tuple[int, int]:
         return PublishedViLBert.matrix(shapes, f"{name}.weight")
 
@@ -283,17 +288,17 @@ def _model(shapes: Shapes, hints: Hints) -> ModelConfig:
             "pooler": "product",
         }
     if hints.num_heads and len(hints.num_heads) != len(sizes):
-        raise ValueError(f"the number of heads is needed of {', '.join(sizes)}; given are {len(hints.num_heads)}")
+        raise ValueError(f"num_heads needs one number for each of {', '.join(sizes)}; given are {len(hints.num_heads)}")
     if "bert.embeddings.task_embeddings.weight" not in shapes:
         if hints.task_token is not None:
             raise ValueError("it has no table of task tokens: give no task token")
     elif hints.task_token is None:
-        raise ValueError("it has a table of task tokens, and they do not tell which is your task's: --task-token N")
+        raise ValueError("it has a table of task tokens, which does not show your task's row: give it, --task-token N")
     channels_of = {"text": TEXT_HEAD}
     heads = hints.num_heads or [max(1, size // channels_of.get(kind, REGION_HEAD)) for kind, size in sizes.items()]
     kinds = ("num_heads", "region_num_heads", "coattention_num_heads")
     return ModelConfig(
-        layers=_layers(shapes, one_stream),
+        layers=_infer_layers(shapes, one_stream),
         hidden_size=hidden_size,
         intermediate_size=matrix("bert.encoder.layer.0.intermediate.dense")[0],
         max_positions=matrix("bert.embeddings.position_embeddings")[0],
@@ -311,8 +316,8 @@ def _model(shapes: Shapes, hints: Hints) -> ModelConfig:
     )
 
 
-def _layers(shapes: Shapes, one_stream: bool) -> str:
-    """ModelConfig.layers of these tensors, in the published order (co-attention with the last text layers)."""
+def _infer_layers(shapes: Shapes, one_stream: bool) -> str:
+    """Infer ModelConfig.layers, in the published order (co-attention with the last text layers)."""
     text, regions, both = (
         count(shapes, rf"bert\.encoder\.{kind}\.(\d+)\.") for kind in ("layer", "v_layer", "c_layer")
     )

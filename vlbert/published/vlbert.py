@@ -1,4 +1,4 @@
-"""The checkpoints of VL-BERT's authors: what their files hold, and which of our tensors each key is."""
+"""Checkpoints of VL-BERT's authors: the models in their files, and our tensor for each key."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from vlbert.tasks.vqa import OTHER_TOKENS, VQA, VQASettings
 
 HEAD_CHANNELS = 64  # channels of an attention head in every BERT
 
-# The authors' name <-> ours; {} is a number. The first match counts, in either direction.
+# The authors' prefix, our prefix; {} is a number. In both directions, the first match counts.
 _BLOCKS = [
     (f"{theirs}.{{}}.{part}", f"{ours}.{{}}.{our_part}")
     for theirs, ours in (
@@ -97,17 +97,17 @@ _ALIASES = {
     "image_feature_extractor.head.0.": "image_feature_extractor.roi_head_feature_extractor.",
     "vlbert.mlm_head.predictions.decoder.weight": _WORDS,
 }
-# Zeros where the file lacks them: only text-only rows read the first, and only pre-training reads the others.
+# Zeros if the file lacks them: only text-only rows read the first, and only pre-training reads the others.
 _TEXT_ONLY = ("vlbert.embedding.no_image_embedding.weight",)
 _ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("masked_region_token", "masked_appearance"))
 
 
 @dataclass(frozen=True)
 class PublishedVLBert(Published):
-    """A file of VL-BERT's authors, of any of their tasks."""
+    """The model in a file of VL-BERT's authors, for any of their tasks."""
 
     kind: ClassVar[str] = "VL-BERT"
-    below: ClassVar[str | None] = "state_dict"
+    state_key: ClassVar[str | None] = "state_dict"
     optional: ClassVar[tuple[str, ...]] = _TEXT_ONLY
     configured: ClassVar[frozenset[str]] = frozenset(
         {"num_heads", "regions.features", "regions.masking", "regions.roi_size"}
@@ -116,26 +116,28 @@ class PublishedVLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Without what trainers wrap around a module, and VCR's wrapper for its four choices (_module.)."""
+        """Return a key without the prefixes of training wrappers, and of VCR's wrapper for four choices (_module.)."""
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
-        """VCR wraps the core in a module for its four choices."""
+        """Return a plain name as their code saves it: VCR wraps the core in a module for its four choices."""
         name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
         return f"module.{name}"
 
     @classmethod
-    def understand(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """What no shape tells is as published: 64 channels an attention head (unless `hints` says how many those are),
-        the stride in 1x1 convolutions, a dilated res5, how images are padded, VCR's sigmoid, its images of 600/1200
-        pixels and its question, answer or rationale.
+    def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
+        """Infer the model. What no shape shows is as published.
+
+        This is: 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
+        convolutions, a dilated res5, the padding of images, VCR's sigmoid, its images of 600/1200 pixels, and its
+        subtask, answers or rationales.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
             raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")
         if hints.task or hints.task_token is not None:
-            raise ValueError("it is a VL-BERT, whose tensors tell its task: give no task and no task token")
+            raise ValueError("it is a VL-BERT, whose tensors show its task: give no task and no task token")
         vocab_size, hidden_size = cls.matrix(shapes, _WORDS)
-        task = _task(shapes)
+        task = _infer_task(shapes)
         visual, _ = cls.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
         tokens, _ = cls.matrix(shapes, "object_linguistic_embeddings.weight")
         model = ModelConfig(
@@ -146,7 +148,7 @@ class PublishedVLBert(Published):
             max_positions=cls.matrix(shapes, "vlbert.position_embeddings.weight")[0],
             visual_embedding_size=None if visual == hidden_size else visual,
             region_classes=None if tokens == 1 else tokens,
-            regions=_regions(shapes, task),
+            regions=_infer_regions(shapes, task),
         )
         return cls(task, model, vocab_size)
 
@@ -158,8 +160,8 @@ class PublishedVLBert(Published):
         task = VQA if isinstance(self.task, VQASettings) else RefCOCO
         return task(self.task, None, 0).head(self.model)
 
-    def pairs(self) -> list[tuple[str, str]]:
-        """(beginning of their name, beginning of ours) of everything in the model."""
+    def prefix_pairs(self) -> list[tuple[str, str]]:
+        """Return (their prefix, our prefix) for all tensors of the model."""
         if isinstance(self.task, PretrainingSettings):
             return _CORE + _PRETRAINING
         if isinstance(self.task, VCRSettings):
@@ -169,21 +171,20 @@ class PublishedVLBert(Published):
         return _CORE + [(theirs, f"head.{ours}") for theirs, ours in _CLASSIFIER[kind]]
 
     def entries(self) -> list[dict]:
-        """The visual embedding of text-only rows is in it, though their code leaves it out where it trained without
-        any."""
+        """Return the entries. They have the visual embedding of text-only rows, which may be missing in a file."""
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
-        rename = _renaming([(ours, theirs) for theirs, ours in self.pairs()])
-        entries = self.entries_of({name: rename(name) for name in self.skeleton if name not in unread})
+        rename = _make_renamer([(ours, theirs) for theirs, ours in self.prefix_pairs()])
+        entries = self.make_entries({name: rename(name) for name in self.skeleton if name not in unread})
         norms = [e["theirs"].removesuffix(".running_var") for e in entries if e["theirs"].endswith(".running_var")]
         entries += [{"theirs": f"{norm}{COUNTER}", "dtype": "int64", "kept": []} for norm in norms]
-        for alias, of in _ALIASES.items():
-            repeated = [e for e in entries if e["theirs"].startswith(of)] if pretraining or of != _WORDS else []
-            entries += [entry | {"theirs": entry["theirs"].replace(of, alias, 1)} for entry in repeated]
+        for alias, name in _ALIASES.items():
+            repeated = [e for e in entries if e["theirs"].startswith(name)] if pretraining or name != _WORDS else []
+            entries += [entry | {"theirs": entry["theirs"].replace(name, alias, 1)} for entry in repeated]
         return entries
 
 
-def _renaming(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
+def _make_renamer(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
     patterns = [(re.compile("^" + re.escape(old).replace(r"\{\}", r"(\d+)")), new) for old, new in pairs]
 
     def rename(name: str) -> str | None:
@@ -196,13 +197,13 @@ def _renaming(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
     return rename
 
 
-def _regions(shapes: Shapes, task: Any) -> RegionConfig:
-    """Where such a model's appearance features come from."""
+def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
+    """Infer the source of the model's appearance features."""
     _, inputs = PublishedVLBert.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
     from_pixels = has_any(shapes, "image_feature_extractor.backbone.")
     stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
     blocks = tuple(count(shapes, rf"image_feature_extractor\.{re.escape(stage)}\.(\d+)\.") for stage in stages)
-    width = (inputs - ModelConfig.geometry_channels) // 32  # of what comes in, res5 puts out 32 times its stem's
+    width = (inputs - ModelConfig.geometry_channels) // 32  # res5 returns 32 channels per channel of the stem
     regions = RegionConfig(
         features="end_to_end" if from_pixels else "precomputed",
         resnet=ResNetConfig(blocks=blocks if from_pixels else (3, 4, 23, 3), width=width, stem_pool="torch"),
@@ -212,8 +213,8 @@ def _regions(shapes: Shapes, task: Any) -> RegionConfig:
     return replace(regions, long_side=1200, padding="fixed") if isinstance(task, VCRSettings) else regions
 
 
-def _task(shapes: Shapes) -> Any:
-    """The settings of the task that has these tensors."""
+def _infer_task(shapes: Shapes) -> Any:
+    """Infer the settings of the task from its tensors."""
     if has_any(shapes, "vlbert.mlm_head."):
         return PretrainingSettings(relationship=has_any(shapes, "vlbert.relationsip_head."))
     if not has_any(shapes, "final_mlp."):
