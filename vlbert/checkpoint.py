@@ -87,9 +87,7 @@ def model_files(
 ) -> dict[str, bytes]:
     """Return the files of a model's folder by name. config.json has the hashes of the tensors and of the extra files.
 
-    Args:
-        tensors: "vlbert.*" and "head.*".
-        metadata: Further entries of config.json.
+    `tensors` are "vlbert.*" and "head.*"; `metadata` are further entries of config.json.
     """
     model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     files = {MODEL: model, **(extra_files or {})}
@@ -183,10 +181,7 @@ def strip_paths(config: ModelConfig) -> ModelConfig:
 
 
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
-    """Read a complete checkpoint or, at path "", any folder with a model; without its tensors if `tensors` is false.
-
-    Raises ValueError if a file is missing, damaged or of another version.
-    """
+    """Read a checkpoint or, at path "", any folder with a model. Raises ValueError if a file is missing or invalid."""
     folder = _open_checkpoint(store, path)
     config = _read_config(folder)
     if not folder.state:
@@ -263,10 +258,7 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
-    """Return the checkpoint's vocabulary or, if it has none, that of `file`.
-
-    Raises ValueError if there is neither, or if `file` has another number of tokens than the model.
-    """
+    """Return the checkpoint's vocabulary, else that of `file`. Raises ValueError if it is missing or does not fit."""
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:

@@ -85,10 +85,7 @@ def make_model(
     resumed: Checkpoint | None,
     report: Callable[[str], None],
 ) -> TaskModel:
-    """Make the model with the weights of the resumed checkpoint or, in a new run, of the recipe's sources.
-
-    `report` prints a line about each source.
-    """
+    """Make the model with the weights of the resumed checkpoint or, in a new run, of the recipe's sources."""
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:

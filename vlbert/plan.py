@@ -81,10 +81,7 @@ PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros per hour of a card, or 
 
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
-    """Return the known rate of a recipe with this model and precision; None if there is none.
-
-    Batch, data and run may differ.
-    """
+    """Return the known rate of a recipe with this model and precision, or None. Batch, data and run may differ."""
     if recipe.activation_checkpointing or recipe.compile:
         return None
     same = (name for name, other in all_recipes().items() if other.model == recipe.model)
@@ -141,10 +138,7 @@ class PlanSettings:
 
 
 def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
-    """Return the plan's numbers.
-
-    Raises ValueError if the recipe is not a pre-training, or its batch cannot be shared by the cards.
-    """
+    """Return the plan's numbers. Raises ValueError if the recipe is not a pre-training or cannot run on the cards."""
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"recipe {recipe.name} is not a pre-training; give one of pretrain_*")
     check_shares(recipe.data, settings.cards)

@@ -61,7 +61,6 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     """Start a run, or resume it from its last checkpoint. Returns None if the run is complete.
 
     Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint.
-    `report` prints a line.
     """
     check_complete(recipe)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
@@ -151,8 +150,7 @@ def open_data(
 ) -> OpenedData:
     """Open the data of a new run, or the recorded data of a resumed run.
 
-    `start` is the checkpoint whose vocabulary the run uses, if any. Raises ValueError if a resumed run would have other
-    examples or another corpus than before.
+    `start` is the checkpoint with the vocabulary, if any. Raises ValueError if examples or corpus have changed.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
@@ -186,10 +184,7 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Return the samples of each dataset, sorted by name, and what a checkpoint records about it.
-
-    Raises ValueError if their regions come from different detectors.
-    """
+    """Return the samples of each dataset, sorted by name, and its record. Raises ValueError if the detectors differ."""
     cache, opened = open_cache(store, config), []
     for name in config.dataset_names:
         before = saved_of(resumed, name) if resumed else None

@@ -43,18 +43,14 @@ Observe = Callable[[int, Sequence[Batch]], None]
 
 @dataclass(eq=False, kw_only=True)
 class VLBertRun(Run):
-    """The training run of one process, made by `prepare`.
-
-    Attributes:
-        observe: Called before each step with the number of the step, from 0, and this process's batches.
-    """
+    """The training run of one process, made by `prepare`."""
 
     recipe: Recipe
     model: TaskModel
     opened: OpenedData
     data: TrainingData
     detector: dict | None  # as returned by detector_of; None on ranks other than 0
-    observe: Observe = lambda step, parts: None
+    observe: Observe = lambda step, parts: None  # called before each step with its number, from 0, and its batches
 
     @property
     def samples_per_step(self) -> int:
@@ -125,10 +121,7 @@ class VLBertRun(Run):
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
-    """Start or resume a run, train it to its end, and return the metrics of its last validation.
-
-    `observe` is that of VLBertRun.
-    """
+    """Train a new or resumed run to its end, and return the metrics of its last validation."""
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:

@@ -17,19 +17,12 @@ from vlbert.tasks.base import Examples, Task, TaskModel
 
 @dataclass(eq=False)
 class Predicted:
-    """The predictions of one rank.
+    """The predictions of one rank."""
 
-    Attributes:
-        numbers: Number of each predicted example.
-        rows: Its prediction.
-        shuffled: Its prediction with the image of another example. Empty if the task does not shuffle.
-        unreadable: Number of an example that could not be read -> its sample and the reason.
-    """
-
-    numbers: list[int] = field(default_factory=list)
-    rows: list[dict] = field(default_factory=list)
-    shuffled: list[dict] = field(default_factory=list)
-    unreadable: dict[int, Unreadable] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)  # number of each predicted example
+    rows: list[dict] = field(default_factory=list)  # its prediction
+    shuffled: list[dict] = field(default_factory=list)  # the same with another image, if the task shuffles
+    unreadable: dict[int, Unreadable] = field(default_factory=dict)  # by number of the example
 
     def add(self, other: "Predicted") -> None:
         """Append the predictions of `other`."""
@@ -48,11 +41,9 @@ def predict_all(
     indexes: Sequence[int] | None = None,
     after: Callable[[int, Predicted], None] = lambda index, predicted: None,
 ) -> Predicted:
-    """Return the model's predictions for this rank's examples.
+    """Return the model's predictions for this rank's examples, of all batches or of those in `indexes`.
 
-    Args:
-        indexes: Batches to predict; None: all.
-        after: Called after each batch with its index and its predictions.
+    `after` is called after each batch with its index and its predictions.
     """
     was_training = model.training
     model.eval()
@@ -131,5 +122,5 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> di
 
 
 def last_reason(unreadable: Sequence[Unreadable]) -> str:
-    """Return the end of a message: why the last of these could not be read. Empty if there are none."""
+    """Return the end of a message, with the reason of the last unreadable sample; empty if there is none."""
     return f"; the last because {unreadable[-1].reason}" if unreadable else ""

@@ -164,7 +164,7 @@ def test_a_recipe_takes_its_own_arguments_and_fields():
     assert (recipe.name, recipe.steps, recipe.data.root) == ("pretrain_vlbert_large_paper", 9, "r")
     for arguments, named in (
         ("pretrain_vlbert_base", "there is no recipe pretrain_vlbert_base, only finetune_refcoco, "),
-        ("pretrain_vlbert --size demo --variant paper", "there is no pretrain_vlbert_demo_paper"),
+        ("pretrain_vlbert --size demo --variant paper", "there is no recipe pretrain_vlbert_demo_paper"),
     ):
         with pytest.raises(ValueError, match=re.escape(named)):
             make_recipe(arguments.split()[0], arguments.split()[1:], RECIPES)

@@ -81,11 +81,9 @@ class Cell:
 def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
     """Return all trainings of a plan, seed by seed, each after the one that it needs.
 
-    Raises ValueError if a recipe or a field does not exist or fit.
-
-    Args:
-        fields: `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant;
-            without it, the field is for all. Several values are split as by a shell.
+    `fields` are `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant;
+    without it, the field is for all. Several values are split as by a shell. Raises ValueError if a recipe or a field
+    does not exist or fit.
     """
     scoped, cells = [_parse_field(field, plan) for field in fields], []
     for seed in plan.seeds:
@@ -198,17 +196,13 @@ def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str]
 
 
 def _train_and_evaluate(cell: Cell, root: str) -> None:
-    """Train and evaluate a cell.
-
-    Raises ValueError if it was started from other weights, or with another number of steps: the learning rate depends
-    on it.
-    """
+    """Train and evaluate a cell. Raises ValueError if it was started from other weights or with other steps."""
     world, store = distributed.start(), open_store(root)
     saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
     if saved and (steps := read_config_at(store, saved[-1])["recipe"]["steps"]) != cell.recipe.steps:
         raise ValueError(
-            f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}; they cannot be compared. "
-            "Restore the steps, or delete this folder and those of all trainings of this task or of pretraining"
+            f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}, and so another schedule of "
+            "the learning rate. Restore the steps, or delete this folder and those of all trainings of its kind"
         )
     if cell.needs and saved and _initial_hash(store, saved[-1]) != _weights_hash(store, cell.needs):
         raise ValueError(

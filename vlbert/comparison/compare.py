@@ -44,20 +44,14 @@ from vlbert.comparison.summary import summarise
 
 @dataclass(eq=False)
 class Comparison:
-    """Runs the remaining trainings of a plan, several at a time, each in its own process.
-
-    Attributes:
-        jobs: Trainings at a time. On GPUs, each has one of them, in turn.
-        report: Called with each line of progress.
-        failed: Run -> reason.
-    """
+    """Runs the remaining trainings of a plan, several at a time, each in its own process."""
 
     plan: Plan
     root: str
     cells: Sequence[Cell]
-    jobs: int
-    report: Callable[[str], None]
-    failed: dict[str, str] = field(default_factory=dict)
+    jobs: int  # trainings at a time; on GPUs, each has one of them, in turn
+    report: Callable[[str], None]  # called with each line of progress
+    failed: dict[str, str] = field(default_factory=dict)  # run -> reason
     stopping: bool = False
     _processes: set[BaseProcess] = field(default_factory=set)
     # multiprocessing keeps lists of all processes, which are not thread-safe.
@@ -168,12 +162,9 @@ def compare(
 ) -> dict[str, Any] | None:
     """Train and evaluate what is left of a plan, then write its page and, last, numbers.json.
 
-    Returns the content of numbers.json, or None if it was stopped. Raises ValueError, before anything is trained, if
-    the plan, a field or the seeds are invalid.
-
-    Args:
-        seeds: None: the plan's.
-        jobs: Trainings at a time. None: one per GPU or, without GPUs, per core.
+    Returns the content of numbers.json, or None if it was stopped. By default, `seeds` are the plan's, and `jobs`, the
+    trainings at a time, are one per GPU or, without GPUs, one per core. Raises ValueError, before anything is trained,
+    if the plan, a field or the seeds are invalid.
     """
     root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # absolute, as trainings record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))

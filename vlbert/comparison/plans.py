@@ -12,29 +12,20 @@ _NAME = re.compile(r"[a-z0-9_]+")
 
 @dataclass(frozen=True)
 class Training:
-    """A run of a recipe of vlbert/recipes/, or of MODULE:FUNCTION.
-
-    `changes` are arguments as for `vlbert train`; `{root}` in them stands for data.root.
-    """
+    """A run of a recipe of vlbert/recipes/, or of MODULE:FUNCTION."""
 
     recipe: str
-    changes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()  # arguments as for `vlbert train`; {root} in them stands for data.root
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the comparison: a model that is pre-trained, then fine-tuned on each task.
-
-    Attributes:
-        pretraining: None: the fine-tunings start without one.
-        finetunings: Name of a task -> its training. Tasks may be missing.
-        paper: Name of a task -> percentage that a paper reports.
-    """
+    """A row of the comparison: a model that is pre-trained, then fine-tuned on each task."""
 
     title: str
-    pretraining: Training | None
-    finetunings: Mapping[str, Training]
-    paper: Mapping[str, float] = field(default_factory=dict)
+    pretraining: Training | None  # None: the fine-tunings start without one
+    finetunings: Mapping[str, Training]  # by name of the task; tasks may be missing
+    paper: Mapping[str, float] = field(default_factory=dict)  # percentage that a paper reports, by name of the task
 
 
 @dataclass(frozen=True)
@@ -58,20 +49,15 @@ class ComparedTask:
 
 @dataclass(frozen=True)
 class Plan:
-    """Variants x tasks x seeds: each pair of a variant and a task is trained once per seed.
-
-    Attributes:
-        pretraining_metrics: Metrics of each pre-training's last validation to show on the page.
-        paper: Source of the numbers in Variant.paper.
-    """
+    """Variants x tasks x seeds: each pair of a variant and a task is trained once per seed."""
 
     name: str
     title: str
     variants: Mapping[str, Variant]
     tasks: Mapping[str, ComparedTask]
     seeds: tuple[int, ...] = (0, 1, 2)
-    pretraining_metrics: tuple[str, ...] = ()
-    paper: str = ""
+    pretraining_metrics: tuple[str, ...] = ()  # metrics of the pre-trainings' last validations to show on the page
+    paper: str = ""  # source of the numbers in Variant.paper
 
     def __post_init__(self):
         names = [PRETRAINING, *self.variants, *self.tasks]

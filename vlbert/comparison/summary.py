@@ -51,10 +51,7 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
             }
             for name, variant in plan.variants.items()
         },
-        "tasks": {
-            task: _summarise_task(plan, store, task, [cell for cell in complete if cell.task == task])
-            for task in plan.tasks
-        },
+        "tasks": {name: _summarise_task(plan, store, name, complete) for name in plan.tasks},
         "pretraining": {name: _summarise_metric(store, name, pretrainings) for name in plan.pretraining_metrics},
         "failed": [
             {"run": c.run, "variant": c.variant, "task": c.task, "seed": c.seed, "reason": failed[c.run]}
@@ -68,7 +65,7 @@ def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[C
     """Return the means of a task with their intervals, and the differences of all pairs of variants."""
     task, problem = plan.tasks[name], None
     try:
-        evaluations = [read_scores(store, cell, task) for cell in cells]
+        evaluations = [read_scores(store, cell, task) for cell in cells if cell.task == name]
         _check_same_examples(evaluations)
     except ValueError as error:
         evaluations, problem = [], str(error)
@@ -111,10 +108,7 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
-    """Return an evaluation, without the examples that have no known ground truth.
-
-    Raises ValueError if the mean of its scores is not the metric that the plan names.
-    """
+    """Return the examples with a known ground truth. Raises ValueError if the plan's metric is not their mean score."""
     uri = store.uri(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
     metrics = evaluation["metrics"]

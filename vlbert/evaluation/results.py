@@ -37,13 +37,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class SplitPredictions:
-    """A checkpoint's predictions for a split, in the order of the examples: all on rank 0, none on other ranks.
-
-    Attributes:
-        numbers: Numbers of the examples of `rows`.
-        shuffled: Rows of the texts with the image of another example, if the task shuffles.
-        missing: (number, reason) of the examples without a prediction.
-    """
+    """A checkpoint's predictions for a split, in the order of the examples: all on rank 0, none on other ranks."""
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -51,10 +45,10 @@ class SplitPredictions:
     samples: ShardSamples
     pinned: dict  # dataset, stage and snapshot of the regions that were read
     examples: Examples
-    numbers: list[int]
+    numbers: list[int]  # numbers of the examples of `rows`
     rows: list[dict]
-    shuffled: list[dict]
-    missing: list[tuple[int, Unreadable]]
+    shuffled: list[dict]  # rows of the texts with the image of another example, if the task shuffles
+    missing: list[tuple[int, Unreadable]]  # number and reason of each example without a prediction
 
     @property
     def trained_on(self) -> list[str]:
@@ -80,10 +74,7 @@ def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: M
 
 
 def output_folder(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
-    """Return the store for the files, and the prefix of their paths.
-
-    Raises ValueError if an evaluation with other inputs is there.
-    """
+    """Return the store and path prefix for the files. Raises ValueError if an evaluation with other inputs is there."""
     if out is None:
         root, separator, name = checkpoints[0].rpartition("/runs/")
         if not separator:

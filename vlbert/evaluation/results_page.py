@@ -59,10 +59,7 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[RowIndex], list[RowIndex]]:
-    """Return the most confident wrong answers and the most confident right ones, without overlap.
-
-    Both are empty for a split without ground truth.
-    """
+    """Return the most confident wrong and right answers, without overlap; none for a split without ground truth."""
     indexes = [(number, row) for number, each in enumerate(predicted) for row in range(len(each.rows))]
     scored = [index for index in indexes if _get_row(predicted, index)["score"] is not None]
 

@@ -91,15 +91,10 @@ class DataUse:
 
 @dataclass(frozen=True, eq=False)
 class TrainedRun:
-    """One of the runs that led to a checkpoint, up to the step from which the next one started.
+    """One of the runs that led to a checkpoint, up to the step from which the next one started."""
 
-    Attributes:
-        record: As returned by record_of.
-        roots: Roots that may have its snapshots, the most likely first.
-    """
-
-    record: Mapping[str, Any]
-    roots: tuple[ObjectStore, ...]
+    record: Mapping[str, Any]  # as returned by record_of
+    roots: tuple[ObjectStore, ...]  # roots that may have its snapshots, the most likely first
     checkpoint: Checkpoint
 
     @property

@@ -71,10 +71,7 @@ def revise_shards(store: ObjectStore) -> int:
 
 
 def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
-    """Return a table of what the runs of each checkpoint under a root have seen of these URLs.
-
-    A line follows for each checkpoint for which this is unknown.
-    """
+    """Return a table of what each checkpoint under a root has seen of these URLs, and lines for unknown checkpoints."""
     rows, unknown = [], []
     for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
         folder = path.removesuffix(f"/{STATE}")

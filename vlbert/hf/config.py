@@ -38,8 +38,7 @@ class VLBertConfig(PretrainedConfig):
         VLBertConfig(layers="J" * 12, hidden_size=768)             # fields of vlbert.config.ModelConfig
         VLBertConfig(ModelConfig(), settings=VQASettings(answers=2))
 
-    Paths are not kept: folders of tasks, and the file that a Fast R-CNN started from. Raises ValueError if a field is
-    invalid.
+    Paths (task folders, initial weights of the Fast R-CNN) are not kept. Raises ValueError if a field is invalid.
 
     Args:
         model: ModelConfig, or its fields. Single fields may also be given as further arguments.
@@ -113,10 +112,7 @@ class VLBertConfig(PretrainedConfig):
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read config.json of a folder, of a run's newest checkpoint or of the hub.
-
-        Raises OSError if a local folder is missing.
-        """
+        """Read config.json of a folder, a run or a model on the hub. Raises OSError if a local folder is missing."""
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     def with_settings(self, settings: TaskSettings | None) -> Self:

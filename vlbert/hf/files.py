@@ -42,10 +42,9 @@ def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> s
 
 
 def find_folder(name: str | os.PathLike) -> str:
-    """Return the path of a model's folder, or a name of the hub unchanged.
+    """Return the path of a model's folder; for ROOT/runs/RUN, of its newest checkpoint. Hub names stay unchanged.
 
-    ROOT/runs/RUN gives its newest checkpoint, ROOT/runs/RUN/best its best. Raises ModelNotReadable if a local folder is
-    missing or holds no model.
+    Raises ModelNotReadable if a local folder is missing or holds no model.
     """
     path = Path(name).expanduser()
     if (path / CONFIG).is_file() or (path / PROCESSOR).is_file():

@@ -248,8 +248,7 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
 class VLBertForQuestionAnswering(VLBertPreTrainedModel):
     """Chooses from the answers in `config.id2label` (VQA). `num_labels` or `id2label` set the size of a new head.
 
-    Labels of `forward`:
-        labels: float [N, answers], the soft score of each answer.
+    `labels` are float [N, answers], the soft score of each answer.
     """
 
     new_settings = VQASettings(answers_from_words=False)
@@ -322,8 +321,7 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
 class VLBertForReferringExpression(VLBertPreTrainedModel):
     """Finds the region that an expression refers to (RefCOCO+).
 
-    Labels of `forward`:
-        labels: float [N, R], 0 to 1, how well each region fits; usually 1 if its IoU with the true box is over 0.5.
+    `labels` are float [N, R], 0 to 1, how well each region fits; usually 1 if its IoU with the true box is over 0.5.
     """
 
     new_settings = RefCOCOSettings()
@@ -342,9 +340,8 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
     """Scores how well text and image fit. A pre-trained model with the relationship head works as it is (zero-shot).
 
-    Labels of `forward`:
-        labels: int64 [N, 2], the pair that a row is compared with, from 0, and the row's role: 0 for the pair itself, 1
-            to W for its wrong captions, W + 1 and above for its wrong images (W: RetrievalSettings.wrong_captions).
+    `labels` are int64 [N, 2]: the pair that a row is compared with, from 0, and the row's role. This is 0 for the pair
+    itself, 1 to W for its wrong captions, and above W for its wrong images (W: RetrievalSettings.wrong_captions).
     """
 
     new_settings = RetrievalSettings()

@@ -113,10 +113,8 @@ class Predictor:
 def load_detector(config: dict, source: str, file: str | Path | None) -> FasterRCNNDetector:
     """Load the detector whose regions a model was trained on or, if none is recorded, the detector of `file`.
 
-    Args:
-        config: Content of the model's config.json.
-        source: The model's name in errors.
-        file: The detector's weights. None: those that the model's Fast R-CNN started from, if they are the same.
+    `config` is the model's config.json, and `source` its name in errors. `file` has the detector's weights; None: those
+    that the model's Fast R-CNN started from, if they are the same.
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
@@ -160,10 +158,7 @@ def name_regions(regions: Regions, classes: Sequence[str] | None) -> list[str]:
 
 
 def add_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | None) -> dict:
-    """Return a row with the detector's class names for its regions.
-
-    These are ranked or drawn regions (`region`, from 1), and masked ones, whose class is a number, background first.
-    """
+    """Return a row with the detector's class names for its ranked, drawn and masked regions."""
     numbers = {entry["answer"]: entry["region"] for entry in row["ranking"] if entry.get("region")}
     name_of = {answer: names[number - 1] for answer, number in numbers.items()} if classes else {}
     boxes = [{"region": numbers.get(box["name"], 0)} | box for box in row["boxes"]]

@@ -81,7 +81,7 @@ class Ranker(Predictor):
 
 
 def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
-    """Make a recipe of retrieval from a pre-trained model's config.json; None for a checkpoint of another task.
+    """Make a retrieval recipe from the config.json of a pre-trained model; None for a checkpoint of another task.
 
     It reads texts and regions as in the pre-training.
     """

@@ -23,17 +23,11 @@ Shapes = dict[str, tuple[int, ...]]  # plain name -> shape
 
 @dataclass(frozen=True)
 class Hints:
-    """Facts about a file that its tensors do not show, given by the user.
+    """Facts about a file that its tensors do not show, given by the user."""
 
-    Attributes:
-        num_heads: Heads of each kind of attention, if they differ from the published numbers.
-        task: vqa, vcr, refcoco, retrieval or pretraining: the heads to take from a fine-tuned ViLBERT.
-        task_token: The task's row in the table of task tokens, if the file has one.
-    """
-
-    num_heads: tuple[int, ...] | None = None
-    task: str | None = None
-    task_token: int | None = None
+    num_heads: tuple[int, ...] | None = None  # heads of each kind of attention; None: the published numbers
+    task: str | None = None  # of a fine-tuned ViLBERT: take heads of vqa, vcr, refcoco, retrieval or pretraining
+    task_token: int | None = None  # the task's row in the table of task tokens, if the file has one
 
 
 NO_HINTS = Hints()
@@ -41,17 +35,12 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True)
 class Published(ABC):
-    """The model in a file of the authors.
+    """The model in a file of the authors."""
 
-    Attributes:
-        task: Settings of the task; None: a model without heads.
-        num_classes: Classes of the detector, without the background.
-    """
-
-    task: Any
+    task: Any  # settings of the task; None: a model without heads
     model: ModelConfig
     vocab_size: int
-    num_classes: int = CLASSES - 1
+    num_classes: int = CLASSES - 1  # classes of the detector, without the background
 
     kind: ClassVar[str]  # name of the model in messages
     state_key: ClassVar[str | None] = None  # key of the state dict in a file; None: the file is the state dict

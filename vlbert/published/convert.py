@@ -89,8 +89,8 @@ def _dtype(tensor: Tensor) -> str:
 def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], source: str) -> dict[str, Tensor]:
     """Convert our tensors back to the authors', with the keys and dtypes of the report.
 
-    `kept` has tensors without a counterpart by key; missing ones become zeros. Raises ValueError if the report is not
-    of these tensors.
+    `kept` has the tensors without a counterpart, by key; missing ones become zeros. Raises ValueError if the report was
+    made of other tensors.
     """
     restored: dict[str, Tensor] = {}
     converted: dict[tuple[str, str], Tensor] = {}  # keys of equal tensors share memory, and are stored once
@@ -157,8 +157,7 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
 def to_theirs(folder: Path, file: Path) -> list[dict]:
     """Convert a model's folder to a file of the authors, and return the report.
 
-    The file is bit-equal to the one that the model was converted from, if any. Raises ValueError if the authors' code
-    has no such model.
+    A file that was converted comes back bit-equal. Raises ValueError if the authors' code has no such model.
     """
     if file.exists():
         raise ValueError(f"{file} already exists; give a new name")

@@ -157,12 +157,9 @@ def map_task_names(task: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PublishedViLBert(Published):
-    """The model in a file of ViLBERT's authors: with the heads of one task or without, or the single-stream baseline.
+    """The model in a file of ViLBERT's authors: with the heads of one task, without heads, or of a single stream."""
 
-    `other_heads` are the heads of other tasks in a fine-tuned file, key -> shape.
-    """
-
-    other_heads: Shapes = field(default_factory=dict)
+    other_heads: Shapes = field(default_factory=dict)  # of other tasks, in a fine-tuned file
 
     kind: ClassVar[str] = "ViLBERT"
     configured: ClassVar[frozenset[str]] = frozenset(
@@ -191,8 +188,7 @@ class PublishedViLBert(Published):
         """Infer the model. What no shape shows is as published.
 
         This is: the order of layers (co-attention starts with the last text layers, and a text and a region layer
-        follow each), and heads of 64 channels for text and 128 for regions and co-attention, unless `hints` has their
-        numbers.
+        follow each), and, without `hints`, heads of 64 channels for text and 128 for regions and co-attention.
         """
         model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)

@@ -128,9 +128,8 @@ class PublishedVLBert(Published):
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
         """Infer the model. What no shape shows is as published.
 
-        This is: 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
-        convolutions, a dilated res5, the padding of images, VCR's sigmoid, its images of 600/1200 pixels, and its
-        subtask, answers or rationales.
+        This is: 64 channels per attention head (unless `hints` has their number), the stride in 1x1 convolutions, a
+        dilated res5, the padding of images, and VCR's sigmoid, images of 600/1200 pixels, and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
             raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")

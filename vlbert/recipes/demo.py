@@ -1,4 +1,4 @@
-"""The recipes of size demo, for `make demo` and `make compare`: small models that learn from drawn scenes."""
+"""Recipes of size demo, for `make demo` and `make compare`: small models that learn from drawn scenes."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,8 +16,8 @@ from vlbert.tasks.vqa import VQASettings
 Model = Literal["vlbert", "unicoder_vl", "vilbert"]
 Features = Literal["end_to_end", "precomputed"]
 
-# Small enough to learn from 800 drawn scenes in two minutes on two cores. What decides: N(0, 0.02) leaves attention
-# of 96 channels inert, so weights start wider; and an image faded in from gain 0 comes too late
+# Learns from 800 drawn scenes in two minutes on two cores. Weights start wider, because N(0, 0.02) leaves attention of
+# 96 channels inert. The image has gain 1 at once, because fading it in from 0 takes too many steps.
 DEMO = ModelConfig(
     layers="J" * 3,
     hidden_size=96,
@@ -35,7 +35,7 @@ DEMO = ModelConfig(
         ),
         short_side=168,
         long_side=224,
-        roi_size=7,  # as the detector's, whose stem and res2 stay as they are
+        roi_size=7,  # as in the detector, whose stem and res2 are not trained
     ),
 )
 
@@ -46,18 +46,18 @@ DEMO_UNICODER_VL = replace(_SEPARATE, whole_image="none")
 DEMO_VILBERT = replace(_SEPARATE, layers="T" + "XTV" * 2, whole_image="mean", pooler="product")
 
 
-def model_of(model: Model, features: Features) -> ModelConfig:
-    """Return the small model; Unicoder-VL and ViLBERT take precomputed features alone."""
+def demo_model(model: Model, features: Features) -> ModelConfig:
+    """Return the small model. Unicoder-VL and ViLBERT only have precomputed features."""
     if model != "vlbert":
         return {"unicoder_vl": DEMO_UNICODER_VL, "vilbert": DEMO_VILBERT}[model]
     return DEMO if features == "end_to_end" else DEMO_PRECOMPUTED
 
 
 def pretrain(model: Model, features: Features, name: str) -> Recipe:
-    """The data of `make demo`; its Fast R-CNN starts as the detector's: --model.regions.weights FILE."""
+    """Pre-train on the data of `make demo`. Give the detector's weights: --model.regions.weights FILE."""
     task = PretrainingSettings(
         words=WordMasking(probability=0.25),
-        # Most of the chosen regions stay visible: there the encoder learns which appearance belongs to which class.
+        # Most chosen regions stay visible: from these the encoder learns which appearance belongs to which class.
         regions=RegionMasking(probability=0.5, masked=0.3),
         max_elements=None,
         text_length=24,
@@ -69,7 +69,7 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
     return Recipe(
         name=name,
         task=task,
-        model=model_of(model, features),
+        model=demo_model(model, features),
         data=DataConfig(held_out=("held-out",), batch=32, text_batch=8 if model == "vlbert" else 0, workers=0),
         optimizer=OptimizerConfig(learning_rate=2e-3, region_learning_rate=1e-3, warmup_steps=50, weight_decay=1e-2),
         steps=600,
@@ -82,7 +82,7 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
 
 
 def _finetune(model: ModelConfig, task: Any, name: str, steps: int) -> Recipe:
-    """On the images of the demo's tasks; validated after half of the steps and at the end."""
+    """Fine-tune on the images of the demo's tasks, with validations after half of the steps and at the end."""
     return Recipe(
         name=name,
         task=task,
@@ -101,30 +101,29 @@ def _finetune(model: ModelConfig, task: Any, name: str, steps: int) -> Recipe:
 
 
 def finetune_refcoco(model: Model, features: Features, name: str) -> Recipe:
-    """RefCOCO+-like expressions, on detected regions."""
+    """Fine-tune on RefCOCO+-like expressions, on detected regions."""
     task = RefCOCOSettings(regions="detected")
     if model != "vlbert":
         task = replace(task, classifier="regions_norm")
-    return _finetune(model_of(model, features), task, name, steps=70)
+    return _finetune(demo_model(model, features), task, name, steps=70)
 
 
 def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:
-    """VQA-like questions; the data say how many answers there are: --task.answers N."""
+    """Fine-tune on VQA-like questions. Give the number of answers in the data: --task.answers N."""
     task = VQASettings(question_length=122)
-    if model != "vlbert":  # VL-BERT reads an answer at [MASK] and starts it from words; the others read the pair
+    if model != "vlbert":  # VL-BERT reads [MASK], and answers start from words; the others read the pair
         task = replace(task, reads="pair", classifier="gelu_norm", answers_from_words=False)
-    return _finetune(model_of(model, features), task, name, steps=60)
+    return _finetune(demo_model(model, features), task, name, steps=60)
 
 
 def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
-    """VCR-like items, on their own boxes; Unicoder-VL and ViLBERT have the other detected regions behind these.
-    --task.subtask rationale is the second run."""
-    # One of four, and read at [CLS] itself: in so few steps, the less is new the better.
-    task, config = VCRSettings(mask_size=4, loss="softmax", pooled=False), model_of(model, features)
-    if config.regions.features == "precomputed":  # the whole box counts in a feature
+    """Fine-tune on VCR-like items with their own boxes. The second run: --task.subtask rationale."""
+    # Softmax over four choices, and no pooler: few new weights, because there are so few steps.
+    task, config = VCRSettings(mask_size=4, loss="softmax", pooled=False), demo_model(model, features)
+    if config.regions.features == "precomputed":  # these cover the whole box
         task = replace(task, instance_masks=False)
     if model != "vlbert":
-        task = replace(task, region_loss="none", detected_regions=True)
+        task = replace(task, region_loss="none", detected_regions=True)  # these follow the items' own boxes
     if model == "unicoder_vl":
         task, config = replace(task, names="class"), replace(config, mentioned_regions=True)
     if model == "vilbert":
@@ -133,9 +132,9 @@ def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
 
 
 def finetune_retrieval(model: Model, features: Features, name: str) -> Recipe:
-    """Captions of the images of the demo's tasks, five each; validation ranks 50 images. Of every model with the same
-    loss: the hinge does not leave its start in so few steps."""
+    """Fine-tune on the captions of the demo's images, five each. Validation ranks 50 images."""
+    # The hinge loss learns nothing in so few steps, so that all models have cross-entropy.
     task = RetrievalSettings(file="dataset_demo.json", caption_length=100, loss="cross_entropy")
-    recipe = _finetune(model_of(model, features), task, name, steps=80)
+    recipe = _finetune(demo_model(model, features), task, name, steps=80)
     optimizer = replace(recipe.optimizer, learning_rate=1e-3, region_learning_rate=5e-4)
     return replace(recipe, optimizer=optimizer, validation_samples=50)

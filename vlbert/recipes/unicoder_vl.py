@@ -1,5 +1,6 @@
-"""Recipes of Unicoder-VL (AAAI 2020). Its program is not published. Where the paper is silent or can be read in two
-ways, these do what the programs nearest to it do.
+"""Recipes of Unicoder-VL (AAAI 2020).
+
+Its program is not published. Where the paper is silent or ambiguous, the recipes follow the most similar programs.
 """
 
 from dataclasses import replace
@@ -29,12 +30,13 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-4, weight_decay=0.01, decayed="matr
 
 
 def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
-    """198,000 steps (10 epochs of 3.8 M captions: Conceptual Captions and SBU) of 192 captions, on features kept by the
-    detector: its 100 best regions (selection.minimum=100). Both: --data.datasets conceptual-captions sbu.
+    """Pre-train on precomputed features: 198,000 steps (10 epochs of 3.8 M captions) of 192 captions.
 
-    The literal reading of the paper masks every chosen word, --task.words.masked 1 --task.words.random 0, gives regions
-    one layer, --task.region_head linear, and reads the pair at [CLS] itself, --model.pooler none, here and in a
-    fine-tuning of it.
+    The captions are Conceptual Captions and SBU: --data.datasets conceptual-captions sbu. The features are those of the
+    detector's 100 best regions (selection.minimum=100).
+
+    Read literally, the paper masks every chosen word (--task.words.masked 1 --task.words.random 0), has one layer for
+    regions (--task.region_head linear), and reads the pair at [CLS] itself (--model.pooler none, also in fine-tunings).
     """
     name = f"pretrain_unicoder_vl_{size}"
     if size == "demo":
@@ -60,14 +62,14 @@ def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
 
 
 def finetune_retrieval_unicoder_vl(size: Size = "base") -> Recipe:
-    """10 epochs of 192 captions of Flickr30k a step, each with three wrong images and captions (section 3.3). The other
-    settings for COCO are those of finetune_retrieval."""
-    recipe = _finetuned("retrieval", size, RetrievalSettings(caption_length=42, max_regions=100), 5e-5, 192)
+    """Fine-tune on Flickr30k: 10 epochs, 192 captions per step, each with 3 wrong images and captions (section 3.3)."""
+    # For COCO, set the fields that finetune_retrieval names.
+    recipe = _finetune("retrieval", size, RetrievalSettings(caption_length=42, max_regions=100), 5e-5, 192)
     return recipe if size == "demo" else override_values(recipe, {"data.gradient_accumulation": 4})
 
 
 def finetune_vcr_unicoder_vl(size: Size = "base") -> Recipe:
-    """20 epochs of 48 questions a step (section 4.2); --task.subtask rationale is the second run."""
+    """Fine-tune on VCR: 20 epochs, 48 questions per step (section 4.2). The second run: --task.subtask rationale."""
     task = VCRSettings(
         instance_masks=False,
         names="class",
@@ -75,19 +77,20 @@ def finetune_vcr_unicoder_vl(size: Size = "base") -> Recipe:
         region_loss="none",
         detected_regions=True,
     )
-    recipe = _finetuned("vcr", size, task, 3e-5, 48, epochs=20)
+    recipe = _finetune("vcr", size, task, 3e-5, 48, epochs=20)
     return override_values(recipe, {"model.mentioned_regions": True})
 
 
 def finetune_vqa_unicoder_vl(size: Size = "base") -> Recipe:
-    """10 epochs of 256 questions a step. The paper has no VQA: the classifier is that of the programs near it."""
+    """Fine-tune on VQA: 10 epochs, 256 questions per step. The paper has no VQA: similar programs have this head."""
     task = VQASettings(reads="pair", classifier="gelu_norm", answers_from_words=False)
-    return _finetuned("vqa", size, task, 5e-5, 256)
+    return _finetune("vqa", size, task, 5e-5, 256)
 
 
 def finetune_refcoco_unicoder_vl(size: Size = "base") -> Recipe:
-    """10 epochs of 256 expressions a step, on detected regions. The paper has no RefCOCO+: the classifier is ViLBERT's,
-    and the whole image, which the model does not read, is no candidate."""
+    """Fine-tune on RefCOCO+: 10 epochs, 256 expressions per step, on detected regions."""
+    # The paper has no RefCOCO+. The classifier is ViLBERT's. The model does not read the whole image, so it cannot be
+    # a candidate.
     task = RefCOCOSettings(
         regions="detected",
         target="iou",
@@ -95,13 +98,15 @@ def finetune_refcoco_unicoder_vl(size: Size = "base") -> Recipe:
         classifier="linear",
         classifier_dropout=0.1,
     )
-    return _finetuned("refcoco", size, task, 5e-5, 256)
+    return _finetune("refcoco", size, task, 5e-5, 256)
 
 
-def _finetuned(what: str, size: Size, task: Any, learning_rate: float, batch: int, epochs: int = 10) -> Recipe:
-    """The fine-tuning of this model; an epoch of it is warm-up."""
+def _finetune(task_name: str, size: Size, task: Any, learning_rate: float, batch: int, epochs: int = 10) -> Recipe:
+    """Make a fine-tuning of this model, with one epoch of warmup."""
 
     def optimizer(epoch: int) -> OptimizerConfig:
         return replace(OPTIMIZER, learning_rate=learning_rate, warmup_steps=epoch)
 
-    return vlbert.finetuned("unicoder_vl", what, size, task, UNICODER_VL_BASE, optimizer, batch, epochs, "bf16")
+    return vlbert.make_finetuning(
+        "unicoder_vl", task_name, size, task, UNICODER_VL_BASE, optimizer, batch, epochs, "bf16"
+    )

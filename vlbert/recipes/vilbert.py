@@ -1,5 +1,6 @@
-"""Recipes of ViLBERT. They have the rules of its authors' first program, that of the paper (NeurIPS 2019); variant
-`multi_task` of pre-training has those of its successor (12-in-1), where the two differ.
+"""Recipes of ViLBERT, with the rules of its authors' first program, that of the paper (NeurIPS 2019).
+
+Variant `multi_task` of the pre-training has the rules of their second program (12-in-1) where the two differ.
 """
 
 from dataclasses import replace
@@ -45,12 +46,14 @@ OPTIMIZER = OptimizerConfig(
 
 
 def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
-    """64,450 steps (10 epochs) of 512 captions, on features kept by the detector; the authors ran it on 8 GPUs. Variant
-    multi_task: mismatched pairs have no labels, and one rate for all tensors."""
+    """Pre-train on precomputed features: 64,450 steps (10 epochs) of 512 captions. The authors used 8 GPUs.
+
+    In variant multi_task, mismatched pairs have no labels, and all tensors have the same learning rate.
+    """
     name = f"pretrain_vilbert_{size}" + "_multi_task" * (variant == "multi_task")
     if size == "demo":
         if variant != "paper":
-            raise ValueError(f"there is no {name}: the demo has no variants")
+            raise ValueError(f"there is no recipe {name}: the demo has no variants")
         return demo.pretrain("vilbert", "precomputed", name)
     recipe = Recipe(
         name=name,
@@ -90,13 +93,13 @@ def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
 
 
 def finetune_vqa_vilbert(size: Size = "base") -> Recipe:
-    """20 epochs of 256 questions a step."""
+    """Fine-tune on VQA: 20 epochs, 256 questions per step."""
     task = VQASettings(reads="pair", classifier="weight_norm", classifier_dropout=0.5, answers_from_words=False)
-    return _finetuned("vqa", size, task, 4e-5, 256)
+    return _finetune("vqa", size, task, 4e-5, 256)
 
 
 def finetune_vcr_vilbert(size: Size = "base") -> Recipe:
-    """20 epochs of 64 questions a step; --task.subtask rationale --task.max_tokens 77 is the second run."""
+    """Fine-tune on VCR: 20 epochs, 64 questions a step. Second run: --task.subtask rationale --task.max_tokens 77."""
     task = VCRSettings(
         max_tokens=57,
         instance_masks=False,
@@ -105,11 +108,11 @@ def finetune_vcr_vilbert(size: Size = "base") -> Recipe:
         detected_regions=True,
         copies_segment=False,
     )
-    return _finetuned("vcr", size, task, 2e-5, 64)
+    return _finetune("vcr", size, task, 2e-5, 64)
 
 
 def finetune_refcoco_vilbert(size: Size = "base") -> Recipe:
-    """20 epochs of 256 expressions a step, on detected regions."""
+    """Fine-tune on RefCOCO+: 20 epochs, 256 expressions per step, on detected regions."""
     task = RefCOCOSettings(
         regions="detected",
         whole_image_competes=True,
@@ -118,20 +121,20 @@ def finetune_refcoco_vilbert(size: Size = "base") -> Recipe:
         classifier="linear",
         classifier_dropout=0.1,
     )
-    return _finetuned("refcoco", size, task, 4e-5, 256)
+    return _finetune("refcoco", size, task, 4e-5, 256)
 
 
 def finetune_retrieval_vilbert(size: Size = "base") -> Recipe:
-    """20 epochs of 64 captions of Flickr30k a step, each as one of four pairs."""
+    """Fine-tune on Flickr30k: 20 epochs, 64 captions per step, each as one of four pairs."""
     task = RetrievalSettings(caption_length=28, max_regions=100, loss="cross_entropy", wrong_captions=2, wrong_images=1)
-    return _finetuned("retrieval", size, task, 4e-5, 64)
+    return _finetune("retrieval", size, task, 4e-5, 64)
 
 
-def _finetuned(what: str, size: Size, task: Any, learning_rate: float, batch: int) -> Recipe:
-    """20 epochs; a tenth of the rate from epochs 12 and 16 on."""
+def _finetune(task_name: str, size: Size, task: Any, learning_rate: float, batch: int) -> Recipe:
+    """Make a fine-tuning of 20 epochs. The learning rate falls to a tenth after epochs 12 and 16."""
 
     def optimizer(epoch: int) -> OptimizerConfig:
         settings = {"warmup_steps": 2 * epoch, "schedule": "step", "decay_at": (12 * epoch, 16 * epoch)}
         return replace(OPTIMIZER, learning_rate=learning_rate, **settings)
 
-    return vlbert.finetuned("vilbert", what, size, task, VILBERT_BASE, optimizer, batch, 20, "fp32")
+    return vlbert.make_finetuning("vilbert", task_name, size, task, VILBERT_BASE, optimizer, batch, 20, "fp32")

@@ -1,5 +1,6 @@
-"""Recipes of VL-BERT. Variant `published` has the rules of the authors' code (vlbert/variants.py) and its numbers,
-`paper` those of the paper's appendix A.2.
+"""Recipes of VL-BERT.
+
+Variant `published` has the rules (vlbert/variants.py) and numbers of the authors' code, `paper` those of appendix A.2.
 """
 
 from collections.abc import Callable
@@ -24,10 +25,12 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 
 
 def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """250k steps (10 epochs) of 128 captions and 128 text-only rows; base takes 2 days on 16 V100, on precomputed
-    features 30 hours on 4, and large 5.5 days on 16. VQA starts from a model on precomputed features."""
+    """Pre-train: 250k steps (10 epochs) of 128 captions and 128 text-only rows. For VQA, use precomputed features.
+
+    Base takes 2 days on 16 V100, with precomputed features 30 hours on 4. Large takes 5.5 days on 16.
+    """
     precomputed = features == "precomputed"
-    name = _name("pretrain_vlbert", size, "precomputed" * precomputed, variant)
+    name = _make_name("pretrain_vlbert", size, "precomputed" * precomputed, variant)
     if size == "demo":
         return demo.pretrain("vlbert", features, name)
     # The authors' learning rate is per sample, 1e-7 x 256.
@@ -39,7 +42,7 @@ def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", vari
         name=name,
         task=PretrainingSettings(),
         model=_model(size, features=features),
-        # Large: two backward passes a step, as the authors had room for.
+        # Large: two backward passes per step, as the authors' GPUs had memory for.
         data=DataConfig(
             batch=128, text_batch=128, gradient_accumulation=2 if size == "large" and not precomputed else 1
         ),
@@ -48,20 +51,21 @@ def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", vari
         bert=f"bert-{size}-uncased",
         precision="fp32" if size == "base" and precomputed else "bf16",
     )
-    # The one rule that is not the authors': web photos in groups of similar shape have a third fewer pixels than in one
-    # tensor, and no weights of theirs are loaded that would need theirs.
+    # The only rule that differs from the authors': web photos padded in groups of similar shape have a third fewer
+    # pixels than in one tensor, and no weights are loaded that were trained with the authors' padding.
     return override_values(variants.apply(recipe, variant), {"model.regions.padding": "groups"})
 
 
 def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """20 epochs of 64 questions, with four choices each, a step; SGD, its rate falling at the end of epochs 14 and 18.
-    Variant paper: 256 triplets of question, answer and image a step (4.2.1).
+    """Fine-tune an end-to-end model on VCR: 20 epochs, 64 questions with four choices each per step.
 
-    Q->A and QA->R are two runs: --task.subtask answer and --task.subtask rationale. `vlbert evaluate` joins them to
-    Q->AR and the leaderboard's file. Starts from an end-to-end model. The authors ran large on 4 GPUs and, with
-    --data.gradient_accumulation 1, on 16.
+    The optimizer is SGD; its rate falls at the end of epochs 14 and 18. Variant paper: 256 triplets of question, answer
+    and image per step (4.2.1).
+
+    Q->A and QA->R are two runs: --task.subtask answer and --task.subtask rationale. `vlbert evaluate` joins them for
+    Q->AR and the leaderboard's file. The authors ran large on 4 GPUs and, with --data.gradient_accumulation 1, on 16.
     """
-    name = _name("finetune_vcr", size, "precomputed" * (features == "precomputed"), variant)
+    name = _make_name("finetune_vcr", size, "precomputed" * (features == "precomputed"), variant)
     if size == "demo":
         return demo.finetune_vcr("vlbert", features, name)
     _refuse(features == "precomputed", name, "a part of a box has no precomputed features")
@@ -76,10 +80,10 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
             learning_rate=4.48e-3 if variant == "published" else 5e-3,
             warmup_steps=1_000,
             schedule="step",
-            decay_at=(14 * epoch - 1, 18 * epoch - 1),  # theirs falls with the last update of an epoch
+            decay_at=(14 * epoch - 1, 18 * epoch - 1),  # the authors' rate falls with the last update of an epoch
         ),
         steps=20 * epoch,
-        # For its pooler, which pre-training has not and the paper does not use.
+        # For its pooler, which pre-training lacks and the paper does not use.
         bert=f"bert-{size}-uncased" if variant == "published" else None,
         precision="fp32" if size == "base" else "bf16",
     )
@@ -87,19 +91,18 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
 
 
 def finetune_vqa(size: Size = "base", features: Features | None = None, variant: Variant = "published") -> Recipe:
-    """5 epochs of 256 questions a step, on train2014 alone and on precomputed features; variant paper: 20 epochs, end
-    to end (4.2.2 and A.2).
+    """Fine-tune on VQA's train2014: 5 epochs, 256 questions per step, on precomputed features.
 
-    The models that were reported learned from val2014, too, and were validated on what they had learned from. So do
-    --task.train_on train2014 val2014 --data.held_out None --steps 12855 --validate_every 2571 --save_every 2571 and, of
-    the paper's variant, --steps 51420.
+    Variant paper: 20 epochs, end to end (4.2.2 and A.2). The reported models were also trained on val2014, and so
+    validated on training data: --task.train_on train2014 val2014 --data.held_out None --steps 12855 --validate_every
+    2571 --save_every 2571, or --steps 51420 for variant paper.
     """
     paper = variant == "paper"
     features = features or ("end_to_end" if paper or size == "demo" else "precomputed")
-    name = _name("finetune_vqa", size, "precomputed" * (size == "demo" and features == "precomputed"), variant)
+    name = _make_name("finetune_vqa", size, "precomputed" * (size == "demo" and features == "precomputed"), variant)
     if size == "demo":
         return demo.finetune_vqa("vlbert", features, name)
-    _refuse(paper == (features == "precomputed"), name, "the authors' code takes precomputed features, the paper none")
+    _refuse(paper == (features == "precomputed"), name, "only the authors' code has precomputed features")
     epoch = 1_734
     optimizer = OptimizerConfig(learning_rate=1.6e-4, warmup_steps=500)
     recipe = Recipe(
@@ -120,14 +123,15 @@ def finetune_vqa(size: Size = "base", features: Features | None = None, variant:
 
 
 def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """20 epochs of 32 expressions a step, on ground-truth regions; variant paper: of 256 (4.2.3 and A.2). Starts from
-    an end-to-end model.
+    """Fine-tune an end-to-end model on RefCOCO+: 20 epochs, 32 expressions per step, on ground-truth regions.
 
-    On detected regions, trained with the ground truth among them: --task.regions detected --task.adds_ground_truth.
-    They are the shards' own (data.detector says whose) or, as in the paper's table, those of MAttNet's file below
-    task.folder: --task.detections FILE.
+    Variant paper: 256 expressions per step (4.2.3 and A.2).
+
+    For detected regions, with the ground truth added in training: --task.regions detected --task.adds_ground_truth. The
+    regions are those in the shards (data.detector) or, as in the paper's table, those of MAttNet's file in task.folder:
+    --task.detections FILE.
     """
-    name = _name("finetune_refcoco", size, "precomputed" * (features == "precomputed"), variant)
+    name = _make_name("finetune_refcoco", size, "precomputed" * (features == "precomputed"), variant)
     if size == "demo":
         return demo.finetune_refcoco("vlbert", features, name)
     _refuse(features == "precomputed", name, "ground-truth regions have no precomputed features")
@@ -153,16 +157,17 @@ def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", var
 
 
 def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Features = "end_to_end") -> Recipe:
-    """10 epochs of 192 captions of Flickr30k a step, each with three wrong captions and images, as Unicoder-VL has it;
-    starts from an end-to-end model, which VL-BERT's authors did not do.
+    """Fine-tune an end-to-end model on Flickr30k: 10 epochs, 192 captions per step.
+
+    Each has three wrong captions and images, as in Unicoder-VL. VL-BERT's authors did no retrieval.
 
     COCO: --data.datasets coco --data.held_out coco --task.file dataset_coco.json --task.train_on train restval
     --steps 29500 --optimizer.warmup_steps 2950 --validate_every 2950 --save_every 2950.
     """
-    name = _name("finetune_retrieval", size, "precomputed" * (features == "precomputed"), "published")
+    name = _make_name("finetune_retrieval", size, "precomputed" * (features == "precomputed"), "published")
     if size == "demo":
         return demo.finetune_retrieval("vlbert", features, name)
-    _refuse(features == "precomputed", name, "nobody has published numbers")
+    _refuse(features == "precomputed", name, "no numbers are published")
     epoch = 755
     recipe = Recipe(
         name=name,
@@ -170,15 +175,15 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
         data=DataConfig(datasets={"flickr30k": None}, held_out=("flickr30k",), batch=192, gradient_accumulation=4),
         optimizer=OptimizerConfig(learning_rate=5e-5, warmup_steps=epoch),
         steps=10 * epoch,
-        bert="bert-base-uncased",  # for its pooler, which pre-training without the relationship head has not
+        bert="bert-base-uncased",  # for its pooler, which pre-training without the relationship head lacks
     )
     recipe = _by_epoch(variants.apply(recipe, "published"), epoch)
     return replace(recipe, validation_samples=200)  # images, ranked against their 1,000 captions
 
 
-def finetuned(
+def make_finetuning(
     model: demo.Model,
-    what: str,
+    task_name: str,
     size: str,
     task: Any,
     config: ModelConfig,
@@ -187,15 +192,15 @@ def finetuned(
     epochs: int,
     precision: Literal["fp32", "bf16"],
 ) -> Recipe:
-    """The fine-tuning `what` of another model: VL-BERT's data, a whole step at a time, without a BERT.
+    """Make a fine-tuning of another model, with the data of VL-BERT's, without gradient accumulation and BERT.
 
-    optimizer: made for epochs of so many steps.
+    `optimizer` makes the optimizer's settings from the number of steps per epoch.
     """
-    name = f"finetune_{what}_{model}_{size}"
+    name = f"finetune_{task_name}_{model}_{size}"
     if size == "demo":
-        return getattr(demo, f"finetune_{what}")(model, "precomputed", name)
+        return getattr(demo, f"finetune_{task_name}")(model, "precomputed", name)
     makers = {"vcr": finetune_vcr, "vqa": finetune_vqa, "refcoco": finetune_refcoco, "retrieval": finetune_retrieval}
-    recipe = makers[what]()
+    recipe = makers[task_name]()
     epoch = recipe.validate_every * recipe.data.batch // batch
     return replace(
         recipe,
@@ -212,16 +217,16 @@ def finetuned(
     )
 
 
-def _name(recipe: str, size: str, features: str, variant: Variant) -> str:
-    """The recipe's name. Raises ValueError for a variant of the demo, which has one alone."""
+def _make_name(recipe: str, size: str, features: str, variant: Variant) -> str:
+    """Return the recipe's name. Raises ValueError for variant paper of the demo."""
     name = "_".join(filter(None, [recipe, size, features, "paper" * (variant == "paper")]))
     _refuse(size == "demo" and variant == "paper", name, "the demo has no variants")
     return name
 
 
-def _refuse(no: bool, name: str, why: str) -> None:
-    if no:
-        raise ValueError(f"there is no {name}: {why}; fields of the recipe change whatever you like")
+def _refuse(missing: bool, name: str, reason: str) -> None:
+    if missing:
+        raise ValueError(f"there is no recipe {name}: {reason}. Change the fields of another recipe instead")
 
 
 def _model(size: str, **regions: Any) -> ModelConfig:
@@ -230,5 +235,5 @@ def _model(size: str, **regions: Any) -> ModelConfig:
 
 
 def _by_epoch(recipe: Recipe, epoch: int) -> Recipe:
-    """Validated on all that is held out, and saved, after each epoch of so many steps."""
+    """Return the recipe with a full validation and a checkpoint after each `epoch` steps."""
     return replace(recipe, validation_samples=None, validate_every=epoch, save_every=epoch)
