@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def task_settings(self) -> dict:
-        """Fields of the settings of the head's task, from a run or a converted model."""
+        """Fields of the task settings that the head was trained with, in a run or a converted model."""
         return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return the store, and the path in it, of a path for open_checkpoint. Raises ValueError if there is no model."""
+    """Return the store and folder that a path for open_checkpoint names. Raises ValueError if it names none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
@@ -258,7 +258,7 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
-    """Return the checkpoint's vocabulary, else that of `file`. Raises ValueError if it is missing or does not fit."""
+    """Return the vocabulary of the checkpoint or of `file`. Raises ValueError if there is none, or it does not fit."""
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:

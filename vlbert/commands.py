@@ -1,4 +1,4 @@
-"""`vlbert COMMAND`: the programs of this project under one name."""
+"""Run the programs of this project as `vlbert COMMAND`."""
 
 import dataclasses
 import difflib

@@ -172,7 +172,7 @@ class ModelConfig:
         return StreamSize(self.coattention_size or self.hidden_size, self.coattention_num_heads or self.num_heads, 0)
 
     def word_rows(self, vocab_size: int) -> int:
-        """Return the rows of the word table: the vocabulary and, if special_tokens is vocabulary, [IMG] and [END]."""
+        """Return the number of rows of the word table, including [IMG] and [END] if special_tokens is vocabulary."""
         return vocab_size + (2 if self.special_tokens == "vocabulary" else 0)
 
 

@@ -2,8 +2,8 @@
 
     vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
-Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from rates that were measured with
-the same settings (THROUGHPUT); if a rate is unknown, the page names the command that measures it.
+Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from the rates in THROUGHPUT, which
+hold for the same settings only. If a rate is unknown, the page names the command that measures it.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _MANIFEST_ROW = 120  # bytes per row of a manifest: its URL and key, compressed
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that does not follow from the settings, and its source."""
+    """A measured or reported number, and its source."""
 
     value: float
     source: str

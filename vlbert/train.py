@@ -138,7 +138,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
     """Switch a dataset to its newest snapshot from sample `boundary` on. Returns True if there was a newer one.
 
-    It has new shards, or revised ones: with rows that were requested again, or without withdrawn samples.
+    A newer snapshot has new shards, or revised ones: with rows that were requested again, or without withdrawn samples.
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]

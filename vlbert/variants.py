@@ -2,8 +2,8 @@
 
     vlbert recipes        prints the rules as a table; docs/models.md explains some
 
-`apply(recipe, variant)` applies all rules. Released checkpoints need the code's values; the paper's tables state the
-paper's. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
+`apply(recipe, variant)` applies all rules. Released checkpoints need variant `published`; the paper's tables refer to
+variant `paper`. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
 """
 
 from dataclasses import dataclass

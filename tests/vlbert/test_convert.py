@@ -445,13 +445,13 @@ NO_POOLER = VCRSettings(pooled=False, instance_masks=False, max_tokens=20, regio
     [
         ({"whole_image": "pooled"}, PAIRS, "their code has no such model: model.whole_image is pooled, theirs is mean"),
         ({"region_segment": True}, PAIRS, "model.region_segment is True, theirs is False"),
-        ({"regions": TINY_MODEL.regions}, PAIRS, "it has nothing for vlbert.fast_rcnn."),
+        ({"regions": TINY_MODEL.regions}, PAIRS, "it lacks vlbert.fast_rcnn."),
         ({"pooler": "tanh"}, PAIRS, "model.pooler is tanh, theirs is product"),
         ({"layers": "TTXV", "region_hidden_size": None}, PAIRS, None),
-        ({}, LINEAR, "nothing for head."),
-        ({}, VQASettings(question_length=20), "it has nothing for head.transform.dense.weight"),
+        ({}, LINEAR, "it lacks head."),
+        ({}, VQASettings(question_length=20), "it lacks head.transform.dense.weight"),
         ({}, NO_POOLER, "only one of the two has head.pooler"),
-        ({}, RefCOCOSettings(regions="detected"), "it has nothing for head.transform.dense.weight"),
+        ({}, RefCOCOSettings(regions="detected"), "it lacks head.transform.dense.weight"),
     ],
 )
 def test_a_model_that_their_code_cannot_have_is_not_written_as_theirs(converted, tmp_path, changes, task, named):

@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Fields for the evaluation: of data, task and model, without the seed, which would change the order."""
+        """Changed fields that the evaluation needs: data, task and model, but no seed, which would change the order."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}

@@ -162,9 +162,12 @@ def compare(
 ) -> dict[str, Any] | None:
     """Train and evaluate what is left of a plan, then write its page and, last, numbers.json.
 
-    Returns the content of numbers.json, or None if it was stopped. By default, `seeds` are the plan's, and `jobs`, the
-    trainings at a time, are one per GPU or, without GPUs, one per core. Raises ValueError, before anything is trained,
-    if the plan, a field or the seeds are invalid.
+    Returns the content of numbers.json, or None if it was stopped. Raises ValueError, before anything is trained, if
+    the plan, a field or the seeds are invalid.
+
+    Args:
+        seeds: Seeds to train with; None: the plan's.
+        jobs: Trainings at a time; None: one per GPU or, without GPUs, per core.
     """
     root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # absolute, as trainings record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))

@@ -49,7 +49,7 @@ def _resample_means(scores: np.ndarray) -> np.ndarray:
 
 
 def _width_over_seeds(means: np.ndarray) -> float:
-    """Return the width of each side of the 95 % interval of the mean of `means` [seeds]; 0 for one seed."""
+    """Return the half-width of the 95 % interval for the mean of `means` [seeds]; 0 for one seed."""
     if len(means) == 1:
         return 0.0
     return t_quantile(len(means) - 1) * float(means.std(ddof=1)) / math.sqrt(len(means))

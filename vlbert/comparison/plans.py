@@ -34,7 +34,7 @@ class ComparedTask:
 
     Attributes:
         split: As for vlbert evaluate.
-        metric: Equal to the mean of `column` of predictions.parquet over the examples.
+        metric: The metric that is the mean of `column` of predictions.parquet over the examples.
         within: None: the column has scores. K: it has ranks, and those up to K score 1; 5 makes recall@5.
         chance: Metric of metrics.json for a random guess; None: there is none.
     """
@@ -71,7 +71,9 @@ class Plan:
         for name, variant in self.variants.items():
             if other := variant.finetunings.keys() - self.tasks.keys():
                 names = ", ".join(sorted(other))
-                raise ValueError(f"variant {name} of plan {self.name} has a fine-tuning for {names}, not a task of it")
+                raise ValueError(
+                    f"variant {name} of plan {self.name} has a fine-tuning for {names}: the plan has no such task"
+                )
 
 
 # --- on the demo's drawn scenes: `make compare` makes their files below data.root -------------------------------------

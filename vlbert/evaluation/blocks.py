@@ -33,7 +33,7 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """Return first example -> predictions of each saved batch. Raises ValueError if a file is damaged."""
+        """Return the predictions of saved batches, by their first example. Raises ValueError if a file is damaged."""
         saved = {}
         for info in self.store.list(self.prefix):
             try:

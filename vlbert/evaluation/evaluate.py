@@ -188,9 +188,9 @@ def _predict_split(
     changes: Mapping[str, Any],
     world: World,
     inputs: dict[str, Any],
-    location: tuple[ObjectStore, str],
+    location: tuple[ObjectStore, str],  # store and folder of the saved blocks
 ) -> SplitPredictions:
-    """Return a checkpoint's predictions for the whole split, gathered on rank 0. `location` is that of the blocks."""
+    """Return a checkpoint's predictions for the whole split, gathered on rank 0."""
     model, recipe = load_task_model(checkpoint, changes, recipe)
     check_one_dataset(recipe)
     model, config = model.to(world.device), recipe.data

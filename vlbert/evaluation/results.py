@@ -184,7 +184,7 @@ def print_summary(summary: dict[str, Any], uri: str) -> None:
 
 
 def warnings(summary: dict[str, Any]) -> list[str]:
-    """Return what limits the meaning of the metrics, one sentence each."""
+    """Return warnings about the metrics, one sentence each."""
     counts, lines = summary["examples"], []
     if summary["trained_on_this_split"]:
         lines.append(f"WARNING: the model was trained on this split ({', '.join(map(str, summary['trained_on']))})")

@@ -245,7 +245,7 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return the rows that were seen, with their steps (TABLE). `samples` has the sample of each of `steps`, sorted."""
+    """Return the rows that were seen, with their steps (TABLE). `samples`, sorted, has the sample of each step."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1

@@ -75,7 +75,7 @@ def model_card(path: str) -> str:
 
 
 def _collect_results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> list[dict[str, Any]]:
-    """Return the metrics of the last validation up to the checkpoint's step, and of evaluations of only this model."""
+    """Return the metrics of the last validation up to the checkpoint's step, and of the checkpoint's evaluations."""
     state, results = checkpoint.state, []
     lines = read_metrics(store, run, "validation") if store else []
     before = [line for line in lines if line["step"] <= state["step"]]

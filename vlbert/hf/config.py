@@ -27,7 +27,7 @@ IGNORED |= {"weights_only"}
 
 
 def _model_field(name: str) -> property:
-    """Make a property for a model field, to give it transformers' name."""
+    """Make a property that gives a model field its name in transformers."""
     return property(lambda config: config.model[name])
 
 

@@ -12,7 +12,7 @@ vlbert/data/batch.py.
     boxes                  float [B, R, 4]      x1 y1 x2 y2 in pixels of the resized image; the first is the whole image
     image_sizes            int64 [B, 2]         (height, width) of each resized image; default: those of pixel_values
 
-Inputs without a name in Hugging Face have Batch's, padded to [B, R] or [B, choices, T]: token_region, region_masked,
+Other inputs are named as in Batch, and padded to [B, R] or [B, choices, T]: token_region, region_masked,
 region_classes, cells and, one per image, averaged_over. By default, no word mentions a region and no region is masked.
 """
 

@@ -281,7 +281,7 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
 
 
 class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
-    """Chooses one of the choices (VCR). Inputs are [N, choices, T].
+    """Selects one of several choices (VCR). Inputs are [N, choices, T].
 
     Labels of `forward`:
         labels: int64 [N], the right choice; -100: unknown.
@@ -340,8 +340,8 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
     """Scores how well text and image fit. A pre-trained model with the relationship head works as it is (zero-shot).
 
-    `labels` are int64 [N, 2]: the pair that a row is compared with, from 0, and the row's role. This is 0 for the pair
-    itself, 1 to W for its wrong captions, and above W for its wrong images (W: RetrievalSettings.wrong_captions).
+    `labels` are int64 [N, 2]: the number of the pair that a row belongs to, from 0, and the row's role: 0 for the pair,
+    1 to W for its wrong captions, and above W for its wrong images (W: RetrievalSettings.wrong_captions).
     """
 
     new_settings = RetrievalSettings()
@@ -357,7 +357,7 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
 
 
 def _set_labels(batch: Batch, name: str, mask: Tensor, **labels: Tensor) -> Batch:
-    """Return the batch with labels at the tokens or regions of a mask, bool [N, T] or [N, R], that is called `name`."""
+    """Return the batch with labels at the tokens or regions of the mask `name`, bool [N, T] or [N, R]."""
     sizes = replace(batch.sizes, labelled=batch.sizes.labelled | {name: tuple(mask.sum(dim=1).tolist())})
     labelled = batch.labelled | {name: mask.flatten().nonzero()[:, 0]}
     return replace(batch, labelled=labelled, labels=batch.labels | labels, sizes=sizes)

@@ -19,7 +19,7 @@ class VLBertOutput(ModelOutput):
             classes], if the task predicts them from the encoder's output.
         relationship_logits: [N, 2], whether text and image belong together, if the model has that head.
         last_hidden_state: VLBertModel: float [N, T, C].
-        visual_last_hidden_state: float [N, R, C'], regions, the whole image first. C' is C if the config has no other.
+        visual_last_hidden_state: float [N, R, C'], regions, the whole image first. C' is C, or region_hidden_size.
         hidden_states: With output_hidden_states: the text before the first layer and after each layer, [N, T, C]. Here
             and below, each choice has a row: [N * choices, ...].
         visual_hidden_states: The same for the regions, [N, R, C'].

@@ -46,7 +46,7 @@ class VLBertProcessor(ProcessorMixin):
     The text gets the form that the config's task needs, such as [CLS] question [SEP] [MASK] [SEP].
 
     Args:
-        tokenizer: Has the model's vocabulary. Raises ValueError if it has more or fewer tokens.
+        tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if it has more or fewer tokens.
         detector: Weight file of the detector that finds the regions of images without boxes; None: no detector.
     """
 
@@ -94,7 +94,7 @@ class VLBertProcessor(ProcessorMixin):
         Raises ValueError if an image cannot be read, or if the task has no such argument.
 
         Args:
-            images: Files, bytes, Pillow's images or samples (vlbert predict). None: there are features.
+            images: Files, bytes, Pillow's images or samples (vlbert predict). None: use visual_embeds.
             text: One text, or a list. The other arguments are then lists too, with an entry for each text.
             boxes: For each image float [n, 4], x1 y1 x2 y2 in its pixels. None: the detector finds them.
             visual_embeds: For each image float [n, D], the features of its boxes, if the model reads features. They are

@@ -54,7 +54,7 @@ _HEADERS = {
 
 
 class Question(BaseModel):
-    """A request of the page: the id of an image, and the fields of its form. Captions are to be ranked."""
+    """A request of the page: the id of an image, and the fields of its form. `captions` are to be ranked."""
 
     image: str
     text: str = ""

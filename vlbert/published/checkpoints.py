@@ -59,7 +59,7 @@ class Published(ABC):
         """Return a key without wrappers' prefixes, and with the names of the latest version of their code."""
 
     def in_file(self, name: str) -> str:
-        """Return a plain name as their code saves it."""
+        """Return the key under which their code saves a plain name."""
         return name
 
     @classmethod
@@ -82,7 +82,7 @@ class Published(ABC):
     def make_entries(theirs: Mapping[str, str | None]) -> list[dict]:
         """Make the entries of our tensors, given the plain name of each in their file."""
         if unknown := [name for name, key in theirs.items() if key is None]:
-            raise ValueError(f"their code has no such model: it has nothing for {unknown[0]}")
+            raise ValueError(f"their code has no such model: it lacks {unknown[0]}")
         return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]
 
     @cached_property

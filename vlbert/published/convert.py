@@ -127,7 +127,7 @@ def identify(theirs: dict[str, Tensor], hints: Hints = NO_HINTS) -> Published:
 
 
 def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hints = NO_HINTS) -> list[dict]:
-    """Convert a file of the authors to a model's folder, and return the report. Raises ValueError if it cannot be."""
+    """Convert a file of the authors to a model's folder, and return the report. Raises ValueError if it is invalid."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already exists; give a new folder, or an empty one")
     theirs = read_tensors(file)
@@ -182,7 +182,7 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
 
 
 def _to_published(saved: Checkpoint, folder: Path) -> Published:
-    """Return the model as in a file of the authors. Raises ValueError if their code has no such task."""
+    """Return the authors' file that this model would be. Raises ValueError if their code has no such task."""
     config, uri = saved.config, f"{folder}/{CONFIG}"
     kinds = {kind.__name__: kind for kind in TASKS.values()}
     vilbert = saved.model_config.embedding == "separate"

@@ -185,10 +185,10 @@ class PublishedViLBert(Published):
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
-        """Infer the model. What no shape shows is as published.
+        """Infer the model from shapes, with the published values of what they do not show.
 
-        This is: the order of layers (co-attention starts with the last text layers, and a text and a region layer
-        follow each), and, without `hints`, heads of 64 channels for text and 128 for regions and co-attention.
+        These are the order of layers (co-attention starts with the last text layers, and a text and a region layer
+        follow each) and, without `hints`, heads of 64 channels for text and 128 for regions and co-attention.
         """
         model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)

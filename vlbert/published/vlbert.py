@@ -120,16 +120,16 @@ class PublishedVLBert(Published):
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
-        """Return a plain name as their code saves it: VCR wraps the core in a module for its four choices."""
+        """Return the key of a plain name in a file: VCR wraps the core in a module for its four choices."""
         name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
         return f"module.{name}"
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """Infer the model. What no shape shows is as published.
+        """Infer the model from shapes, with the published values of what they do not show.
 
-        This is: 64 channels per attention head (unless `hints` has their number), the stride in 1x1 convolutions, a
-        dilated res5, the padding of images, and VCR's sigmoid, images of 600/1200 pixels, and subtask.
+        These are 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
+        convolutions, a dilated res5, the padding of images, and VCR's sigmoid, images of 600/1200 pixels and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
             raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")

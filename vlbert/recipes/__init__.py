@@ -4,7 +4,7 @@
 
     size      base, large, or demo: a small model that learns from the drawn scenes of `make demo`
     features  end_to_end: a Fast R-CNN is trained with the model; precomputed: vectors that the detector stored
-    variant   the paper's or its authors' rules and numbers, where they differ
+    variant   rules and numbers of the paper, or of its authors' program, where they differ
 
 The name of a recipe, and of its run, has all three: finetune_vqa_large_paper. Steps are epochs of the data set divided
 by the batch: 3.3 M captions, 213 k questions of VCR, 444 k of VQA's train2014, 120 k expressions of RefCOCO+.

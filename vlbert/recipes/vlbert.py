@@ -57,7 +57,7 @@ def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", vari
 
 
 def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """Fine-tune an end-to-end model on VCR: 20 epochs, 64 questions with four choices each per step.
+    """Fine-tune an end-to-end model on VCR: 20 epochs, 64 questions (of four choices each) per step.
 
     The optimizer is SGD; its rate falls at the end of epochs 14 and 18. Variant paper: 256 triplets of question, answer
     and image per step (4.2.1).
@@ -94,8 +94,8 @@ def finetune_vqa(size: Size = "base", features: Features | None = None, variant:
     """Fine-tune on VQA's train2014: 5 epochs, 256 questions per step, on precomputed features.
 
     Variant paper: 20 epochs, end to end (4.2.2 and A.2). The reported models were also trained on val2014, and so
-    validated on training data: --task.train_on train2014 val2014 --data.held_out None --steps 12855 --validate_every
-    2571 --save_every 2571, or --steps 51420 for variant paper.
+    validated on training data. To do the same: --task.train_on train2014 val2014 --data.held_out None --steps 12855
+    --validate_every 2571 --save_every 2571, and for variant paper --steps 51420.
     """
     paper = variant == "paper"
     features = features or ("end_to_end" if paper or size == "demo" else "precomputed")
@@ -192,7 +192,7 @@ def make_finetuning(
     epochs: int,
     precision: Literal["fp32", "bf16"],
 ) -> Recipe:
-    """Make a fine-tuning of another model, with the data of VL-BERT's, without gradient accumulation and BERT.
+    """Make a fine-tuning of another model, on VL-BERT's data, without gradient accumulation and without a BERT.
 
     `optimizer` makes the optimizer's settings from the number of steps per epoch.
     """
@@ -235,5 +235,5 @@ def _model(size: str, **regions: Any) -> ModelConfig:
 
 
 def _by_epoch(recipe: Recipe, epoch: int) -> Recipe:
-    """Return the recipe with a full validation and a checkpoint after each `epoch` steps."""
+    """Return the recipe with a full validation and a checkpoint every `epoch` steps."""
     return replace(recipe, validation_samples=None, validate_every=epoch, save_every=epoch)
