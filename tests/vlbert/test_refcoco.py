@@ -115,12 +115,12 @@ WRONG_FILES = [
     ),
     (
         refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)),
-        r"1 ids of sentences of .*refs\(unc\).p stand there more than once, such as 30",
+        r"1 ids of sentences of .*refs\(unc\).p are repeated, such as 30",
     ),
     (content("refs(unc).p", b"(lp0\n(dp1\nS'a'\n"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
     (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
     (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\]: .*is not finite"),
-    (instances("annotations", id=1), "1 ids of annotations of .*instances.json stand there more than once, such as 1"),
+    (instances("annotations", id=1), "1 ids of annotations of .*instances.json are repeated, such as 1"),
     (instances("images", width=0), INSTANCES + r"images\[0\]: .*an image of 0 x 64 pixels"),
     (content("instances.json", b'{"images": ['), "instances.json is not JSON, or is torn"),
     (lambda folder: (folder / "refs(unc).p").unlink(), r"there is no .*refs\(unc\).p; .*set task.folder"),
@@ -440,7 +440,7 @@ def test_the_submission_is_a_list_of_boxes(task, samples):
     assert (name, row["sent_id"], row["ref_id"]) == ("predictions.json", 0, 0)
     for convention in CONVENTIONS:
         assert overlap(convention, corners(*row["box_xywh"]), val[0].expression.box)[0] == 1
-    with pytest.raises(ValueError, match="1 ids of val miss in the predictions, such as 20;"):
+    with pytest.raises(ValueError, match="1 ids of val are missing in the predictions, such as 20;"):
         task.submission([rows[0], rows[1], rows[3]])
 
 

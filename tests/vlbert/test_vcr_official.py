@@ -68,11 +68,11 @@ def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
 
 WHOLE = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5, "c": [EVEN] * 5})
 INCOMPLETE = [
-    ([row for row in WHOLE if row["annot_id"] != "b"], "1 ids of val miss in the predictions, such as b;"),
+    ([row for row in WHOLE if row["annot_id"] != "b"], "1 ids of val are missing in the predictions, such as b;"),
     (WHOLE + rows_of({"d": [EVEN] * 5}), "1 ids of the predictions are not in val, such as d;"),
     (WHOLE[:-5] + WHOLE[-4:], "1 of 3 items, such as b, lack probabilities of answers; .*CHECKPOINT,CHECKPOINT"),
     ([row for row in WHOLE if row["conditioned_on"] < 0], "3 of 3 items, such as b, lack probabilities of rationales;"),
-    (WHOLE + WHOLE, "15 ids of the predictions stand there more than once, such as .*'c'"),
+    (WHOLE + WHOLE, "15 ids of the predictions are repeated, such as .*'c'"),
     (
         [row | {"probabilities": [0.5] * 4} if row["conditioned_on"] == 1 else row for row in WHOLE],
         "b: its numbers are no probabilities",
@@ -97,7 +97,7 @@ def second(**change: object) -> bytes:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (second(annot_id="b"), "1 ids of .*val.jsonl stand there more than once, such as b"),
+        (second(annot_id="b"), "1 ids of .*val.jsonl are repeated, such as b"),
         (second(question="Why is this?"), "line 2: .*question is no list of words and objects"),
         (second(question=["Why", [4]]), "question mentions object 4 of 4"),
         (

@@ -252,8 +252,8 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
 def test_a_submission_holds_every_question_of_the_split_once(task, samples):
     rows = predicted(task, examples_of(task, samples), [4, 2, 2, 1])
     for part, named in (
-        (rows[:2] + rows[3:], "1 ids of train2014 miss in the predictions, such as 20; they must match"),
-        ([*rows, rows[0]], "1 ids of the predictions stand there more than once, such as 10"),
+        (rows[:2] + rows[3:], "1 ids of train2014 are missing in the predictions, such as 20; they must match"),
+        ([*rows, rows[0]], "1 ids of the predictions are repeated, such as 10"),
         ([*rows, rows[0] | {"question_id": 5}], "1 ids of the predictions are not in train2014, such as 5"),
     ):
         with pytest.raises(ValueError, match=named):

@@ -9,13 +9,13 @@ from vlbert.datasets.vqa import (
     normalise,
     read_answers,
     read_questions,
-    without_punctuation,
+    remove_punctuation,
 )
 
 
 def test_answers_are_normalised_as_by_the_official_code():
     """What tests/data/conformance, which holds 149 answers, lacks."""
-    assert without_punctuation("\u0661,\u0662") == "\u0661 \u0662", "digits are 0 to 9 alone"
+    assert remove_punctuation("\u0661,\u0662") == "\u0661 \u0662", "digits are 0 to 9 alone"
     assert normalise("5,000 red/white") == "5000 redwhite", "a comma between digits: every mark goes"
     assert normalise("dont wouldntve y'alldve y'all'dve Im") == "don't wouldntve y'alldve y'all'd've im"
 
@@ -61,7 +61,7 @@ Q, A = "v2_OpenEnded_mscoco_one_questions.json", "v2_mscoco_one_annotations.json
     [
         (A, "question_id", "id", r"annotations\[0\]: KeyError"),
         (A, '"answer": "yes"', '"answer": 1', r"annotations\[0\]: .* no text"),
-        (A, '"question_id": 10', '"question_id": 12', r"1 ids of .*questions.json miss in .*annotations.json, such as"),
+        (A, '"question_id": 10', '"question_id": 12', r"1 ids of .*questions.json are missing in .*annotations.json,"),
         (Q, '"image_id": 1', '"image_id": 2', r"questions\[0\]: .*it is about image 2, its annotation about 1"),
         (Q, '"Is it on the left, 10?"', "7", r"questions\[0\]: .*the question is no text: 7"),
         (Q, '"questions"', '"rows"', "questions: no such list"),

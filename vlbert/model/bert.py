@@ -45,7 +45,7 @@ def bert_vocabulary(name: str) -> Vocabulary:
     capitals = any(re.search("[A-Z]", token) for token in ids if not token.startswith("["))
     if capitals or not getattr(tokenizer, "do_lower_case", True):
         raise ValueError(f"{name} is a cased BERT, but captions are lower-cased here; use an uncased one")
-    return Vocabulary(sorted(ids, key=ids.get), where=name)
+    return Vocabulary(sorted(ids, key=ids.get), source=name)
 
 
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
