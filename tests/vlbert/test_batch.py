@@ -149,7 +149,7 @@ def test_examples_that_do_not_fit_together_are_refused():
     unmasked = dataclasses.replace(given.text, label_masks={})
     for other, named in (
         *((replace_image(given, **{n: None}), f"1 of 2 .* have no {n}") for n in ("pixels", "features", "cells")),
-        (dataclasses.replace(given, text=unmasked), "carry different label_masks"),
+        (dataclasses.replace(given, text=unmasked), "have different label_masks"),
     ):
         with pytest.raises(ValueError, match=named):
             collate([given, other])

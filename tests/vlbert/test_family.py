@@ -54,7 +54,7 @@ def test_an_answer_is_read_at_a_mask_or_from_the_pair(tmp_path):
     assert all(text[0] == "[CLS]" and text[-1] == "[SEP]" and "[MASK]" not in text for text in texts)
     task, samples = vqa(tmp_path, reads="mask", classifier="words")
     assert all(words_of(task, example)[-2:] == ["[MASK]", "[SEP]"] for example in examples_of(task, samples, VILBERT))
-    with pytest.raises(ValueError, match="answers_from_words is True; it must be false where reads is pair"):
+    with pytest.raises(ValueError, match="answers_from_words is True; it must be false if reads is pair"):
         dataclasses.replace(task.settings, reads="pair", answers_from_words=True)
 
 

@@ -106,9 +106,9 @@ def test_a_resized_image_has_the_integer_part_of_the_exact_ratio(side: int, othe
     ("config", "change", "reason"),
     [
         (AS_STORED, {"regions": None}, "has no regions; run the detection stage"),
-        (AS_STORED, {"image": b"<html>"}, "its JPEG does not decode"),
-        (PRECOMPUTED, {}, "carry no features, .* --keep_features, or train from"),
-        (PRECOMPUTED, {"features": 7}, "carry features of 7 channels, the model takes 128"),
+        (AS_STORED, {"image": b"<html>"}, "its JPEG cannot be decoded"),
+        (PRECOMPUTED, {}, "have no features, .* --keep_features, or train from"),
+        (PRECOMPUTED, {"features": 7}, "have features of 7 channels, but the model takes 128"),
     ],
 )
 def test_a_sample_that_cannot_be_prepared_is_named(config: RegionConfig, change: dict, reason: str):

@@ -108,10 +108,10 @@ REFS, INSTANCES = r"refs\(unc\).p is not in RefCOCO.'s format, references", "ins
 DETECTIONS = "dets.json is not in MAttNet's format, detections"
 WRONG_FILES = [
     (refs(lambda refs: refs[1].pop("ann_id")), REFS + r"\[1\]: KeyError: 'ann_id'"),
-    (refs(lambda refs: refs[2]["sentences"][0].update(sent=7)), REFS + r"\[2\]: .*a sentence is no text"),
+    (refs(lambda refs: refs[2]["sentences"][0].update(sent=7)), REFS + r"\[2\]: .*a sentence is not a string"),
     (
         refs(lambda refs: refs[2].update(image_id=99)),
-        r"refs\(unc\).p: ref 2 names image 99, annotation 6, which instances.json",
+        r"refs\(unc\).p: ref 2 names image 99 and annotation 6, which .* instances.json",
     ),
     (
         refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)),
@@ -193,7 +193,7 @@ def test_each_expression_of_a_split_is_an_example_of_its_own_image(task, samples
     assert (held_out.samples.tolist(), ids(held_out.annotations)) == ([3, 3, 1, 1], [0, 1, 20, 21])
     both = tuned(task, train_on=("train", "val"))
     assert ids(queries(both, samples, None)) == [10, 11, 30, 31, 0, 1, 20, 21]
-    with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA, only train, val"):
+    with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA; it has train, val"):
         task.examples(urls(samples), "testA")
     with pytest.raises(ValueError, match=r"1 of 2 images of train of .* in no region shard, such as 000003"):
         task.examples(urls(samples[:3]), None)
@@ -219,7 +219,7 @@ def test_expressions_of_an_image_that_was_withdrawn_are_left_out_by_name(task, s
         (" ", None, "it has no words"),
         ("one " * 600, None, "it has 600 tokens, more than task.expression_length = 60"),
         ("one", [5, 5, 0, 9], r"its box \[5, 5, 5, 14\] has no area"),
-        ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] lies outside its image of 96 x 64 pixels"),
+        ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] is outside its image of 96 x 64 pixels"),
     ],
 )
 def test_training_skips_invalid_expressions_and_evaluation_counts_them_as_wrong(
@@ -298,7 +298,7 @@ def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, tas
 
 def test_settings_that_contradict_each_other_are_refused(task):
     for settings, named in (
-        ({"detections": "dets.json"}, "detections and adds_ground_truth are for regions=detected"),
+        ({"detections": "dets.json"}, "detections and adds_ground_truth need regions=detected"),
         ({"expression_length": 0}, "expression_length is 0"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -452,5 +452,5 @@ def test_a_users_expression_is_about_the_regions_of_the_sample(task, samples):
     assert task.metrics([row]) == {}
     with pytest.raises(ValueError, match="the expression ' ' is invalid: it has no words"):
         task.annotation_for(" ")
-    with pytest.raises(ValueError, match="RefCOCO takes no choices: leave that out"):
+    with pytest.raises(ValueError, match="RefCOCO takes no choices; leave it out"):
         user_annotation(task, "the left one", choices=("a", "b"), answer="")

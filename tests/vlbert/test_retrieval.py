@@ -57,7 +57,7 @@ def test_the_order_of_images_and_captions_changes_no_rank():
 
 
 def test_scores_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="1 of 6 scores are no finite numbers"):
+    with pytest.raises(ValueError, match="1 of 6 scores are not finite"):
         ranks(np.array([[1, 2, 3], [4, np.nan, 6]]), [0, 0, 1])
 
 
@@ -114,7 +114,7 @@ def test_captions_without_words_are_left_out_by_name(tmp_path: Path):
         ([image("000000.jpg", "train", [])], "none of the 0 examples of train of .* can be used"),
         ([image("a.jpg", "test", ["a"])] * 2, "a.jpg is repeated"),
         ([{"filename": "a.jpg"}], r"images\[0\]: KeyError"),
-        ([image("a.jpg", "test", [7])], r"images\[0\]: .* no text"),
+        ([image("a.jpg", "test", [7])], r"images\[0\]: .* not a string"),
         (None, "is not in Karpathy's format, "),
     ],
 )

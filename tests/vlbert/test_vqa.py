@@ -136,8 +136,11 @@ def test_what_does_not_fit_is_refused(task, tmp_path, samples):
         changed(task).examples(urls(samples), None)
 
     for call, named in (
-        (lambda: changed(task, question_length=59).head(TINY_MODEL), "task.question_length is 59, the model has room"),
-        (lambda: changed(task, answers=3129).examples(urls(samples), None), "holds 6 answers, task.answers is 3129"),
+        (
+            lambda: changed(task, question_length=59).head(TINY_MODEL),
+            "task.question_length is 59, the model has positions",
+        ),
+        (lambda: changed(task, answers=3129).examples(urls(samples), None), "has 6 answers, but task.answers is 3129"),
         (lambda: task.annotation_for(" "), "is invalid: it has no words"),
         (lambda: task.annotation_for("\u200b"), "is invalid: it has no words"),
         (lambda: task.annotation_for(LONG), "is invalid: it has 600 tokens"),
@@ -191,7 +194,7 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     torch.testing.assert_close(output.weight[5], on_the_left)
     assert not output.bias.any()
     two = changed(task, classifier="two_layers")
-    with pytest.raises(ValueError, match="as wide as words, which have 32 channels: set --task.no_answers_from_words"):
+    with pytest.raises(ValueError, match="as wide as words, which have 32 channels; set --task.no_answers_from_words"):
         two.on_start(model.vlbert, two.head(TINY_MODEL), None)
 
 
@@ -245,7 +248,9 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     assert name == "v2_OpenEnded_mscoco_test-dev2015_results.json"
     answers = zip(ANNOTATORS, ["yes", "no", "left", "right"], strict=True)
     assert json.loads(data) == [{"question_id": i, "answer": answer} for i, answer in answers]
-    with pytest.raises(ValueError, match="--task.train_on=test-dev2015: a test split has no answers to learn from"):
+    with pytest.raises(
+        ValueError, match="--task.train_on=test-dev2015 has a test split, which has no answers to learn from"
+    ):
         changed(task, train_on=("test-dev2015",)).examples(urls(images), None)
 
 

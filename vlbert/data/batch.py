@@ -127,8 +127,7 @@ class Batch:
         text_mask: bool [N, T], False in the padding.
         boxes: float32 [N, R, 4], as in ImageInput.
         region_mask: bool [N, R], False in the padding and in rows without an image.
-        region_masked: bool [N, R], ImageInput.masked.
-        region_classes: int64 [N, R], ImageInput.classes.
+        region_masked, region_classes: bool and int64 [N, R], `masked` and `classes` of ImageInput.
         pixels: uint8 [p, 3, H, W] of each group of images of similar shape; () with precomputed features.
         image_sizes: int64 [P, 2], (width, height) of each image without padding.
         averaged_over: int64 [P], as in ImageInput, at least 1.
@@ -172,7 +171,6 @@ class Batch:
     unreadable: tuple[Unreadable, ...] = ()
 
     def __len__(self) -> int:
-        """Number of rows N."""
         return len(self.tokens)
 
     def image(self, number: int) -> Tensor:
@@ -185,7 +183,7 @@ class Batch:
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
-        """Return the image of each of the K real regions, and its number there; 0 is the whole image."""
+        """Return the image of each of the K real regions, and its number in that image; 0 is the whole image."""
         return self.real_regions // self.region_mask.shape[1], self.real_regions % self.region_mask.shape[1]
 
     def to(self, device: torch.device) -> "Batch":
@@ -400,7 +398,7 @@ def _pad(
 
 
 def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
-    """Return the flat indices, int64 [M], of elements numbers[i] of row rows[i] in rows of this length."""
+    """Return the flat indices, int64 [M], of elements `numbers[i]` of row `rows[i]`, for rows of this length."""
     flat = [row * length + index for row, index in zip(rows, numbers, strict=True)]
     return np.concatenate(flat) if flat else np.zeros(0, np.int64)
 

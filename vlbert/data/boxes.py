@@ -10,12 +10,8 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
     """Return the geometry embedding of boxes (paper 3.2, after Hu et al. 2018): [K, channels].
 
     A box is four numbers, the paper's (x1/W, y1/H, x2/W, y2/H) if `corners`, else (xc/W, yc/H, w/W, h/H) as in the
-    authors' code. Each number, times 100, is divided by 1000^(i/n) for i < n = channels / 8. It becomes n sines, then n
-    cosines. The four results are concatenated.
-
-    Args:
-        boxes: [K, 4] in pixels.
-        sizes: [K, 2], (width, height) of the image of each box.
+    authors' code. Each number, times 100, is divided by 1000^(i/n) for i < n = channels / 8 and becomes n sines, then n
+    cosines. The four results are concatenated. `sizes` [K, 2] has (width, height) of the image of each box.
     """
     if channels % 8:
         raise ValueError(f"the geometry embedding has {channels} channels; it needs a multiple of 8")
@@ -31,10 +27,7 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
 
 
 def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Return (x1/W, y1/H, x2/W, y2/H, share of the image's area) of each box, as in ViLBERT and Unicoder-VL: [K, 5].
-
-    Arguments are as in `geometry_embedding`.
-    """
+    """Return ViLBERT's and Unicoder-VL's (x1/W, y1/H, x2/W, y2/H, share of the image's area) of boxes: [K, 5]."""
     corners = boxes / sizes.to(boxes.dtype).repeat(1, 2)
     x1, y1, x2, y2 = boxes.unbind(dim=1)
     area = (x2 - x1) * (y2 - y1) / sizes.to(boxes.dtype).prod(dim=1)
@@ -42,7 +35,7 @@ def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
 
 
 def box_iou_with_borders(boxes: Tensor, others: Tensor) -> Tensor:
-    """Return the IoU of boxes [n, 4] and others [m, 4] whose pixels at x2 and y2 are inside: [n, m]."""
+    """Return the IoU of boxes [n, 4] and others [m, 4] that include the pixels at x2 and y2: [n, m]."""
     boxes, others = (torch.cat([b[:, :2], b[:, 2:] + 1], dim=1) for b in (boxes, others))
     return box_iou(boxes, others)
 

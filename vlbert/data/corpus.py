@@ -34,9 +34,7 @@ class TextCorpus:
         try:
             metadata, self.tokens, self.offsets = _open_corpus(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{folder} has no complete corpus ({error}); make it with `vlbert corpus {folder} ...`"
-            ) from error
+            raise ValueError(f"{folder} has no complete corpus ({error}); run `vlbert corpus {folder} ...`") from error
         origin = metadata.get("version"), metadata.get("vocabulary")
         if origin != (CORPUS_VERSION, vocabulary.hash):
             raise ValueError(
@@ -51,8 +49,8 @@ class TextCorpus:
     def passages(self, lines: np.ndarray, length: int) -> np.ndarray:
         """Return a passage of `length` tokens from the start of each of `lines`: int64 [lines, length].
 
-        A passage continues in the next lines, and at the corpus' beginning after its end. If the corpus has fewer
-        tokens, passages have as many as the corpus.
+        A passage continues in the next lines, and after the last line in the first. If the corpus has fewer tokens,
+        passages are as long as the corpus.
         """
         length = min(length, len(self.tokens))
         starts = self.offsets[:-1][lines]  # without the last offset, the end of the corpus
@@ -176,7 +174,7 @@ def write_corpus(
 
     Args:
         out: folder to write, vocab.txt included
-        files: text files in UTF-8, one document a line
+        files: text files in UTF-8, one document per line
         vocabulary: vocab.txt to use, such as BERT's; give this or vocabulary_size
         vocabulary_size: build a vocabulary of at most this many tokens
         captions: caption lists to build the vocabulary from, in addition to files

@@ -1,4 +1,4 @@
-"""Reading of a user's image file, normalised as at ingest."""
+"""Read a user's image file and normalise it as ingest does."""
 
 import io
 from pathlib import Path
@@ -14,10 +14,7 @@ _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 def read_image(image: str | Path | bytes | Image.Image) -> Sample:
-    """Return an image, given as a file, its bytes or a Pillow image, as ingest stores it: upright, RGB or grey, JPEG.
-
-    Raises ValueError if it cannot be decoded or does not pass the checks of ingest.
-    """
+    """Return an image as ingest stores it: upright, RGB or grey, JPEG. Raises ValueError if ingest would refuse it."""
     name = str(image) if isinstance(image, str | Path) else "the image"
     try:
         if isinstance(image, Image.Image):
@@ -40,7 +37,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
 
 
 def _encode_png(image: Image.Image) -> bytes:
-    """Raise ValueError for an image without pixels, with too many, or with a mode of over 8 bits that PNG lacks."""
+    """Encode an image as PNG. Raises ValueError if it has no or too many pixels, or a mode that would lose bits."""
     width, height = image.size
     if not 0 < width * height <= IMAGES.max_pixels:  # before any of it is decoded
         raise ValueError(f"the image has {width} x {height} pixels; 1 to {IMAGES.max_pixels} are allowed")

@@ -40,20 +40,16 @@ class PreparedImage:
         return _place(boxes, self.scale, self.flipped, *self.size)
 
     def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
-        """Return the image with more regions after its own, boxes [n, 4] in stored pixels. Needs pixels."""
+        """Return the image with more regions after its own, boxes [n, 4] in stored pixels. It must have pixels."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; set model.regions.features=end_to_end")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
 
     def with_matched_features(self, boxes: np.ndarray, keep_unmatched: bool) -> "PreparedImage":
-        """Return the image with other regions, which get their features from its own regions (Unicoder-VL, 4.2).
+        """Return the image with boxes [n, 4] in stored pixels as regions, which get features of the old regions.
 
-        Each box gets the features of the region that overlaps it most, or of the first region if none does. Raises
-        ValueError if the image has no region.
-
-        Args:
-            boxes: [n, 4] in stored pixels.
-            keep_unmatched: add regions that match no box after the boxes, up to the old number of regions.
+        Each box gets the features of the region that overlaps it most (Unicoder-VL, 4.2), or of the first one if none
+        does. `keep_unmatched` adds regions that match no box, up to the old number. Raises ValueError without regions.
         """
         if len(self.boxes) == 1:
             raise ValueError("it has no region whose features an object could take; detect with selection.minimum=10")
@@ -71,14 +67,10 @@ class PreparedImage:
     def to_input(
         self, masked: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None
     ) -> ImageInput:
-        """Return the ImageInput of the whole image and the first `count` of r regions, None for all.
+        """Return the ImageInput of the whole image and the first `count` of r regions; `more` has other fields of it.
 
-        As in the published code, later regions count too: their pixels are masked if they are, and the precomputed
-        vector of the whole image is the mean over all unmasked regions.
-
-        Args:
-            masked: bool [1 + r], True at masked regions; None for none.
-            more: other fields of ImageInput.
+        As in the published code, later regions matter, too: `masked`, bool [1 + r], masks their pixels, and the
+        precomputed vector of the whole image is the mean over all unmasked regions.
         """
         count = len(self.boxes) - 1 if count is None else count
         masked = np.zeros(len(self.boxes), bool) if masked is None else masked
@@ -104,8 +96,8 @@ class PreparedImage:
 def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedImage:
     """Decode the image of a sample, resize it (see `resized_size`), and mirror it if `flip`.
 
-    With precomputed features nothing is decoded, and only the boxes are transformed. Raises ValueError, which names the
-    sample, if it has no regions or no features, or if its JPEG cannot be decoded.
+    With precomputed features nothing is decoded, only the boxes are transformed. Raises ValueError, with the sample, if
+    it has no regions or no features, or if its JPEG cannot be decoded.
     """
     if sample.regions is None:
         raise ValueError(f"sample {sample.key} has no regions; run the detection stage on its shard first")
@@ -142,7 +134,6 @@ def _read_features(sample: Sample, config: RegionConfig) -> np.ndarray:
 
 
 def _decode(sample: Sample) -> Tensor:
-    """Decode the JPEG of a sample: uint8 [3, h, w], RGB."""
     try:
         return decode_jpeg(torch.frombuffer(bytearray(sample.image), dtype=torch.uint8), ImageReadMode.RGB)
     except RuntimeError as error:
@@ -156,10 +147,9 @@ def swap_sides(text: str) -> str:
 
 
 def resized_size(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
-    """Return (height, width) after resizing: short side `short_side`, or less to keep the long side to `long_side`.
+    """Return (height, width) after resizing to `short_side`, or less if the long side would exceed `long_side`.
 
-    Sides are rounded down and at least 1. Integer arithmetic avoids a floating-point quotient just below an integer,
-    which would lose a pixel.
+    Sides are at least 1 and rounded down, in integers because a floating-point quotient may lose a pixel.
     """
     short, long = min(height, width), max(height, width)
     if short_side * long > long_side * short:

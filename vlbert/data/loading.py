@@ -137,7 +137,6 @@ class TrainingData(Dataset):
             self._sources[number, len(dataset.spans) - 1] = source
 
     def source(self, number: int = 0) -> ExampleSource:
-        """Return the reader of a dataset's last snapshot."""
         return self._sources[number, len(self.datasets[number].spans) - 1]
 
     def boundaries(self, step: int) -> list[tuple[int, int]]:

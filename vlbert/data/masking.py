@@ -39,10 +39,7 @@ def _check_shares(rule: WordMasking | RegionMasking, probability: float, *shares
 def mask_words(
     tokens: np.ndarray, vocabulary: Vocabulary, rule: WordMasking, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return masked tokens, int64 [t], and a mask of the tokens with labels, bool [t].
-
-    `tokens`, int64 [t], have no special tokens.
-    """
+    """Return masked tokens, int64 [t], and a mask of labelled tokens, bool [t]; `tokens` have no special tokens."""
     word_index = np.cumsum(~vocabulary.continues[tokens]) if rule.whole_words else np.arange(len(tokens))  # (t,)
     word_index = word_index - word_index[:1]  # 0 for the first word, even if a passage begins inside it
     draws = rng.random(word_index[-1] + 1 if len(word_index) else 0)[word_index]  # (t,) one draw per word

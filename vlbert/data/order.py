@@ -31,10 +31,9 @@ class SnapshotSpan:
     snapshot: str
 
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
-        """Return the first boundary among the samples from `start` to `stop`, or None.
+        """Return the first sample from `start` to `stop` at which new shards may enter, or None.
 
-        A boundary is the first sample of an epoch at which new shards may enter. Boundaries are whole epochs, and at
-        least `distance` samples, apart.
+        It begins an epoch. Such samples are whole epochs, and at least `distance` samples, apart.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period
@@ -50,9 +49,9 @@ class SnapshotSpan:
 def draw_samples(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield the next `count` samples of a dataset after `consumed` ones, by epoch.
+    """Yield the `count` examples of a dataset after `consumed` ones, by epoch: (index in `spans`, epoch, int64 [n]).
 
-    Yields (index in `spans`, epoch, indices of examples int64 [n]). `chunk` is as in storage.order.shuffled.
+    `chunk` is as in storage.order.shuffled.
     """
     assert consumed >= spans[0].consumed, f"sample {consumed} is before {spans[0]}"
     stop = consumed + count
@@ -69,8 +68,5 @@ def draw_samples(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return the seed of dataset `number` in a run with this seed.
-
-    With one seed, two datasets of equal size would be shuffled alike, and example i of both would always meet.
-    """
+    """Return the seed of dataset `number`. With one seed, datasets of equal size would be shuffled alike."""
     return mix(seed, number) if number else seed

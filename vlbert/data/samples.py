@@ -21,10 +21,7 @@ _SAMPLES_AT_ONCE = 256  # samples per read of all captions
 
 
 def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
-    """Return the stage with the regions of `detector`, or of the only detector if it is None.
-
-    Raises ValueError, with the names of the detectors that exist, if there is no such stage.
-    """
+    """Return the stage with the regions of `detector`, or of the only detector. Raises ValueError if there is none."""
     prefix = f"{dataset}/regions/"
     uri = store.uri(f"{dataset}/regions")
     detectors = {info.path.removeprefix(prefix).split("/")[0] for info in store.list(prefix) if "/" in info.path}
@@ -93,7 +90,7 @@ def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> st
 
 
 def sample_indices(n: int, *seeds: int) -> list[int]:
-    """Return at most MAX_UNREADABLE random sample numbers below n, because a tar with its neighbours may be damaged."""
+    """Return at most MAX_UNREADABLE random numbers below n. Close numbers share a tar, which may be damaged."""
     return shuffled(np.arange(min(n, MAX_UNREADABLE)), mix(*seeds), SAMPLING, 0, n).tolist()
 
 

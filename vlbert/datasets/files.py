@@ -28,16 +28,11 @@ def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
     except FileNotFoundError as error:
         raise ValueError(f"there is no {file}; fetch it, or set {settings}") from error
     except OSError as error:
-        raise ValueError(
-            f"cannot read {file}: {error.strerror or error}; make it readable, or fetch it again"
-        ) from error
+        raise ValueError(f"cannot read {file}: {error.strerror or error}; check it, or fetch it again") from error
 
 
 def read_json(file: Path, settings: str, kind: type = dict) -> Any:
-    """Return the value of a JSON file, with NaN and Infinity as Python writes them.
-
-    Raises ValueError as `open_task_file` does, or if the file is truncated or its value is not of type `kind`.
-    """
+    """Return the value of a JSON file, which may hold NaN. Raises ValueError if it is not readable or not a `kind`."""
     with open_task_file(file, settings) as stream:
         return parse_json(stream.read(), str(file), kind, "fetch it again")
 
@@ -82,14 +77,14 @@ def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callabl
 
 
 def check_unique(ids: Iterable[Hashable], source: str) -> set[Hashable]:
-    """Return the ids as a set. Raises ValueError, with their number and the first ones, if ids are repeated."""
+    """Return the ids as a set. Raises ValueError, with the first repeated ids, if ids are repeated."""
     counts = Counter(ids)
     _raise_ids([id_ for id_, count in counts.items() if count > 1], f"of {source} are repeated")
     return set(counts)
 
 
 def check_ids(found: Iterable[Hashable], expected: Sequence[Hashable], found_in: str, expected_in: str) -> None:
-    """Raise ValueError, with their number and the first ones, if ids are repeated or are in only one of the two."""
+    """Raise ValueError, with the first such ids, if ids are repeated or are in only one of the two."""
     found_ids, expected_ids = check_unique(found, found_in), check_unique(expected, expected_in)
     _raise_ids([id_ for id_ in expected if id_ not in found_ids], f"of {expected_in} are missing in {found_in}")
     _raise_ids(list(found_ids - expected_ids), f"of {found_in} are not in {expected_in}")
@@ -112,10 +107,7 @@ def withdrawn_images(samples: Samples, images: Iterable[str]) -> set[str]:
 
 
 def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
-    """Return the sample number of each image, int64, found by the file name at the end of the sample's URL.
-
-    Raises ValueError if an image is in no sample or in several samples.
-    """
+    """Return the sample number of each image, int64, by file name. Raises ValueError if one has none or several."""
     needed, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
         numbers[image_name(url)].append(i)

@@ -89,15 +89,11 @@ def region_name(index: int | None) -> str:
 def score_choice(
     convention: Convention, expression: Expression, boxes: np.ndarray, chosen: int | None, annotated: bool
 ) -> dict:
-    """Return the columns of a prediction.
+    """Return the columns of a prediction that chooses row `chosen` of the boxes [1 + r, 4], or None.
 
     box_xywh is the chosen box in the data set's format, zeros for none. ground_truth, score, iou, hit and exact are
-    None if the object is unknown.
-
-    Args:
-        boxes: [1 + r, 4]; row 0 is the whole image.
-        chosen: row that was chosen; None for no region.
-        annotated: True if the regions are the annotated objects. Then `exact` is True if the object itself was chosen.
+    None if the object is unknown. If the regions are the annotated objects, `annotated`, then exact is True if the
+    object itself was chosen.
     """
     box = np.zeros(4) if chosen is None else boxes[chosen]
     ground_truth = iou = hit = exact = None
@@ -124,10 +120,10 @@ def score_choice(
 
 
 def metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """Return the metrics over rows with a known object, or nothing without such rows.
+    """Return metrics over rows with a known object.
 
-    accuracy_<convention> is the share of hits; exact, on ground-truth regions, the share of choices that are the object
-    itself; chance the mean of 1 / candidates.
+    accuracy_<convention> is the share of hits, chance the mean of 1 / candidates, and exact, on ground-truth regions,
+    the share of choices that are the object itself.
     """
     known = [row for row in rows if row["hit"] is not None]
     if not known:
@@ -255,7 +251,6 @@ def _parse_unique(data: dict, name: str, file: Path, parse: Callable[[dict], dic
 
 
 def _read_refs(file: Path) -> list[dict]:
-    """Read the references and check their fields."""
     refs = parse_entries(read_plain_pickle(file), "references", "RefCOCO+", file, _check_ref)
     check_unique([ref["ref_id"] for ref in refs], f"references of {file}")
     check_unique([sentence["sent_id"] for ref in refs for sentence in ref["sentences"]], f"sentences of {file}")

@@ -25,7 +25,7 @@ class Ranks:
 
 
 def ranks(scores: np.ndarray, image_of: Sequence[int]) -> Ranks:
-    """Rank captions and images by scores [images, captions], higher is better. image_of [captions] is the truth."""
+    """Rank by scores [images, captions], higher is better; image_of [captions] has the right image of each caption."""
     image_of = np.asarray(image_of)
     if not np.isfinite(scores).all():
         raise ValueError(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")

@@ -47,7 +47,7 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A checked line of the jsonl files, kept as text: parsed, train takes gigabytes in every loading process."""
+    """A checked line of a jsonl file, kept as text because parsed lines take gigabytes in every loading process."""
 
     line: str
     file: Path
@@ -120,7 +120,6 @@ def read_scene(file: Path) -> Scene:
 
 
 def _parse_polygon(polygon: Sequence) -> np.ndarray:
-    """Return a polygon as float64 [corners, 2]."""
     corners = np.array(polygon, np.float64)
     if corners.ndim != 2 or corners.shape[1] != 2 or not np.isfinite(corners).all():
         raise ValueError(f"a polygon is not a list of finite x, y: {str(polygon)[:60]}")
@@ -160,9 +159,7 @@ def _parse_item(line: str, file: Path, number: int) -> Item:
         raise ValueError(f"it has {counts} choices")
     labels = tuple(item[name] for name in _LABELS if name in item)
     if labels and (len(labels) < 2 or not all(type(i) is int and 0 <= i < CHOICES for i in labels)):
-        raise ValueError(
-            f"answer_label is {item.get('answer_label')} and rationale_label {item.get('rationale_label')}"
-        )
+        raise ValueError(f"answer_label is {item.get('answer_label')}, rationale_label {item.get('rationale_label')}")
     wordless = None
     for name, text in _texts(item):
         if not isinstance(text, list):
@@ -195,9 +192,8 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
 def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the leaderboard's CSV: one line per item, in the order of the jsonl file, with exact numbers.
 
-    A row has the `split` and `annot_id` of an item, and the `probabilities` of its four answers. If `conditioned_on` is
-    an answer and not -1, they are those of that answer's rationales. Raises ValueError if an item of the split lacks
-    probabilities.
+    A row has `split` and `annot_id` of an item, and `probabilities`: of the answers if `conditioned_on` is -1, else of
+    the rationales for that answer. Raises ValueError if an item of the split lacks some.
     """
     given = {(row["annot_id"], row["conditioned_on"]): row["probabilities"] for row in rows}
     check_unique([(row["annot_id"], row["conditioned_on"]) for row in rows], "the predictions")

@@ -58,7 +58,6 @@ class Question:
     question_type: str | None = None
 
     def columns(self) -> dict[str, Any]:
-        """Return the question's columns in a prediction."""
         return {
             "question": self.text,
             "annotator_answers": list(self.answers),
@@ -71,10 +70,9 @@ class Question:
 
 
 def remove_punctuation(text: str) -> str:
-    """Remove punctuation as the official evaluation does.
+    """Remove punctuation as the official evaluation does. Periods stay only before digits.
 
-    A mark is removed if the text has it next to a blank or has a comma between two digits; otherwise it becomes a
-    blank. Periods stay only before digits.
+    Other marks become a blank, or nothing if the text has the mark next to a blank or a comma between two digits.
     """
     cleaned = text
     for mark in _PUNCTUATION:
@@ -110,20 +108,19 @@ def accuracy(answer: str, answers: Sequence[str]) -> float:
 
 
 def soft_score(count: int, annotators: int) -> float:
-    """Return the accuracy of an answer of `count` annotators, not normalised; of ten: 0, 0.3, 0.6, 0.9, then 1."""
+    """Return the accuracy of an answer that `count` annotators gave, not normalised; of ten: 0, 0.3, 0.6, 0.9, 1."""
     given, not_given = min(1.0, (count - 1) / 3), min(1.0, count / 3)
     return (count * given + (annotators - count) * not_given) / annotators
 
 
 def read_answers(file: Path, count: int) -> list[str]:
-    """Read the `count` answers of a text file, one per line, as the authors: lower case, without punctuation."""
+    """Read the `count` answers of a text file, one per line, in lower case without punctuation, like the authors."""
     text = read_text(file, f"task.answer_list; `vlbert vqa-answers {file.parent} {file}` makes one")
     lines = text.replace("\r\n", "\n").split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines  # after the last line break
     if len(lines) != count:
         raise ValueError(
-            f"{file} has {len(lines)} answers, but task.answers is {count}; change task.answers, or name another "
-            "list in task.answer_list"
+            f"{file} has {len(lines)} answers, but task.answers is {count}; change it, or set task.answer_list"
         )
     lines = [line.lower().strip() for line in lines]
     return [line if line == UNKNOWN else remove_punctuation(line) for line in lines]
@@ -132,9 +129,9 @@ def read_answers(file: Path, count: int) -> list[str]:
 def frequent_answers(annotations: Iterable[dict], min_questions: int = MIN_QUESTIONS) -> list[str]:
     """Return the answer list: the normalised multiple_choice_answers that occur at least `min_questions` times.
 
-    The most frequent answers come first, ties in alphabetical order. The published lists of 3,129 answers have those
-    with nine questions in train2014 and val2014 together. As published, soft targets look up the annotators' answers as
-    written, so an answer that differs from its normal form is not found.
+    The most frequent come first, ties in alphabetical order. The published lists of 3,129 answers have those of nine
+    questions in train2014 and val2014 together. As published, soft targets look up annotators' answers as written, so
+    an answer that differs from its normal form is not found.
     """
     counts = Counter(normalise(row["multiple_choice_answer"]) for row in annotations)
     return sorted(
@@ -165,8 +162,7 @@ def _check_annotation(row: dict) -> dict:
 def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
     """Return the server's files, one per split: rows of question_id and answer for every question of the split.
 
-    `rows` are predictions with split, question_id and answer. Raises ValueError if a question of a split does not have
-    exactly one.
+    `rows` have split, question_id and answer. Raises ValueError if a question of a split does not have exactly one.
     """
     files = {}
     for split in sorted({row["split"] for row in rows}):
@@ -181,8 +177,7 @@ def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
 def metrics(rows: Iterable[dict]) -> dict[str, float]:
     """Return means over the predictions with known annotators' answers, 0 to 1.
 
-    accuracy/... is the accuracy of one answer type or question type; chance is that of always giving the most frequent
-    ground truth.
+    accuracy/... is that of an answer or question type; chance is that of always giving the most frequent ground truth.
     """
     rows = [row for row in rows if row["annotator_answers"]]
     most_frequent = max(
@@ -253,9 +248,7 @@ def write_answers(
     annotations = [row for file in files for row in read_annotations(file)]
     answers = frequent_answers(annotations, min_questions)
     if not answers:
-        raise ValueError(
-            f"no answer occurs in {min_questions} of {len(annotations)} questions; set a lower --min_questions"
-        )
+        raise ValueError(f"no answer occurs in {min_questions} of {len(annotations)} questions; lower --min_questions")
     out.write_text("".join(f"{answer}\n" for answer in answers), encoding="utf-8")
     print(f"{out}: {len(answers)} answers from {len(annotations)} questions; set --task.answers {len(answers)}")
 

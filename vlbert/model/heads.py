@@ -13,11 +13,9 @@ ClassifierKind = Literal["linear", "two_layers", "words", "regions", "regions_no
 
 
 class Pooler(nn.Module):
-    """A module that turns each row into one vector, by ModelConfig.pooler.
+    """A module that pools each row to a vector by ModelConfig.pooler, its `kind`.
 
-    Attributes:
-        kind: ModelConfig.pooler.
-        size: width P of the vector: that of co-attention for "product", else that of the text.
+    Its `size`, the width P of the vector, is that of co-attention for "product", else that of the text.
     """
 
     def __init__(self, config: ModelConfig):
@@ -53,21 +51,14 @@ class HeadTransform(nn.Module):
 class Classifier(nn.Module):
     """A classifier of vectors [..., inputs] with logits [..., outputs], the head of a fine-tuned task.
 
-    The kinds:
-
-    linear          one layer
-    two_layers      two layers with ReLU between them
-    words, regions  a layer after the transform that pre-training has before its classifier of words or regions; the
-                    transform may start from pre-training's
-    regions_norm    the same for PretrainingSettings.region_head=transform_norm
-    weight_norm     ViLBERT's two weight-normed layers with ReLU and dropout between them
-    gelu_norm       ViLBERT's two layers with GELU and LayerNorm between them
-
-    The first of ViLBERT's layers is twice as wide as its inputs.
+    "linear" is one layer; "two_layers" has ReLU between them. "words", "regions" and "regions_norm" have a transform
+    before a layer, and may start from the transform of pre-training's classifier of words or regions; "regions_norm" is
+    for PretrainingSettings.region_head=transform_norm. ViLBERT's are "weight_norm", two weight-normed layers with ReLU
+    and dropout between them, and "gelu_norm", two layers with GELU and LayerNorm between them.
 
     Args:
-        dropout: probability before each layer, the transform excepted; of ViLBERT's, only before the second layer.
-        width: width of the first layer of "two_layers".
+        dropout: probability before each layer except the transform; for ViLBERT's kinds only before the second layer.
+        width: width of the first layer of "two_layers"; for ViLBERT's kinds it is twice `inputs`.
         inputs: width of the vectors; None means the width of the text.
     """
 

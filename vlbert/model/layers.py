@@ -43,7 +43,7 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Concatenate text and regions: float [N, T + E, C], mask bool [N, T + E], real elements of each row."""
+        """Concatenate text and regions of each row: float [N, T + E, C], mask bool [N, T + E], and lengths of rows."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
@@ -56,8 +56,7 @@ class AttentionMap:
     """Attention weights of one layer.
 
     Attributes:
-        layer: number of the layer, from 0.
-        letter: its letter in ModelConfig.layers.
+        layer, letter: number of the layer, from 0, and its letter in ModelConfig.layers.
         queries, keys: stream that attends and stream that it attends to; "both" is the text, then the regions.
         weights: float [N, heads, queries, keys]. Weights of a query sum to 1, padded keys have 0. All are 0 for a row
             of the batch without keys.
@@ -72,15 +71,13 @@ class AttentionMap:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The positions of the real elements of padded rows, shared by all layers that get these rows.
-
-    Attention gets rows of length s, where the real elements stand first, without gaps.
+    """The positions of real elements in padded rows, and in rows of length s without gaps, which attention gets.
 
     Attributes:
         real: bool [N, S], True at real elements.
         chosen: int64 [L], index of each real element in [N * S].
         positions: int64 [L], index of each real element in [N * s].
-        filled: bool [N, s], True where such a row holds an element.
+        filled: bool [N, s], True at elements of the rows without gaps.
         key_mask: [N, 1, 1, s], added before attention's softmax: 0 at elements, -inf elsewhere; None if all rows are
             full. A row without elements has zeros only, because a softmax over nothing is NaN.
     """
@@ -95,7 +92,7 @@ class Packing:
     def of(cls, real: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> "Packing":
         """Return the packing of rows with the mask `real`, for attention in `dtype`.
 
-        `lengths`, the number of real elements of each row, is known on the host, so nothing waits for the device.
+        `lengths`, the number of real elements of each row, come from the host, so nothing waits for the device.
         """
         count, longest = sum(lengths), max(1, *lengths)
         filled = torch.arange(longest, device=real.device) < real.sum(dim=1, keepdim=True)
@@ -199,7 +196,7 @@ class StreamLayer(nn.Module):
 
 
 class SelfAttentionLayer(StreamLayer):
-    """Letters J, T and V: elements attend to the real elements of their row, of both streams or of their own."""
+    """A layer J, T or V, where elements attend to the real elements of their row, in both streams or in one."""
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
@@ -211,7 +208,7 @@ class SelfAttentionLayer(StreamLayer):
 
 
 class CoAttentionLayer(nn.Module):
-    """Letter X: words attend to the regions of their row while regions attend to the words (ViLBERT 2.2)."""
+    """A layer X, where words attend to the regions of their row while regions attend to the words (ViLBERT 2.2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -231,7 +228,6 @@ class CoAttentionLayer(nn.Module):
 
 
 def make_layer(letter: str, config: ModelConfig) -> SelfAttentionLayer | CoAttentionLayer:
-    """Return a new layer for a letter of ModelConfig.layers."""
     if letter == "X":
         return CoAttentionLayer(config)
     return SelfAttentionLayer(config.regions_stream if letter == "V" else config.text_stream, config.dropout)

@@ -45,14 +45,11 @@ class Examples:
 def make_examples(
     settings: "TaskSettings", samples: Samples, split: str | None, rows: Sequence[tuple[Any, str, str, str]]
 ) -> Examples:
-    """Return the Examples of a split.
+    """Return the Examples of a split, given (annotation, name, image file, invalid reason or "") of each example.
 
-    Training skips invalid examples. Evaluation keeps them, because every question must be answered. Both skip examples
-    whose image was withdrawn. Raises ValueError if no example is left, or if an image is in no sample.
-
-    Args:
-        split: name of the split; None means training.
-        rows: (annotation, name of the example, image file, reason why it is invalid or "") of each example.
+    Training, where `split` is None, skips invalid examples. Evaluation keeps them, because every question must be
+    answered. Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if an image is
+    in no sample.
     """
     training, source = split is None, f"{', '.join(settings.splits(split))} of {settings.folder}"
     withdrawn = withdrawn_images(samples, {image for _, _, image, _ in rows})
@@ -71,10 +68,7 @@ def make_examples(
 
 
 def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
-    """Return why a text is invalid, or "" if it is valid.
-
-    A text is invalid if it has no tokens, or more than `limit`, the value of the task's setting `field`.
-    """
+    """Return why a text is invalid, or "": it has no tokens, or more than `limit`, the value of the setting `field`."""
     if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
         return ""  # a token has at least one letter, so short texts need not be tokenized
     tokens = len(vocabulary.encode(text))
@@ -91,10 +85,10 @@ def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others
 
 
 class TaskSettings:
-    """Base class of the settings of a task. Subclasses are frozen dataclasses.
+    """Base class of the settings of a task, which are frozen dataclasses.
 
-    A task with files has the field `folder`. A task with splits has the fields `train_on` and `validate_on`; without
-    splits, it reads all samples of `data.datasets` and `data.held_out`.
+    A task with files has the field `folder`, a task with splits the fields `train_on` and `validate_on`. A task without
+    splits reads all samples of `data.datasets` and `data.held_out`.
     """
 
     folder: str = ""
@@ -125,10 +119,7 @@ class TaskSettings:
         return hashes
 
     def check_same(self, recorded: Mapping[str, str] | None, checkpoint: str, hint: str) -> None:
-        """Raise ValueError if a file has changed since a run recorded its `hashes`; None passes.
-
-        The message names the run's `checkpoint` and ends with `hint`, which says what to do.
-        """
+        """Raise ValueError, with `hint`, if a file has changed since the run of `checkpoint` recorded its `hashes`."""
         for name, now in self.hashes().items():
             before = recorded.get(name, now) if recorded else now
             if before != now:
@@ -141,11 +132,11 @@ class TaskSettings:
 class Task(ABC):
     """Base class of the tasks: what a model is asked, how it answers, and how answers are scored.
 
-    A task defines the first six methods, `examples` to `metrics`. Everything below them has a default.
+    A task defines `examples`, `example`, `head`, `losses`, `predictions` and `metrics`. All below has a default.
     """
 
     def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int):
-        """Keep what the methods need; `num_classes` counts the detector's classes without the background."""
+        """Store the arguments; `num_classes` is the number of the detector's classes without the background."""
         self.settings = settings
         self.vocabulary = vocabulary
         self.num_classes = num_classes
@@ -153,11 +144,8 @@ class Task(ABC):
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """Return the examples of a split: the sample of each, and the annotation that `example` gets with it.
 
-        Called once for each dataset. The default is one example for each sample, without an annotation. Tasks that read
-        annotations from files return `make_examples(...)`.
-
-        Args:
-            split: name of the split to validate or evaluate on; None means all that training learns from.
+        The default is one example per sample, without annotations. Tasks that read annotations from files return
+        `make_examples(...)`. A `split` of None means all that training learns from.
         """
         return Examples(range(len(samples)))
 
@@ -182,19 +170,16 @@ class Task(ABC):
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum of a loss, number of its terms). Called in every training step.
 
-        The training loop divides each sum by the number of terms over all ranks. Values without a gradient, such as
+        `head` is the module that the method `head` returned; `encoded` has the output vectors of words and regions. The
+        training loop divides each sum by the number of terms over all ranks. Values without a gradient, such as
         `accuracy` below, are averaged and logged, but not learned from.
-
-        Args:
-            head: the module that the method `head` returned.
-            encoded: VL-BERT's output vectors for the words and regions of the batch.
         """
 
     @abstractmethod
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Return the model's answers: one dict of plain values per example, a row of predictions.parquet.
 
-        Every task has these columns, and may add more:
+        Every task has these columns and may add more:
 
         key           str    key of the sample
         question      str    the text that the model was asked
@@ -231,11 +216,9 @@ class Task(ABC):
 
     @property
     def folder(self) -> Path:
-        """Folder of the task's files."""
         return Path(self.settings.folder)
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """Return the example with the image of another one."""
         return replace(example, image=other.image)
 
     @property
@@ -244,11 +227,9 @@ class Task(ABC):
         return 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the examples that become a batch. The default is `examples`.
+        """Return the examples that become a batch, by default `examples`. `following` are the next `lookahead` ones.
 
-        Args:
-            following: the next `lookahead` examples. In training they come from the whole step, whatever the number of
-                ranks; after the step's last example follow its first ones.
+        In training they are the next ones of the whole step, for any number of ranks; its first follow its last.
         """
         return list(examples)
 
@@ -269,11 +250,7 @@ class Task(ABC):
         return tensors
 
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  optional
-        """Prepare a new run after its weights are loaded.
-
-        Args:
-            init_from: class name of the task settings of the run that the weights come from; None without such a run.
-        """
+        """Prepare a new run after its weights are loaded, from a run whose task settings have the class `init_from`."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 
@@ -285,9 +262,9 @@ class Task(ABC):
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        """Return `examples`, all of them, prepared for a validation on only those of `numbers`, int64 [n].
+        """Return the examples for a validation on only those of `numbers`, int64 [n]. The default returns all.
 
-        The default returns them unchanged. Override it if examples depend on each other, as in retrieval.
+        Override it if examples depend on each other, but return as many.
         """
         return examples
 
@@ -300,19 +277,15 @@ class Task(ABC):
         return {}
 
     def annotation_for(self, text: str) -> Any:
-        """Return the annotation of a user's question, for `example`.
+        """Return the annotation of a user's question, for `example`. Raises ValueError if it does not fit the task.
 
-        Overrides may take more arguments of `vlbert predict`: `choices`, `answer` and `mask_regions`. Raises ValueError
-        if the question does not fit the task.
+        Overrides may take more arguments of `vlbert predict`: `choices`, `answer` and `mask_regions`.
         """
         raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
 
 
 def user_annotation(task: Task, text: str, **more: Any) -> Any:
-    """Call `task.annotation_for` with the arguments of `more` that are not empty.
-
-    Raises ValueError if the task does not take one of them.
-    """
+    """Call `task.annotation_for` with the non-empty arguments of `more`. Raises ValueError if it does not take one."""
     given = {name: value for name, value in more.items() if value}
     if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():
         raise ValueError(f"{type(task).__name__} takes no {min(unknown)}; leave it out")
@@ -343,7 +316,6 @@ class TaskModel(nn.Module):
         )
 
     def forward(self, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        """Return the task's losses: name -> (sum, count)."""
         encoded = self.vlbert(batch)
         losses = self.task.losses(self.vlbert, self.head, encoded, batch)
         if self.vlbert.config.layers[-1] == "J":
@@ -353,5 +325,4 @@ class TaskModel(nn.Module):
         return {name: (loss + unread if loss.requires_grad else loss, n) for name, (loss, n) in losses.items()}
 
     def predict(self, batch: Batch) -> list[dict]:
-        """Return one dict per example (Task.predict)."""
         return self.task.predict(self.vlbert, self.head, batch)

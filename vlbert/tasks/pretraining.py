@@ -141,8 +141,7 @@ class Pretraining(Task):
         """Return [CLS] caption [SEP] and regions, partly masked. Labels are masked tokens and classes of regions."""
         if sample.regions.num_classes != self.num_classes:
             raise ValueError(
-                f"the regions of sample {sample.key} have {sample.regions.num_classes} classes, but those of others "
-                f"have {self.num_classes}"
+                f"sample {sample.key} has regions of {sample.regions.num_classes} classes, others of {self.num_classes}"
             )
         mismatched = annotation is None and self.settings.mismatched > 0 and rng.random() < self.settings.mismatched
         text = self.vocabulary.encode(sample.caption if annotation is None else annotation.text)
@@ -218,7 +217,7 @@ class Pretraining(Task):
         )
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
-        """Return the tokens and the number of regions that fit beside [CLS], [SEP] and the whole image."""
+        """Return the tokens and the number of regions that fit together with [CLS], [SEP] and the whole image."""
         tokens = tokens[: self.settings.caption_length]
         if self.settings.max_elements is None:
             return tokens, regions
@@ -268,7 +267,7 @@ class Pretraining(Task):
         return logits.new_zeros(logits.shape).float(), batch.real_regions
 
     def _sum_losses(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
-        """Return sum and number of losses [M] of rows `row` [M], or of row means; `counts` has the losses per row."""
+        """Return (sum, number) of losses [M] or of row means. `row` [M] has their rows, `counts` the losses per row."""
         if self.settings.losses_over == "labels":
             return losses.sum(), len(losses)
         sums, numbers = (losses.new_zeros(len(counts)).index_add(0, row, x) for x in (losses, torch.ones_like(losses)))
@@ -381,10 +380,7 @@ def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, region
 
 
 def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
-    """Return (position in the row, *columns) of the labels of each row of `padded` [N, S].
-
-    `index`, int64 [M], has the labels' indices in [N * S]; each column has M values.
-    """
+    """Return (position in the row, *columns) of labels, given by `index` int64 [M], for each row of `padded` [N, S]."""
     rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
     for position, *found in zip(index.tolist(), *values, strict=True):

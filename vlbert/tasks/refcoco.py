@@ -111,7 +111,6 @@ class RefCOCO(Task):
         return invalid_reason(text, "expression_length", self.settings.expression_length, self.vocabulary)
 
     def annotation_for(self, text: str) -> Query:
-        """Return an expression about the sample's regions."""
         if reason := self._invalid_reason(text):
             raise ValueError(f"the expression {text[:60]!r} is invalid: {reason}")
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
@@ -148,7 +147,6 @@ class RefCOCO(Task):
         )
 
     def text_input(self, expression: np.ndarray) -> TextInput:
-        """Return [CLS] expression [SEP]."""
         return TextInput.of_one_sentence([self.vocabulary.cls, *expression, self.vocabulary.sep])
 
     def head(self, config: ModelConfig) -> nn.Module:
@@ -185,8 +183,7 @@ class RefCOCO(Task):
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one row per expression with more columns: those of `score_choice` in vlbert/datasets/refcoco.py.
 
-        `region` is the index of the chosen region, -1 for the whole image or none. Names of regions count from 1. Each
-        region has a separate probability.
+        `region` is the chosen region's index, -1 for the whole image or none. Each region has its own probability.
         """
         # Only candidates can win: no padding and, unless it competes, not the whole image. Ties go to the first.
         scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)

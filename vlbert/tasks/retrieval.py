@@ -63,8 +63,6 @@ class RetrievalSettings(TaskSettings):
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """A caption and its image, for training."""
-
     image: str
     text: str
 
@@ -170,12 +168,12 @@ class Retrieval(Task):
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return each image with its own caption and wrong captions as rows.
+        """Return pairs whose wrong captions and wrong images are those of the next pairs.
 
-        Wrong captions of a pair are those of the next examples, and wrong images are theirs. So an image gets captions
-        of the examples after it, and captions of examples before it as their wrong image. Examples with the same image
-        are skipped, because their captions are right. Labels of a row are `anchor`, the number of its pair, and `role`,
-        0 for the pair, then the wrong captions, then the wrong images. Only the pair has the label `right`, 0.
+        The rows of an image are its own caption, captions of later pairs, and captions of earlier pairs, whose wrong
+        image it is. Pairs of one image are not combined, because their captions are right. Labels of a row: `anchor`,
+        the number of its pair; `role`, 0 for the pair, then the wrong captions, then the wrong images; and, for the
+        pair only, `right`, 0.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]
@@ -207,7 +205,7 @@ class Retrieval(Task):
         return {"pooler": "pooler", "score": "relationship"}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the score's tensors: the difference of pre-training's two logits, whose sigmoid is its probability."""
+        """Convert the relationship head to a score: the difference of its logits, whose sigmoid is its probability."""
         if part != "score":
             return tensors
         return {name: (tensor[RELATED] - tensor[1 - RELATED])[None] for name, tensor in tensors.items()}
@@ -233,10 +231,7 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """Return one dict per image, for `assemble`: `scores`, float32 [candidates], and fields of HeldOutImage.
-
-        The regions of an image are computed once.
-        """
+        """Return one dict per image, for `assemble`: `scores`, float32 [candidates], and fields of HeldOutImage."""
         ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
         candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
         size, scores_of_blocks = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
@@ -254,7 +249,7 @@ class Retrieval(Task):
         ]
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return the probability that the text and the image of each pair belong together."""
+        """Return one row per pair, with the probability that text and image belong together."""
         likely = head(encoded).sigmoid().tolist()
         rows = []
         for key, metadata, probability in zip(batch.keys, batch.metadata, likely, strict=True):
@@ -266,10 +261,9 @@ class Retrieval(Task):
         return rows
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return one row per image.
+        """Return one row per image: `question` is its file, `ground_truth` the best of its captions.
 
-        `question` is its file, `answer` the best caption, `ground_truth` the best of its own captions. `score` is the
-        mean of 1 / caption_rank and the mean 1 / image_ranks. More columns:
+        `score` is the mean of 1 / caption_rank and of the mean 1 / image_rank. More columns:
 
         image, captions      file and captions of the image
         caption_rank         rank of its best caption among the captions of all images, from 1
@@ -323,10 +317,9 @@ class Retrieval(Task):
         return predictions
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return image_*, metrics of a caption's image among all, and caption_*, of an image's best caption.
+        """Return image_* for the images of captions, caption_* for the best captions of images, and chance of image_r1.
 
-        r1, r5 and r10 are shares of ranks among the first 1, 5 and 10; medr and meanr are median and mean rank; *_fold
-        are means over the folds; chance is that of image_r1.
+        r1, r5, r10: share of ranks up to 1, 5, 10; medr, meanr: median and mean rank; *_fold: mean over the folds.
         """
         metrics = _recalls(rows, "") | {"chance": 1 / len(rows)}
         folds = sorted({row["fold"] for row in rows if row.get("fold") is not None})

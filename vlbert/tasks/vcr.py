@@ -78,8 +78,7 @@ class VCRSettings(TaskSettings):
         check(self, 0 <= self.masked_regions <= 1, "masked_regions", "in [0, 1]")
         if self.detected_regions and (self.region_loss != "none" or self.masked_regions):
             raise ValueError(
-                "detected_regions is true, but these regions have no object class; set --task.region_loss=none and "
-                "--task.masked_regions=0"
+                "detected_regions have no object class; set --task.region_loss=none and --task.masked_regions=0"
             )
 
 
@@ -188,9 +187,7 @@ class VCR(Task):
             raise ValueError("task.detected_regions needs precomputed features; set it to false")
         cells = regions.roi_size if regions.resnet.res5_dilated else (regions.roi_size + 1) // 2
         if self.settings.instance_masks and side != cells:
-            raise ValueError(
-                f"task.mask_size is {side}, but the model's res5 has {cells} x {cells} cells; set it to {cells}"
-            )
+            raise ValueError(f"task.mask_size is {side}, but res5 has {cells} x {cells} cells; set it to {cells}")
         check_room(self.settings, "max_tokens", config, OTHER_TOKENS)
         return VCRHead(config, self.settings)
 
@@ -259,8 +256,6 @@ class VCR(Task):
 
 
 class VCRHead(nn.Module):
-    """The scores of choices and the classes of regions."""
-
     def __init__(self, config: ModelConfig, settings: VCRSettings):
         super().__init__()
         contextual = settings.region_loss == "contextual"

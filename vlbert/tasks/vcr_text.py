@@ -39,7 +39,6 @@ class Question:
 
     @property
     def name(self) -> str:
-        """File and line of the item."""
         rationales = f", rationales for answer {self.conditioned_on}" if self.conditioned_on >= 0 else ""
         return f"{self.item.location}{rationales}"
 
@@ -52,13 +51,12 @@ class Question:
 
     @property
     def from_user(self) -> bool:
-        """True if it is a user's question."""
         return self.item.metadata is None
 
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
-        """Return the objects, the question (for rationales also the answer) and the choices.
+        """Return the objects, the question (for rationales with the answer) and the choices.
 
-        Raises ValueError if the files do not fit together.
+        Raises ValueError if the files are inconsistent.
         """
         item = parse_json(self.item.line, self.item.location)
         if self.conditioned_on < 0:
@@ -74,9 +72,7 @@ class Question:
             return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, [[]] * len(boxes)), context, choices
         scene = read_scene(self.item.metadata)
         if item["objects"] != scene.names:
-            raise ValueError(
-                f"{self.item.location} and {self.item.metadata} list different objects; use files of one release"
-            )
+            raise ValueError(f"{self.item.location} and {self.item.metadata} list different objects; use one release")
         return scene, context, choices
 
     def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
@@ -179,7 +175,6 @@ def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
 
 
 def concatenate(parts: Sequence[TaggedText]) -> TaggedText:
-    """Concatenate texts."""
     tokens, regions = zip(*parts, strict=True)
     return np.concatenate(tokens), np.concatenate(regions)
 
@@ -190,8 +185,7 @@ def truncate(
     """Cut each (context, choice) to `max_tokens`. The context is the question and, for rationales, the answer.
 
     The choice loses its last token while it is longer than the context. Otherwise the question does, down to one token,
-    and then the answer. If `shared`, as in the published code, all choices have one context, which keeps all cuts.
-    Otherwise each choice cuts its own context.
+    and then the answer. If `shared`, as in the published code, cuts of the context apply to all choices.
     """
     shared_sizes = [len(tokens) for tokens, _ in context]
     rows = []
