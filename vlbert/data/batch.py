@@ -225,9 +225,8 @@ def make_placeholder(example: Example) -> Example:
 
 
 def remove_labels(part: TextInput | ImageInput) -> TextInput | ImageInput:
-    """Return the text or image without its labels."""
     masks = {name: np.zeros_like(mask) for name, mask in part.label_masks.items()}
-    return dataclasses.replace(part, label_masks=masks, labels={name: all_[:0] for name, all_ in part.labels.items()})
+    return dataclasses.replace(part, label_masks=masks, labels={k: v[:0] for k, v in part.labels.items()})
 
 
 def collate(

@@ -40,7 +40,7 @@ class PreparedImage:
         return _place(boxes, self.scale, self.flipped, *self.size)
 
     def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
-        """Return the image with more regions after its own, boxes [n, 4] in stored pixels. It must have pixels."""
+        """Return the image with boxes [n, 4] in stored pixels after its regions. Not for precomputed features."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; set model.regions.features=end_to_end")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))

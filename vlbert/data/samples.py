@@ -31,8 +31,8 @@ def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
         return f"regions/{detector}"
     if not detectors:
         raise ValueError(f"{uri} has no region shards; run the detection stage first")
-    wanted = "several detectors, set data.detector to one of" if detector is None else f"no detector {detector}, only"
-    raise ValueError(f"{uri} has {wanted} {', '.join(sorted(detectors))}")
+    problem = "several detectors, set data.detector to one of" if detector is None else f"no detector {detector}, only"
+    raise ValueError(f"{uri} has {problem} {', '.join(sorted(detectors))}")
 
 
 def open_cache(store: ObjectStore, config: DataConfig) -> ShardCache | None:

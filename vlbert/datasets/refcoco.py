@@ -92,7 +92,7 @@ def score_choice(
     """Return the columns of a prediction that chooses row `chosen` of the boxes [1 + r, 4], or None.
 
     box_xywh is the chosen box in the data set's format, zeros for none. ground_truth, score, iou, hit and exact are
-    None if the object is unknown. If the regions are the annotated objects, `annotated`, then exact is True if the
+    None if the object is unknown. With `annotated`, the regions are the annotated objects, and exact is True if the
     object itself was chosen.
     """
     box = np.zeros(4) if chosen is None else boxes[chosen]

@@ -47,7 +47,7 @@ def _rank(scores: np.ndarray, index: int) -> int:
 
 
 def recalls(ranks: np.ndarray) -> dict[str, float]:
-    """Return r1, r5 and r10, the % of ranks among the first 1, 5 and 10, and medr and meanr, median and mean from 1."""
+    """Return r1, r5, r10: % of ranks among the first 1, 5, 10; and medr, meanr: median and mean rank, from 1."""
     metrics = {f"r{k}": 100.0 * int((ranks < k).sum()) / len(ranks) for k in RECALLS}
     return metrics | {"medr": float(np.floor(np.median(ranks)) + 1), "meanr": float(ranks.mean() + 1)}
 

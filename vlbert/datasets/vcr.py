@@ -112,7 +112,7 @@ def read_scene(file: Path) -> Scene:
             raise ValueError(f"its image is {size[0]} x {size[1]} pixels")
         classes = [1 + OBJECTS.index(name) for name in names]
         boxes = np.array([box[:4] for box in metadata["boxes"]], np.float64).reshape(-1, 4)
-        polygons = [[_parse_polygon(polygon) for polygon in own if len(polygon)] for own in metadata["segms"]]
+        polygons = [[_parse_polygon(polygon) for polygon in parts if len(polygon)] for parts in metadata["segms"]]
         if not len(names) == len(boxes) == len(polygons):
             raise ValueError(f"it has {len(names)} names, {len(boxes)} boxes and {len(polygons)} segms")
         boxes = _clip_boxes(boxes, size)
@@ -234,7 +234,7 @@ def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     for row in rows:
         if row["score"] is not None:
             scores[row["subtask"]][row["annot_id"]] = row["score"]
-    metrics = {f"{kind}_accuracy": float(np.mean([*found.values()])) for kind, found in scores.items() if found}
+    metrics = {f"{kind}_accuracy": float(np.mean([*known.values()])) for kind, known in scores.items() if known}
     if metrics:
         metrics["chance"] = 1 / CHOICES
     answers, rationales = scores.values()

@@ -152,7 +152,7 @@ def read_annotations(file: Path) -> list[dict]:
 
 
 def _check_annotation(row: dict) -> dict:
-    texts = [row["multiple_choice_answer"], *(given["answer"] for given in row["answers"])]
+    texts = [row["multiple_choice_answer"], *(entry["answer"] for entry in row["answers"])]
     hash(row["question_id"]), row["answer_type"], row["question_type"]
     if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
         raise ValueError("it has no answers, or one that is not a string")
@@ -226,7 +226,7 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
 
 def _answer_fields(row: dict) -> tuple[tuple[str, ...], str, str, str]:
     """Return the last fields of a Question. Equal texts share memory: a million questions have few different ones."""
-    answers = tuple(sys.intern(given["answer"]) for given in row["answers"])
+    answers = tuple(sys.intern(entry["answer"]) for entry in row["answers"])
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))
 
 

@@ -56,10 +56,10 @@ class FastRCNN(nn.Module):
         There is one tensor per group of images, by RegionConfig.padding; with live norms, one for all images. Raises
         ValueError if the batch has no pixels, or if an image is larger than a fixed padding.
         """
-        shown, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
-        if shown != images:
+        with_pixels, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
+        if with_pixels != images:
             raise ValueError(
-                f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {images} images, but the "
+                f"the batch with sample {batch.keys[0]} has pixels of {with_pixels} of its {images} images, but the "
                 "model needs pixels; read the data with --model.regions.features=end_to_end"
             )
         padding, groups = self.config.padding, batch.pixels

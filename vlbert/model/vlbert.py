@@ -97,11 +97,11 @@ class VLBert(nn.Module):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:
             return self.fast_rcnn(batch)
-        wanted = (len(batch.real_regions), self.config.regions.channels)
-        if tuple(batch.features.shape) != wanted:
+        expected = (len(batch.real_regions), self.config.regions.channels)
+        if tuple(batch.features.shape) != expected:
             raise ValueError(
                 f"the batch with sample {batch.keys[0]} has features {tuple(batch.features.shape)}, the model needs "
-                f"precomputed ones, {wanted}; detect with --keep_features, or set --model.regions.features=end_to_end"
+                f"precomputed ones, {expected}; detect with --keep_features, or set --model.regions.features=end_to_end"
             )
         return batch.features.to(self.embedding.words.weight.dtype)
 

@@ -30,14 +30,14 @@ def _tasks() -> dict[type[TaskSettings], type[Task]]:
     from vlbert.tasks.vcr import VCR, VCRSettings
     from vlbert.tasks.vqa import VQA, VQASettings
 
-    ours = {
+    built_in = {
         PretrainingSettings: Pretraining,
         RefCOCOSettings: RefCOCO,
         RetrievalSettings: Retrieval,
         VCRSettings: VCR,
         VQASettings: VQA,
     }
-    return ours | TASKS
+    return built_in | TASKS
 
 
 TASKS: dict[type[TaskSettings], type[Task]] = {}  # for your own tasks: settings class -> task class

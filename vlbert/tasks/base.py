@@ -70,7 +70,7 @@ def make_examples(
 def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
     """Return why a text is invalid, or "": it has no tokens, or more than `limit`, the value of the setting `field`."""
     if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
-        return ""  # a token has at least one letter, so short texts need not be tokenized
+        return ""  # a token has at least one letter, so short texts need not be tokenised
     tokens = len(vocabulary.encode(text))
     if not tokens:
         return "it has no words"
@@ -235,7 +235,7 @@ class Task(ABC):
 
     # --- initial weights ----------------------------------------------------------------------------------------------
 
-    # Part of pre-training's head that evaluation without fine-tuning needs; "" if the task cannot be evaluated so.
+    # Part of pre-training's head that evaluation without fine-tuning needs; "" if no such evaluation is possible.
     zero_shot_head: str = ""
     # Attributes, lists, that give the head's outputs their meaning, such as VQA's `answers`. They are saved in each
     # checkpoint and loaded with it.
@@ -250,7 +250,7 @@ class Task(ABC):
         return tensors
 
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  optional
-        """Prepare a new run after its weights are loaded, from a run whose task settings have the class `init_from`."""
+        """Prepare a new run after its weights are loaded from a run. `init_from` is the class of that run's settings."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
     torchrun -m vlbert.train pretrain_vlbert --data.root ROOT --data.text_corpus FOLDER
 
-The paper (section 4.1) reports no number. Users of the authors' code report for the base model an accuracy of 60 % at
+The paper (section 4.1) reports no number. For the base model, users of the authors' code report accuracies of 60 % at
 masked words, 48 % at those of the text-only corpus and 70 % at masked regions.
 """
 
@@ -38,9 +38,9 @@ MAX_GUESSES = 5  # guesses for each masked token and region, in a prediction
 class PretrainingSettings(TaskSettings):
     words: WordMasking = WordMasking()  # masking of words
     regions: RegionMasking = RegionMasking()  # masking of regions
-    max_elements: int | None = 64  # maximum of tokens and regions of a row; the longer of the two is cut at its end
-    max_regions: int | None = None  # maximum of regions of a row, the sample's first ones; none: all
-    caption_length: int = 508  # maximum of tokens of a caption; BERT has 512 positions, and four are used otherwise
+    max_elements: int | None = 64  # maximum tokens and regions per row; the longer of the two is cut at its end
+    max_regions: int | None = None  # maximum regions per row, the sample's first ones; none: all
+    caption_length: int = 508  # maximum tokens per caption; four of BERT's 512 positions are used otherwise
     text_length: int = 64  # tokens of a text-only row
     text_specials: bool = False  # make a text-only row [CLS] text [SEP] instead of bare words
     # label of a masked region: the detector's distribution over classes, or its best class
@@ -383,8 +383,8 @@ def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list
     """Return (position in the row, *columns) of labels, given by `index` int64 [M], for each row of `padded` [N, S]."""
     rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
-    for position, *found in zip(index.tolist(), *values, strict=True):
-        rows[position // padded.shape[1]].append((position % padded.shape[1], *found))
+    for position, *entry in zip(index.tolist(), *values, strict=True):
+        rows[position // padded.shape[1]].append((position % padded.shape[1], *entry))
     return rows
 
 

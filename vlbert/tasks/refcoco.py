@@ -44,10 +44,10 @@ class RefCOCOSettings(TaskSettings):
     # target of a candidate; binary: 1 if its overlap with the answer is more than half; iou: that overlap (ViLBERT's
     # code); otherwise 0
     target: Literal["binary", "iou"] = "binary"
-    loss_over: Literal["regions", "rows"] = "regions"  # average the loss over candidates, or over sums of rows
+    loss_over: Literal["regions", "rows"] = "regions"  # average the loss over candidates, or over the rows' sums
     classifier: ClassifierKind = "regions"  # classifier of candidates; regions: with pre-training's region transform
     classifier_dropout: float = 0.0  # dropout probability in the classifier
-    expression_length: int = 60  # maximum of tokens; longer expressions are invalid
+    expression_length: int = 60  # maximum tokens; longer expressions are invalid
 
     @property
     def files(self) -> tuple[str, ...]:

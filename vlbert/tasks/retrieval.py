@@ -38,9 +38,9 @@ class RetrievalSettings(TaskSettings):
     file: str = "dataset_flickr30k.json"  # Karpathy's splits and captions, as published; for COCO dataset_coco.json
     train_on: tuple[str, ...] = ("train",)  # splits to train on; for COCO train and restval
     validate_on: str = "val"  # split to validate on
-    captions: int = retrieval.CAPTIONS  # maximum of captions of an image, its first ones
-    caption_length: int = 64  # maximum of tokens of a caption; longer captions are cut
-    max_regions: int | None = None  # maximum of regions of an image, the sample's first ones; none: all
+    captions: int = retrieval.CAPTIONS  # maximum captions per image, its first ones
+    caption_length: int = 64  # maximum tokens per caption; longer captions are cut
+    max_regions: int | None = None  # maximum regions per image, the sample's first ones; none: all
     # hinge: the pair's probability exceeds those of the best wrong image and of the best wrong caption by `margin`
     # (Unicoder-VL); cross_entropy: the pair among all wrong ones (ViLBERT: two wrong captions and one wrong image)
     loss: Literal["hinge", "cross_entropy"] = "hinge"
@@ -278,7 +278,7 @@ class Retrieval(Task):
         image_of = np.repeat(np.arange(len(rows)), [len(row["captions"]) for row in rows])
         scores = np.stack([row["scores"] for row in rows])[:, readable]  # without captions of unreadable images
         texts = [text for row in rows for text in row["captions"]]
-        whole, best_images = retrieval.ranks(scores, image_of), scores.argmax(axis=0)
+        overall, best_images = retrieval.ranks(scores, image_of), scores.argmax(axis=0)
         folds = rows[0]["images"] // self.settings.fold
         parts = retrieval.folds(scores, image_of, folds) if folds > 1 else []
         predictions = []
@@ -287,7 +287,7 @@ class Retrieval(Task):
             order = np.argsort(-scores[i], kind="stable")[:MAX_RANKED].tolist()
             probabilities = (1 / (1 + np.exp(-scores[i].astype(np.float64)))).tolist()
             ranking = [{"answer": texts[n], "probability": probabilities[n]} for n in order]
-            rank, image_ranks = int(whole.captions_of_image[i]) + 1, whole.image_of_caption[own] + 1
+            rank, image_ranks = int(overall.captions_of_image[i]) + 1, overall.image_of_caption[own] + 1
             columns = {
                 "key": row["key"],
                 "question": row["image"],

@@ -48,7 +48,7 @@ class VCRSettings(TaskSettings):
     train_on: tuple[str, ...] = ("train",)  # splits to train on, as in file names
     validate_on: str = "val"  # split to validate on, as in file names
     subtask: Subtask = "answer"  # answer: Q->A; rationale: QA->R
-    max_tokens: int = 64  # maximum of tokens of question and choice; the longer of the two is cut at its end
+    max_tokens: int = 64  # maximum tokens of question and choice together; the longer one is cut at its end
     # shared: a long choice shortens the question in the rows of all choices; each: only in its own row
     truncation: Literal["shared", "each"] = "shared"
     swap_left_right: bool = False  # swap "left" and "right" in the texts of mirrored images
@@ -66,7 +66,7 @@ class VCRSettings(TaskSettings):
     region_loss: Literal["contextual", "appearance", "none"] = "contextual"
     # with precomputed features: add the detected regions that match no object, after the objects
     detected_regions: bool = False
-    copies_segment: bool = True  # start segment B as A, if the pre-trained model has only seen segment A
+    copies_segment: bool = True  # copy segment A to B when starting from pre-training, which only trains A
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -39,9 +39,9 @@ class VQASettings(TaskSettings):
     validate_on: str = "val2014"  # split to validate on, as in file names
     answer_list: str = "answers_vqa.txt"  # file in folder with the answers to choose from, one per line
     answers: int = 3129  # number of answers in answer_list
-    # maximum of tokens, at most what BERT's 512 positions leave; training skips longer questions, evaluation cuts them
+    # maximum tokens, limited by BERT's 512 positions; training skips longer questions, evaluation cuts them
     question_length: int = 512 - OTHER_TOKENS
-    loss: Literal["bce", "cross_entropy"] = "bce"  # of soft scores of all answers, or of the best one
+    loss: Literal["bce", "cross_entropy"] = "bce"  # for all answers' soft scores, or the best answer
     # vector to classify; mask: at a [MASK] after the question; pair: the row's pooled vector (ModelConfig.pooler)
     reads: Literal["mask", "pair"] = "mask"
     classifier: ClassifierKind = "words"  # classifier of answers; words: with pre-training's word transform
