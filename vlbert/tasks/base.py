@@ -250,7 +250,7 @@ class Task(ABC):
         return tensors
 
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  optional
-        """Prepare a new run after its weights are loaded from a run. `init_from` is the class of that run's settings."""
+        """Prepare a new run after its weights are loaded; `init_from` is the settings class of their run."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 

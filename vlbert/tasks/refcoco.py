@@ -33,7 +33,7 @@ MAX_RANKED = 5  # regions in a prediction's ranking
 
 @dataclass(frozen=True)
 class RefCOCOSettings(TaskSettings):
-    folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
+    folder: str = ""  # folder with refs(unc).p and instances.json, as the data set ships them
     train_on: tuple[str, ...] = ("train",)  # splits to train on
     validate_on: str = "val"  # split to validate on
     regions: Literal["ground_truth", "detected"] = "ground_truth"  # candidates: all annotated objects, or detections

@@ -44,7 +44,7 @@ OTHER_TOKENS = 5  # positions besides question and choice: [CLS], two [SEP], the
 
 @dataclass(frozen=True)
 class VCRSettings(TaskSettings):
-    folder: str = ""  # holds train.jsonl, val.jsonl and vcr1images/ with the metadata, as the data set ships them
+    folder: str = ""  # folder with train.jsonl, val.jsonl and vcr1images/ with metadata, as the data set ships them
     train_on: tuple[str, ...] = ("train",)  # splits to train on, as in file names
     validate_on: str = "val"  # split to validate on, as in file names
     subtask: Subtask = "answer"  # answer: Q->A; rationale: QA->R

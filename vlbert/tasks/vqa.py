@@ -34,14 +34,14 @@ OTHER_TOKENS = 6  # positions besides the question: [CLS], two [SEP], [MASK], th
 
 @dataclass(frozen=True)
 class VQASettings(TaskSettings):
-    folder: str = ""  # holds questions and annotations as the data set ships them, and the answer list
+    folder: str = ""  # folder with questions and annotations as the data set ships them, and the answer list
     train_on: tuple[str, ...] = ("train2014",)  # splits to train on, as in file names; reported models add val2014
     validate_on: str = "val2014"  # split to validate on, as in file names
     answer_list: str = "answers_vqa.txt"  # file in folder with the answers to choose from, one per line
     answers: int = 3129  # number of answers in answer_list
     # maximum tokens, limited by BERT's 512 positions; training skips longer questions, evaluation cuts them
     question_length: int = 512 - OTHER_TOKENS
-    loss: Literal["bce", "cross_entropy"] = "bce"  # for all answers' soft scores, or the best answer
+    loss: Literal["bce", "cross_entropy"] = "bce"  # bce: soft scores of all answers; cross_entropy: the best answer
     # vector to classify; mask: at a [MASK] after the question; pair: the row's pooled vector (ModelConfig.pooler)
     reads: Literal["mask", "pair"] = "mask"
     classifier: ClassifierKind = "words"  # classifier of answers; words: with pre-training's word transform
