@@ -194,7 +194,7 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
             tokens = folder.get(VOCABULARY).decode().splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"{where} is not UTF-8 ({error}); copy it again") from error
-        vocabulary = Vocabulary(tokens, where=where)
+        vocabulary = Vocabulary(tokens, source=where)
         if len(vocabulary) != config["vocab_size"]:
             raise ValueError(f"{where} has {len(vocabulary)} tokens, the model {config['vocab_size']}: not its own")
     return Checkpoint(

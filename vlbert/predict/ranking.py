@@ -69,7 +69,7 @@ class Ranker(Predictor):
         assert isinstance(self.task, Retrieval)
         for text in texts:
             self.task.annotation_for(text)  # refuses one without words
-        return self.task.ranked([HeldOutImage("", tuple(texts))])[0]
+        return self.task.with_candidates([HeldOutImage("", tuple(texts))])[0]
 
     def _probabilities(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
         """float64 [texts]."""
