@@ -195,7 +195,7 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
             tokens = folder.get(VOCABULARY).decode().splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"{uri} is not UTF-8 ({error}); copy it again") from error
-        vocabulary = Vocabulary(tokens, where=uri)
+        vocabulary = Vocabulary(tokens, source=uri)
         if len(vocabulary) != config["vocab_size"]:
             raise ValueError(
                 f"{uri} has {len(vocabulary)} tokens, but the model has {config['vocab_size']}; copy the model's own"

@@ -11,7 +11,7 @@ from training import distributed
 from training.distributed import World
 from vlbert.checkpoint import Checkpoint, check_saved, load_model, vocabulary_of
 from vlbert.config import Recipe, architecture
-from vlbert.data.samples import captions
+from vlbert.data.samples import load_captions
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.bert import bert_vocabulary, init_from_bert
 from vlbert.model.vlbert import VLBert
@@ -72,7 +72,7 @@ def choose_vocabulary(
         return bert_vocabulary(recipe.bert)
     tokens = None
     if world.first:  # building reads every sample: one rank does it for all
-        lines = [line for samples in datasets for line in captions(samples)]
+        lines = [line for samples in datasets for line in load_captions(samples)]
         tokens = Vocabulary.build(lambda: lines, recipe.vocabulary_size).tokens
     return Vocabulary(distributed.broadcast(tokens, world))
 

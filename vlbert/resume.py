@@ -20,7 +20,7 @@ from vlbert.config import DataConfig, Recipe
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingDataset, check_shares
 from vlbert.data.order import SnapshotSpan
-from vlbert.data.samples import any_readable, open_cache, open_samples
+from vlbert.data.samples import find_readable, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.evaluation.whence import record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
@@ -196,7 +196,7 @@ def _open_datasets(
 
 def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
     """Return the number of region classes, 0 if unknown and not `needed`. Raises ValueError if datasets differ."""
-    first_regions = [(pinned["dataset"], any_readable(samples).regions) for samples, pinned in opened]
+    first_regions = [(pinned["dataset"], find_readable(samples).regions) for samples, pinned in opened]
     known = needed or any(regions.class_probs is not None for _, regions in first_regions)
     classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in first_regions]
     _check_same("number of classes", classes)

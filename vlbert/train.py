@@ -31,7 +31,7 @@ from vlbert.checkpoint import save_checkpoint
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.loading import TrainingData, check_shares
-from vlbert.data.samples import newer_snapshot, open_samples
+from vlbert.data.samples import open_samples, pin_newer_snapshot
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
 from vlbert.resume import OpenedData, start_or_resume
@@ -151,7 +151,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
 
     if world.first:
         try:
-            newer = newer_snapshot(store, name, pinned)
+            newer = pin_newer_snapshot(store, name, pinned)
             samples = newer and opened(newer)
         except (*EXPECTED, OSError) as error:  # the run continues without the new shards
             newer = None

@@ -87,7 +87,7 @@ def vqa_normalised(folder: Path, expected: Any) -> Compared:
     """Strings after punctuation, and after digits, articles and contractions too."""
     given = json.loads(beside(folder, "*inputs.json").read_bytes())
     yield "string to normalise", {text: True for text in given}, {row["input"]: True for row in expected}, 0
-    for step, column in ((vqa.without_punctuation, "after_punctuation"), (vqa.normalise, "after_digit_article")):
+    for step, column in ((vqa.remove_punctuation, "after_punctuation"), (vqa.normalise, "after_digit_article")):
         ours = {text: step(text) for text in given}
         yield f"string {column.replace('_', ' ')}", ours, {row["input"]: row[column] for row in expected}, 0
 

@@ -117,7 +117,7 @@ def test_a_training_that_fails_is_not_started_again_and_the_job_has_failed(clust
     job = Job(cluster, root, "wrong", "--data.batch=7", RESTARTS="0")
     job.wait_for("FAILED")
     assert "ExitCode=1:0" in cluster.call("one", "scontrol", "show", "job", job.number)
-    assert "data.batch = 7 cannot be shared by 2 processes" in job.said()
+    assert "data.batch = 7 cannot be split over 2 processes" in job.said()
 
 
 def test_a_cable_that_is_cut_for_20_s_costs_no_more_than_that(cluster: Cluster, root: Path):

@@ -20,7 +20,7 @@ from tests.parity.vlbert import report, run
 from tests.parity.vlbert_cases import VLBertCase
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Example, ImageInput, TextInput, collate
-from vlbert.data.images import resized
+from vlbert.data.images import resized_size
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
@@ -112,7 +112,7 @@ def test_images_are_resized_to_the_published_sizes(components: dict):
     for long_side in (1000, 1200):
         sizes = components["resize/in_wh"], components[f"resize/out_600_{long_side}"]
         for (width, height), (new_width, new_height) in zip(*(size.astype(int) for size in sizes), strict=True):
-            assert resized(height, width, 600, long_side) == (new_height, new_width)
+            assert resized_size(height, width, 600, long_side) == (new_height, new_width)
 
 
 def test_long_rows_are_cut_as_published(components: dict):

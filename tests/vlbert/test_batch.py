@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vlbert.data.batch import Example, ImageInput, TextInput, collate, placeholder, select
+from vlbert.data.batch import Example, ImageInput, TextInput, collate, make_placeholder, select
 
 
 def words(length: int, labelled: list[int]) -> TextInput:
@@ -113,7 +113,7 @@ def test_index_lists_and_sizes_say_what_the_masks_say(rows):
         first, *more = (words(length, [i for i in labelled if i < length]) for length, labelled in texts)
         image = image_input(regions, *((30, 5) if tall else (5, 30))) if regions else None
         found = Example("e", first, image, more=tuple(more))
-        examples.append(found if counted else placeholder(found))
+        examples.append(found if counted else make_placeholder(found))
     batch = collate(examples)
     assert list(batch.sizes.tokens) == batch.text_mask.sum(1).tolist()
     assert list(batch.sizes.regions) == batch.region_mask.sum(1).tolist()
@@ -149,7 +149,7 @@ def test_examples_that_do_not_fit_together_are_refused():
     unmasked = dataclasses.replace(given.text, label_masks={})
     for other, named in (
         *((replace_image(given, **{n: None}), f"1 of 2 .* have no {n}") for n in ("pixels", "features", "cells")),
-        (dataclasses.replace(given, text=unmasked), "carry different label_masks"),
+        (dataclasses.replace(given, text=unmasked), "have different label_masks"),
     ):
         with pytest.raises(ValueError, match=named):
             collate([given, other])

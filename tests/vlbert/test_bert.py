@@ -133,7 +133,7 @@ def test_what_bert_lacks_keeps_its_initialisation(tmp_path):
 def test_a_bert_without_a_tokenizer_is_refused(tmp_path):
     saved(tmp_path, BertModel, words=False)
     for read in (bert_vocabulary, lambda name: init_from_bert(*ours(), name, LETTERS)):
-        with pytest.raises(ValueError, match="came without a vocabulary; put the vocab.txt .* beside it"):
+        with pytest.raises(ValueError, match="has no vocabulary; put the vocab.txt .* into its folder"):
             read(str(tmp_path))
 
 
@@ -155,7 +155,7 @@ def test_a_bert_of_another_shape_is_refused(tmp_path, change, reported):
 def test_a_bert_of_another_vocabulary_or_a_cased_one_is_refused(tmp_path):
     saved(tmp_path, BertModel)
     other = Vocabulary([*LETTERS.tokens[:5], *reversed(LETTERS.tokens[5:])])
-    with pytest.raises(ValueError, match="every word would get the weights of another; give --vocabulary=FILE"):
+    with pytest.raises(ValueError, match="words would get the weights of other words; set --vocabulary=FILE"):
         init_from_bert(*ours(), str(tmp_path), other)
     for kind, pieces, lower in (("cased", LETTERS.tokens, False), ("capital", [*LETTERS.tokens[:-1], "Z"], True)):
         (tmp_path / kind).mkdir()
@@ -181,7 +181,7 @@ def test_files_that_are_no_bert_are_refused(tmp_path):
     for name in ("empty", "gpt2", "torn", "page"):
         with pytest.raises(ValueError, match=f"{name} is neither the folder of a BERT nor the name of one on the hub"):
             init_from_bert(*ours(), str(folders[name]), LETTERS)
-    with pytest.raises(ValueError, match="half is no whole BERT: it lacks bert.encoder.layer.1.attention"):
+    with pytest.raises(ValueError, match="half is not a complete BERT: it lacks bert.encoder.layer.1.attention"):
         init_from_bert(*ours(), str(folders["half"]), LETTERS)
     with pytest.raises(ValueError, match="nor the name of one on the hub"):
         bert_vocabulary(str(tmp_path / "nowhere"))

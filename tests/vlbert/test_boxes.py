@@ -51,5 +51,5 @@ def test_the_papers_geometry_is_of_the_corners():
     embedded = geometry_embedding(box, size, channels=8, corners=True)[0]  # one sine and one cosine a number
     numbers = 100 * np.array([0.2, 0.15, 0.6, 0.45])
     np.testing.assert_allclose(embedded, np.stack([np.sin(numbers), np.cos(numbers)], 1).ravel(), atol=1e-5)
-    with pytest.raises(ValueError, match="multiple of 8 channels, not 20"):
+    with pytest.raises(ValueError, match="20 channels; it needs a multiple of 8"):
         geometry_embedding(box, size, channels=20, corners=True)

@@ -133,7 +133,7 @@ def test_wrong_features_are_refused(features):
     found = "(0, 0)" if features is None else "(4, 7)"
     with pytest.raises(ValueError, match="--keep_features, or set --model.regions.features=end_to_end") as error:
         make()(wrong)
-    assert f"sample one has features {found}, the model takes (4, {CHANNELS})" in str(error.value)
+    assert f"sample one has features {found}, the model needs precomputed ones, (4, {CHANNELS})" in str(error.value)
 
 
 @pytest.mark.parametrize(("rule", "spread"), [("xavier", (2 / (32 + 900)) ** 0.5), ("normal", 0.25)])

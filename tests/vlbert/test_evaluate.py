@@ -235,7 +235,7 @@ def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, c
     assert warning in page
     shutil.rmtree(copy / "storage" / "refcoco+")
     commit_samples(copy / "storage", "refcoco+", [torn(sample) for sample in SAMPLES])
-    with pytest.raises(ValueError, match=r"none of the 12 examples can be read; the last because .* does not decode"):
+    with pytest.raises(ValueError, match=r"none of the 12 examples can be read; the last because .* cannot be decoded"):
         evaluated(copy, out=tmp_path / "none")
 
 
@@ -426,7 +426,7 @@ def test_a_training_goes_on_only_with_the_answer_list_of_its_head(vqa, tmp_path)
     start = f"{folder}/storage/runs/tuned/step-0000001"
     started = vqa_recipe(folder, run_name="more", init_from=start, random_init=False)
     other = f"answers of {folder}/vqa differ from {start}/task.json: number 2 is 'on the left'"
-    changed = f"{folder}/vqa/answers_vqa.txt has changed: {start} was trained with another one"
+    changed = f"{folder}/vqa/answers_vqa.txt has changed since {start} was trained"
     for recipe, named in ((vqa_recipe(folder, steps=2), changed), (started, other)):
         with pytest.raises(ValueError, match=re.escape(named)):
             train(recipe, ALONE)

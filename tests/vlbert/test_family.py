@@ -54,7 +54,7 @@ def test_an_answer_is_read_at_a_mask_or_from_the_pair(tmp_path):
     assert all(text[0] == "[CLS]" and text[-1] == "[SEP]" and "[MASK]" not in text for text in texts)
     task, samples = vqa(tmp_path, reads="mask", classifier="words")
     assert all(words_of(task, example)[-2:] == ["[MASK]", "[SEP]"] for example in examples_of(task, samples, VILBERT))
-    with pytest.raises(ValueError, match="answers_from_words is True; it must be false where reads is pair"):
+    with pytest.raises(ValueError, match="answers_from_words is True; it must be false if reads is pair"):
         dataclasses.replace(task.settings, reads="pair", answers_from_words=True)
 
 
@@ -72,12 +72,14 @@ def test_objects_have_the_detected_regions_behind_them_that_none_took():
     whole = np.array([[0, 0, 95, 63]], np.float32)
     image = PreparedImage((96, 64), np.concatenate([whole, boxes]), (1.0, 1.0), False, None, features)
     objects = np.array([boxes[3], [80, 50, 90, 60]])
-    found = image.matched(objects, others=True)
+    found = image.with_matched_features(objects, keep_unmatched=True)
     assert found.features[:, 0].tolist() == [3, 0, 0, 1, 2], "three more, so that there are five"
     np.testing.assert_array_equal(found.boxes[3:], boxes[:3])
-    assert len(image.matched(objects, others=False).boxes) == 3
+    assert len(image.with_matched_features(objects, keep_unmatched=False).boxes) == 3
     with pytest.raises(ValueError, match="no region whose features an object could take"):
-        dataclasses.replace(image, boxes=whole, features=features[:0]).matched(objects, others=True)
+        dataclasses.replace(image, boxes=whole, features=features[:0]).with_matched_features(
+            objects, keep_unmatched=True
+        )
 
 
 def test_a_word_that_names_a_region_carries_its_embedding(tmp_path):

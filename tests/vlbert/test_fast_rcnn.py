@@ -124,7 +124,7 @@ def test_a_batch_that_does_not_fit_is_refused_by_name():
         (
             network(padding="fixed", short_side=64, long_side=96),
             given,
-            r"sample text is 64 x 112 pixels, more than .*padding=fixed takes, 64 x 96",
+            r"sample text has 64 x 112 pixels, but .*padding=fixed takes at most 64 x 96",
         ),
     ):
         with pytest.raises(ValueError, match=named):

@@ -28,10 +28,10 @@ def new(mode: str, size: tuple[int, int], kind: str, **options: object) -> bytes
         (new("RGB", (90, 60), "TIFF"), "(not_image)"),
         (new("RGB", (90, 60), "PNG")[:60], "(truncated)"),
         (new("RGB", (20, 20), "PNG"), "the shorter side is under 32"),
-        (Image.new("I;16B", (90, 60)), "pixels are of mode I;16B; convert it"),
-        (Image.new("L", (20, 20)), "the image cannot be taken: "),
+        (Image.new("I;16B", (90, 60)), "the image has mode I;16B; convert it"),
+        (Image.new("L", (20, 20)), "the image is refused: "),
         (Image.new("RGB", (0, 9)), "the image has 0 x 9 pixels"),
-        (Image.new("1", (9000, 9000)), "9000 x 9000 pixels; 1 to 50000000 are taken"),
+        (Image.new("1", (9000, 9000)), "9000 x 9000 pixels; 1 to 50000000 are allowed"),
         (Image.open(io.BytesIO(new("RGB", (90, 60), "PNG")[:50])), "the image cannot be read: "),
     ],
 )
@@ -61,7 +61,7 @@ def test_ghostscript_is_never_started(tmp_path, monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
     file = tmp_path / "photo.jpg"
     file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(ValueError, match=r"photo.jpg cannot be taken: .*\(not_image\)"):
+    with pytest.raises(ValueError, match=r"photo.jpg is refused: .*\(not_image\)"):
         read_image(file)
     with pytest.raises(BAD_IMAGE):
         read_bgr(LabelledImage("a", file, 100, 100, *(np.zeros(0),) * 2, ()))

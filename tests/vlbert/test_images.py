@@ -12,7 +12,7 @@ from tiny import TINY_MODEL, tiny_sample
 
 from storage.sample import Regions, Sample
 from vlbert.config import RegionConfig
-from vlbert.data.images import prepare_image, resized
+from vlbert.data.images import prepare_image, resized_size
 
 AS_STORED = TINY_MODEL.regions
 PRECOMPUTED = dataclasses.replace(AS_STORED, features="precomputed", random_init=False)
@@ -98,17 +98,17 @@ def test_a_resized_image_has_the_integer_part_of_the_exact_ratio(side: int, othe
     for short, long in (sorted((side, other)), (side, side * ratio)):
         first = 600 if Fraction(600 * long, short) <= long_side else max(1, int(Fraction(long_side * short, long)))
         second = min(int(Fraction(first * long, short)), long_side)
-        assert resized(short, long, 600, long_side) == (first, second)
-        assert resized(long, short, 600, long_side) == (second, first)
+        assert resized_size(short, long, 600, long_side) == (first, second)
+        assert resized_size(long, short, 600, long_side) == (second, first)
 
 
 @pytest.mark.parametrize(
     ("config", "change", "reason"),
     [
         (AS_STORED, {"regions": None}, "has no regions; run the detection stage"),
-        (AS_STORED, {"image": b"<html>"}, "its JPEG does not decode"),
-        (PRECOMPUTED, {}, "carry no features, .* --keep_features, or train from"),
-        (PRECOMPUTED, {"features": 7}, "carry features of 7 channels, the model takes 128"),
+        (AS_STORED, {"image": b"<html>"}, "its JPEG cannot be decoded"),
+        (PRECOMPUTED, {}, "have no features, .* --keep_features, or train from"),
+        (PRECOMPUTED, {"features": 7}, "have features of 7 channels, but the model takes 128"),
     ],
 )
 def test_a_sample_that_cannot_be_prepared_is_named(config: RegionConfig, change: dict, reason: str):

@@ -67,7 +67,7 @@ def test_workers_change_nothing_and_keep_the_order(root):
 
 
 def test_a_batch_that_the_world_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="data.batch = 8 cannot be shared by 3 processes.*choose a multiple of 3"):
+    with pytest.raises(ValueError, match="data.batch = 8 cannot be split over 3 processes.*choose a multiple of 3"):
         check_shares(DataConfig(batch=8), world_size=3)
     with pytest.raises(ValueError, match="data.text_batch = 4 .*data.gradient_accumulation = 8"):
         check_shares(DataConfig(batch=8, text_batch=4, gradient_accumulation=8), world_size=1)
@@ -132,7 +132,7 @@ def test_a_torn_or_missing_tar_is_found_before_the_first_step(tmp_path):
 
 def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
     store = open_store(str(tmp_path))
-    with pytest.raises(ValueError, match="holds no region shards; run the detection stage"):
+    with pytest.raises(ValueError, match="has no region shards; run the detection stage"):
         region_stage(store, "captions", None)
     commit_samples(tmp_path, "captions", [tiny_sample(0)])
     assert region_stage(store, "captions", None) == STAGE

@@ -68,5 +68,5 @@ def test_regions_are_masked_in_their_share_and_the_whole_image_never():
 
 @pytest.mark.parametrize("shares", [{"masked": 0.8, "random": 0.3}, {"probability": 1.5}, {"masked": -0.1}])
 def test_impossible_shares_are_refused(shares):
-    with pytest.raises(ValueError, match="shares add up to at most 1"):
+    with pytest.raises(ValueError, match="shares must add up to at most 1"):
         WordMasking(**shares)

@@ -226,7 +226,7 @@ WRONG = [  # run, arguments, what is named
     ("pretraining", ("a red square",), "write [MASK]"),
     ("pretraining", ("  ",), "the text is empty"),
     ("pretraining", ("a [MASK]", "--mask_regions", "99"), "there is no region 99 to mask: the image has"),
-    ("pretraining", ("a red " * 300 + "[MASK]",), "the text is too long: it has 601 tokens, and 18 fit beside"),
+    ("pretraining", ("a red " * 300 + "[MASK]",), "the text is too long: it has 601 tokens, but 18 fit beside"),
     ("pretraining", ("a [MASK]", "--out", "nowhere/x.png"), "No such file or directory: 'nowhere/x.png'"),
     ("pretraining", ("a [MASK]", "--out", "{root}/photo.jpg"), "is the image itself; name another file"),
     ("pretraining", ("--attention",), "give a text, and attentions=True"),

@@ -133,7 +133,7 @@ REFUSED = [  # path, body, headers, status, what is named
     ("/regions", b"<html>", {}, 400, "not_image"),
     ("/regions", png_bomb(), {}, 400, "too_many_pixels"),
     ("/answer", b'{"image": 3}', JSON, 422, "image"),
-    ("/answer", b'{"image": "IMAGE", "text": "a [MASK] \\ud800"}', JSON, 400, "no Unicode text"),
+    ("/answer", b'{"image": "IMAGE", "text": "a [MASK] \\ud800"}', JSON, 400, "not Unicode text"),
     ("/answer", b'{"image": "x", "text": "a [MASK]"}', JSON, 410, "drop it once more"),
     ("/answer", b'{"image": "IMAGE", "text": " "}', JSON, 400, "write a text"),
     ("/answer", b'{"image": "IMAGE", "text": "a square"}', JSON, 400, "write [MASK]"),

@@ -199,5 +199,5 @@ def test_accuracies_are_of_words_monitored_words_and_masked_regions():
 
 
 def test_a_monitored_word_that_the_vocabulary_lacks_is_named():
-    with pytest.raises(ValueError, match="monitored_words: purple are no whole tokens"):
+    with pytest.raises(ValueError, match="monitored_words: purple are not single tokens"):
         task(dataclasses.replace(ALL, monitored_words=("red", "purple")))

@@ -108,19 +108,19 @@ REFS, INSTANCES = r"refs\(unc\).p is not in RefCOCO.'s format, references", "ins
 DETECTIONS = "dets.json is not in MAttNet's format, detections"
 WRONG_FILES = [
     (refs(lambda refs: refs[1].pop("ann_id")), REFS + r"\[1\]: KeyError: 'ann_id'"),
-    (refs(lambda refs: refs[2]["sentences"][0].update(sent=7)), REFS + r"\[2\]: .*a sentence is no text"),
+    (refs(lambda refs: refs[2]["sentences"][0].update(sent=7)), REFS + r"\[2\]: .*a sentence is not a string"),
     (
         refs(lambda refs: refs[2].update(image_id=99)),
-        r"refs\(unc\).p: ref 2 names image 99, annotation 6, which instances.json",
+        r"refs\(unc\).p: ref 2 names image 99 and annotation 6, which .* instances.json",
     ),
     (
         refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)),
-        r"1 ids of sentences of .*refs\(unc\).p stand there more than once, such as 30",
+        r"1 ids of sentences of .*refs\(unc\).p are repeated, such as 30",
     ),
     (content("refs(unc).p", b"(lp0\n(dp1\nS'a'\n"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
     (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
     (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\]: .*is not finite"),
-    (instances("annotations", id=1), "1 ids of annotations of .*instances.json stand there more than once, such as 1"),
+    (instances("annotations", id=1), "1 ids of annotations of .*instances.json are repeated, such as 1"),
     (instances("images", width=0), INSTANCES + r"images\[0\]: .*an image of 0 x 64 pixels"),
     (content("instances.json", b'{"images": ['), "instances.json is not JSON, or is torn"),
     (lambda folder: (folder / "refs(unc).p").unlink(), r"there is no .*refs\(unc\).p; .*set task.folder"),
@@ -193,7 +193,7 @@ def test_each_expression_of_a_split_is_an_example_of_its_own_image(task, samples
     assert (held_out.samples.tolist(), ids(held_out.annotations)) == ([3, 3, 1, 1], [0, 1, 20, 21])
     both = tuned(task, train_on=("train", "val"))
     assert ids(queries(both, samples, None)) == [10, 11, 30, 31, 0, 1, 20, 21]
-    with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA, only train, val"):
+    with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA; it has train, val"):
         task.examples(urls(samples), "testA")
     with pytest.raises(ValueError, match=r"1 of 2 images of train of .* in no region shard, such as 000003"):
         task.examples(urls(samples[:3]), None)
@@ -219,7 +219,7 @@ def test_expressions_of_an_image_that_was_withdrawn_are_left_out_by_name(task, s
         (" ", None, "it has no words"),
         ("one " * 600, None, "it has 600 tokens, more than task.expression_length = 60"),
         ("one", [5, 5, 0, 9], r"its box \[5, 5, 5, 14\] has no area"),
-        ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] lies outside its image of 96 x 64 pixels"),
+        ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] is outside its image of 96 x 64 pixels"),
     ],
 )
 def test_training_skips_invalid_expressions_and_evaluation_counts_them_as_wrong(
@@ -298,7 +298,7 @@ def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, tas
 
 def test_settings_that_contradict_each_other_are_refused(task):
     for settings, named in (
-        ({"detections": "dets.json"}, "detections and adds_ground_truth are for regions=detected"),
+        ({"detections": "dets.json"}, "detections and adds_ground_truth need regions=detected"),
         ({"expression_length": 0}, "expression_length is 0"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -440,7 +440,7 @@ def test_the_submission_is_a_list_of_boxes(task, samples):
     assert (name, row["sent_id"], row["ref_id"]) == ("predictions.json", 0, 0)
     for convention in CONVENTIONS:
         assert overlap(convention, corners(*row["box_xywh"]), val[0].expression.box)[0] == 1
-    with pytest.raises(ValueError, match="1 ids of val miss in the predictions, such as 20;"):
+    with pytest.raises(ValueError, match="1 ids of val are missing in the predictions, such as 20;"):
         task.submission([rows[0], rows[1], rows[3]])
 
 
@@ -452,5 +452,5 @@ def test_a_users_expression_is_about_the_regions_of_the_sample(task, samples):
     assert task.metrics([row]) == {}
     with pytest.raises(ValueError, match="the expression ' ' is invalid: it has no words"):
         task.annotation_for(" ")
-    with pytest.raises(ValueError, match="RefCOCO takes no choices: leave that out"):
+    with pytest.raises(ValueError, match="RefCOCO takes no choices; leave it out"):
         user_annotation(task, "the left one", choices=("a", "b"), answer="")

@@ -57,7 +57,7 @@ def test_the_order_of_images_and_captions_changes_no_rank():
 
 
 def test_scores_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="1 of 6 scores are no finite numbers"):
+    with pytest.raises(ValueError, match="1 of 6 scores are not finite"):
         ranks(np.array([[1, 2, 3], [4, np.nan, 6]]), [0, 0, 1])
 
 
@@ -112,9 +112,9 @@ def test_captions_without_words_are_left_out_by_name(tmp_path: Path):
         ([], r"has no split 'train'; it has none"),
         ([image("gone.jpg", "train", ["a"])], "1 of 1 images of train of .* no region shard, such as gone"),
         ([image("000000.jpg", "train", [])], "none of the 0 examples of train of .* can be used"),
-        ([image("a.jpg", "test", ["a"])] * 2, "a.jpg stands there twice"),
+        ([image("a.jpg", "test", ["a"])] * 2, "a.jpg is repeated"),
         ([{"filename": "a.jpg"}], r"images\[0\]: KeyError"),
-        ([image("a.jpg", "test", [7])], r"images\[0\]: .* no text"),
+        ([image("a.jpg", "test", [7])], r"images\[0\]: .* not a string"),
         (None, "is not in Karpathy's format, "),
     ],
 )
@@ -242,7 +242,7 @@ def test_scores_are_those_of_each_pair_by_itself_whatever_the_block(config: Mode
     torch.manual_seed(0)
     model = TaskModel(VLBert(config, len(WORDS)), task).eval()
     samples = [sample_of(0, config), turned(sample_of(1, config)), sample_of(2, config)]  # batches put tall ones first
-    held_out = task.ranked([HeldOutImage(sample.url, tuple(captions_of(sample))) for sample in samples])
+    held_out = task.with_candidates([HeldOutImage(sample.url, tuple(captions_of(sample))) for sample in samples])
     examples = [
         task.example(sample, prepare_image(sample, config.regions, False), one, np.random.default_rng(0))
         for sample, one in zip(samples, held_out, strict=True)

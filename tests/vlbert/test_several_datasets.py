@@ -261,7 +261,7 @@ def test_datasets_that_do_not_fit_together_are_named(root):
     commit_others(root, "few", DETECTOR, 4)
     commit_others(root, "other", "0123456789ab", 8)
     for datasets, named in (
-        ({"captions": 1, "nothing": 1}, r"nothing/regions holds no region shards"),
+        ({"captions": 1, "nothing": 1}, r"nothing/regions has no region shards"),
         ({"captions": 1, "few": 1}, "the regions of few have another number of classes, 4, than those of captions, 8"),
         ({"captions": 1, "other": 1}, "of other have another detector, 0123456789ab, than those of captions, 0000000"),
     ):

@@ -54,8 +54,8 @@ def test_the_same_texts_build_the_same_vocabulary_in_every_process(tmp_path):
 def test_a_wrong_vocabulary_is_refused(tmp_path):
     (tmp_path / "vocab.txt").write_text("<html>\n404\n")
     for call, named in (
-        (lambda: Vocabulary.build(lambda: ["", " "], 100), "there is no word in the texts"),
-        (lambda: Vocabulary.build(lambda: ["abcdefghijklmnopqrstuvwxyz"], 40), "26 different letters, .* 40 at most"),
+        (lambda: Vocabulary.build(lambda: ["", " "], 100), "the texts have no words"),
+        (lambda: Vocabulary.build(lambda: ["abcdefghijklmnopqrstuvwxyz"], 40), "26 different letters, .* only 40"),
         (lambda: Vocabulary.read(tmp_path / "vocab.txt"), r"vocab.txt lacks \[PAD\]"),
         (lambda: Vocabulary([*SPECIALS, "cat", "cat"]), "twice: 'cat'"),
     ):
@@ -124,7 +124,7 @@ def test_a_corpus_of_which_half_was_replaced_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", until_the_second)
     with pytest.raises(KeyboardInterrupt):
         encode_corpus(["a sat"], WORDS, tmp_path)  # of as many tokens and lines
-    with pytest.raises(ValueError, match="no whole corpus"):
+    with pytest.raises(ValueError, match="no complete corpus"):
         TextCorpus(tmp_path, WORDS)
 
 
@@ -142,7 +142,7 @@ def test_wrong_inputs_are_named_and_leave_the_old_corpus(tmp_path):
     for files, vocabulary, captions, message in (
         ([good, tmp_path], words, [], f"there is no file {tmp_path}; name"),
         ([good], tmp_path / "absent", [], f"there is no file {tmp_path}/absent; name"),
-        ([blank], words, [], "no line with a word for .*; name files with text"),
+        ([blank], words, [], "no line with a word for .*; name files that have text"),
         ([good], page, [], r"page lacks \[PAD\]"),
         ([good, bad], words, [], "bad:2 is not UTF-8 .*0xff.*convert or unpack it"),
     ):
@@ -152,7 +152,7 @@ def test_wrong_inputs_are_named_and_leave_the_old_corpus(tmp_path):
     assert not list(tmp_path.glob("corpus/.*"))
 
 
-NO_CORPUS = "corpus holds no whole corpus "
+NO_CORPUS = "corpus has no complete corpus "
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ NO_CORPUS = "corpus holds no whole corpus "
     [
         (lambda folder: (folder / "corpus.json").unlink(), NO_CORPUS),
         (lambda folder: (folder / "tokens.u16").unlink(), NO_CORPUS + ".*tokens.u16"),
-        (lambda folder: os.truncate(folder / "tokens.u16", 6), NO_CORPUS + ".*tokens.u16 has 3 numbers, and 4 by"),
+        (lambda folder: os.truncate(folder / "tokens.u16", 6), NO_CORPUS + ".*tokens.u16 has 3 numbers, but 4 "),
         (lambda folder: encode_corpus(["dog"], Vocabulary([*SPECIALS, "dog"]), folder), "tokenise it again"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
     cached = dataclasses.replace(recipe.data, cache=str(root / "cache"), cache_gb=1.0)
     assert train(dataclasses.replace(recipe, steps=6, data=cached), ALONE), "a cache decides no sample"
     nothing = dataclasses.replace(recipe.data, held_out=("nothing",))
-    with pytest.raises(ValueError, match=r"nothing/regions holds no region shards.*data\.held_out=nothing: "):
+    with pytest.raises(ValueError, match=r"nothing/regions has no region shards.*data\.held_out=nothing: "):
         run(root, "no-held-out", data=nothing)
 
 

@@ -21,7 +21,7 @@ from training.distributed import World
 from training.loading import batches
 from training.log import read_metrics
 from vlbert.config import DataConfig
-from vlbert.data.batch import Batch, collate, placeholder
+from vlbert.data.batch import Batch, collate, make_placeholder
 from vlbert.data.loading import TrainingData, ValidationData
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.samples import open_samples
@@ -119,14 +119,14 @@ def test_a_placeholder_changes_no_loss_and_no_gradient(make, tmp_path):
     first, second, third = family.examples_of(task, samples, STILL)[:3]
     expected, gradients = losses_and_gradients(model, collate([first, second]))
     assert any(count for _, count in expected.values())
-    losses, found = losses_and_gradients(model, collate([first, placeholder(third), second]))
+    losses, found = losses_and_gradients(model, collate([first, make_placeholder(third), second]))
     for name, (loss, count) in expected.items():
         assert losses[name] == (pytest.approx(loss, rel=1e-5), count), name
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
 
-    losses, gradients = losses_and_gradients(model, collate([placeholder(third)]))
+    losses, gradients = losses_and_gradients(model, collate([make_placeholder(third)]))
     assert all(value == (0.0, 0) for value in losses.values())
     assert all(not gradient.any() for gradient in gradients.values())
 

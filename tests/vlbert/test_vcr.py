@@ -391,10 +391,10 @@ def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, 
 @pytest.mark.parametrize(
     ("settings", "model", "named"),
     [
-        ({"mask_size": 14}, {}, "task.mask_size is 14, the model's res5 gives 2 x 2 cells; set it to 2"),
-        ({"max_tokens": 60}, {}, "task.max_tokens is 60, the model has room for 59"),
+        ({"mask_size": 14}, {}, "task.mask_size is 14, but res5 has 2 x 2 cells; set it to 2"),
+        ({"max_tokens": 60}, {}, "task.max_tokens is 60, the model has positions for 59"),
         ({}, {"features": "precomputed"}, "set --task.no_instance_masks --task.masked_regions=0"),
-        ({"region_loss": "none", "detected_regions": True}, {}, "task.detected_regions is for precomputed features"),
+        ({"region_loss": "none", "detected_regions": True}, {}, "task.detected_regions needs precomputed features"),
         ({"max_tokens": 59, "mask_size": 14, "instance_masks": False}, {}, None),
     ],
 )
@@ -440,12 +440,12 @@ FOUR = ["no"] * 4
 @pytest.mark.parametrize(
     ("subtask", "question", "named"),
     [
-        ("answer", ("why?", ["no"] * 3), "3 choices are given; VCR chooses between 4"),
-        ("answer", ("why?", FOUR, "no"), "this model chooses answers; give no answer beside the choices"),
+        ("answer", ("why?", ["no"] * 3), "3 choices are given; give 4"),
+        ("answer", ("why?", FOUR, "no"), "this model chooses answers; give no answer"),
         ("rationale", ("why?", FOUR), "this model chooses rationales; give the answer that they are for"),
-        ("answer", ("why is [3]?", FOUR), "region 3 is mentioned; the image has 2, from 1"),
-        ("answer", ("why is [0]?", FOUR), r"'\[0\]' in 'why is \[0\]\?' names no region: write numbers, from 1"),
-        ("answer", ("why? " * 600, FOUR), "1200 tokens before the choices and 1 in the longest of them, more"),
+        ("answer", ("why is [3]?", FOUR), "the text mentions region 3; the image has 2, from 1"),
+        ("answer", ("why is [0]?", FOUR), r"'\[0\]' in 'why is \[0\]\?' names no region; write numbers, from 1"),
+        ("answer", ("why? " * 600, FOUR), "1200 tokens before the choices and 1 in the longest choice exceed"),
     ],
 )
 def test_a_users_question_that_does_not_fit_is_refused(task, subtask, question, named):

@@ -68,16 +68,16 @@ def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
 
 WHOLE = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5, "c": [EVEN] * 5})
 INCOMPLETE = [
-    ([row for row in WHOLE if row["annot_id"] != "b"], "1 ids of val miss in the predictions, such as b;"),
+    ([row for row in WHOLE if row["annot_id"] != "b"], "1 ids of val are missing in the predictions, such as b;"),
     (WHOLE + rows_of({"d": [EVEN] * 5}), "1 ids of the predictions are not in val, such as d;"),
     (WHOLE[:-5] + WHOLE[-4:], "1 of 3 items, such as b, lack probabilities of answers; .*CHECKPOINT,CHECKPOINT"),
     ([row for row in WHOLE if row["conditioned_on"] < 0], "3 of 3 items, such as b, lack probabilities of rationales;"),
-    (WHOLE + WHOLE, "15 ids of the predictions stand there more than once, such as .*'c'"),
+    (WHOLE + WHOLE, "15 ids of the predictions are repeated, such as .*'c'"),
     (
         [row | {"probabilities": [0.5] * 4} if row["conditioned_on"] == 1 else row for row in WHOLE],
-        "b: its numbers are no probabilities",
+        "b: its numbers are not probabilities",
     ),
-    ([row | {"probabilities": [np.nan] * 4} for row in WHOLE], "b: its numbers are no probabilities"),
+    ([row | {"probabilities": [np.nan] * 4} for row in WHOLE], "b: its numbers are not probabilities"),
 ]
 
 
@@ -97,18 +97,18 @@ def second(**change: object) -> bytes:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (second(annot_id="b"), "1 ids of .*val.jsonl stand there more than once, such as b"),
-        (second(question="Why is this?"), "line 2: .*question is no list of words and objects"),
+        (second(annot_id="b"), "1 ids of .*val.jsonl are repeated, such as b"),
+        (second(question="Why is this?"), "line 2: .*question is not a list of words and objects"),
         (second(question=["Why", [4]]), "question mentions object 4 of 4"),
         (
             second(answer_choices=[["no"], [[0.5]], ["the"], ["no"]]),
             r"its answer_choices\[1\] mentions object 0.5 of 4",
         ),
-        (second(rationale_label=None), "answer_label is 2 and rationale_label None"),
-        (second(answer_label=1.0), "answer_label is 1.0 and"),
-        (second(answer_label=4), "answer_label is 4 and"),
-        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1: .*answer_label is None and rationale"),
-        (second(metadata_fn="../other/x.json"), "its metadata_fn, ../other/x.json, is not below vcr1images"),
+        (second(rationale_label=None), "answer_label is 2, rationale_label None"),
+        (second(answer_label=1.0), "answer_label is 1.0,"),
+        (second(answer_label=4), "answer_label is 4,"),
+        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1: .*answer_label is None, rationale"),
+        (second(metadata_fn="../other/x.json"), "its metadata_fn, ../other/x.json, is not inside vcr1images"),
         (lines_of()[:-40].encode(), "line 3: .*; fetch it again"),
         (lines_of().replace("Why", "\u00e9").encode("latin-1"), "line 1: UnicodeDecodeError"),
     ],
@@ -175,12 +175,12 @@ def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(met
 @pytest.mark.parametrize(
     ("field", "change", "named"),
     [
-        ("names", lambda names: [*names[:3], "unicorn"], "an object of class unicorn"),
+        ("names", lambda names: [*names[:3], "unicorn"], "an object of the unknown class unicorn"),
         ("names", lambda names: [*names[:3], "dog"], "line 1 and .*000000.json list different objects"),
         ("segms", lambda segms: segms[:3], "4 names, 4 boxes and 3 segms"),
-        ("segms", lambda segms: [[[[1, 2], [None, 3]]], *segms[1:]], "a polygon is no list of finite x, y"),
+        ("segms", lambda segms: [[[[1, 2], [None, 3]]], *segms[1:]], "a polygon is not a list of finite x, y"),
         ("boxes", lambda boxes: [*boxes[:3], [1, 2]], "is not in VCR's format, its objects"),
-        ("boxes", lambda boxes: [[0, 0, float("nan"), 9], *boxes[1:]], "a box is not of finite numbers"),
+        ("boxes", lambda boxes: [[0, 0, float("nan"), 9], *boxes[1:]], "a box has numbers that are not finite"),
         ("width", lambda width: 0, "its image is 0 x 64 pixels"),
         (None, None, "is not JSON, or is torn"),
     ],

@@ -136,8 +136,11 @@ def test_what_does_not_fit_is_refused(task, tmp_path, samples):
         changed(task).examples(urls(samples), None)
 
     for call, named in (
-        (lambda: changed(task, question_length=59).head(TINY_MODEL), "task.question_length is 59, the model has room"),
-        (lambda: changed(task, answers=3129).examples(urls(samples), None), "holds 6 answers, task.answers is 3129"),
+        (
+            lambda: changed(task, question_length=59).head(TINY_MODEL),
+            "task.question_length is 59, the model has positions",
+        ),
+        (lambda: changed(task, answers=3129).examples(urls(samples), None), "has 6 answers, but task.answers is 3129"),
         (lambda: task.annotation_for(" "), "is invalid: it has no words"),
         (lambda: task.annotation_for("\u200b"), "is invalid: it has no words"),
         (lambda: task.annotation_for(LONG), "is invalid: it has 600 tokens"),
@@ -191,7 +194,7 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     torch.testing.assert_close(output.weight[5], on_the_left)
     assert not output.bias.any()
     two = changed(task, classifier="two_layers")
-    with pytest.raises(ValueError, match="as wide as words, which have 32 channels: set --task.no_answers_from_words"):
+    with pytest.raises(ValueError, match="as wide as words, which have 32 channels; set --task.no_answers_from_words"):
         two.on_start(model.vlbert, two.head(TINY_MODEL), None)
 
 
@@ -245,15 +248,17 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     assert name == "v2_OpenEnded_mscoco_test-dev2015_results.json"
     answers = zip(ANNOTATORS, ["yes", "no", "left", "right"], strict=True)
     assert json.loads(data) == [{"question_id": i, "answer": answer} for i, answer in answers]
-    with pytest.raises(ValueError, match="--task.train_on=test-dev2015: a test split has no answers to learn from"):
+    with pytest.raises(
+        ValueError, match="--task.train_on=test-dev2015 has a test split, which has no answers to learn from"
+    ):
         changed(task, train_on=("test-dev2015",)).examples(urls(images), None)
 
 
 def test_a_submission_holds_every_question_of_the_split_once(task, samples):
     rows = predicted(task, examples_of(task, samples), [4, 2, 2, 1])
     for part, named in (
-        (rows[:2] + rows[3:], "1 ids of train2014 miss in the predictions, such as 20; they must match"),
-        ([*rows, rows[0]], "1 ids of the predictions stand there more than once, such as 10"),
+        (rows[:2] + rows[3:], "1 ids of train2014 are missing in the predictions, such as 20; they must match"),
+        ([*rows, rows[0]], "1 ids of the predictions are repeated, such as 10"),
         ([*rows, rows[0] | {"question_id": 5}], "1 ids of the predictions are not in train2014, such as 5"),
     ):
         with pytest.raises(ValueError, match=named):

@@ -9,13 +9,13 @@ from vlbert.datasets.vqa import (
     normalise,
     read_answers,
     read_questions,
-    without_punctuation,
+    remove_punctuation,
 )
 
 
 def test_answers_are_normalised_as_by_the_official_code():
     """What tests/data/conformance, which holds 149 answers, lacks."""
-    assert without_punctuation("\u0661,\u0662") == "\u0661 \u0662", "digits are 0 to 9 alone"
+    assert remove_punctuation("\u0661,\u0662") == "\u0661 \u0662", "digits are 0 to 9 alone"
     assert normalise("5,000 red/white") == "5000 redwhite", "a comma between digits: every mark goes"
     assert normalise("dont wouldntve y'alldve y'all'dve Im") == "don't wouldntve y'alldve y'all'd've im"
 
@@ -35,12 +35,12 @@ def test_the_answer_list_holds_the_answers_of_enough_questions(tmp_path, capsys)
     for split, part in (("train2014", answers[::2]), ("val2014", answers[1::2])):
         write_vqa(tmp_path, split, {i: [answer] * 10 for i, answer in enumerate(part)})
     main([str(tmp_path), str(tmp_path / "list.txt"), "--splits", "train2014", "val2014"])
-    assert "3 answers of 45 questions; set --task.answers 3" in capsys.readouterr().out
+    assert "3 answers from 45 questions; set --task.answers 3" in capsys.readouterr().out
     assert read_answers(tmp_path / "list.txt", 3) == ["dog", "2", "zebra"]
     main([str(tmp_path), str(tmp_path / "list.txt"), "--min-questions", "8"])
     assert read_answers(tmp_path / "list.txt", 4) == ["dog", "2", "zebra", "cat"]
     for arguments, named in (
-        (["--min-questions", "11"], "no answer is that of 11 of 45 questions"),
+        (["--min-questions", "11"], "no answer occurs in 11 of 45 questions"),
         (["--splits", "minival"], "there is no .*v2_mscoco_minival_annotations.json"),
     ):
         with pytest.raises(SystemExit, match=named):
@@ -60,10 +60,10 @@ Q, A = "v2_OpenEnded_mscoco_one_questions.json", "v2_mscoco_one_annotations.json
     ("file", "before", "after", "named"),
     [
         (A, "question_id", "id", r"annotations\[0\]: KeyError"),
-        (A, '"answer": "yes"', '"answer": 1', r"annotations\[0\]: .* no text"),
-        (A, '"question_id": 10', '"question_id": 12', r"1 ids of .*questions.json miss in .*annotations.json, such as"),
+        (A, '"answer": "yes"', '"answer": 1', r"annotations\[0\]: .* not a string"),
+        (A, '"question_id": 10', '"question_id": 12', r"1 ids of .*questions.json are missing in .*annotations.json,"),
         (Q, '"image_id": 1', '"image_id": 2', r"questions\[0\]: .*it is about image 2, its annotation about 1"),
-        (Q, '"Is it on the left, 10?"', "7", r"questions\[0\]: .*the question is no text: 7"),
+        (Q, '"Is it on the left, 10?"', "7", r"questions\[0\]: .*the question is not a string: 7"),
         (Q, '"questions"', '"rows"', "questions: no such list"),
         (Q, None, None, "there is no .*; .*task.folder"),
         ("list.txt", None, None, "there is no .*; .*task.answer_list; `vlbert vqa-answers"),

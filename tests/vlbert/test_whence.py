@@ -195,7 +195,7 @@ def test_a_task_whose_files_have_changed_is_named(tmp_path):
     train(recipe, ALONE, watched)
     shutil.copytree(root / "refcoco", tmp_path / "before")
     with_images_swapped(root / "refcoco")
-    changed = r"refcoco/refs\(unc\)\.p has changed: .*/runs/one/step-0000002 was trained with another one \(sha256 "
+    changed = r"refcoco/refs\(unc\)\.p has changed since .*/runs/one/step-0000002 was trained \(sha256 "
     out = tmp_path / "all.parquet"
     with pytest.raises(SystemExit, match=changed + ".*put it back"):
         whence.main([f"{root}/runs/one", f"--out={out}"])
@@ -219,7 +219,7 @@ def test_files_that_validation_alone_reads_may_be_gone_or_change(tmp_path):
     recorded = settings.hashes()
     assert recorded == {f"{split}.jsonl": hashlib.sha256(split.encode()).hexdigest() for split in ("train", "val")}
     (tmp_path / "val.jsonl").write_text("another")
-    with pytest.raises(ValueError, match=r"val\.jsonl has changed: the run was .*; do this"):
+    with pytest.raises(ValueError, match=r"val\.jsonl has changed since the run was .*; do this"):
         settings.check_same(recorded, "the run", "do this")
     settings.to_train().check_same(recorded, "the run", "do this")
     (tmp_path / "train.jsonl").unlink()

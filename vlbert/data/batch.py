@@ -1,6 +1,6 @@
-"""Example, Batch and collate: the seam between CPU and GPU.
+"""Example, Batch and collate: the data that loading hands to the model.
 
-Legend of shape letters, used in every file of vlbert/:
+Shape letters, used in every file of vlbert/:
 
     N  rows of a batch (one caption, choice or expression each)        t, T  tokens of a row; of the longest row
     P  images of a batch (rows without an image have none)             r, R  regions of a row; of the row with most
@@ -24,12 +24,13 @@ from training.log import Unreadable
 class TextInput:
     """The text of an example.
 
-    tokens        int64 [t]  WordPiece ids, special tokens included
-    segments      int64 [t]  0 for the first sentence (A), 1 for the second (B); regions are C, which is 2
-    token_region  int64 [t]  the region whose visual feature embedding the token carries (row of ImageInput.boxes; 0 is
-                             the whole image)
-    label_masks   name -> bool [t]  which tokens have a label; a label of the whole text is one of its first token
-    labels        name -> [m, ...]  labels of the masked tokens alone; concatenated in a batch, in row order
+    Attributes:
+        tokens: int64 [t], WordPiece ids with special tokens.
+        segments: int64 [t], 0 for the first sentence (A), 1 for the second (B); regions have 2 (C).
+        token_region: int64 [t], region whose visual feature embedding the token gets, a row of ImageInput.boxes; 0 is
+            the whole image.
+        label_masks: name -> bool [t], True at tokens with a label. A label of the whole text is at its first token.
+        labels: name -> [m, ...], labels of those m tokens; a batch concatenates them in row order.
     """
 
     tokens: np.ndarray
@@ -40,7 +41,7 @@ class TextInput:
 
     @classmethod
     def of_one_sentence(cls, tokens: Sequence[int], **labels: dict[str, np.ndarray]) -> "TextInput":
-        """Return the text of one sentence that names no region; `labels`: label_masks and labels."""
+        """Return the TextInput of one sentence that names no region. `labels` are label_masks and labels."""
         zeros = np.zeros(len(tokens), np.int64)
         return cls(np.array(tokens, np.int64), segments=zeros, token_region=zeros, **labels)
 
@@ -49,18 +50,18 @@ class TextInput:
 class ImageInput:
     """The image of an example.
 
-    boxes     float32 [r, 4]     x1 y1 x2 y2 in pixels of the resized image; row 0 is the whole image
-    masked    bool [r]           masked regions, which the model must not see; never row 0
-    size      (width, height)    of the resized image
-    pixels    uint8 [3, h, w]    RGB, already resized; None where features are precomputed
-    covered   float32 [h, 4]     boxes that are no regions of the row but whose pixels are masked too, or None
-    features  float [r, D]       precomputed ones, row 0 included; None end to end
-    cells     float32 [r, S, S]  share of each of the cells of a region, as res5 gives them, that its object covers;
-                                 None: all of it
-    classes   int64 [r]          the object's class, for models with one [IMG] a class; None elsewhere
-    averaged_over                by what a model divides the sum of the regions' vectors, where its vector of the whole
-                                 image is their mean; None: by their number
-    label_masks, labels          as in TextInput, by region
+    Attributes:
+        boxes: float32 [r, 4], x1 y1 x2 y2 in pixels of the resized image; row 0 is the whole image.
+        masked: bool [r], True at regions that the model must not see; never at row 0.
+        size: (width, height) of the resized image.
+        pixels: uint8 [3, h, w], RGB, resized; None with precomputed features.
+        covered: float32 [h, 4], boxes whose pixels are masked although they are not regions of the row, or None.
+        features: float [r, D], precomputed features, row 0 included; None if features are end to end.
+        cells: float32 [r, S, S], share of each cell of a region (res5's cells) that its object covers; None means all.
+        classes: int64 [r], class of the object, for models with one [IMG] per class; None for others.
+        averaged_over: divisor of the sum of the regions' vectors, for models whose vector of the whole image is their
+            mean; None means their number.
+        label_masks, labels: as in TextInput, by region.
     """
 
     boxes: np.ndarray
@@ -78,10 +79,10 @@ class ImageInput:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text and its image, if it has one; `more` holds further texts about the same image (the choices of an answer).
+    """A text with or without an image, and `more` texts about the same image, such as the choices of an answer.
 
-    Each text is a row of the batch. `metadata` is handed on as it is (ids for predictions). An example that is not
-    `counted` is a placeholder: see `placeholder`.
+    Each text is a row of the batch. `metadata`, such as ids for predictions, is passed on unchanged. An example that is
+    not `counted` is a placeholder: see `make_placeholder`.
     """
 
     key: str
@@ -98,13 +99,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a batch as numbers of the host. Shapes depend on them, and reading a shape from tensors would make
-    the host wait until a GPU has computed all before.
+    """The sizes of a batch, on the host. If they were read from tensors, the host would have to wait for the GPU.
 
-    tokens     of each row
-    regions    of each row
-    labelled   name -> how many labels each row has; names as in label_masks
-    images     (width, height) of each image without its padding
+    Attributes:
+        tokens, regions: number of tokens and of regions of each row.
+        labelled: name of a label mask -> number of labels of each row.
+        images: (width, height) of each image without padding.
     """
 
     tokens: tuple[int, ...]
@@ -115,32 +115,33 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The N texts of some examples, padded. Masks say what is real; no value in the data stands for "nothing".
+    """The N texts of some examples and their P images, padded.
 
-    What a model picks out of padded tensors it picks by the index lists here, which the loader makes: a mask would have
-    to be read first.
+    Masks mark real elements; no value in the data means "nothing". Models select elements of padded tensors with the
+    index lists of the batch, because a selection by mask would make the host wait for the GPU. Image order is the order
+    of the groups in `pixels`, and of rows within a group.
 
-    keys           list of sample keys             metadata        list of dicts, both one an example
-    tokens         int64 [N, T]                    boxes           float32 [N, R, 4]  pixels, row 0 the whole image
-    text_mask      bool [N, T]                     region_mask     bool [N, R]  all False in a row without an image
-    segments       int64 [N, T]                    region_masked   bool [N, R]
-    token_region   int64 [N, T]                    region_classes  int64 [N, R]  see ImageInput.classes
-    pixels         uint8 [p, 3, H, W] of each group of images of similar shape; () where features are precomputed.
-                   Images are numbered group by group, inside a group by row: this is image order
-    image_sizes    int64 [P, 2]        (width, height) of each image without its padding
-    averaged_over  int64 [P]           see ImageInput.averaged_over; at least 1
-    covered        float32 [P, h, 4]   see ImageInput.covered; covered_mask, bool [P, h], is False in the padding
-    image_of       int64 [N]           the image of each row; -1: none. Rows of one image have the same regions
-    image_rows     int64 [P]           the first row of each image
-    real_regions   int64 [K]           index in [P * R] of each real region of all images, in image order
-    features       float [K, D]        of the real regions of all images, in image order; [0, 0] end to end
-    cells          float32 [K, S, S]   likewise, see ImageInput.cells; [0, 0, 0] where objects cover their regions
-    counted        int64 [n]           the rows that are not a placeholder's, which have no labels
-    labelled       name -> int64 [M]   index in [N * T] or [N * R] of what has a label, in row order; names as in
-                   label_masks
-    labels         name -> [M, ...]    in row order
-    sizes          see Sizes
-    unreadable     the examples that are missing from the batch
+    Attributes:
+        keys, metadata: sample key and dict of each example.
+        tokens, segments, token_region: int64 [N, T], as in TextInput.
+        text_mask: bool [N, T], False in the padding.
+        boxes: float32 [N, R, 4], as in ImageInput.
+        region_mask: bool [N, R], False in the padding and in rows without an image.
+        region_masked, region_classes: bool and int64 [N, R], `masked` and `classes` of ImageInput.
+        pixels: uint8 [p, 3, H, W] of each group of images of similar shape; () with precomputed features.
+        image_sizes: int64 [P, 2], (width, height) of each image without padding.
+        averaged_over: int64 [P], as in ImageInput, at least 1.
+        covered, covered_mask: float32 [P, h, 4], as in ImageInput; bool [P, h], False in the padding.
+        image_of: int64 [N], image of each row, -1 for none. All rows of an image have the same regions.
+        image_rows: int64 [P], first row of each image.
+        real_regions: int64 [K], index in [P * R] of each real region of all images, in image order.
+        features: float [K, D], features of the real regions, in image order; [0, 0] if features are end to end.
+        cells: float32 [K, S, S], ImageInput.cells of the real regions; [0, 0, 0] if no image has them.
+        counted: int64 [n], rows of examples that are not placeholders. Placeholders have no labels.
+        labelled: name of a label mask -> int64 [M], index in [N * T] or [N * R] of each label, in row order.
+        labels: name -> [M, ...], in row order.
+        sizes: numbers of elements, on the host.
+        unreadable: examples that are missing from the batch.
     """
 
     keys: list[str]
@@ -170,92 +171,91 @@ class Batch:
     unreadable: tuple[Unreadable, ...] = ()
 
     def __len__(self) -> int:
-        """N, the number of rows."""
         return len(self.tokens)
 
     def image(self, number: int) -> Tensor:
-        """uint8 [3, h, w]: the pixels of an image without its padding."""
+        """Return the pixels of an image without padding: uint8 [3, h, w]."""
         width, height = self.sizes.images[number]
         return [image for group in self.pixels for image in group][number][:, :height, :width]
 
     def of_real_regions(self, values: Tensor) -> Tensor:
-        """From what belongs to the regions of rows, [N, R, ...], that of the images' real regions: [K, ...], in image
-        order."""
+        """Select the values of the images' real regions, in image order: [N, R, ...] -> [K, ...]."""
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
-        """Of each of the K real regions the image that it is in and its number there, 0 being the whole image."""
+        """Return the image of each of the K real regions, and its number in that image; 0 is the whole image."""
         return self.real_regions // self.region_mask.shape[1], self.real_regions % self.region_mask.shape[1]
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch with its tensors on `device`; pixels travel as uint8."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the batch with its tensors on `device`. Pixels are transferred as uint8."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory, from which GPUs copy while they compute; DataLoader calls it."""
-        return self._each(Tensor.pin_memory)
+        """Return the batch in page-locked memory, for asynchronous copies to a GPU. DataLoader calls it."""
+        return self._map_tensors(Tensor.pin_memory)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        def changed(value: Any) -> Any:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        def convert(value: Any) -> Any:
             if isinstance(value, dict):
-                return {name: changed(v) for name, v in value.items()}
+                return {name: convert(v) for name, v in value.items()}
             if isinstance(value, tuple):
-                return tuple(changed(v) for v in value)
+                return tuple(convert(v) for v in value)
             return change(value) if isinstance(value, Tensor) else value
 
-        return Batch(**{f.name: changed(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        return Batch(**{f.name: convert(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
 
 def select(padded: Tensor, index: Tensor) -> Tensor:
-    """Elements of padded rows: [N, S, ...] and int64 [M], indices in [N * S] -> [M, ...]."""
+    """Select elements of padded rows [N, S, ...] by `index` int64 [M], indices in [N * S]: [M, ...]."""
     return padded.flatten(0, 1).index_select(0, index)
 
 
-def placeholder(example: Example) -> Example:
-    """An example with the shapes of `example` and without labels.
+def make_placeholder(example: Example) -> Example:
+    """Return an example with the shapes of `example` and without labels.
 
-    A batch without an image would leave the image network without a gradient, which DDP refuses on a single rank.
+    A batch without an image would leave the image network without a gradient on this rank only, which DDP refuses.
     """
-
     return dataclasses.replace(
         example,
-        text=unlabelled(example.text),
-        image=None if example.image is None else unlabelled(example.image),
-        more=tuple(unlabelled(text) for text in example.more),
+        text=remove_labels(example.text),
+        image=None if example.image is None else remove_labels(example.image),
+        more=tuple(remove_labels(text) for text in example.more),
         counted=False,
     )
 
 
-def unlabelled(part: TextInput | ImageInput) -> TextInput | ImageInput:
-    """A text or an image that looks the same and has no labels."""
+def remove_labels(part: TextInput | ImageInput) -> TextInput | ImageInput:
     masks = {name: np.zeros_like(mask) for name, mask in part.label_masks.items()}
-    return dataclasses.replace(part, label_masks=masks, labels={name: of[:0] for name, of in part.labels.items()})
+    return dataclasses.replace(part, label_masks=masks, labels={k: v[:0] for k, v in part.labels.items()})
 
 
 def collate(
     examples: Sequence[Example], unreadable: Sequence[Unreadable] = (), least: tuple[int, int] = (0, 0)
 ) -> Batch:
-    """Pad the texts of some examples to one Batch. ValueError where they carry different labels or features.
+    """Pad the texts and images of some examples to a Batch.
 
-    least: T and R, where the rows shall have more tokens and regions than the longest.
+    Raises ValueError if the examples have labels of different names, or if only some have pixels or features.
+
+    Args:
+        least: minimum of T and R.
     """
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     texts = [text for e in examples for text in e.texts]
-    of_examples = {i: e.image for i, e in enumerate(examples) if e.image is not None}
-    groups = [list(of_examples)]
-    if all(image.pixels is not None for image in of_examples.values()):  # else there is nothing to save
-        groups = groups_of_shape({i: image.size for i, image in of_examples.items()})
-    number = {i: p for p, i in enumerate(i for group in groups for i in group)}
-    images = [of_examples[i] for i in number]
-    rows = [row for row, i in enumerate(owners) if i in number]  # those with an image
-    shown = [of_examples[owners[row]] for row in rows]
+    image_of = {i: e.image for i, e in enumerate(examples) if e.image is not None}
+    groups = [list(image_of)]
+    if all(image.pixels is not None for image in image_of.values()):  # without pixels, groups save nothing
+        groups = group_by_shape({i: image.size for i, image in image_of.items()})
+    index_of = {i: p for p, i in enumerate(i for group in groups for i in group)}
+    images = [image_of[i] for i in index_of]
+    rows = [row for row, i in enumerate(owners) if i in index_of]  # those with an image
+    row_images = [image_of[owners[row]] for row in rows]
     n, t, r = len(texts), max(len(w.tokens) for w in texts), max((len(p.boxes) for p in images), default=0)
     t, r = max(t, least[0]), max(r, least[1])
     every_row, none = range(n), np.zeros(0, bool)
-    labelled = _labelled(texts, every_row, t) | _labelled(shown, rows, r)
-    labels = _concatenate_all(texts) | _concatenate_all(shown)
+    labelled = _label_indices(texts, every_row, t) | _label_indices(row_images, rows, r)
+    labels = _concatenate_labels(texts) | _concatenate_labels(row_images)
     regions = np.zeros(n, np.int64)
-    regions[rows] = [len(p.boxes) for p in shown]
+    regions[rows] = [len(p.boxes) for p in row_images]
     sizes = Sizes(
         tokens=tuple(len(w.tokens) for w in texts),
         regions=tuple(regions.tolist()),
@@ -266,7 +266,7 @@ def collate(
     )
     covered = [np.zeros((0, 4), np.float32) if p.covered is None else p.covered for p in images]
     h = max((len(boxes) for boxes in covered), default=0)
-    classes = [np.zeros(len(p.boxes), np.int64) if p.classes is None else p.classes for p in shown]
+    classes = [np.zeros(len(p.boxes), np.int64) if p.classes is None else p.classes for p in row_images]
     return Batch(
         keys=[e.key for e in examples],
         metadata=[e.metadata for e in examples],
@@ -274,11 +274,11 @@ def collate(
         text_mask=_pad([np.ones(len(w.tokens), bool) for w in texts], every_row, n, t),
         segments=_pad([w.segments for w in texts], every_row, n, t),
         token_region=_pad([w.token_region for w in texts], every_row, n, t),
-        boxes=_pad([p.boxes for p in shown], rows, n, r, like=np.zeros((0, 4), np.float32)),
-        region_mask=_pad([np.ones(len(p.boxes), bool) for p in shown], rows, n, r, like=none),
-        region_masked=_pad([p.masked for p in shown], rows, n, r, like=none),
+        boxes=_pad([p.boxes for p in row_images], rows, n, r, like=np.zeros((0, 4), np.float32)),
+        region_mask=_pad([np.ones(len(p.boxes), bool) for p in row_images], rows, n, r, like=none),
+        region_masked=_pad([p.masked for p in row_images], rows, n, r, like=none),
         region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
-        pixels=_pad_pixels([[of_examples[i] for i in group] for group in groups]),
+        pixels=_pad_pixels([[image_of[i] for i in group] for group in groups]),
         image_sizes=torch.tensor(sizes.images, dtype=torch.int64).reshape(-1, 2),
         averaged_over=torch.tensor(
             [max(1, len(p.boxes) - 1 if p.averaged_over is None else p.averaged_over) for p in images],
@@ -286,11 +286,11 @@ def collate(
         ),
         covered=_pad(covered, range(len(images)), len(images), h, like=np.zeros((0, 4), np.float32)),
         covered_mask=_pad([np.ones(len(c), bool) for c in covered], range(len(images)), len(images), h, like=none),
-        image_of=torch.tensor([number.get(i, -1) for i in owners], dtype=torch.int64),
-        image_rows=torch.tensor([owners.index(i) for i in number], dtype=torch.int64),
-        real_regions=torch.from_numpy(_indices([np.arange(len(p.boxes)) for p in images], range(len(images)), r)),
-        features=_of_all_images(images, "features", axes=2),
-        cells=_of_all_images(images, "cells", axes=3),
+        image_of=torch.tensor([index_of.get(i, -1) for i in owners], dtype=torch.int64),
+        image_rows=torch.tensor([owners.index(i) for i in index_of], dtype=torch.int64),
+        real_regions=torch.from_numpy(_flat_indices([np.arange(len(p.boxes)) for p in images], range(len(images)), r)),
+        features=_concatenate_images(images, "features", axes=2),
+        cells=_concatenate_images(images, "cells", axes=3),
         counted=torch.tensor([row for row, i in enumerate(owners) if examples[i].counted], dtype=torch.int64),
         labelled={name: torch.from_numpy(index) for name, (index, _) in labelled.items()},
         labels=labels,
@@ -300,10 +300,10 @@ def collate(
 
 
 def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
-    """Each of the batch's P images with each of some texts, P * len(texts) rows, those of an image together, in image
-    order and without labels. texts: int64 [t] each, token ids of one sentence, special tokens included.
+    """Return a batch of each of the P images with each text, without labels: P * len(texts) rows, in image order.
 
-    `keys` and `metadata` stay those of the batch's examples. Every row of the batch must have an image.
+    `keys` and `metadata` stay those of the batch's examples. Every row of the batch must have an image. Each text is
+    int64 [t], token ids of one sentence with special tokens.
     """
     device, images = batch.tokens.device, len(batch.image_rows)
     tokens = _pad(texts, range(len(texts)), len(texts), max(len(text) for text in texts)).to(device)
@@ -332,12 +332,11 @@ def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
     )
 
 
-def groups_of_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
-    """The keys of some images, given their (width, height), in one group or, where this saves a tenth of the padded
-    pixels, two.
+def group_by_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
+    """Group images, key -> (width, height), by shape: one group, or two if that saves a tenth of the padded pixels.
 
-    Wide and tall images in one tensor would be padded to squares: a batch of 32 web photos has 1.8 times as many
-    pixels as the photos in one group, 1.16 times in two, 1.10 times in three.
+    Wide and tall images in one tensor are padded to squares: a batch of 32 web photos has 1.8 times as many pixels as
+    the photos in one group, 1.16 times in two, 1.10 times in three.
     """
     in_order = list(images)
     by_shape = sorted(images, key=lambda key: images[key][0] - images[key][1])  # tall ones first
@@ -350,7 +349,7 @@ def groups_of_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
 
 
 def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """The pixels of a group of the first 0, 1, ... of some sizes."""
+    """Return the padded pixels of a group of the first 0, 1, ... images."""
     areas, widest, highest = [0], 0, 0
     for count, (width, height) in enumerate(sizes, 1):
         widest, highest = max(widest, width), max(highest, height)
@@ -359,16 +358,16 @@ def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
-    """Of each group uint8 [p, 3, H, W] with each image in its upper left corner, zeros elsewhere; () without any."""
+    """Pad the images of each group on the right and below: uint8 [p, 3, H, W] each; () if no image has pixels."""
     count = sum(map(len, groups))
-    there = [[image.pixels for image in group if image.pixels is not None] for group in groups]
-    missing = count - sum(map(len, there))
+    groups_pixels = [[image.pixels for image in group if image.pixels is not None] for group in groups]
+    missing = count - sum(map(len, groups_pixels))
     if missing == count:
         return ()
     if missing:
         raise ValueError(f"{missing} of {count} images of one batch have no pixels")
     padded = []
-    for group in there:
+    for group in groups_pixels:
         height, width = (max(pixels.shape[axis] for pixels in group) for axis in (1, 2))
         padded.append(group[0].new_zeros(len(group), 3, height, width))
         for row, pixels in zip(padded[-1], group, strict=True):
@@ -376,8 +375,8 @@ def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
     return tuple(padded)
 
 
-def _of_all_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:
-    """The arrays `name` of all images, one after the other; empty where none has one."""
+def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:
+    """Concatenate the arrays `name` of all images. The result is empty if no image has one."""
     arrays = [array for array in (getattr(p, name) for p in images) if array is not None]
     if not arrays:
         return torch.zeros((0,) * axes)
@@ -389,7 +388,7 @@ def _of_all_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor
 def _pad(
     arrays: Sequence[np.ndarray], rows: Sequence[int], n: int, length: int, like: np.ndarray | None = None
 ) -> Tensor:
-    """[n, length, ...] with arrays[i] at the front of row rows[i], zeros elsewhere."""
+    """Return [n, length, ...] with arrays[i] at the start of row rows[i], and zeros elsewhere."""
     like = arrays[0] if len(arrays) or like is None else like
     padded = np.zeros((n, length, *like.shape[1:]), like.dtype)
     for row, array in zip(rows, arrays, strict=True):
@@ -397,31 +396,31 @@ def _pad(
     return torch.from_numpy(padded)
 
 
-def _indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
-    """int64 [M]: where the elements numbers[i] of row rows[i] lie among those of all rows, each of that length."""
-    found = [row * length + of_row for row, of_row in zip(rows, numbers, strict=True)]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
+    """Return the flat indices, int64 [M], of elements `numbers[i]` of row `rows[i]`, for rows of this length."""
+    flat = [row * length + index for row, index in zip(rows, numbers, strict=True)]
+    return np.concatenate(flat) if flat else np.zeros(0, np.int64)
 
 
-def _labelled(
+def _label_indices(
     parts: Sequence[TextInput | ImageInput], rows: Sequence[int], length: int
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """Name of each label mask -> the indices of what it marks among all rows, and the length of a row."""
+    """Return name of each label mask -> (flat indices of the elements that it marks, length of a row)."""
     return {
-        name: (_indices([np.flatnonzero(part.label_masks[name]) for part in parts], rows, length), length)
-        for name in _names(parts, "label_masks")
+        name: (_flat_indices([np.flatnonzero(part.label_masks[name]) for part in parts], rows, length), length)
+        for name in _common_names(parts, "label_masks")
     }
 
 
-def _concatenate_all(parts: Sequence[TextInput | ImageInput]) -> dict[str, Tensor]:
+def _concatenate_labels(parts: Sequence[TextInput | ImageInput]) -> dict[str, Tensor]:
     return {
         name: torch.from_numpy(np.concatenate([part.labels[name] for part in parts]))
-        for name in _names(parts, "labels")
+        for name in _common_names(parts, "labels")
     }
 
 
-def _names(parts: Sequence[TextInput | ImageInput], what: str) -> list[str]:
-    names = {tuple(getattr(part, what)) for part in parts}
+def _common_names(parts: Sequence[TextInput | ImageInput], field_name: str) -> list[str]:
+    names = {tuple(getattr(part, field_name)) for part in parts}
     if len(names) > 1:
-        raise ValueError(f"examples of one batch carry different {what}: {sorted(names)}")
+        raise ValueError(f"examples of one batch have different {field_name}: {sorted(names)}")
     return list(names.pop()) if names else []

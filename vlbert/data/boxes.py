@@ -1,4 +1,4 @@
-"""Boxes are float32 x1 y1 x2 y2 in pixels, continuous: width is x2 - x1."""
+"""Geometry of boxes: float32 x1 y1 x2 y2 in pixels, continuous, so that the width is x2 - x1."""
 
 import numpy as np
 import torch
@@ -7,14 +7,14 @@ from torchvision.ops import box_iou
 
 
 def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: bool) -> Tensor:
-    """The geometry embedding of boxes: sines and cosines of their position (paper 3.2, after Hu et al. 2018).
+    """Return the geometry embedding of boxes (paper 3.2, after Hu et al. 2018): [K, channels].
 
-    boxes [K, 4] pixels, sizes [K, 2] (width, height) of the image each lies in -> [K, channels].
-    corners: the paper's (x1/W, y1/H, x2/W, y2/H); else the authors' code's (xc/W, yc/H, w/W, h/H). Each number, times
-    100, is divided by 1000^(i/n) for i < n = channels / 8 and becomes n sines, then n cosines; the four follow in turn.
+    A box is four numbers, the paper's (x1/W, y1/H, x2/W, y2/H) if `corners`, else (xc/W, yc/H, w/W, h/H) as in the
+    authors' code. Each number, times 100, is divided by 1000^(i/n) for i < n = channels / 8 and becomes n sines, then n
+    cosines. The four results are concatenated. `sizes` [K, 2] has (width, height) of the image of each box.
     """
     if channels % 8:
-        raise ValueError(f"the geometry embedding needs a multiple of 8 channels, not {channels}")
+        raise ValueError(f"the geometry embedding has {channels} channels; it needs a multiple of 8")
     n = channels // 8
     scale = sizes.to(boxes.dtype).repeat(1, 2)
     if not corners:
@@ -27,10 +27,7 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
 
 
 def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Five numbers a box, (x1/W, y1/H, x2/W, y2/H, its share of the image's area), as ViLBERT and Unicoder-VL take it.
-
-    boxes [K, 4] pixels, sizes [K, 2] (width, height) of the image each lies in -> [K, 5].
-    """
+    """Return ViLBERT's and Unicoder-VL's (x1/W, y1/H, x2/W, y2/H, share of the image's area) of boxes: [K, 5]."""
     corners = boxes / sizes.to(boxes.dtype).repeat(1, 2)
     x1, y1, x2, y2 = boxes.unbind(dim=1)
     area = (x2 - x1) * (y2 - y1) / sizes.to(boxes.dtype).prod(dim=1)
@@ -38,28 +35,28 @@ def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
 
 
 def box_iou_with_borders(boxes: Tensor, others: Tensor) -> Tensor:
-    """Intersection over union of boxes [n, 4] and others [m, 4] that hold the pixels of both ends: [n, m]."""
+    """Return the IoU of boxes [n, 4] and others [m, 4] that include the pixels at x2 and y2: [n, m]."""
     boxes, others = (torch.cat([b[:, :2], b[:, 2:] + 1], dim=1) for b in (boxes, others))
     return box_iou(boxes, others)
 
 
 def masked_pixels(boxes: Tensor, masked: Tensor, height: int, width: int) -> Tensor:
-    """Which pixels lie in a masked region: boxes [P, R, 4], masked bool [P, R] -> bool [P, height, width].
+    """Return True at the pixels of masked regions: boxes [P, R, 4], masked bool [P, R] -> bool [P, height, width].
 
-    A box masks rows int(y1)..int(y2) and columns int(x1)..int(x2), both ends included: every pixel that it touches.
+    A box masks every pixel that it touches: rows int(y1)..int(y2) and columns int(x1)..int(x2), both ends included.
     """
     x1, y1, x2, y2 = boxes.to(torch.int64).unbind(dim=2)
     x, y = torch.arange(width, device=boxes.device), torch.arange(height, device=boxes.device)
     columns = (x >= x1[..., None]) & (x <= x2[..., None]) & masked[..., None]  # (P, R, W)
     rows = (y >= y1[..., None]) & (y <= y2[..., None])  # (P, R, H)
-    # A pixel is masked where any region has both its row and its column: a small matrix product finds them all.
+    # A pixel is masked if a region has its row and its column. A small matrix product finds all such pixels.
     return torch.bmm(rows.float().transpose(1, 2), columns.float()) > 0
 
 
 def flip_horizontally(boxes: np.ndarray, width: float) -> np.ndarray:
-    """The boxes [r, 4] after the image of `width` pixels is mirrored left to right.
+    """Mirror boxes [r, 4] left to right in an image of `width` pixels.
 
-    Column i becomes column width - 1 - i, and a box names the columns at its ends: those that `masked_pixels` masks.
+    Column i becomes column width - 1 - i. A box contains the columns at both of its ends, as in `masked_pixels`.
     """
     x1, y1, x2, y2 = boxes.T
     return np.stack([width - 1 - x2, y1, width - 1 - x1, y2], axis=1)

@@ -1,4 +1,4 @@
-"""Tokenise a text-only corpus into one flat file of token ids: `vlbert corpus`. Its files are UTF-8, of any size."""
+"""Text-only corpora, tokenised into one flat file of token ids: `vlbert corpus`. Texts are UTF-8 files of any size."""
 
 import contextlib
 import hashlib
@@ -18,29 +18,27 @@ from storage.safe_json import parse_json
 from vlbert.data.vocabulary import Vocabulary
 
 CORPUS_VERSION = 1
-_FILES = ("tokens.u16", "offsets.i64", "vocab.txt", "corpus.json")  # corpus.json is last, and says that all is there
-_LINES_AT_ONCE = 1000  # lines that are tokenised together, on all cores
+_FILES = ("tokens.u16", "offsets.i64", "vocab.txt", "corpus.json")  # corpus.json is written last
+_LINES_AT_ONCE = 1000  # lines per call of the tokenizer, which uses all cores
 
 
 class TextCorpus:
     """A tokenised corpus: lines of token ids in one memory-mapped file, shared by all workers.
 
-    A folder with tokens.u16 (uint16, little-endian, all lines one after the other), offsets.i64 (int64, little-endian,
-    [lines + 1]) and corpus.json (version, hash of the vocabulary, lines, tokens).
+    Its folder has tokens.u16 (uint16, little-endian, all lines in sequence), offsets.i64 (int64, little-endian,
+    [lines + 1]) and corpus.json (version, hash of the vocabulary, number of lines and tokens).
     """
 
     def __init__(self, folder: str | Path, vocabulary: Vocabulary):
         folder = Path(folder)
         try:
-            metadata, self.tokens, self.offsets = _open(folder)
+            metadata, self.tokens, self.offsets = _open_corpus(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder} has no complete corpus ({error}); run `vlbert corpus {folder} ...`") from error
+        origin = metadata.get("version"), metadata.get("vocabulary")
+        if origin != (CORPUS_VERSION, vocabulary.hash):
             raise ValueError(
-                f"{folder} holds no whole corpus ({error}); make it with `vlbert corpus {folder} ...`"
-            ) from error
-        made_with = metadata.get("version"), metadata.get("vocabulary")
-        if made_with != (CORPUS_VERSION, vocabulary.hash):
-            raise ValueError(
-                f"{folder} was made with version and vocabulary {made_with}, this run has "
+                f"{folder} was made with version and vocabulary {origin}, but this run has "
                 f"{CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `vlbert corpus`"
             )
         self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
@@ -49,37 +47,38 @@ class TextCorpus:
         return len(self.offsets) - 1
 
     def passages(self, lines: np.ndarray, length: int) -> np.ndarray:
-        """Return each of `lines`, and as many behind it as fill `length` tokens, round the end: int64 [lines, length].
+        """Return a passage of `length` tokens from the start of each of `lines`: int64 [lines, length].
 
-        All are shorter where the whole corpus is: no line is taken twice.
+        A passage continues in the next lines, and after the last line in the first. If the corpus has fewer tokens,
+        passages are as long as the corpus.
         """
         length = min(length, len(self.tokens))
-        starts = self.offsets[:-1][lines]  # the last offset begins no line
+        starts = self.offsets[:-1][lines]  # without the last offset, the end of the corpus
         windows = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
-        over = starts >= len(windows)  # those that go on at the corpus' beginning
-        found = windows[np.where(over, 0, starts)].astype(np.int64)
-        found[over] = self.tokens[(starts[over, None] + np.arange(length)) % len(self.tokens)]
-        return found
+        wrapping = starts >= len(windows)  # those that continue at the corpus' beginning
+        passages = windows[np.where(wrapping, 0, starts)].astype(np.int64)
+        passages[wrapping] = self.tokens[(starts[wrapping, None] + np.arange(length)) % len(self.tokens)]
+        return passages
 
 
-def _open(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Return what corpus.json says, and the mapped tokens and offsets. Raises an error if a file is gone or torn."""
+def _open_corpus(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
+    """Return corpus.json's content and the mapped tokens and offsets. Raises if a file is missing or truncated."""
     file = folder / "corpus.json"
     metadata = parse_json(file.read_bytes(), str(file))
     arrays = []
     for name, kind, count in (("tokens.u16", "<u2", metadata["tokens"]), ("offsets.i64", "<i8", metadata["lines"] + 1)):
         mapped = np.memmap(folder / name, dtype=kind, mode="r")
         if len(mapped) != count:
-            raise ValueError(f"{name} has {len(mapped)} numbers, and {count} by corpus.json")
-        arrays.append(np.asarray(mapped))  # a plain array: cutting a slice from a memmap takes longer than copying it
+            raise ValueError(f"{name} has {len(mapped)} numbers, but {count} according to corpus.json")
+        arrays.append(np.asarray(mapped))  # slicing a memmap takes longer than copying the slice
     return metadata, *arrays
 
 
 def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, made_of: dict | None = None) -> dict:
-    """Tokenise texts into `folder` (see TextCorpus), one line each, without empty ones; return what corpus.json says.
+    """Tokenise texts into `folder` (see TextCorpus), one line per non-empty text. Return the content of corpus.json.
 
-    Until all is there the folder stays as it was. A corpus that a training has mapped is replaced, never changed.
-    Raises ValueError if there is no word.
+    The folder changes only when all files are ready. Old files are replaced, not overwritten, because a training may
+    have mapped them. Raises ValueError if the texts have no words.
     """
     if len(vocabulary) > 2**16:
         raise ValueError(f"the vocabulary has {len(vocabulary)} tokens; the corpus format holds ids up to 65535")
@@ -88,7 +87,7 @@ def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, ma
         new = [Path(making, name) for name in _FILES]
         lengths = _write_tokens(texts, vocabulary, new[0])
         if not lengths:
-            raise ValueError(f"there is no line with a word for {folder}; name files with text")
+            raise ValueError(f"there is no line with a word for {folder}; name files that have text")
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
         offsets.tofile(new[1])
         new[2].write_text(vocabulary.text(), encoding="utf-8")
@@ -104,54 +103,57 @@ def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, ma
 
 
 def _write_tokens(texts: Iterable[str], vocabulary: Vocabulary, file: Path) -> "array[int]":
-    """Write the tokens of all texts, and return how many each has that has any."""
+    """Write the tokens of all texts, and return the number of tokens of each non-empty text."""
     lengths, texts = array("q"), iter(texts)
     with open(file, "wb") as out:
         while portion := list(itertools.islice(texts, _LINES_AT_ONCE)):
-            found = [ids for ids in vocabulary.encode_many(portion) if ids]
-            np.fromiter(itertools.chain.from_iterable(found), "<u2").tofile(out)
-            lengths.extend(map(len, found))
+            tokens = [ids for ids in vocabulary.encode_many(portion) if ids]
+            np.fromiter(itertools.chain.from_iterable(tokens), "<u2").tofile(out)
+            lengths.extend(map(len, tokens))
     return lengths
 
 
 def make_corpus(
     folder: Path, files: Sequence[Path], vocabulary: Path | None, size: int, captions: Sequence[Path]
 ) -> dict:
-    """Make the corpus of `files` in `folder`, with its vocab.txt: the one given, or one of at most `size` tokens, built
-    from the lines and from the captions of the lists `captions`. Return what corpus.json says.
+    """Make the corpus of `files` in `folder`, with vocab.txt, and return the content of corpus.json.
 
-    A folder that was made from the same bytes is left as it is. Raises ValueError if an input is wrong.
+    A folder that was made from the same bytes is not changed. Raises ValueError if an input is wrong.
+
+    Args:
+        vocabulary: vocab.txt to use; None builds one of at most `size` tokens from the lines and captions.
+        captions: caption lists to build it from, too.
     """
     inputs = [*files, *captions, *([vocabulary] if vocabulary else [])]
     for file in inputs:
         if not file.is_file():
-            raise ValueError(f"there is no file {file}; name text files")
-    made_of = {"files": [_hash(file) for file in inputs], "size": None if vocabulary else size}
+            raise ValueError(f"there is no file {file}; name existing text files")
+    made_of = {"files": [_hash_file(file) for file in inputs], "size": None if vocabulary else size}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        metadata, *_ = _open(folder)
+        metadata, *_ = _open_corpus(folder)
         if (metadata["version"], metadata["made_of"]) == (CORPUS_VERSION, made_of):
             return metadata
 
     def texts() -> Iterator[str]:
-        read = (row.caption for file in captions for row in read_captions(file))
-        return itertools.chain(read, _lines(files))
+        from_captions = (row.caption for file in captions for row in read_captions(file))
+        return itertools.chain(from_captions, _read_lines(files))
 
-    given = Vocabulary.read(vocabulary) if vocabulary else Vocabulary.build(texts, size)
-    return encode_corpus(_lines(files), given, folder, made_of)
+    vocabulary_used = Vocabulary.read(vocabulary) if vocabulary else Vocabulary.build(texts, size)
+    return encode_corpus(_read_lines(files), vocabulary_used, folder, made_of)
 
 
-def _hash(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _lines(files: Iterable[Path]) -> Iterator[str]:
-    """Yield the lines of the files. Raises ValueError that names file and line if one is not UTF-8."""
+def _read_lines(files: Iterable[Path]) -> Iterator[str]:
+    """Yield the lines of the files. Raises ValueError, with file and line, if a line is not UTF-8."""
     for file in files:
         with open(file, "rb") as stream:
             for number, line in enumerate(stream, 1):
                 try:
-                    text = line.decode()  # a byte order mark is a letter that BERT leaves out
+                    text = line.decode()  # BERT's tokenizer ignores a byte order mark
                 except UnicodeDecodeError as error:
                     raise ValueError(
                         f"{file}:{number} is not UTF-8 ({error.reason}: {line[error.start]:#04x}); convert or unpack it"
@@ -172,13 +174,13 @@ def write_corpus(
 
     Args:
         out: folder to write, vocab.txt included
-        files: text files in UTF-8, one document a line
+        files: text files in UTF-8, one document per line
         vocabulary: vocab.txt to use, such as BERT's; give this or vocabulary_size
-        vocabulary_size: build a vocabulary of at most so many tokens
-        captions: caption lists to build it from, too
+        vocabulary_size: build a vocabulary of at most this many tokens
+        captions: caption lists to build the vocabulary from, in addition to files
     """
     if (vocabulary is None) == (vocabulary_size is None):
-        raise ValueError("give either --vocabulary or --vocabulary_size")
+        raise ValueError("set either --vocabulary or --vocabulary_size")
     metadata = make_corpus(out, files, vocabulary, vocabulary_size or 0, captions)
     print(f"{out}: {metadata['lines']} lines, {metadata['tokens']} tokens")
 

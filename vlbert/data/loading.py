@@ -1,9 +1,8 @@
-"""What a run trains on, in which order: every batch is a pure function of (seed, step), whatever the ranks and workers.
+"""The training and validation data of a run. Each batch is a pure function of (seed, step), for any ranks and workers.
 
-The whole state of the data in a checkpoint is {datasets with their weights and snapshots, seed, samples consumed}.
-Slots are numbered through all epochs, step s takes slots s*batch .. (s+1)*batch - 1, and vlbert/data/order.py says
-which example each of them is. A sample that cannot be read leaves its slot empty, with weight zero; no other sample
-replaces it.
+A checkpoint holds the whole state of the data: {datasets with weights and snapshots, seed, samples consumed}. Slots are
+numbered across all epochs. Step s takes slots s*batch to (s+1)*batch - 1, and vlbert/data/order.py gives the example of
+each slot. A sample that cannot be read leaves its slot empty, with weight zero; no other sample replaces it.
 """
 
 import math
@@ -21,42 +20,42 @@ from storage.sample import Sample
 from training.distributed import World
 from training.log import Unreadable
 from vlbert.config import DataConfig, RegionConfig
-from vlbert.data.batch import Batch, Example, collate, placeholder
+from vlbert.data.batch import Batch, Example, collate, make_placeholder
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.images import prepare_image
 from vlbert.data.order import CAPTIONS, TEXT, VALIDATION, SnapshotSpan, draw_samples, seed_of
-from vlbert.data.samples import MOST_UNREADABLE, sample_indices
+from vlbert.data.samples import MAX_UNREADABLE, sample_indices
 from vlbert.tasks.base import Examples, Task
 
-Slot = tuple[int, int, int, int]  # number of the dataset, index in its spans, epoch, question
+Slot = tuple[int, int, int, int]  # number of the dataset, index in its spans, epoch, index of the example
 
 
 def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
-    """The randomness of one sample in one epoch: the same on every rank and worker."""
+    """Return the random generator of a sample in an epoch, the same on every rank and worker."""
     return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), question])
 
 
 def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple[int, int, int, np.ndarray]]:
-    """By dataset that is in this step: its number, its samples from `start` to `stop`, and their places."""
+    """Return (number, start, stop, positions in the step) of each dataset that has samples in a step."""
     numbers, draws = interleaved(step * batch, batch, weights)
-    places = {number: np.flatnonzero(numbers == number) for number in range(len(weights))}
-    return [(n, int(draws[at[0]]), int(draws[at[-1]]) + 1, at) for n, at in places.items() if len(at)]
+    positions = {number: np.flatnonzero(numbers == number) for number in range(len(weights))}
+    return [(n, int(draws[slots[0]]), int(draws[slots[-1]]) + 1, slots) for n, slots in positions.items() if len(slots)]
 
 
 def check_shares(config: DataConfig, world_size: int) -> None:
-    """ValueError where the batch cannot be dealt out evenly over processes and parts."""
+    """Raise ValueError if the batch cannot be split evenly over processes and accumulation parts."""
     parts = world_size * config.gradient_accumulation
     for name in ("batch", "text_batch"):
         if getattr(config, name) % parts:
             raise ValueError(
-                f"data.{name} = {getattr(config, name)} cannot be shared by {world_size} processes x "
+                f"data.{name} = {getattr(config, name)} cannot be split over {world_size} processes x "
                 f"data.gradient_accumulation = {config.gradient_accumulation}; choose a multiple of {parts}"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """Makes the Examples of one snapshot: its samples, the task's examples, and how they are read."""
+    """A reader of the task's examples over one snapshot."""
 
     samples: Samples
     examples: Examples
@@ -66,19 +65,19 @@ class ExampleSource:
     stream: int
 
     def read(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
-        """The Example of each (epoch, question), in order, or why there is none."""
+        """Return the Example of each slot (epoch, index of the example), or the reason why it cannot be read."""
         samples = self.samples.samples([int(self.examples.samples[number]) for _, number in slots])
         return [self._example(sample, *slot, step) for sample, slot in zip(samples, slots, strict=True)]
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
-        """The first of these that can be read; ValueError after MOST_UNREADABLE that cannot."""
+        """Return the first readable example. Raises ValueError after MAX_UNREADABLE unreadable ones."""
         for tried, slot in enumerate(slots, 1):
-            (found,) = self.read([slot], step=0)
-            if isinstance(found, Example):
-                return found
-            if tried == MOST_UNREADABLE:
+            (result,) = self.read([slot], step=0)
+            if isinstance(result, Example):
+                return result
+            if tried == MAX_UNREADABLE:
                 break
-        raise ValueError(f"{tried} examples in a row cannot be read, the last because {found.reason}")
+        raise ValueError(f"{tried} examples in a row cannot be read, the last because {result.reason}")
 
     def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
         if isinstance(sample, ValueError):
@@ -95,11 +94,12 @@ class ExampleSource:
 
 @dataclass(eq=False)
 class TrainingDataset:
-    """One dataset of a run: what is read of it now, and over which snapshots its epochs have run so far.
+    """A dataset of a run, with the snapshots that its epochs have used so far.
 
-    spans   the last of them is over `samples`; none given: the first epoch, nothing consumed
-    weight  its share of the run's slots, relative to those of the other datasets
-    pinned  what a checkpoint records of it beside these: `dataset`, `stage` and `random_init`
+    Attributes:
+        spans: the last one is over `samples`; without any, the dataset starts at its first epoch.
+        weight: share of the run's slots, relative to the other datasets.
+        pinned: other facts that a checkpoint records: `dataset`, `stage` and `random_init`.
     """
 
     samples: Samples
@@ -113,7 +113,7 @@ class TrainingDataset:
 
 
 class TrainingData(Dataset):
-    """data[step] is what this rank computes in that step: one Batch per part of the accumulation."""
+    """The training batches of this rank: data[step] is one Batch per part of the gradient accumulation."""
 
     def __init__(
         self,
@@ -126,109 +126,107 @@ class TrainingData(Dataset):
     ):
         check_shares(config, world.size)
         if config.batch <= task.lookahead:
-            raise ValueError(f"data.batch is {config.batch}; the task needs {task.lookahead + 1} examples at least")
+            raise ValueError(f"data.batch is {config.batch}; the task needs at least {task.lookahead + 1} examples")
         self.datasets, self.task, self.corpus, self.config = datasets, task, corpus, config
         self.rank, self.world_size = world.rank, world.size
         self._weights = [dataset.weight for dataset in datasets]
         self._sources = {}  # by number of the dataset and index in its spans
         for number, dataset in enumerate(datasets):
-            ours = replace(config, seed=seed_of(config.seed, number))
-            source = ExampleSource(dataset.samples, dataset.examples, task, ours, regions, CAPTIONS)
+            dataset_config = replace(config, seed=seed_of(config.seed, number))
+            source = ExampleSource(dataset.samples, dataset.examples, task, dataset_config, regions, CAPTIONS)
             self._sources[number, len(dataset.spans) - 1] = source
 
     def source(self, number: int = 0) -> ExampleSource:
-        """Reads the last snapshot of a dataset."""
         return self._sources[number, len(self.datasets[number].spans) - 1]
 
     def boundaries(self, step: int) -> list[tuple[int, int]]:
-        """(number of a dataset, sample of it): where in this step new shards may enter. See SnapshotSpan.boundary."""
-        found, config = [], self.config
+        """Return (number of the dataset, sample) where new shards may enter in a step. See SnapshotSpan.boundary."""
+        boundaries, config = [], self.config
         if config.new_shards_every is None:
-            return found
+            return boundaries
         for number, start, stop, _ in self._parts_of(step):
             span, share = self.datasets[number].spans[-1], self._weights[number] / sum(self._weights)
-            apart = math.ceil(config.new_shards_every * config.batch * share)
-            boundary = span.boundary(start, stop, apart)
-            # A span that begins in this step lasts beyond it: steps differ by a sample or two of a dataset.
+            distance = math.ceil(config.new_shards_every * config.batch * share)
+            boundary = span.boundary(start, stop, distance)
+            # A span that begins in this step ends later, because steps differ by a sample or two of a dataset.
             if boundary is not None and span.consumed < start:
-                found.append((number, boundary))
-        return found
+                boundaries.append((number, boundary))
+        return boundaries
 
     def switch_snapshot(self, number: int, samples: Samples, examples: Examples, snapshot: str, boundary: int) -> None:
-        """From sample `boundary` of a dataset on, the first of an epoch, read another snapshot of it."""
+        """Read another snapshot of a dataset from sample `boundary` on, the first of an epoch."""
         dataset, before = self.datasets[number], self.source(number)
         last = len(dataset.spans)
         dataset.samples, dataset.examples = samples, examples
         dataset.spans.append(dataset.spans[-1].followed_by(len(examples), snapshot, boundary))
-        kept = {place: source for place, source in self._sources.items() if place[0] != number}
-        # One step may need both.
-        both = {(number, last - 1): before, (number, last): replace(before, samples=samples, examples=examples)}
-        self._sources = kept | both
+        kept = {key: source for key, source in self._sources.items() if key[0] != number}
+        # One step may need the old and the new snapshot.
+        current = {(number, last - 1): before, (number, last): replace(before, samples=samples, examples=examples)}
+        self._sources = kept | current
 
     def __getitem__(self, step: int) -> list[Batch]:
         return [collate(*part) for part in self.examples(step)]
 
     def examples(self, step: int) -> list[tuple[list[Example], list[Unreadable]]]:
-        """What each part of data[step] is collated from: its examples in order, those of text alone last, and what
-        cannot be read."""
-        everyone = self.slots(step)
-        shares = self._shares(list(enumerate(everyone)))
+        """Return (examples, unreadable ones) of each part of data[step]. Text-only examples come last."""
+        slots = self.slots(step)
+        shares = self._shares(list(enumerate(slots)))
         pairs = [[slot for _, slot in share] for share in shares]
-        behind = [everyone[share[-1][0] + 1 :] + everyone[: share[0][0]] for share in shares]  # of the whole step
+        following = [slots[share[-1][0] + 1 :] + slots[: share[0][0]] for share in shares]  # of the whole step
         count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
         texts = self._shares(samples_after(step * count, count, self.config.seed, TEXT, lines))
-        return [self._examples(step, *part) for part in zip(pairs, behind, texts, strict=True)]
+        return [self._examples(step, *part) for part in zip(pairs, following, texts, strict=True)]
 
     def _parts_of(self, step: int) -> list[tuple[int, int, int, np.ndarray]]:
         return parts_of_step(step, self.config.batch, self._weights)
 
     def slots(self, step: int) -> list[Slot]:
-        """What all ranks take in this step, in order."""
-        found: dict[int, Slot] = {}
-        for number, start, stop, places in self._parts_of(step):
+        """Return the slots of all ranks in a step, in order."""
+        by_position: dict[int, Slot] = {}
+        for number, start, stop, positions in self._parts_of(step):
             seed, spans = self.source(number).config.seed, self.datasets[number].spans
             epochs = draw_samples(spans, start, stop - start, seed, self.config.chunk)
-            slots = [(number, index, epoch, one) for index, epoch, questions in epochs for one in questions.tolist()]
-            found |= zip(places.tolist(), slots, strict=True)
-        return [found[place] for place in range(self.config.batch)]
+            slots = [(number, index, epoch, i) for index, epoch, indices in epochs for i in indices.tolist()]
+            by_position |= zip(positions.tolist(), slots, strict=True)
+        return [by_position[position] for position in range(self.config.batch)]
 
-    def _shares(self, everyone: list[Any]) -> list[list[Any]]:
-        """What this rank takes of the slots of a step, one list per part."""
-        size = len(everyone) // (self.world_size * self.config.gradient_accumulation)
+    def _shares(self, slots: list[Any]) -> list[list[Any]]:
+        """Return this rank's part of the slots of a step, one list per accumulation part."""
+        size = len(slots) // (self.world_size * self.config.gradient_accumulation)
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.gradient_accumulation)]
-        return [everyone[start : start + size] for start in starts]
+        return [slots[start : start + size] for start in starts]
 
     def _read(self, step: int, slots: Sequence[Slot]) -> list[Example | Unreadable]:
-        """In their order; those of one snapshot are read together."""
-        places = defaultdict(list)
-        for place, slot in enumerate(slots):
-            places[slot[:2]].append(place)
-        found: dict[int, Example | Unreadable] = {}
-        for source, ours in places.items():
-            examples = self._sources[source].read([slots[place][2:] for place in ours], step + 1)
-            found |= dict(zip(ours, examples, strict=True))
-        return [found[place] for place in range(len(slots))]
+        """Read slots in order. Samples of one snapshot are read together."""
+        positions = defaultdict(list)
+        for position, slot in enumerate(slots):
+            positions[slot[:2]].append(position)
+        by_position: dict[int, Example | Unreadable] = {}
+        for source, indices in positions.items():
+            examples = self._sources[source].read([slots[position][2:] for position in indices], step + 1)
+            by_position |= dict(zip(indices, examples, strict=True))
+        return [by_position[position] for position in range(len(slots))]
 
     def _following(self, step: int, slots: Sequence[Slot], count: int) -> list[Example]:
-        """The first `count` examples of these slots that can be read."""
-        found: list[Example] = []
+        """Return the first `count` readable examples of these slots."""
+        examples: list[Example] = []
         for slot in slots:
-            if len(found) == count:
+            if len(examples) == count:
                 break
-            found += _parted(self._read(step, [slot]))[0]
-        return found
+            examples += _split_readable(self._read(step, [slot]))[0]
+        return examples
 
     def _examples(
-        self, step: int, pairs: list[Slot], behind: list[Slot], texts: list[tuple[int, int]]
+        self, step: int, pairs: list[Slot], following: list[Slot], texts: list[tuple[int, int]]
     ) -> tuple[list[Example], list[Unreadable]]:
-        examples, unreadable = _parted(self._read(step, pairs))
+        examples, unreadable = _split_readable(self._read(step, pairs))
         if examples and self.task.lookahead:
-            examples = self.task.collate_group(examples, self._following(step, behind, self.task.lookahead))
-        if not examples:  # a batch without any image would not train the image network: see `placeholder`
+            examples = self.task.collate_group(examples, self._following(step, following, self.task.lookahead))
+        if not examples:  # the image network needs an image in each batch, see `make_placeholder`
             *snapshot, epoch, number = pairs[-1]
             source = self._sources[*snapshot]
             others = sample_indices(len(source.examples), source.config.seed, epoch, number)
-            examples.append(placeholder(source.first_readable((epoch, other) for other in others)))
+            examples.append(make_placeholder(source.first_readable((epoch, other) for other in others)))
         return [*examples, *self._texts(texts)], unreadable
 
     def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
@@ -240,12 +238,12 @@ class TrainingData(Dataset):
 
 
 class ValidationData(Dataset):
-    """data[i] is this rank's i-th batch of held-out examples, the same in every validation.
+    """The validation batches of this rank, the same in every validation.
 
-    An item is ([batch], numbers, unreadable). Where the task shuffles it is ([batch, shuffled], ...): the same texts,
-    that of question i with the image of question i + 1, in a random order that is the same in every world. `numbers`
-    are those of the examples in the batch; `unreadable` has those that cannot be read, by number. Where none can be
-    read there is no batch.
+    data[i] is ([batch], numbers, unreadable). `numbers` are those of the examples in the batch; `unreadable` maps the
+    numbers of the others to reasons. If all are unreadable, the list of batches is empty. If the task has
+    `validate_shuffled`, the list is [batch, shuffled]: in `shuffled`, the text of example i has the image of example
+    i + 1, in a random order that does not depend on the world size.
     """
 
     def __init__(
@@ -257,15 +255,15 @@ class ValidationData(Dataset):
         regions: RegionConfig,
         world: World,
         limit: int | None,
-        together: int | None = None,
+        batch_size: int | None = None,
     ):
-        """together: examples of a batch, whatever the world; None: as many as a rank trains on at a time."""
+        """Split `limit` random examples, or all, over ranks; `batch_size` is by default that of a rank in training."""
         count = len(examples) if limit is None else min(limit, len(examples))
         self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(examples))
-        self.size = together or max(1, config.batch // world.size // config.gradient_accumulation)
+        self.size = batch_size or max(1, config.batch // world.size // config.gradient_accumulation)
         share = -(-count // world.size)
-        if together:  # whole batches
-            share = -(-share // together) * together
+        if batch_size:  # whole batches
+            share = -(-share // batch_size) * batch_size
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
         if count < len(examples):
             examples = task.subset(examples, self.numbers)
@@ -280,9 +278,9 @@ class ValidationData(Dataset):
         start = self.start + index * self.size
         stop = min(start + self.size, self.stop)
         numbers = self.numbers[start:stop].tolist()
-        found = self.source.read([(0, number) for number in numbers], step=0)
-        examples, _ = _parted(found)
-        unreadable = {n: one for n, one in zip(numbers, found, strict=True) if isinstance(one, Unreadable)}
+        results = self.source.read([(0, number) for number in numbers], step=0)
+        examples, _ = _split_readable(results)
+        unreadable = {n: result for n, result in zip(numbers, results, strict=True) if isinstance(result, Unreadable)}
         numbers = [number for number in numbers if number not in unreadable]
         if not examples:
             return [], numbers, unreadable
@@ -291,12 +289,12 @@ class ValidationData(Dataset):
             return [collate(examples)], numbers, unreadable
         count = len(self.numbers)
         following = ((0, int(self.numbers[index % count])) for index in range(stop, stop + count))
-        after = self.source.first_readable(following)
-        following = [*examples[1:], after]
-        others = [task.with_other_image(one, other) for one, other in zip(examples, following, strict=True)]
+        last = self.source.first_readable(following)
+        following = [*examples[1:], last]
+        others = [task.with_other_image(example, other) for example, other in zip(examples, following, strict=True)]
         return [collate(examples), collate(others)], numbers, unreadable
 
 
-def _parted(found: Sequence[Example | Unreadable]) -> tuple[list[Example], list[Unreadable]]:
-    examples = [one for one in found if isinstance(one, Example)]
-    return examples, [one for one in found if isinstance(one, Unreadable)]
+def _split_readable(results: Sequence[Example | Unreadable]) -> tuple[list[Example], list[Unreadable]]:
+    examples = [result for result in results if isinstance(result, Example)]
+    return examples, [result for result in results if isinstance(result, Unreadable)]

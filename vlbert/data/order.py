@@ -1,7 +1,7 @@
-"""Which example each slot of a run is: a pure function of (seed, weights, snapshots), whatever the ranks and workers.
+"""The example of each slot of a run: a pure function of (seed, weights, snapshots), for any ranks and workers.
 
-The slots of a run are numbered through all epochs. storage.order.interleaved says which dataset a slot
-belongs to, and which draw of that dataset it is; the dataset's spans say over which snapshot, and in which epoch.
+The slots of a run are numbered across all epochs. storage.order.interleaved gives the dataset of a slot and its sample
+number in that dataset. The dataset's spans give the snapshot and the epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,18 @@ import numpy as np
 
 from storage.order import mix, shuffled
 
-CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet; samples.ANYWHERE is the fourth
+CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # independent streams of random numbers; samples.SAMPLING is the fourth
 
 
 @dataclass(frozen=True)
 class SnapshotSpan:
-    """Epochs of a dataset over one snapshot.
+    """A run of epochs of a dataset over one snapshot.
 
-    epoch      the first of them
-    consumed   samples of the dataset before it
-    examples   examples of each of these epochs
-    snapshot   id
+    Attributes:
+        epoch: number of the first epoch.
+        consumed: number of samples of the dataset before that epoch.
+        examples: number of examples per epoch.
+        snapshot: id of the snapshot.
     """
 
     epoch: int
@@ -29,28 +30,30 @@ class SnapshotSpan:
     examples: int
     snapshot: str
 
-    def boundary(self, start: int, stop: int, apart: int) -> int | None:
-        """The first sample of an epoch at which new shards may enter, if it is one from `start` to `stop`; else None.
+    def boundary(self, start: int, stop: int, distance: int) -> int | None:
+        """Return the first sample from `start` to `stop` at which new shards may enter, or None.
 
-        Such boundaries lie at least `apart` samples apart, in whole epochs.
+        It begins an epoch. Such samples are whole epochs, and at least `distance` samples, apart.
         """
-        period = self.examples * -(-apart // self.examples)
+        period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period
         return first if first < stop else None
 
     def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """The span over another snapshot that begins at `boundary`, the first sample of an epoch of this one."""
+        """Return the span over another snapshot from `boundary` on, the first sample of an epoch of this span."""
         epochs, rest = divmod(boundary - self.consumed, self.examples)
-        assert rest == 0, f"sample {boundary} is no boundary of an epoch of {self}"
+        assert rest == 0, f"sample {boundary} is not the first of an epoch of {self}"
         return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
 
 
 def draw_samples(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield the `count` samples of one dataset after the first `consumed` ones, in their order and by epoch: (index in
-    `spans`, epoch, int64 [questions]); chunk as in storage.order.shuffled."""
-    assert consumed >= spans[0].consumed, f"sample {consumed} lies before {spans[0]}"
+    """Yield the `count` examples of a dataset after `consumed` ones, by epoch: (index in `spans`, epoch, int64 [n]).
+
+    `chunk` is as in storage.order.shuffled.
+    """
+    assert consumed >= spans[0].consumed, f"sample {consumed} is before {spans[0]}"
     stop = consumed + count
     for index, (span, end) in enumerate(zip(spans, [span.consumed for span in spans[1:]] + [stop], strict=True)):
         first, n = max(consumed, span.consumed), span.examples
@@ -65,6 +68,5 @@ def draw_samples(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of dataset `number` of a run with this seed. Each has its own: two of one size would else be shuffled
-    alike, and example i of the one always stand beside example i of the other."""
+    """Return the seed of dataset `number`. With one seed, datasets of equal size would be shuffled alike."""
     return mix(seed, number) if number else seed

@@ -1,4 +1,4 @@
-"""The samples that a run reads: those of a snapshot of one stage, by number."""
+"""The samples of a run: those of one snapshot of one stage, by number."""
 
 import os
 
@@ -14,29 +14,29 @@ from storage.snapshots import Snapshot
 from training.distributed import World, broadcast
 from vlbert.config import DataConfig
 
-ANYWHERE = 3  # stream of randomness, beside those of vlbert/data/loading.py
-MOST_UNREADABLE = 100  # where so many samples in a row cannot be read, the storage is at fault
+SAMPLING = 3  # stream of random numbers, besides those of vlbert/data/order.py
+MAX_UNREADABLE = 100  # if this many samples in a row cannot be read, the storage is broken
 
-_TOGETHER = 256  # samples that are read at a time, where all are read
+_SAMPLES_AT_ONCE = 256  # samples per read of all captions
 
 
 def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
-    """The stage with the regions of `detector`, or of the only detector there is. ValueError lists what there is."""
+    """Return the stage with the regions of `detector`, or of the only detector. Raises ValueError if there is none."""
     prefix = f"{dataset}/regions/"
-    where = store.uri(f"{dataset}/regions")
-    found = {info.path.removeprefix(prefix).split("/")[0] for info in store.list(prefix) if "/" in info.path}
-    if detector is None and len(found) == 1:
-        return f"regions/{found.pop()}"
-    if detector in found:
+    uri = store.uri(f"{dataset}/regions")
+    detectors = {info.path.removeprefix(prefix).split("/")[0] for info in store.list(prefix) if "/" in info.path}
+    if detector is None and len(detectors) == 1:
+        return f"regions/{detectors.pop()}"
+    if detector in detectors:
         return f"regions/{detector}"
-    if not found:
-        raise ValueError(f"{where} holds no region shards; run the detection stage first")
-    wanted = "several detectors, set data.detector to one of" if detector is None else f"no detector {detector}, only"
-    raise ValueError(f"{where} holds {wanted} {', '.join(sorted(found))}")
+    if not detectors:
+        raise ValueError(f"{uri} has no region shards; run the detection stage first")
+    problem = "several detectors, set data.detector to one of" if detector is None else f"no detector {detector}, only"
+    raise ValueError(f"{uri} has {problem} {', '.join(sorted(detectors))}")
 
 
 def open_cache(store: ObjectStore, config: DataConfig) -> ShardCache | None:
-    """The folder for whole tars that the processes of this machine share, and the first of them fills; None: none."""
+    """Open the shared cache of shards on this machine, which its first process fills; None if the config has none."""
     if config.cache is None:
         return None
     cache = ShardCache(store, config.cache, int(config.cache_gb * 1e9))
@@ -53,49 +53,49 @@ def open_samples(
     world: World,
     cache: ShardCache | None = None,
 ) -> tuple[ShardSamples, dict]:
-    """(samples, what a checkpoint pins): all that is committed now or, resuming, exactly the snapshot of `pinned`.
+    """Return the samples and the record that pins them in a checkpoint.
 
-    Rank 0 looks for all ranks: a detector may commit another shard meanwhile.
+    The samples are all that is committed now or, in a resumed run, exactly the snapshot of `pinned`. Rank 0 looks for
+    all ranks, because a detector may commit another shard meanwhile.
     """
     catalog = Catalog(store, dataset)
     if pinned is None:
-        found = None
         if world.first:
             stage = region_stage(store, dataset, detector)
             snapshot = catalog.pin(stage)
             if not snapshot.ok_rows:
-                where = store.uri(f"{dataset}/{stage}")
-                raise ValueError(f"{where} holds no sample; its manifests say what failed and why")
-            found = {
+                uri = store.uri(f"{dataset}/{stage}")
+                raise ValueError(f"{uri} has no samples; its manifests say what failed and why")
+            pinned = {
                 "dataset": dataset,
                 "stage": stage,
                 "random_init": bool(snapshot.random_init),
                 "snapshot": snapshot.id,
             }
-        pinned = broadcast(found, world)
+        pinned = broadcast(pinned, world)
     return ShardSamples(store, catalog.pinned(pinned["stage"], pinned["snapshot"]), cache), pinned
 
 
-def newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
-    """Pin what is committed now and return the snapshot's id; None where no shard is new or in a newer revision.
+def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
+    """Pin what is committed now and return the snapshot's id, or None if no shard is new or in a newer revision.
 
-    None too where a shard of before is missing, as while a stage is made again.
+    Also returns None if a shard of `before` is missing, as happens while a stage is made again.
     """
     catalog, shards = Catalog(store, dataset), set(before.shards)
-    now = catalog.newest(before.stage)
-    if not shards <= now.keys() or set(now.values()) == set(before.manifests):
+    newest = catalog.newest(before.stage)
+    if not shards <= newest.keys() or set(newest.values()) == set(before.manifests):
         return None
-    found = catalog.pin(before.stage)
-    return found.id if shards <= set(found.shards) and found.id != before.id else None
+    snapshot = catalog.pin(before.stage)
+    return snapshot.id if shards <= set(snapshot.shards) and snapshot.id != before.id else None
 
 
-def sample_indices(n: int, *where: int) -> list[int]:
-    """Up to MOST_UNREADABLE of n numbers, from all over: neighbours lie in one tar, which may be damaged."""
-    return shuffled(np.arange(min(n, MOST_UNREADABLE)), mix(*where), ANYWHERE, 0, n).tolist()
+def sample_indices(n: int, *seeds: int) -> list[int]:
+    """Return at most MAX_UNREADABLE random numbers below n. Close numbers share a tar, which may be damaged."""
+    return shuffled(np.arange(min(n, MAX_UNREADABLE)), mix(*seeds), SAMPLING, 0, n).tolist()
 
 
-def any_readable(samples: Samples) -> Sample:
-    """A sample that can be read; ValueError where none is found."""
+def find_readable(samples: Samples) -> Sample:
+    """Return a readable sample. Raises ValueError if none is found in MAX_UNREADABLE attempts."""
     tried = sample_indices(len(samples))
     for number in tried:
         try:
@@ -105,16 +105,16 @@ def any_readable(samples: Samples) -> Sample:
     raise ValueError(f"none of {len(tried)} samples from anywhere can be read, the last because {last}") from last
 
 
-def captions(samples: Samples) -> list[str]:
-    """The captions of all samples that can be read; ValueError where most cannot."""
-    found, last = [], None
-    for start in range(0, len(samples), _TOGETHER):
-        for sample in samples.samples(range(start, min(start + _TOGETHER, len(samples)))):
+def load_captions(samples: Samples) -> list[str]:
+    """Return the captions of all readable samples. Raises ValueError if most samples are unreadable."""
+    captions, last = [], None
+    for start in range(0, len(samples), _SAMPLES_AT_ONCE):
+        for sample in samples.samples(range(start, min(start + _SAMPLES_AT_ONCE, len(samples)))):
             if isinstance(sample, ValueError):
                 last = sample
             else:
-                found.append(sample.caption)
-    if 2 * len(found) < len(samples):
-        missing = len(samples) - len(found)
+                captions.append(sample.caption)
+    if 2 * len(captions) < len(samples):
+        missing = len(samples) - len(captions)
         raise ValueError(f"{missing} of {len(samples)} samples cannot be read, the last because {last}")
-    return found
+    return captions

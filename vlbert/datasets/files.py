@@ -1,5 +1,6 @@
-"""Reading the data sets' files. Each data set has a module beside this one (vqa, vcr, refcoco, retrieval), with its
-official scorer. None of them needs images, a model or torch.
+"""Reading and checking of data set files.
+
+Each data set has its own module with its official scorer (vqa, vcr, refcoco, retrieval). None needs images or torch.
 """
 
 import contextlib
@@ -20,46 +21,42 @@ Parsed = TypeVar("Parsed")
 
 @contextlib.contextmanager
 def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
-    """Open a file. ValueError names it where it is missing, with the `settings` that name it, or cannot be read."""
+    """Open a file. Raises ValueError, with the file and the `settings` that name it, if it is missing or unreadable."""
     try:
         with open(file, "rb") as stream:
             yield stream
     except FileNotFoundError as error:
         raise ValueError(f"there is no {file}; fetch it, or set {settings}") from error
     except OSError as error:
-        raise ValueError(
-            f"cannot read {file}: {error.strerror or error}; make it readable, or fetch it again"
-        ) from error
+        raise ValueError(f"cannot read {file}: {error.strerror or error}; check it, or fetch it again") from error
 
 
-def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
-    """The value of a JSON file, of type `wanted`; NaN and Infinity are read as Python writes them. Errors as in
-    `open_task_file`, and where it is torn."""
+def read_json(file: Path, settings: str, kind: type = dict) -> Any:
+    """Return the value of a JSON file, which may hold NaN. Raises ValueError if it is not readable or not a `kind`."""
     with open_task_file(file, settings) as stream:
-        return parse_json(stream.read(), str(file), wanted, "fetch it again")
+        return parse_json(stream.read(), str(file), kind, "fetch it again")
 
 
 def read_text(file: Path, settings: str) -> str:
-    """The text of a UTF-8 file, without a byte order mark. Errors as in `open_task_file`, and where it is not UTF-8."""
+    """Return the text of a UTF-8 file without byte order mark. Raises ValueError if it is missing or not UTF-8."""
     try:
         with open_task_file(file, settings) as stream:
             return stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
+        raise ValueError(f"{file} is not UTF-8: {error}; save it as UTF-8") from error
 
 
 def read_lines(file: Path, settings: str) -> list[str]:
-    """The lines of a text file that are not blank, without spaces around them. Errors as in `read_text`, and where
-    there is none."""
-    found = [line.strip() for line in read_text(file, settings).split("\n") if line.strip()]
-    if not found:
-        raise ValueError(f"{settings} {file} is empty; write one a line")
-    return found
+    """Return the stripped non-blank lines of a text file. Raises ValueError as `read_text` does, or if it has none."""
+    lines = [line.strip() for line in read_text(file, settings).split("\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"{settings} {file} is empty; write one entry per line")
+    return lines
 
 
 @contextlib.contextmanager
 def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
-    """Raise ValueError that names the file and the entry if an entry is not as the code inside expects it."""
+    """Context manager: raise ValueError, with the file and the entry, if code inside cannot parse the entry."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -69,63 +66,62 @@ def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
 
 
 def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
-    """What `parse` makes of each entry of a list; errors as in `check_format`, and where it is no list."""
+    """Parse each entry of a list. Raises ValueError if an entry does not have the format, or if there is no list."""
     if not isinstance(entries, list):
         raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
-    found = []
+    parsed = []
     for number, entry in enumerate(entries):
         with check_format(kind, file, f"{name}[{number}]"):
-            found.append(parse(entry))
-    return found
+            parsed.append(parse(entry))
+    return parsed
 
 
-def check_unique(ids: Iterable[Hashable], where: str) -> set[Hashable]:
-    """The ids. ValueError names the first that stand there twice, and how many there are."""
+def check_unique(ids: Iterable[Hashable], source: str) -> set[Hashable]:
+    """Return the ids as a set. Raises ValueError, with the first repeated ids, if ids are repeated."""
     counts = Counter(ids)
-    _complain([one for one, count in counts.items() if count > 1], f"of {where} stand there more than once")
+    _raise_ids([id_ for id_, count in counts.items() if count > 1], f"of {source} are repeated")
     return set(counts)
 
 
 def check_ids(found: Iterable[Hashable], expected: Sequence[Hashable], found_in: str, expected_in: str) -> None:
-    """ValueError names the first ids that stand twice in one or are missing in the other, and how many there are."""
-    ours, theirs = check_unique(found, found_in), check_unique(expected, expected_in)
-    _complain([one for one in expected if one not in ours], f"of {expected_in} miss in {found_in}")
-    _complain(list(ours - theirs), f"of {found_in} are not in {expected_in}")
+    """Raise ValueError, with the first such ids, if ids are repeated or are in only one of the two."""
+    found_ids, expected_ids = check_unique(found, found_in), check_unique(expected, expected_in)
+    _raise_ids([id_ for id_ in expected if id_ not in found_ids], f"of {expected_in} are missing in {found_in}")
+    _raise_ids(list(found_ids - expected_ids), f"of {found_in} are not in {expected_in}")
 
 
-def _complain(ids: Sequence[Hashable], what: str) -> None:
+def _raise_ids(ids: Sequence[Hashable], problem: str) -> None:
     if ids:
-        raise ValueError(f"{len(ids)} ids {what}, such as {', '.join(map(str, ids[:3]))}; they must match exactly")
+        raise ValueError(f"{len(ids)} ids {problem}, such as {', '.join(map(str, ids[:3]))}; they must match exactly")
 
 
 def image_name(url: str) -> str:
-    """The file name at the end of a URL."""
+    """Return the file name at the end of a URL."""
     return Path(unquote(urlsplit(url).path)).name
 
 
 def withdrawn_images(samples: Samples, images: Iterable[str]) -> set[str]:
-    """Those of these images that are in no sample, because their URL was withdrawn."""
-    found = {image_name(url) for url in samples.withdrawn}.intersection(images)
-    return found - {image_name(url) for url in samples.urls} if found else found
+    """Return those of the images that are in no sample because their URL was withdrawn."""
+    withdrawn = {image_name(url) for url in samples.withdrawn}.intersection(images)
+    return withdrawn - {image_name(url) for url in samples.urls} if withdrawn else withdrawn
 
 
 def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
-    """int64: the number of the sample of each image, found by the file name at the end of its URL. ValueError where no
-    sample has it, or more than one."""
-    wanted, numbers = set(images), defaultdict(list)
+    """Return the sample number of each image, int64, by file name. Raises ValueError if one has none or several."""
+    needed, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
         numbers[image_name(url)].append(i)
-    missing = sorted(wanted - numbers.keys())
+    missing = sorted(needed - numbers.keys())
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(set(images))} images of {source} are in no region shard, such as {missing[0]}; "
-            "collect and detect them first"
+            "collect them and run the detection stage first"
         )
-    repeated = sorted(image for image in wanted if len(numbers[image]) > 1)
+    repeated = sorted(image for image in needed if len(numbers[image]) > 1)
     if repeated:
         urls = ", ".join(samples.urls[i] for i in numbers[repeated[0]][:3])
         raise ValueError(
-            f"{len(repeated)} of {len(wanted)} images of {source} are in several samples, such as {repeated[0]}, from "
-            f"{urls}; name a dataset that holds each once: data.datasets, data.held_out"
+            f"{len(repeated)} of {len(needed)} images of {source} are in several samples, such as {repeated[0]}, from "
+            f"{urls}; name a dataset that has each image once in data.datasets or data.held_out"
         )
     return np.array([numbers[image][0] for image in images], np.int64)

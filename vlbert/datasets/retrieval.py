@@ -1,6 +1,6 @@
 """Image-text retrieval: ranks, Recall@K and folds, and Karpathy's split files of Flickr30k and COCO.
 
-Ranks are from 0: how many others stand before the right one. A ValueError names the file.
+Ranks count from 0: the number of candidates before the right one.
 """
 
 from collections import defaultdict
@@ -12,23 +12,23 @@ import numpy as np
 
 from vlbert.datasets.files import parse_entries, read_json
 
-CAPTIONS = 5  # of an image, as in all reported numbers; a few images of COCO have more
+CAPTIONS = 5  # captions per image in all reported numbers; a few images of COCO have more
 RECALLS = (1, 5, 10)
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """int64: the rank of each image's best caption among all captions, and of each caption's image among all images."""
+    """The rank of each image's best caption among all captions, and of each caption's image among all images, int64."""
 
     captions_of_image: np.ndarray
     image_of_caption: np.ndarray
 
 
 def ranks(scores: np.ndarray, image_of: Sequence[int]) -> Ranks:
-    """scores [images, captions], the higher the better; image_of [captions]: the image that a caption belongs to."""
+    """Rank by scores [images, captions], higher is better; image_of [captions] has the right image of each caption."""
     image_of = np.asarray(image_of)
     if not np.isfinite(scores).all():
-        raise ValueError(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are no finite numbers")
+        raise ValueError(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
     best = np.full(len(scores), scores.shape[1])
     for caption, image in enumerate(image_of):
         best[image] = min(best[image], _rank(scores[image], caption))
@@ -37,54 +37,54 @@ def ranks(scores: np.ndarray, image_of: Sequence[int]) -> Ranks:
 
 
 def _rank(scores: np.ndarray, index: int) -> int:
-    """How many stand before this one: all that are better and half of its equals, rounded up.
+    """Return the number of better scores plus half of the equal ones, rounded up.
 
-    So a model that gives one score to everything finds nothing, and the order of the files changes no rank. VSE++ and
-    ViLBERT sort instead, where the order of equals is that of numpy's sort.
+    So a model with one score for everything finds nothing, and ranks do not depend on the order of the files. VSE++ and
+    ViLBERT instead keep the order that numpy's sort gives to equal scores.
     """
     better, equal = int((scores > scores[index]).sum()), int((scores == scores[index]).sum()) - 1
     return better + -(-equal // 2)
 
 
 def recalls(ranks: np.ndarray) -> dict[str, float]:
-    """r1, r5, r10: % of ranks among the first 1, 5, 10; medr, meanr: median and mean rank, counted from 1."""
-    found = {f"r{k}": 100.0 * int((ranks < k).sum()) / len(ranks) for k in RECALLS}
-    return found | {"medr": float(np.floor(np.median(ranks)) + 1), "meanr": float(ranks.mean() + 1)}
+    """Return r1, r5, r10: % of ranks among the first 1, 5, 10; and medr, meanr: median and mean rank, from 1."""
+    metrics = {f"r{k}": 100.0 * int((ranks < k).sum()) / len(ranks) for k in RECALLS}
+    return metrics | {"medr": float(np.floor(np.median(ranks)) + 1), "meanr": float(ranks.mean() + 1)}
 
 
 def folds(scores: np.ndarray, image_of: Sequence[int], count: int) -> list[Ranks]:
-    """The ranks within each of `count` equal parts of the images, in order; COCO's 1K numbers are means of five."""
+    """Return the ranks within each of `count` equal parts of the images. COCO's 1K numbers are means over five."""
     image_of, size = np.asarray(image_of), len(scores) // count
-    found = []
+    parts = []
     for start in range(0, count * size, size):
         captions = (image_of >= start) & (image_of < start + size)
-        found.append(ranks(scores[start : start + size][:, captions], image_of[captions] - start))
-    return found
+        parts.append(ranks(scores[start : start + size][:, captions], image_of[captions] - start))
+    return parts
 
 
 def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, list[str]]]:
-    """split -> image file -> its captions, of Karpathy's dataset_*.json; COCO's `restval` is a split of its own.
+    """Read Karpathy's dataset_*.json: split -> image file -> captions. COCO's `restval` is a separate split.
 
-    captions: the first so many of an image; None: all. An image may have fewer, or none.
+    `captions` limits the captions of an image to its first ones. An image may have fewer, or none.
     """
-    found = defaultdict(dict)
+    splits = defaultdict(dict)
 
     def image(entry: dict) -> tuple[str, str, list[str]]:
         texts = [sentence["raw"] for sentence in entry["sentences"]][:captions]
         if not all(isinstance(text, str) for text in (entry["split"], entry["filename"], *texts)):
-            raise TypeError("a filename, split or caption is no text")
+            raise TypeError("a filename, split or caption is not a string")
         return entry["split"], entry["filename"], texts
 
     images = read_json(file, "task.folder and task.file").get("images")
     for split, name, texts in parse_entries(images, "images", "Karpathy", file, image):
-        if name in found[split]:
-            raise ValueError(f"{file}: {name} stands there twice")
-        found[split][name] = texts
-    return dict(found)
+        if name in splits[split]:
+            raise ValueError(f"{file}: {name} is repeated")
+        splits[split][name] = texts
+    return dict(splits)
 
 
-# R@1 on the test split, %, from table 1 of Unicoder-VL and table 1 of ViLBERT: data set -> metric -> text. "caption" is
-# image -> caption, "image" caption -> image, "_fold" a mean of five folds.
+# R@1 on the test split, %, from table 1 of Unicoder-VL and table 1 of ViLBERT: data set -> metric -> text. "caption"
+# ranks captions for an image, "image" ranks images for a caption, "_fold" is a mean over five folds.
 _REPORTED = {
     "flickr30k": {
         "caption_r1": "86.2 Unicoder-VL, 64.3 Unicoder-VL zero-shot",
@@ -100,5 +100,5 @@ _REPORTED = {
 
 
 def reported(file: str, split: str) -> dict[str, str]:
-    """What the papers report on a split of a split file, in %: metric of the task -> text."""
+    """Return the papers' results on a split of a split file, in %: metric -> text."""
     return next((table for name, table in _REPORTED.items() if name in file and split == "test"), {})

@@ -60,7 +60,7 @@ class VLBertProcessor(ProcessorMixin):
         self.config = config
         self.detector_file = None if detector is None else Path(detector)
         ids = tokenizer.get_vocab()
-        self.vocabulary = Vocabulary(sorted(ids, key=ids.get), where="the tokenizer")
+        self.vocabulary = Vocabulary(sorted(ids, key=ids.get), source="the tokenizer")
         if len(self.vocabulary) != config.vocab_size:
             raise ValueError(
                 f"the tokenizer has {len(self.vocabulary)} tokens, but the model has {config.vocab_size}; use its own"

@@ -1,4 +1,4 @@
-"""Start from BERT: copy what VL-BERT shares with it (paper 4.1) from any Hugging Face BERT, a folder or a hub name."""
+"""Initialise VL-BERT from a Hugging Face BERT (paper 4.1), given as a folder or a hub name."""
 
 import pickle
 import re
@@ -29,64 +29,64 @@ _LAYER = {
 
 
 def bert_vocabulary(name: str) -> Vocabulary:
-    """The vocabulary of a Hugging Face BERT; ValueError where it has none, or tells capitals apart: ours does not."""
+    """Return the vocabulary of a Hugging Face BERT. Raises ValueError if it has none, or if the BERT is cased."""
     from transformers import AutoTokenizer
 
     ids: dict[str, int] = {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         ids = tokenizer.get_vocab()
-    except ValueError:  # no file to make one of, or only code of theirs
+    except ValueError:  # no vocabulary file, or only with remote code
         pass
     except OSError as error:
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {error}") from error
-    if not ids.keys() - set(SPECIALS):  # what transformers gives where there is no vocab.txt
-        raise ValueError(f"{name} came without a vocabulary; put the vocab.txt it was trained with beside it")
+    if not ids.keys() - set(SPECIALS):  # transformers returns only these if there is no vocab.txt
+        raise ValueError(f"{name} has no vocabulary; put the vocab.txt that it was trained with into its folder")
     capitals = any(re.search("[A-Z]", token) for token in ids if not token.startswith("["))
     if capitals or not getattr(tokenizer, "do_lower_case", True):
-        raise ValueError(f"{name} is a cased BERT; captions are lower-cased here, take an uncased one")
-    return Vocabulary(sorted(ids, key=ids.get), where=name)
+        raise ValueError(f"{name} is a cased BERT, but captions are lower-cased here; use an uncased one")
+    return Vocabulary(sorted(ids, key=ids.get), source=name)
 
 
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
-    """Copy embeddings and encoder and, where `head` has them too, the word classifier, pooler and relationship.
+    """Copy embeddings, encoder and the parts that `head` shares: word classifier, pooler, relationship.
 
-    [END], [IMG], segment C, the visual parts and all that BERT has not, or came without, keep their own initialisation.
-    Returns what was taken, in words. ValueError where it is no BERT, or one of another shape, or of another vocabulary
-    than the run's.
+    [END], [IMG], segment C, the visual parts and everything else that is not in this BERT keep their initialisation.
+    Returns a sentence that lists the copied parts. Raises ValueError if `name` is not a BERT, or if its shape or its
+    vocabulary differs from the run's.
     """
-    config, theirs = _read(name)
-    _check(vlbert, config, name)
+    config, tensors = _read(name)
+    _check_shape(vlbert, config, name)
     if bert_vocabulary(name).tokens != vocabulary.tokens:
         raise ValueError(
-            f"the run's vocabulary is not that of {name}: every word would get the weights of another; give "
-            f"--vocabulary=FILE with {name}'s own vocab.txt, or --bert=None"
+            f"the run's vocabulary is not that of {name}, so words would get the weights of other words; set "
+            f"--vocabulary=FILE to {name}'s own vocab.txt, or --bert=None"
         )
 
     embedding = vlbert.embedding
-    _copy(embedding.words.weight[: vlbert.vocab_size], theirs["bert.embeddings.word_embeddings.weight"])
-    _copy(embedding.segments.weight[:2], theirs["bert.embeddings.token_type_embeddings.weight"])
+    _copy(embedding.words.weight[: vlbert.vocab_size], tensors["bert.embeddings.word_embeddings.weight"])
+    _copy(embedding.segments.weight[:2], tensors["bert.embeddings.token_type_embeddings.weight"])
     positions = min(vlbert.config.max_positions, config.max_position_embeddings)
-    _copy(embedding.positions.weight[:positions], theirs["bert.embeddings.position_embeddings.weight"][:positions])
-    _copy_module(embedding.norm, theirs, "bert.embeddings.LayerNorm")
+    _copy(embedding.positions.weight[:positions], tensors["bert.embeddings.position_embeddings.weight"][:positions])
+    _copy_module(embedding.norm, tensors, "bert.embeddings.LayerNorm")
     for number, layer in enumerate(_text_layers(vlbert)):
-        for part, their_part in _LAYER.items():
-            _copy_module(getattr(layer, part), theirs, f"bert.encoder.layer.{number}.{their_part}")
+        for part, bert_part in _LAYER.items():
+            _copy_module(getattr(layer, part), tensors, f"bert.encoder.layer.{number}.{bert_part}")
 
     taken = ["words and encoder"]
-    for words, parts in _head_parts(head, vlbert.vocab_size).items():
-        if all(f"{source}.weight" in theirs or source in theirs for _, source in parts):
+    for name_of_part, parts in _head_parts(head, vlbert.vocab_size).items():
+        if all(f"{source}.weight" in tensors or source in tensors for _, source in parts):
             for part, source in parts:
                 if isinstance(part, nn.Module):
-                    _copy_module(part, theirs, source)
+                    _copy_module(part, tensors, source)
                 else:
-                    _copy(part, theirs[source])
-            taken.append(words)
-    return f"{', '.join(taken)} from {name}; all else starts from random weights"
+                    _copy(part, tensors[source])
+            taken.append(name_of_part)
+    return f"{', '.join(taken)} from {name}; everything else starts from random weights"
 
 
 def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
-    """What a head may share with BERT: in words -> (our module or parameter, their name)."""
+    """Return the parts that a head shares with BERT: description -> [(our module or parameter, name in BERT)]."""
     parts: dict[str, list[tuple[nn.Module | Tensor, str]]] = {}
     if getattr(head, "word_transform", None) is not None:
         parts["word classifier"] = [
@@ -95,7 +95,7 @@ def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Mod
             (head.word_bias[:vocab_size], "cls.predictions.bias"),
         ]
     pooler = getattr(head, "pooler", None)
-    if pooler is not None and pooler.kind == "tanh":  # of the others BERT has none
+    if pooler is not None and pooler.kind == "tanh":  # BERT has no other pooler
         parts["pooler"] = [(pooler.dense, "bert.pooler.dense")]
         if getattr(head, "relationship", None) is not None:
             parts["relationship"] = [(head.relationship, "cls.seq_relationship")]
@@ -103,12 +103,12 @@ def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Mod
 
 
 def _text_layers(vlbert: VLBert) -> list[nn.Module]:
-    """The layers that BERT may give: all J, or all T."""
+    """Return the layers that start from BERT's: all J, or all T."""
     return [layer for letter, layer in zip(vlbert.config.layers, vlbert.encoder.layers, strict=True) if letter in "JT"]
 
 
 def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
-    """Configuration and tensors of a Hugging Face BERT, named as in BertForPreTraining, without those it lacks."""
+    """Return the configuration of a Hugging Face BERT and the tensors that it has, named as in BertForPreTraining."""
     from transformers import AutoConfig, BertForPreTraining
 
     try:
@@ -120,15 +120,15 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {reason}") from error
     missing = set(loading["missing_keys"])
-    found = {key: tensor for key, tensor in bert.state_dict().items() if key not in missing}
-    lacking = sorted(key for key in missing if key.startswith("bert.") and not key.startswith("bert.pooler."))
-    if lacking:
-        raise ValueError(f"{name} is no whole BERT: it lacks {lacking[0]} and {len(lacking) - 1} more")
-    return config, found
+    tensors = {key: tensor for key, tensor in bert.state_dict().items() if key not in missing}
+    absent = sorted(key for key in missing if key.startswith("bert.") and not key.startswith("bert.pooler."))
+    if absent:
+        raise ValueError(f"{name} is not a complete BERT: it lacks {absent[0]} and {len(absent) - 1} more")
+    return config, tensors
 
 
-def _check(vlbert: VLBert, config: "BertConfig", name: str) -> None:
-    """ValueError where the same weights would be another network with us."""
+def _check_shape(vlbert: VLBert, config: "BertConfig", name: str) -> None:
+    """Raise ValueError if the model would compute something else with the same weights."""
     ours = vlbert.config
     wanted = {
         "hidden_size": ours.hidden_size,
@@ -140,10 +140,8 @@ def _check(vlbert: VLBert, config: "BertConfig", name: str) -> None:
         "position_embedding_type": "absolute",
         "layer_norm_eps": LAYER_NORM_EPS,
     }
-    differing = [(field, getattr(config, field, value), value) for field, value in wanted.items()]
-    differing = [
-        f"{field} {theirs}, the recipe's model has {value}" for field, theirs, value in differing if theirs != value
-    ]
+    differing = [(field, getattr(config, field, want), want) for field, want in wanted.items()]
+    differing = [f"{field} {got}, the recipe's model has {want}" for field, got, want in differing if got != want]
     if differing:
         raise ValueError(f"{name} is a BERT of another shape: it has {'; '.join(differing)}")
 
@@ -153,6 +151,6 @@ def _copy(parameter: Tensor, source: Tensor) -> None:
         parameter.copy_(source)
 
 
-def _copy_module(module: nn.Module, theirs: dict[str, Tensor], name: str) -> None:
+def _copy_module(module: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
     for kind in ("weight", "bias"):
-        _copy(getattr(module, kind), theirs[f"{name}.{kind}"])
+        _copy(getattr(module, kind), tensors[f"{name}.{kind}"])

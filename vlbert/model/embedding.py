@@ -1,6 +1,6 @@
-"""What the encoder reads at each word, at each region and at [END].
+"""The embeddings that are the encoder's input at each word, each region and [END].
 
-`VisualLinguisticEmbedding` is VL-BERT's (paper 3.2, figure 1), `SeparateEmbedding` ViLBERT's and Unicoder-VL's.
+VL-BERT has a `VisualLinguisticEmbedding` (paper 3.2, figure 1), ViLBERT and Unicoder-VL a `SeparateEmbedding`.
 """
 
 import torch
@@ -16,16 +16,16 @@ REGION_SEGMENT = 2  # segment C; A and B are 0 and 1
 
 
 class VisualLinguisticEmbedding(nn.Module):
-    """Token + visual feature + segment + position embedding, then LayerNorm and dropout.
+    """The sum of token, visual feature, segment and position embedding, then LayerNorm and dropout.
 
-    A word carries the visual feature embedding of the whole image, unless the task names another region
-    (TextInput.token_region); in rows without an image, one learned vector. All regions of a row share one position,
-    the first after its text; [END] has the next.
+    A word has the visual feature embedding of the whole image, unless the task names another region
+    (TextInput.token_region). In rows without an image it has one learned vector. All regions of a row share the first
+    position after the text; [END] has the next one.
 
-    Besides the shape letters of vlbert/data/batch.py: L is the width of a visual feature embedding.
+    Shape letters are those of vlbert/data/batch.py, and L, the width of a visual feature embedding.
     """
 
-    positions_behind_text = 2  # of the regions, and of [END]
+    positions_behind_text = 2  # one for the regions, one for [END]
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
@@ -39,7 +39,7 @@ class VisualLinguisticEmbedding(nn.Module):
             self.region_token = nn.Embedding(config.region_classes or 1, hidden_size)  # [IMG]
             self.end_token = nn.Embedding(1, hidden_size)  # [END]
         if config.masked_region_token:
-            self.masked_region_token = nn.Embedding(1, hidden_size)  # [IMG] of a masked region
+            self.masked_region_token = nn.Embedding(1, hidden_size)  # replaces [IMG] at a masked region
         if config.regions.masks_features:
             self.masked_appearance = nn.Embedding(1, config.regions.channels)
         self.no_image_embedding = nn.Embedding(1, visual_size)
@@ -51,7 +51,7 @@ class VisualLinguisticEmbedding(nn.Module):
         self.visual_dropout = nn.Dropout(config.dropout if config.visual_dropout else 0.0)
 
     def initialise(self) -> None:
-        """What differs from the general initialisation; call it after that one."""
+        """Initialise the parameters that differ from the general initialisation. Call it after that one."""
         if self.config.visual_initialisation == "pytorch":
             self.visual.reset_parameters()
         if self.config.regions.masks_features:
@@ -60,41 +60,41 @@ class VisualLinguisticEmbedding(nn.Module):
         self.region_visual.initialise()
 
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
-        """appearance [K, D] of the images' regions -> text [N, T, C]; regions and, behind them, [END] [N, R + 1, C].
+        """Embed text, [N, T, C], and regions followed by [END], [N, R + 1, C].
 
-        Positions do not count padding.
+        Positions do not count padding. `appearance` [K, D] has the features of the images' regions.
         """
         visual = self.region_visual_embeddings(batch, appearance)  # (N, R, L)
         length = batch.text_mask.sum(dim=1, keepdim=True)  # (N, 1)
         region_token, end_token = self._special_tokens(batch)
 
         has_image = batch.region_mask.any(dim=1)[:, None, None]
-        of_words = self.no_image_embedding.weight[0].expand(*batch.tokens.shape, -1)
-        of_end = self.no_image_embedding.weight[0].expand(len(batch), 1, -1)
+        word_visual = self.no_image_embedding.weight[0].expand(*batch.tokens.shape, -1)
+        end_visual = self.no_image_embedding.weight[0].expand(len(batch), 1, -1)
         if visual.shape[1]:
-            of_regions = visual.gather(1, batch.token_region[:, :, None].expand(-1, -1, visual.shape[2]))  # (N, T, L)
-            of_words = torch.where(has_image, of_regions, of_words.to(visual.dtype))
-            of_end = torch.where(has_image, visual[:, :1], of_end.to(visual.dtype))  # of the whole image
+            named = visual.gather(1, batch.token_region[:, :, None].expand(-1, -1, visual.shape[2]))  # (N, T, L)
+            word_visual = torch.where(has_image, named, word_visual.to(visual.dtype))
+            end_visual = torch.where(has_image, visual[:, :1], end_visual.to(visual.dtype))  # the whole image's
         text = (
             self.words(batch.tokens)
-            + self.text_visual(of_words)
+            + self.text_visual(word_visual)
             + self.segments(batch.segments)
             + self.positions(torch.arange(batch.tokens.shape[1], device=length.device))
         )
-        at_regions = self.positions(length) + self.segments.weight[REGION_SEGMENT]  # (N, 1, C)
-        regions = region_token + self.region_visual(visual) + at_regions
+        at_region = self.positions(length) + self.segments.weight[REGION_SEGMENT]  # (N, 1, C)
+        regions = region_token + self.region_visual(visual) + at_region
         end = end_token + self.positions(length + 1) + self.segments.weight[REGION_SEGMENT]  # (N, 1, C)
         if self.config.end_visual_embedding:
-            end = end + self.text_visual(of_end)
+            end = end + self.text_visual(end_visual)
 
-        # One draw of dropout for both streams: checkpoints and numbers of earlier runs rest on its order.
+        # One dropout for both streams, because results of earlier runs depend on the order of random numbers.
         both = self.dropout(self.norm(torch.cat([text, regions, end], dim=1)))
         text, regions = both.split([text.shape[1], regions.shape[1] + 1], dim=1)
         region_mask, lengths = F.pad(batch.region_mask, (0, 1), value=True), [n + 1 for n in batch.sizes.regions]
         return Streams(text, regions, batch.text_mask, region_mask, batch.sizes.tokens, lengths)
 
     def _special_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The tokens of regions, [N, R, C], and of [END], [C]."""
+        """Return the token embeddings of regions, [N, R, C], and of [END], [C]."""
         if self.config.special_tokens == "vocabulary":
             region, end = self.words.weight[self.vocab_size :]
             return region.expand(*batch.region_mask.shape, -1), end
@@ -104,9 +104,9 @@ class VisualLinguisticEmbedding(nn.Module):
         return region, self.end_token.weight[0]
 
     def region_visual_embeddings(self, batch: Batch, appearance: Tensor) -> Tensor:
-        """The visual feature embedding of every region: [N, R, L], zero in the padding.
+        """Return the visual feature embedding of each region: [N, R, L], zero in the padding.
 
-        A fully connected layer over the geometry embedding and the appearance feature, side by side (paper 3.2).
+        It is a fully connected layer over the concatenated geometry embedding and appearance feature (paper 3.2).
         """
         if not len(appearance):
             return appearance.new_zeros(*batch.region_mask.shape, self.visual.out_features)
@@ -126,27 +126,27 @@ class VisualLinguisticEmbedding(nn.Module):
 
 
 def replace_masked(appearance: Tensor, batch: Batch, vector: Tensor) -> Tensor:
-    """The appearance features [K, D] with `vector` [D] in the place of those of masked regions."""
+    """Return the appearance features [K, D] with those of masked regions replaced by `vector` [D]."""
     masked = batch.of_real_regions(batch.region_masked)  # (K,)
     return torch.where(masked[:, None], vector.to(appearance.dtype), appearance)
 
 
 def features_by_row(features: Tensor, batch: Batch) -> Tensor:
-    """What belongs to the real regions of all images, [K, L], by row: [N, R, L], zero in the padding."""
-    # One more image, without regions, for the rows that have none: -1 finds it at the end.
-    of_images = _features_by_image(features, batch, len(batch.image_rows) + 1)
-    return of_images.index_select(0, batch.image_of % len(of_images))
+    """Distribute features of the real regions of all images, [K, L], to rows: [N, R, L], zero in the padding."""
+    # An extra last image without regions, at index -1, serves rows without an image.
+    by_image = _features_by_image(features, batch, len(batch.image_rows) + 1)
+    return by_image.index_select(0, batch.image_of % len(by_image))
 
 
 def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
-    """The same by image: [images, R, L], of which the batch has the first P; zero in the padding."""
+    """Distribute features to images: [images, R, L], zero in the padding. The batch has the first P of the images."""
     width, channels = batch.region_mask.shape[1], features.shape[1]
     padded = features.new_zeros(images * width, channels).index_copy(0, batch.real_regions, features)
     return padded.view(images, width, channels)
 
 
 class VisualProjection(nn.Module):
-    """Visual feature embeddings [..., L] -> what is added to tokens, [..., C]: normed with a learned gain, or as is."""
+    """A projection of visual feature embeddings from [..., L] to [..., C], with LayerNorm if the config says so."""
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
         super().__init__()
@@ -165,11 +165,13 @@ class VisualProjection(nn.Module):
 
 
 class SeparateEmbedding(nn.Module):
-    """Text: token + position + segment embedding. Regions: a linear layer of the appearance feature + one of the
-    location, five numbers. Each with a LayerNorm and dropout of its own (ViLBERT 2.1, Unicoder-VL 3.1).
+    """The embeddings of ViLBERT and Unicoder-VL, where text and regions do not mix (ViLBERT 2.1, Unicoder-VL 3.1).
+
+    Text is the sum of token, position and segment embedding. A region is the sum of a linear layer of its appearance
+    feature and one of its location, five numbers. Each has its own LayerNorm and dropout.
     """
 
-    positions_behind_text = 0  # regions have none
+    positions_behind_text = 0  # regions have no position
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
@@ -191,14 +193,12 @@ class SeparateEmbedding(nn.Module):
             self.masked_appearance = nn.Embedding(1, config.regions.channels)
 
     def initialise(self) -> None:
-        """What differs from the general initialisation; call it after that one."""
+        """Initialise the parameters that differ from the general initialisation. Call it after that one."""
         if hasattr(self, "masked_appearance"):
             nn.init.zeros_(self.masked_appearance.weight)
 
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
-        """appearance [K, D] of the images' regions -> text [N, T, C], with a task token [N, T + 1, C]; regions
-        [N, R, C'].
-        """
+        """Embed text, [N, T, C] or with a task token [N, T + 1, C], and regions, [N, R, C'], from appearance [K, D]."""
         regions = features_by_row(self._regions(batch, appearance), batch)
         text, text_mask = self.words(batch.tokens) + self.segments(batch.segments), batch.text_mask
         text_lengths, region_lengths = batch.sizes.tokens, batch.sizes.regions
@@ -206,7 +206,7 @@ class SeparateEmbedding(nn.Module):
         if self.config.mentioned_regions and regions.shape[1]:  # (Unicoder-VL, 4.2)
             mentioned = batch.token_region[:, :, None]
             text = text + regions.gather(1, mentioned.expand(-1, -1, text.shape[2])) * (mentioned > 0)
-        if self.tasks is not None:  # behind [CLS]; it has no position and moves none
+        if self.tasks is not None:  # after [CLS]; it has no position, and the others keep theirs
             task = self.tasks.weight[self.config.task_token].expand(len(batch), 1, -1)
             text = torch.cat([text[:, :1], task, text[:, 1:]], dim=1)
             text_mask, text_lengths = F.pad(text_mask, (1, 0), value=True), [n + 1 for n in text_lengths]
@@ -218,7 +218,7 @@ class SeparateEmbedding(nn.Module):
         return Streams(self.dropout(self.norm(text)), regions, text_mask, region_mask, text_lengths, region_lengths)
 
     def _regions(self, batch: Batch, appearance: Tensor) -> Tensor:
-        """The K real regions of the images, before LayerNorm: [K, C']."""
+        """Return the embeddings of the K real regions of the images, before LayerNorm: [K, C']."""
         if not len(appearance):
             return appearance.new_zeros(0, self.visual.out_features)
         images, numbers = batch.image_and_number()  # (K,)

@@ -1,7 +1,7 @@
-"""Other ways to compute a model in training: with less memory (activation checkpointing), or by compiled kernels.
+"""Activation checkpointing and compiled kernels for training.
 
-Neither changes what is computed, nor a name in the state dict. Both are done block by block: a layer of the encoder, or
-a residual block of the Fast R-CNN.
+Neither changes results or names in the state dict. Both work block by block: a layer of the encoder, or a residual
+block of the Fast R-CNN.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from vlbert.config import Recipe
 from vlbert.model.vlbert import VLBert
 
-MOST_GRAPHS = 32  # that torch.compile may make of one class of blocks; beyond it, it gives up for good and says so
+MAX_GRAPHS = 32  # per class of blocks; beyond it, torch.compile logs a warning and stops compiling that class
 
 
-def blocks(model: VLBert) -> list[nn.Module]:
-    """The blocks that learn; frozen ones keep no activations anyway."""
+def trainable_blocks(model: VLBert) -> list[nn.Module]:
+    """Return the blocks with trainable parameters. Frozen blocks keep no activations."""
     stages = [model.encoder.layers]
     if model.fast_rcnn is not None:
         backbone = model.fast_rcnn.backbone
@@ -26,30 +26,30 @@ def blocks(model: VLBert) -> list[nn.Module]:
 
 
 def execute_as(recipe: Recipe, model: VLBert) -> None:
-    """Compute the model as the recipe's `activation_checkpointing` and `compile` say."""
-    for block in blocks(model):
+    """Apply the recipe's `activation_checkpointing` and `compile` to the model."""
+    for block in trainable_blocks(model):
         if recipe.activation_checkpointing:
-            activation_checkpointing(block)
-        if recipe.compile:  # blocks of one shape share kernels, sizes that differ from batch to batch are variables
+            checkpoint_activations(block)
+        if recipe.compile:  # blocks of one shape share kernels; sizes that vary between batches are dynamic
             block.compile(dynamic=True)
     if recipe.compile:
-        # Blocks of one class count together: first and other blocks of four stages, in training and in validation.
-        torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
+        # All blocks of a class count together: first and other blocks of four stages, in training and in validation.
+        torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
 
 
-def activation_checkpointing(block: nn.Module) -> None:
-    """From now on, keep of the block's forward pass only what went in, and compute it again in the backward pass.
+def checkpoint_activations(block: nn.Module) -> None:
+    """Make a block keep only its inputs in the forward pass, and recompute the rest in the backward pass.
 
-    The second pass draws the same dropout. The block cannot be copied or pickled then. One with live norms, which would
-    count a batch twice, stays as it is.
+    The second pass draws the same dropout. Afterwards the block cannot be copied or pickled. A block with live norms is
+    not changed, because its norms would count each batch twice.
     """
     if any(isinstance(part, nn.BatchNorm2d) for part in block.modules()):
         return
     forward = block.forward
 
-    def forward_twice(*given: Any) -> Any:
+    def forward_twice(*inputs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
-            return forward(*given)
-        return checkpoint(forward, *given, use_reentrant=False)
+            return forward(*inputs)
+        return checkpoint(forward, *inputs, use_reentrant=False)
 
     block.forward = forward_twice

@@ -1,4 +1,4 @@
-"""Fast R-CNN: from pixels and boxes to one feature vector a region, trained end to end (paper 3.2 and 3.3)."""
+"""Fast R-CNN: one appearance feature per region from pixels and boxes, trained end to end (paper 3.2 and 3.3)."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ STRIDE = 16  # pixels of the image per cell of the C4 map
 
 
 class FastRCNN(nn.Module):
-    """The appearance feature of every real region of a batch's images; padded regions are never computed."""
+    """A network that computes the appearance feature of each real region of a batch's images, not of padding."""
 
     def __init__(self, config: RegionConfig):
         super().__init__()
@@ -28,53 +28,53 @@ class FastRCNN(nn.Module):
         self.backbone.freeze(min(config.frozen_stages, 4))
         if config.frozen_stages == 5:
             freeze_module(self.res5)
-        # Channels last: 15 % fewer CPU-seconds a step in the demo than channels first, and what GPUs prefer.
+        # Channels last takes 15 % fewer CPU-seconds per step in the demo than channels first, and GPUs prefer it.
         self.to(memory_format=torch.channels_last)
-        # The mean is of B, G, R; the network's first convolution expects that order (Caffe's).
+        # The mean is in the order B, G, R (Caffe's), which the network's first convolution expects.
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The K real regions of the batch's images, in image order: [K, D]."""
+        """Return the features of the K real regions of the batch's images, in image order: [K, D]."""
         return self.appearance(self.network_input(batch), batch)
 
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
-        """The same from pixels that are normalised already: float [p, 3, H, W] of each group -> [K, D]."""
+        """Return the features [K, D], given the pixels of `network_input`: float [p, 3, H, W] of each group."""
         maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
         images, _ = batch.image_and_number()  # (K,)
         boxes = batch.of_real_regions(batch.boxes)  # (K, 4)
         rois = torch.cat([images[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
-        # At once in the type that res5 computes in: nothing larger is kept while it does, 5 GB for 128 images.
+        # Cast at once to the dtype of res5, so that no larger copy is kept meanwhile: 5 GB for 128 images.
         cells = roi_align(maps, rois, self.config.roi_size, 1 / STRIDE).to(compute_dtype(self.pixel_mean))
         cells = self.res5(cells)  # (K, D, S, S)
         if len(batch.cells):
-            cells = cells * batch.cells[:, None]  # cells beside the object count as 0, in the mean too
+            cells = cells * batch.cells[:, None]  # cells outside the object count as 0 in the mean
         return cells.mean(dim=(2, 3))
 
     def network_input(self, batch: Batch) -> list[Tensor]:
-        """Pixels as the network takes them: float [p, 3, H, W], BGR, mean subtracted, masked regions and padding blank.
+        """Return the network's input: float [p, 3, H, W], BGR, mean subtracted, masked regions and padding blank.
 
-        One tensor a group of images, as RegionConfig.padding says; with live norms one of all. ValueError where the
-        batch has no pixels, and where an image is larger than a fixed padding.
+        There is one tensor per group of images, by RegionConfig.padding; with live norms, one for all images. Raises
+        ValueError if the batch has no pixels, or if an image is larger than a fixed padding.
         """
-        shown, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
-        if shown != images:
+        with_pixels, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
+        if with_pixels != images:
             raise ValueError(
-                f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {images} images, and the "
-                "model sees pixels; read it with --model.regions.features=end_to_end"
+                f"the batch with sample {batch.keys[0]} has pixels of {with_pixels} of its {images} images, but the "
+                "model needs pixels; read the data with --model.regions.features=end_to_end"
             )
         padding, groups = self.config.padding, batch.pixels
         if padding == "fixed":
-            groups = self._fixed(batch)
-        # Live norms take statistics of all images of a batch: one tensor, with more padding.
+            groups = self._pad_fixed(batch)
+        # Live norms need statistics over all images of a batch, hence one tensor with more padding.
         if padding == "batch" or self.config.resnet.norm == "batch":
             height, width = (max(group.shape[axis] for group in groups) for axis in (2, 3))
-            groups = [torch.cat([_padded(group, height, width) for group in groups])]
+            groups = [torch.cat([_pad(group, height, width) for group in groups])]
         numbers = torch.arange(len(batch.image_sizes), device=batch.image_sizes.device)
-        own = numbers.split([len(group) for group in groups])
-        return [self._normalised(*group, batch) for group in zip(groups, own, strict=True)]
+        indices = numbers.split([len(group) for group in groups])
+        return [self._normalise(*group, batch) for group in zip(groups, indices, strict=True)]
 
-    def _fixed(self, batch: Batch) -> list[Tensor]:
-        """The pixels of the batch, neighbours of one orientation in one tensor of a fixed size; image order stays."""
+    def _pad_fixed(self, batch: Batch) -> list[Tensor]:
+        """Pad images to the fixed size, one tensor per run of images of the same orientation, in image order."""
         short, long = self.config.short_side, self.config.long_side
         sizes, groups, first = batch.sizes.images, [], 0
         for group in batch.pixels:
@@ -86,36 +86,36 @@ class FastRCNN(nn.Module):
                 large = [size for size in own[begin:end] if size[0] > width or size[1] > height]
                 if large:
                     raise ValueError(
-                        f"an image of the batch with sample {batch.keys[0]} is {large[0][0]} x {large[0][1]} pixels, "
-                        f"more than model.regions.padding=fixed takes, {width} x {height}; resize it to short_side "
+                        f"an image of the batch with sample {batch.keys[0]} has {large[0][0]} x {large[0][1]} pixels, "
+                        f"but model.regions.padding=fixed takes at most {width} x {height}; resize it to short_side "
                         "and long_side"
                     )
-                groups.append(_padded(group[begin:end, :, :height, :width], height, width))
+                groups.append(_pad(group[begin:end, :, :height, :width], height, width))
                 begin = end
         return groups
 
-    def _normalised(self, pixels: Tensor, numbers: Tensor, batch: Batch) -> Tensor:
-        """One group of images, given with their numbers [p]."""
+    def _normalise(self, pixels: Tensor, images: Tensor, batch: Batch) -> Tensor:
+        """Return the network's input for one group of images, whose indices in the batch are `images` [p]."""
         height, width = pixels.shape[2:]
-        # The layout is changed while a pixel is a byte.
+        # Changing the layout is cheaper while a pixel is a byte.
         pixels = pixels.flip(1).contiguous(memory_format=torch.channels_last).float() - self.pixel_mean
         if self.config.pixel_std != 1:
             pixels = pixels / self.config.pixel_std
         if self.config.masking == "pixels":
-            rows = batch.image_rows[numbers]
-            boxes = torch.cat([batch.boxes[rows], batch.covered[numbers]], dim=1)
-            masked = torch.cat([batch.region_masked[rows], batch.covered_mask[numbers]], dim=1)
+            rows = batch.image_rows[images]
+            boxes = torch.cat([batch.boxes[rows], batch.covered[images]], dim=1)
+            masked = torch.cat([batch.region_masked[rows], batch.covered_mask[images]], dim=1)
             hole = masked_pixels(boxes, masked, height, width)[:, None]
             blank = 0.0 if self.config.masked_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
             pixels = torch.where(hole, blank, pixels)
-        # Padding is zero after the mean is subtracted, as the network's own padding is. Cells near the border still see
-        # where an image ends in a larger tensor; batches of one size avoid that, and so does padding=fixed.
-        sizes = batch.image_sizes[numbers]  # (p, 2)
+        # Padding is zero after the mean is subtracted, like the padding inside the network. Cells near the border still
+        # depend on where an image ends in a larger tensor, except in batches of one size and with padding=fixed.
+        sizes = batch.image_sizes[images]  # (p, 2)
         inside_x = torch.arange(width, device=pixels.device) < sizes[:, :1]  # (p, W)
         inside_y = torch.arange(height, device=pixels.device) < sizes[:, 1:]  # (p, H)
         return pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])
 
 
-def _padded(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Images [p, 3, h, w] with zeros on their right and below: [p, 3, height, width]."""
+def _pad(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Add zeros on the right and below: [p, 3, h, w] -> [p, 3, height, width]."""
     return F.pad(pixels, (0, width - pixels.shape[3], 0, height - pixels.shape[2]))

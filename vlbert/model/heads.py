@@ -1,4 +1,4 @@
-"""Parts of the tasks' heads: the pooler, the transform and the classifiers; and how weights are initialised."""
+"""Modules for the heads of tasks (poolers, transforms, classifiers), and the initialisation of weights."""
 
 from typing import Literal
 
@@ -13,10 +13,9 @@ ClassifierKind = Literal["linear", "two_layers", "words", "regions", "regions_no
 
 
 class Pooler(nn.Module):
-    """A row as one vector, as ModelConfig.pooler says.
+    """A module that pools each row to a vector by ModelConfig.pooler, its `kind`.
 
-    kind  ModelConfig.pooler
-    size  its width P: that of the text or, for the product, of co-attention
+    Its `size`, the width P of the vector, is that of co-attention for "product", else that of the text.
     """
 
     def __init__(self, config: ModelConfig):
@@ -28,7 +27,7 @@ class Pooler(nn.Module):
         self.dropout = nn.Dropout(config.dropout if product else 0.0)
 
     def forward(self, text: Tensor, regions: Tensor) -> Tensor:
-        """text [N, T, C], regions [N, R, C'] -> [N, P]."""
+        """Pool text [N, T, C] and regions [N, R, C'] to [N, P]."""
         if self.dense is None:
             return text[:, 0]
         if self.region_dense is None:
@@ -37,7 +36,7 @@ class Pooler(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """Dense, GELU and, at words, LayerNorm: before every classifier."""
+    """A dense layer and GELU before a classifier; LayerNorm follows if `normed`."""
 
     def __init__(self, hidden_size: int, normed: bool):
         super().__init__()
@@ -50,16 +49,17 @@ class HeadTransform(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Logits [..., outputs] from vectors [..., inputs], the head of a fine-tuned task.
+    """A classifier of vectors [..., inputs] with logits [..., outputs], the head of a fine-tuned task.
 
-    kind     "linear"; "two_layers", with ReLU between them; "words", "regions" or "regions_norm", a linear layer behind
-             the transform that pre-training has before its classifier of words or regions, from which it may start:
-             "regions_norm" where that is PretrainingSettings.region_head=transform_norm. ViLBERT's two:
-             "weight_norm", two weight-normed layers with ReLU and dropout between them, and "gelu_norm", two layers
-             with GELU and LayerNorm between them; the first is twice as wide as what comes in
-    dropout  before each layer; of "weight_norm" before the second alone
-    width    of the first layer of "two_layers"
-    inputs   None: the width of the text
+    "linear" is one layer; "two_layers" has ReLU between them. "words", "regions" and "regions_norm" have a transform
+    before a layer, and may start from the transform of pre-training's classifier of words or regions; "regions_norm" is
+    for PretrainingSettings.region_head=transform_norm. ViLBERT's are "weight_norm", two weight-normed layers with ReLU
+    and dropout between them, and "gelu_norm", two layers with GELU and LayerNorm between them.
+
+    Args:
+        dropout: probability before each layer except the transform; for ViLBERT's kinds only before the second layer.
+        width: width of the first layer of "two_layers"; for ViLBERT's kinds it is twice `inputs`.
+        inputs: width of the vectors; None means the width of the text.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Classifier(nn.Module):
 
 
 class PairClassifier(nn.Module):
-    """Logits [N, outputs] of whole rows, text and image together: a pooler, then a Classifier."""
+    """A pooler and a Classifier, for logits [N, outputs] of whole rows."""
 
     def __init__(self, config: ModelConfig, outputs: int, kind: ClassifierKind, dropout: float, width: int = 1024):
         super().__init__()
@@ -109,12 +109,12 @@ class PairClassifier(nn.Module):
         self.classifier = Classifier(config, outputs, kind, dropout, width, inputs=self.pooler.size)
 
     def forward(self, text: Tensor, regions: Tensor) -> Tensor:
-        """text [N, T, C], regions [N, R, C'] -> [N, outputs]."""
+        """Return logits [N, outputs] for text [N, T, C] and regions [N, R, C']."""
         return self.classifier(self.pooler(text, regions))
 
 
 class WeightNormLinear(nn.Module):
-    """A linear layer of weight g v / |v|, with one number g for the whole matrix and |v| its Frobenius norm."""
+    """A linear layer with weight g v / |v|, where g is one number and |v| is the Frobenius norm of the matrix v."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -127,7 +127,7 @@ class WeightNormLinear(nn.Module):
 
 
 def initialise(module: nn.Module, standard_deviation: float) -> None:
-    """BERT's rule: linear and embedding weights from N(0, standard_deviation), biases 0, LayerNorms 1 and 0."""
+    """Initialise as BERT: linear and embedding weights from N(0, standard_deviation), biases 0, LayerNorms 1 and 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=standard_deviation)
@@ -138,7 +138,7 @@ def initialise(module: nn.Module, standard_deviation: float) -> None:
 
 
 def initialise_head(head: nn.Module, config: ModelConfig) -> None:
-    """What fine-tuning adds: as the rest of the model (paper 4.1), its linear layers by Glorot's rule as published."""
+    """Initialise a new head like the model (paper 4.1), or its linear layers by Glorot's rule, as published."""
     initialise(head, config.initializer_range)
     if config.head_initialisation == "xavier":
         for part in head.modules():
@@ -150,5 +150,5 @@ def initialise_head(head: nn.Module, config: ModelConfig) -> None:
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """(all, trainable) numbers in the parameters of `module`."""
+    """Return the numbers of all and of trainable parameters of `module`."""
     return sum(p.numel() for p in module.parameters()), sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -1,6 +1,6 @@
 """The encoder: post-norm layers of multi-head attention and feed-forward (paper 3.1, equations 1 to 4; ViLBERT 2.2).
 
-Padding is not computed: layers read the real elements alone, packed one behind the other, row by row. Shape letters,
+Padding is not computed: layers get only the real elements, packed one after another, row by row. Shape letters,
 besides those of vlbert/data/batch.py:
 
     S  elements of a padded row                       L  real elements, over all rows
@@ -26,12 +26,13 @@ LAYER_NORM_EPS = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """Text and regions apart, each padded: what the encoder reads and what it returns.
+    """The padded text and regions that the encoder gets and returns.
 
-    text     float [N, T, C]    text_mask    bool [N, T]  which elements are real
-    regions  float [N, E, C']   region_mask  bool [N, E]  likewise; with VL-BERT's [END], the last element, E = R + 1
-    text_lengths, region_lengths  how many elements of each row are real, N numbers of the host (Sizes in
-                                  vlbert/data/batch.py)
+    Attributes:
+        text: float [N, T, C].
+        regions: float [N, E, C']; with VL-BERT's [END] as the last element, E = R + 1.
+        text_mask, region_mask: bool [N, T] and [N, E], True at real elements.
+        text_lengths, region_lengths: number of real elements of each row, on the host (Sizes in vlbert/data/batch.py).
     """
 
     text: Tensor
@@ -42,24 +43,23 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Both as one stream, in each row the text and then the regions: float [N, T + E, C], mask bool [N, T + E], and
-        how many elements of each row are real."""
+        """Concatenate text and regions of each row: float [N, T + E, C], mask bool [N, T + E], and lengths of rows."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
-            [sum(both) for both in zip(self.text_lengths, self.region_lengths, strict=True)],
+            [sum(lengths) for lengths in zip(self.text_lengths, self.region_lengths, strict=True)],
         )
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMap:
-    """How much the elements of one stream attend to those of another in one layer.
+    """Attention weights of one layer.
 
-    layer    number of the layer, from 0, and its letter
-    queries  whose elements attend: "both" is the text and then the regions
-    keys     to whose
-    weights  float [N, heads, elements of queries, elements of keys]. A row sums to 1, padding receives 0. Where a row
-             of the batch has no key, all is 0
+    Attributes:
+        layer, letter: number of the layer, from 0, and its letter in ModelConfig.layers.
+        queries, keys: stream that attends and stream that it attends to; "both" is the text, then the regions.
+        weights: float [N, heads, queries, keys]. Weights of a query sum to 1, padded keys have 0. All are 0 for a row
+            of the batch without keys.
     """
 
     layer: int
@@ -71,14 +71,15 @@ class AttentionMap:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the real elements of padded rows lie; made once for all layers that read these rows.
+    """The positions of real elements in padded rows, and in rows of length s without gaps, which attention gets.
 
-    real       bool [N, S]  which elements are real
-    chosen     int64 [L]    index of each real element in [N * S]
-    positions  int64 [L]    index of each in [N * s]: in rows without gaps, as attention takes them
-    filled     bool [N, s]  which positions of those rows hold an element
-    key_mask   [N, 1, 1, s]  what attention adds before its softmax: 0 where it may read, elsewhere -inf; None: it may
-               read all. A row without any element has zeros to read, since a softmax over nothing is NaN
+    Attributes:
+        real: bool [N, S], True at real elements.
+        chosen: int64 [L], index of each real element in [N * S].
+        positions: int64 [L], index of each real element in [N * s].
+        filled: bool [N, s], True at elements of the rows without gaps.
+        key_mask: [N, 1, 1, s], added before attention's softmax: 0 at elements, -inf elsewhere; None if all rows are
+            full. A row without elements has zeros only, because a softmax over nothing is NaN.
     """
 
     real: Tensor
@@ -89,8 +90,10 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> "Packing":
-        """lengths: how many elements of each row are real. The host knows them, so nothing waits for the device.
-        dtype: what attention computes in."""
+        """Return the packing of rows with the mask `real`, for attention in `dtype`.
+
+        `lengths`, the number of real elements of each row, come from the host, so nothing waits for the device.
+        """
         count, longest = sum(lengths), max(1, *lengths)
         filled = torch.arange(longest, device=real.device) < real.sum(dim=1, keepdim=True)
         key_mask = None
@@ -102,33 +105,33 @@ class Packing:
 
     @property
     def full(self) -> bool:
-        """Whether all rows are as long as the longest."""
+        """True if all rows are as long as the longest."""
         return self.key_mask is None
 
     def pack(self, x: Tensor) -> Tensor:
-        """[N, S, C] -> [L, C]."""
+        """Drop the padding: [N, S, C] -> [L, C]."""
         return x.flatten(0, 1).index_select(0, self.chosen)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[L, C] -> [N, S, C], zero in the padding."""
+        """Undo `pack`: [L, C] -> [N, S, C], zero in the padding."""
         return (
             x.new_zeros(self.real.numel(), x.shape[1]).index_copy(0, self.chosen, x).view(*self.real.shape, x.shape[1])
         )
 
     def rows(self, x: Tensor) -> Tensor:
-        """[L, C] -> [N, s, C], zero behind the end of a row."""
+        """Put packed elements into rows: [L, C] -> [N, s, C], zero after the end of a row."""
         if not self.full:
             x = x.new_zeros(self.filled.numel(), x.shape[1]).index_copy(0, self.positions, x)
         return x.view(*self.filled.shape, x.shape[1])
 
     def from_rows(self, x: Tensor) -> Tensor:
-        """[N, s, C] -> [L, C]."""
+        """Undo `rows`: [N, s, C] -> [L, C]."""
         return x.flatten(0, 1) if self.full else x.flatten(0, 1).index_select(0, self.positions)
 
     def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
-        """Attention maps [N, heads, s, s'] of these queries to those keys -> [N, heads, S, S'].
+        """Expand attention maps of these queries over `keys` to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
 
-        Padding receives 0. A query in the padding has the row of the element before it.
+        Padded keys get 0. A padded query gets the weights of the element before it.
         """
         query, key = ((real.cumsum(dim=1) - 1).clamp(min=0) for real in (self.real, keys.real))  # (N, S), (N, S')
         wide = maps.take_along_dim(query[:, None, :, None], dim=2).take_along_dim(key[:, None, None, :], dim=3)
@@ -144,11 +147,12 @@ def attend(
     dropout: float,
     maps: list[Tensor] | None = None,
 ) -> Tensor:
-    """Multi-head attention to elements of the same row -> [L, A], zero where a row has no key.
+    """Return multi-head attention within each row: [L, A], zero for rows without keys.
 
-    query    [N, heads, s, A/heads], by the packing `queries`
-    key      [N, heads, s', A/heads], by the packing `keys`, and value likewise
-    maps     where given, how much each element attends to each is added to it: [N, heads, s, s']
+    Args:
+        query: [N, heads, s, A/heads], packed by `queries`.
+        key, value: [N, heads, s', A/heads], packed by `keys`.
+        maps: the attention weights are appended to this list: [N, heads, s, s'].
     """
     mask = keys.key_mask
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
@@ -159,7 +163,7 @@ def attend(
 
 
 class StreamLayer(nn.Module):
-    """What a layer does to one stream: projections before the attention, and all that comes behind it."""
+    """The part of a layer that works on one stream: projections before attention, feed-forward after it."""
 
     def __init__(self, size: StreamSize, attention_size: int, num_heads: int, dropout: float):
         super().__init__()
@@ -178,35 +182,33 @@ class StreamLayer(nn.Module):
     def attention_dropout(self) -> float:
         return self.dropout.p if self.training else 0.0
 
-    def projected(self, x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
-        """x [L, C] -> queries, keys and values, [N, heads, s, A/heads] each: one product for all three."""
+    def project(self, x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of x [L, C], in one product: [N, heads, s, A/heads] each."""
         parts = (self.query, self.key, self.value)
-        weight, bias = torch.cat([one.weight for one in parts]), torch.cat([one.bias for one in parts])
+        weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         rows = packing.rows(F.linear(x, weight, bias))  # (N, s, 3 A)
         return rows.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
-    def behind_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x [L, C] and what its elements read [L, A] -> [L, C]."""
+    def feed_forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output [L, C], given its input x [L, C] and the attention's result [L, A]."""
         x = self.attention_norm(x + self.dropout(self.attention_output(attended)))
         return self.output_norm(x + self.dropout(self.output(F.gelu(self.intermediate(x)))))
 
 
 class SelfAttentionLayer(StreamLayer):
-    """Letters J, T and V: every element attends to every real element of its row, of both streams, of the text, or of
-    the regions."""
+    """A layer J, T or V, where elements attend to the real elements of their row, in both streams or in one."""
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
 
     def forward(self, x: Tensor, packing: Packing, maps: list[Tensor] | None = None) -> Tensor:
-        """x [L, C] -> [L, C]; maps as in `attend`."""
-        attended = attend(*self.projected(x, packing), packing, packing, self.attention_dropout, maps)
-        return self.behind_attention(x, attended)
+        """Return the layer's output for x: [L, C] -> [L, C]. `maps` is as in `attend`."""
+        attended = attend(*self.project(x, packing), packing, packing, self.attention_dropout, maps)
+        return self.feed_forward(x, attended)
 
 
 class CoAttentionLayer(nn.Module):
-    """Letter X: each word attends to the regions of its row and each region to the words, both as they come in
-    (ViLBERT 2.2)."""
+    """A layer X, where words attend to the regions of their row while regions attend to the words (ViLBERT 2.2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -215,25 +217,24 @@ class CoAttentionLayer(nn.Module):
         self.regions = StreamLayer(config.regions_stream, size, heads, config.dropout)
 
     def forward(
-        self, text: Tensor, regions: Tensor, of_text: Packing, of_regions: Packing, maps: list[Tensor] | None = None
+        self, text: Tensor, regions: Tensor, text_pack: Packing, region_pack: Packing, maps: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """text [L, C], regions [L', C'] -> the same. maps: as in `attend`, of the words and then of the regions."""
+        """Return new text [L, C] and regions [L', C']. `maps` gets the words' attention weights, then the regions'."""
         rate = self.text.attention_dropout
-        words, boxes = self.text.projected(text, of_text), self.regions.projected(regions, of_regions)
-        by_words = attend(words[0], *boxes[1:], of_text, of_regions, rate, maps)
-        by_regions = attend(boxes[0], *words[1:], of_regions, of_text, rate, maps)
-        return self.text.behind_attention(text, by_words), self.regions.behind_attention(regions, by_regions)
+        words, boxes = self.text.project(text, text_pack), self.regions.project(regions, region_pack)
+        text_attended = attend(words[0], *boxes[1:], text_pack, region_pack, rate, maps)
+        regions_attended = attend(boxes[0], *words[1:], region_pack, text_pack, rate, maps)
+        return self.text.feed_forward(text, text_attended), self.regions.feed_forward(regions, regions_attended)
 
 
 def make_layer(letter: str, config: ModelConfig) -> SelfAttentionLayer | CoAttentionLayer:
-    """The layer that a letter of ModelConfig.layers stands for."""
     if letter == "X":
         return CoAttentionLayer(config)
     return SelfAttentionLayer(config.regions_stream if letter == "V" else config.text_stream, config.dropout)
 
 
 class Encoder(nn.Module):
-    """The layers that `ModelConfig.layers` spells."""
+    """The layers that `ModelConfig.layers` names."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -246,23 +247,24 @@ class Encoder(nn.Module):
         attentions: list[AttentionMap] | None = None,
         hidden_states: list[Streams] | None = None,
     ) -> Streams:
-        """The same streams after all layers, zero in the padding.
+        """Return the streams after all layers, zero in the padding.
 
-        Where lists are given, each layer adds to them: its attention maps, of which X has two, of the text and of the
-        regions; and the streams that it returns.
+        Args:
+            attentions: each layer appends its attention maps to this list; X has two, of the text and of the regions.
+            hidden_states: each layer appends its output to this list.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
-            streams = (self._joint if joint else self._apart)(streams, numbers, attentions, hidden_states)
+            streams = (self._run_joint if joint else self._run_separate)(streams, numbers, attentions, hidden_states)
         return streams
 
-    def _joint(
+    def _run_joint(
         self,
         streams: Streams,
         numbers: Iterable[int],
         attentions: list[AttentionMap] | None,
         hidden_states: list[Streams] | None,
     ) -> Streams:
-        """Neighbouring layers J, which read both streams as one."""
+        """Run consecutive layers J on the concatenated streams."""
         x, mask, lengths = streams.joined()
         packing = Packing.of(mask, lengths, compute_dtype(x))
         packed = packing.pack(x)
@@ -272,44 +274,44 @@ class Encoder(nn.Module):
             if attentions is not None:
                 attentions.append(AttentionMap(number, "J", "both", "both", packing.widen(maps[0], packing)))
             if hidden_states is not None:
-                hidden_states.append(_split(packing.unpack(packed), streams))
-        return _split(packing.unpack(packed), streams)
+                hidden_states.append(_split_streams(packing.unpack(packed), streams))
+        return _split_streams(packing.unpack(packed), streams)
 
-    def _apart(
+    def _run_separate(
         self,
         streams: Streams,
         numbers: Iterable[int],
         attentions: list[AttentionMap] | None,
         hidden_states: list[Streams] | None,
     ) -> Streams:
-        """Neighbouring layers T, V and X, which read each stream by itself."""
-        of = {
+        """Run consecutive layers T, V and X on separate streams."""
+        packs = {
             "text": Packing.of(streams.text_mask, streams.text_lengths, compute_dtype(streams.text)),
             "regions": Packing.of(streams.region_mask, streams.region_lengths, compute_dtype(streams.regions)),
         }
-        x = {name: packing.pack(getattr(streams, name)) for name, packing in of.items()}
+        x = {name: packing.pack(getattr(streams, name)) for name, packing in packs.items()}
         for number in numbers:
             letter, layer = self.letters[number], self.layers[number]
             maps = None if attentions is None else []
             if letter == "X":
-                x["text"], x["regions"] = layer(x["text"], x["regions"], of["text"], of["regions"], maps)
+                x["text"], x["regions"] = layer(x["text"], x["regions"], packs["text"], packs["regions"], maps)
                 pairs = [("text", "regions"), ("regions", "text")]
             else:
                 name = "text" if letter == "T" else "regions"
-                x[name] = layer(x[name], of[name], maps)
+                x[name] = layer(x[name], packs[name], maps)
                 pairs = [(name, name)]
-            for (queries, keys), weights in zip(pairs, maps or [], strict=False):
-                attentions.append(AttentionMap(number, letter, queries, keys, of[queries].widen(weights, of[keys])))
+            for (query, key), weights in zip(pairs, maps or [], strict=False):
+                attentions.append(AttentionMap(number, letter, query, key, packs[query].widen(weights, packs[key])))
             if hidden_states is not None:
-                hidden_states.append(_unpacked(x, of, streams))
-        return _unpacked(x, of, streams)
+                hidden_states.append(_unpack_streams(x, packs, streams))
+        return _unpack_streams(x, packs, streams)
 
 
-def _split(both: Tensor, like: Streams) -> Streams:
-    """The streams that `Streams.joined` had joined, [N, T + E, C]."""
-    text, regions = both.split([like.text.shape[1], like.regions.shape[1]], dim=1)
+def _split_streams(joined: Tensor, like: Streams) -> Streams:
+    """Undo `Streams.joined`, given [N, T + E, C]."""
+    text, regions = joined.split([like.text.shape[1], like.regions.shape[1]], dim=1)
     return dataclasses.replace(like, text=text, regions=regions)
 
 
-def _unpacked(x: dict[str, Tensor], of: dict[str, Packing], like: Streams) -> Streams:
-    return dataclasses.replace(like, **{name: packing.unpack(x[name]) for name, packing in of.items()})
+def _unpack_streams(x: dict[str, Tensor], packs: dict[str, Packing], like: Streams) -> Streams:
+    return dataclasses.replace(like, **{name: packing.unpack(x[name]) for name, packing in packs.items()})

@@ -1,4 +1,4 @@
-"""VLBert: a batch of captions and images in, contextual vectors of words and regions out."""
+"""The model VLBert, which turns a batch of captions and images into contextual vectors of words and regions."""
 
 from dataclasses import dataclass, replace
 
@@ -15,15 +15,16 @@ from vlbert.model.layers import AttentionMap, Encoder, Streams
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The contextual vectors of a batch. Those of padding mean nothing; the masks are the batch's.
+    """The contextual vectors of a batch. Vectors of padding are meaningless; the batch has the masks.
 
-    text        float [N, T, C]
-    regions     float [N, R, C']           C' is C unless the model gives regions another width
-    appearance  float [K, D]         the appearance feature of the real regions of all images, in image order
-    attentions  where wanted: the attention maps of each layer, over the words and the regions; VL-BERT's [END] is
-                the last region. A task's token is left out, so that the rows of others may sum to less than 1
-    hidden_states  where wanted: text [N, T, C] and regions [N, R, C'] before the first layer and after each, zero in
-                the padding behind a layer
+    Attributes:
+        text: float [N, T, C].
+        regions: float [N, R, C'], where C' is C unless regions have another width.
+        appearance: float [K, D], appearance features of the real regions of all images, in image order.
+        attentions: if requested, the attention maps of each layer. VL-BERT's [END] is the last region. The task token
+            is left out, so weights of a query may sum to less than 1.
+        hidden_states: if requested, text [N, T, C] and regions [N, R, C'] before the first layer and after each layer.
+            Padding is zero after a layer.
     """
 
     text: Tensor
@@ -36,7 +37,7 @@ class Encoded:
 class VLBert(nn.Module):
     """Fast R-CNN features, the visual-linguistic embedding and the encoder (paper, figure 1).
 
-    vlbert.hf loads and saves it: `VLBertModel.from_pretrained(folder, run or hub name).vlbert`.
+    To load one: `VLBertModel.from_pretrained(folder, run or hub name).vlbert` (vlbert.hf).
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
@@ -54,20 +55,22 @@ class VLBert(nn.Module):
     def forward(
         self, batch: Batch, attentions: bool = False, appearance: Tensor | None = None, hidden_states: bool = False
     ) -> Encoded:
-        """Batch (see vlbert/data/batch.py) -> Encoded, with attention maps if `attentions`, and with the states of all
-        layers if `hidden_states`.
+        """Return the contextual vectors of a batch (see vlbert/data/batch.py).
 
-        appearance: what `appearance` returned for the same images, where it is known already.
+        Raises ValueError if a row is longer than the position table, or if the model needs precomputed features that
+        the batch does not have.
 
-        ValueError where a row is longer than the position table, or the batch brings no features and the model takes
-        precomputed ones.
+        Args:
+            attentions: return the attention maps of all layers, too.
+            appearance: result of the method `appearance` for the same images, if it was computed before.
+            hidden_states: return the streams before the first layer and after each layer, too.
         """
         needed = batch.tokens.shape[1] + self.embedding.positions_behind_text
         if needed > self.config.max_positions:
             row = batch.sizes.tokens.index(max(batch.sizes.tokens))
             raise ValueError(
                 f"row {row} of the batch with sample {batch.keys[0]}: {batch.tokens.shape[1]} tokens and their image "
-                f"need {needed} positions, the model has max_positions = {self.config.max_positions}"
+                f"need {needed} positions, but the model has max_positions = {self.config.max_positions}"
             )
         appearance = self.appearance(batch) if appearance is None else appearance
         maps: list[AttentionMap] | None = [] if attentions else None
@@ -75,17 +78,17 @@ class VLBert(nn.Module):
         states: list[Streams] | None = [embedded] if hidden_states else None
         encoded = self.encoder(embedded, maps, states)
         if self.config.task_token is not None:
-            maps = maps and [_without_task_of(one) for one in maps]
+            maps = maps and [_drop_task_from_map(attention) for attention in maps]
         return Encoded(
             *self._text_and_regions(encoded, batch),
             appearance,
             tuple(maps) if attentions else None,
-            tuple(self._text_and_regions(one, batch) for one in states) if hidden_states else None,
+            tuple(self._text_and_regions(streams, batch) for streams in states) if hidden_states else None,
         )
 
     def _text_and_regions(self, streams: Streams, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Without the task's token and without [END]."""
-        text = streams.text if self.config.task_token is None else _without_task(streams.text, 1)
+        """Return text and regions without the task token and [END]."""
+        text = streams.text if self.config.task_token is None else _drop_task(streams.text, 1)
         return text, streams.regions[:, : batch.region_mask.shape[1]]
 
     def appearance(self, batch: Batch) -> Tensor:
@@ -94,20 +97,20 @@ class VLBert(nn.Module):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:
             return self.fast_rcnn(batch)
-        wanted = (len(batch.real_regions), self.config.regions.channels)
-        if tuple(batch.features.shape) != wanted:
+        expected = (len(batch.real_regions), self.config.regions.channels)
+        if tuple(batch.features.shape) != expected:
             raise ValueError(
-                f"the batch with sample {batch.keys[0]} has features {tuple(batch.features.shape)}, the model takes "
-                f"{wanted} precomputed ones; detect with --keep_features, or set --model.regions.features=end_to_end"
+                f"the batch with sample {batch.keys[0]} has features {tuple(batch.features.shape)}, the model needs "
+                f"precomputed ones, {expected}; detect with --keep_features, or set --model.regions.features=end_to_end"
             )
         return batch.features.to(self.embedding.words.weight.dtype)
 
 
-def _without_task(x: Tensor, axis: int) -> Tensor:
-    """x without the task's token, which stands behind [CLS]."""
+def _drop_task(x: Tensor, axis: int) -> Tensor:
+    """Return x without the task token, which follows [CLS]."""
     return torch.cat([x.narrow(axis, 0, 1), x.narrow(axis, 2, x.shape[axis] - 2)], dim=axis)
 
 
-def _without_task_of(one: AttentionMap) -> AttentionMap:
-    weights = one.weights if one.queries == "regions" else _without_task(one.weights, 2)
-    return replace(one, weights=weights if one.keys == "regions" else _without_task(weights, 3))
+def _drop_task_from_map(attention: AttentionMap) -> AttentionMap:
+    weights = attention.weights if attention.queries == "regions" else _drop_task(attention.weights, 2)
+    return replace(attention, weights=weights if attention.keys == "regions" else _drop_task(weights, 3))

@@ -71,7 +71,7 @@ class Ranker(Predictor):
         assert isinstance(self.task, Retrieval)
         for text in texts:
             self.task.annotation_for(text)  # raises ValueError for a text without words
-        return self.task.ranked([HeldOutImage("", tuple(texts))])[0]
+        return self.task.with_candidates([HeldOutImage("", tuple(texts))])[0]
 
     def _predict_fit(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
         """Return the probability that each text fits, float64 [texts]."""

@@ -1,6 +1,6 @@
-"""The tasks: which there are, and which one the settings of a run belong to.
+"""The registered tasks, by the class of their settings.
 
-Adding one: a file with a settings dataclass and a class below `Task` (base.py), and a line in TASKS
+To add a task, write a settings dataclass and a subclass of `Task` (base.py), and add both to TASKS
 (docs/your-own-task.md).
 """
 
@@ -9,17 +9,17 @@ from vlbert.tasks.base import Task, TaskSettings
 
 
 def make_task(settings: TaskSettings, vocabulary: Vocabulary, num_classes: int) -> Task:
-    """The task that the type of `settings` belongs to."""
+    """Return a new task for these settings."""
     return task_of(settings)(settings, vocabulary, num_classes)
 
 
 def task_of(settings: TaskSettings) -> type[Task]:
-    """The class of the task that the type of `settings` belongs to."""
+    """Return the task class for these settings."""
     return _tasks()[type(settings)]
 
 
 def settings_named(name: str) -> type[TaskSettings] | None:
-    """The type of settings of this name; None where no task has such."""
+    """Return the settings class of this name, or None if no task has one."""
     return next((kind for kind in _tasks() if kind.__name__ == name), None)
 
 
@@ -30,14 +30,14 @@ def _tasks() -> dict[type[TaskSettings], type[Task]]:
     from vlbert.tasks.vcr import VCR, VCRSettings
     from vlbert.tasks.vqa import VQA, VQASettings
 
-    ours = {
+    built_in = {
         PretrainingSettings: Pretraining,
         RefCOCOSettings: RefCOCO,
         RetrievalSettings: Retrieval,
         VCRSettings: VCR,
         VQASettings: VQA,
     }
-    return ours | TASKS
+    return built_in | TASKS
 
 
-TASKS: dict[type[TaskSettings], type[Task]] = {}  # add your own: the type of its settings -> the task
+TASKS: dict[type[TaskSettings], type[Task]] = {}  # for your own tasks: settings class -> task class

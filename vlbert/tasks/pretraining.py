@@ -1,9 +1,9 @@
-"""Pre-training: masked words with visual clues, masked regions with linguistic clues, masked words of text alone.
+"""Pre-training: masked words with visual clues, masked regions with linguistic clues, masked words of text-only rows.
 
     torchrun -m vlbert.train pretrain_vlbert --data.root ROOT --data.text_corpus FOLDER
 
-The paper (section 4.1) reports no number for it; users of the authors' code report 60 % of masked words, 48 % of those
-of the text-only corpus and 70 % of masked regions for the base model.
+The paper (section 4.1) reports no number. For the base model, users of the authors' code report accuracies of 60 % at
+masked words, 48 % at those of the text-only corpus and 70 % at masked regions.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from storage.sample import Sample
 from storage.settings import check
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, TextInput, select, unlabelled
+from vlbert.data.batch import Batch, Example, TextInput, remove_labels, select
 from vlbert.data.boxes import box_iou_with_borders
 from vlbert.data.images import PreparedImage
 from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_words
@@ -28,43 +28,43 @@ from vlbert.model.heads import HeadTransform, Pooler, initialise
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Task, TaskSettings, accuracy
 
-OVERLAPPING = 0.4  # IoU with a labelled region above which 12-in-1's code leaves a region out of the mean
-ROW_EPSILON = 1e-4  # what the published code adds to counts where it takes means of rows
-RELATED = 0  # the class of the relationship head for a caption and its image, as in BERT's and in ViLBERT's files
-MAX_GUESSES = 5  # of each masked token and region, in a prediction
+OVERLAPPING = 0.4  # 12-in-1's code leaves regions out of the mean whose IoU with a labelled region is larger
+ROW_EPSILON = 1e-4  # the published code adds it to counts in means over rows
+RELATED = 0  # class of the relationship head for a caption and its own image, as in files of BERT and ViLBERT
+MAX_GUESSES = 5  # guesses for each masked token and region, in a prediction
 
 
 @dataclass(frozen=True)
 class PretrainingSettings(TaskSettings):
-    words: WordMasking = WordMasking()  # which words are masked, and how
-    regions: RegionMasking = RegionMasking()  # which regions are masked, and how
-    max_elements: int | None = 64  # tokens and regions of a row; beyond it the longer of the two loses its end
-    max_regions: int | None = None  # regions of a row, the first of the sample; none: all
-    caption_length: int = 508  # tokens of a caption at most: of BERT's 512 positions, four are used otherwise
+    words: WordMasking = WordMasking()  # masking of words
+    regions: RegionMasking = RegionMasking()  # masking of regions
+    max_elements: int | None = 64  # maximum tokens and regions per row; the longer of the two is cut at its end
+    max_regions: int | None = None  # maximum regions per row, the sample's first ones; none: all
+    caption_length: int = 508  # maximum tokens per caption; four of BERT's 512 positions are used otherwise
     text_length: int = 64  # tokens of a text-only row
-    text_specials: bool = False  # a text-only row is [CLS] text [SEP], else its bare words
-    region_target: Literal["distribution", "class"] = "distribution"  # the label of a masked region: the detector's
-    #                                                                    distribution over classes, or its best class
-    # Of that label. kl: the KL divergence, as ViLBERT reports it; its gradient is that of cross_entropy
+    text_specials: bool = False  # make a text-only row [CLS] text [SEP] instead of bare words
+    # label of a masked region: the detector's distribution over classes, or its best class
+    region_target: Literal["distribution", "class"] = "distribution"
+    # loss of that label; kl is the KL divergence, as ViLBERT reports it, with the gradient of cross_entropy
     region_loss: Literal["cross_entropy", "kl"] = "cross_entropy"
-    # ModelConfig.whole_image=mean divides the sum of the regions' vectors by their number, or by max_regions less those
+    # divisor of the regions' sum with ModelConfig.whole_image=mean: the number of regions, or max_regions minus those
     # that overlap a labelled region (12-in-1's code)
     mean_over: Literal["regions", "not_overlapping"] = "regions"
-    losses_over: Literal["labels", "rows"] = "labels"  # a loss is the mean over all labels, or over the rows' means
-    # A head that predicts whether caption and image belong together. VL-BERT's paper found that it hurts (table 4);
-    # ViLBERT and Unicoder-VL train it. It learns where some pairs are mismatched.
+    losses_over: Literal["labels", "rows"] = "labels"  # average losses over all labels, or over means of rows
+    # train a head that predicts if caption and image belong together; it needs mismatched pairs. VL-BERT's paper found
+    # that it hurts (table 4); ViLBERT and Unicoder-VL train it
     relationship: bool = False
-    mismatched: float = 0.0  # probability that a caption gets the image of another pair, the next one in the order
-    mismatched_labels: bool = False  # words and regions of such a pair have labels too; they are masked either way
-    # Before the classifier of regions. transform: a linear layer and GELU; transform_norm: with LayerNorm, as at words
+    mismatched: float = 0.0  # probability that a caption gets the image of the next pair
+    mismatched_labels: bool = False  # give labels to words and regions of mismatched pairs; they are masked either way
+    # layers before the classifier of regions; transform: linear and GELU; transform_norm: also LayerNorm, as for words
     region_head: Literal["transform", "transform_norm", "linear"] = "transform"
-    monitored_words: tuple[str, ...] = ()  # words with an accuracy of their own: those that only the image tells
+    monitored_words: tuple[str, ...] = ()  # words with a separate accuracy, such as those that only the image tells
 
     def __post_init__(self):
         check(self, (self.max_elements or 3) >= 3, "max_elements", "at least 3: [CLS], [SEP] and the whole image")
         check(self, self.max_regions is None or self.max_regions >= 1, "max_regions", "at least 1, or none")
         counted = self.mean_over == "regions" or self.max_regions is not None
-        check(self, counted, "mean_over", "regions without max_regions, the number of regions in its mean")
+        check(self, counted, "mean_over", "regions if max_regions is none")
         check(self, self.caption_length >= 1, "caption_length", "at least 1")
         learned = 0 <= self.mismatched <= 1 and (self.relationship or not self.mismatched)
         check(self, learned, "mismatched", "a probability, and 0 without relationship")
@@ -72,12 +72,12 @@ class PretrainingSettings(TaskSettings):
         check(self, self.text_length >= least, "text_length", "at least 1, and 3 with text_specials")
 
 
-_Guesses = list[tuple[int, float]]  # the likeliest tokens or classes, with their probabilities
+_Guesses = list[tuple[int, float]]  # the most probable tokens or classes, with probabilities
 
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """A user's own question: a text whose [MASK]s are to be filled in, and regions, from 1, whose pixels are masked."""
+    """A user's question: a text with [MASK]s to fill in, and the numbers of regions to mask, from 1."""
 
     text: str
     regions: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Pretraining(Task):
     def __init__(self, settings: PretrainingSettings, vocabulary: Vocabulary, num_classes: int):
         super().__init__(settings, vocabulary, num_classes)
         if missing := [word for word in settings.monitored_words if word not in vocabulary.ids]:
-            raise ValueError(f"monitored_words: {', '.join(missing)} are no whole tokens of the vocabulary")
+            raise ValueError(f"monitored_words: {', '.join(missing)} are not single tokens of the vocabulary")
         monitored = [vocabulary.ids[word] for word in settings.monitored_words]
         self.monitored = torch.tensor(monitored, dtype=torch.int64)
 
@@ -103,27 +103,26 @@ class Pretraining(Task):
         return 1 if self.settings.mismatched else 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Each example that was drawn to be mismatched, with the image of the next one."""
+        """Return the examples; those that were drawn as mismatched get the image of the next one."""
         others = [*examples[1:], *following[:1], *examples[:1]]
         pairs = zip(examples, others, strict=False)
-        return [self._mismatched(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
+        return [self._mismatch(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
 
-    def _mismatched(self, example: Example, other: Example) -> Example:
-        """With the image of another pair, as training learns from it: without labels but whether the two belong
-        together, unless mismatched_labels."""
-        found = self.with_other_image(example, other)
-        if found is example or self.settings.mismatched_labels:
-            return found
-        text = unlabelled(found.text)
+    def _mismatch(self, example: Example, other: Example) -> Example:
+        """Return a mismatched pair for training. Without `mismatched_labels` it has only the label "related"."""
+        mismatched = self.with_other_image(example, other)
+        if mismatched is example or self.settings.mismatched_labels:
+            return mismatched
+        text = remove_labels(mismatched.text)
         text = replace(
             text,
-            label_masks=text.label_masks | {"related": found.text.label_masks["related"]},
-            labels=text.labels | {"related": found.text.labels["related"]},
+            label_masks=text.label_masks | {"related": mismatched.text.label_masks["related"]},
+            labels=text.labels | {"related": mismatched.text.labels["related"]},
         )
-        return replace(found, text=text, image=unlabelled(found.image))
+        return replace(mismatched, text=text, image=remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """The caption with the image of another pair; the same where that is the image of this caption."""
+        """Return the caption with another pair's image, or unchanged if both pairs have the same image."""
         if other.metadata["url"] == example.metadata["url"]:
             return example
         text = example.text
@@ -133,23 +132,21 @@ class Pretraining(Task):
 
     def annotation_for(self, text: str, mask_regions: Sequence[int] = ()) -> MaskedInput:
         if self.vocabulary.mask not in self.vocabulary.encode(text) and not mask_regions:
-            raise ValueError(f"{text!r} has nothing to predict: write [MASK] for a word, or name regions to mask")
+            raise ValueError(f"{text!r} has nothing to predict; write [MASK] for a word, or name regions to mask")
         return MaskedInput(text, tuple(sorted(set(mask_regions))))
 
     def example(
         self, sample: Sample, image: PreparedImage, annotation: MaskedInput | None, rng: np.random.Generator
     ) -> Example:
-        """[CLS] caption [SEP] and the regions, some of both masked. Labels: the masked tokens, and the classes of the
-        masked regions."""
+        """Return [CLS] caption [SEP] and regions, partly masked. Labels are masked tokens and classes of regions."""
         if sample.regions.num_classes != self.num_classes:
             raise ValueError(
-                f"the regions of sample {sample.key} are of {sample.regions.num_classes} classes, those of others of "
-                f"{self.num_classes}"
+                f"sample {sample.key} has regions of {sample.regions.num_classes} classes, others of {self.num_classes}"
             )
         mismatched = annotation is None and self.settings.mismatched > 0 and rng.random() < self.settings.mismatched
         text = self.vocabulary.encode(sample.caption if annotation is None else annotation.text)
-        readable = len(sample.regions) if self.settings.max_regions is None else self.settings.max_regions
-        tokens, count = self._truncate(text, min(readable, len(sample.regions)))
+        max_count = len(sample.regions) if self.settings.max_regions is None else self.settings.max_regions
+        tokens, count = self._truncate(text, min(max_count, len(sample.regions)))
         regions = sample.regions.take(np.arange(count))
         if annotation is not None:
             check_fits(annotation, len(text), len(tokens), count, len(sample.regions))
@@ -157,12 +154,12 @@ class Pretraining(Task):
             masked_regions = region_labels = np.isin(np.arange(1 + len(sample.regions)), annotation.regions)
         else:
             masked_tokens, token_labels = mask_words(tokens, self.vocabulary, self.settings.words, rng)
-            # Of all regions, as published: those that do not fit in mask their pixels, too.
+            # As published, all regions take part: regions that do not fit into the row mask pixels, too.
             masked_regions, region_labels = mask_regions(len(sample.regions), self.settings.regions, rng)
-            masked_regions[1 + readable :] = False
+            masked_regions[1 + max_count :] = False
         region_labels = region_labels[: 1 + count]
         classes = regions.class_probs_background_first()[region_labels[1:]]
-        if self.settings.region_target == "class":  # the best foreground class: a region is one because of it
+        if self.settings.region_target == "class":  # the best foreground class, for which the detector kept the region
             classes = np.eye(classes.shape[1], dtype=np.float32)[regions.labels_background_first()[region_labels[1:]]]
         return Example(
             sample.key,
@@ -188,7 +185,7 @@ class Pretraining(Task):
         )
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
-        """ImageInput.averaged_over, as `mean_over` says; boxes [r, 4], labelled bool [r]."""
+        """Return ImageInput.averaged_over by `mean_over`, given boxes [r, 4] and `labelled`, bool [r]."""
         if self.settings.mean_over == "regions":
             return None
         boxes = torch.from_numpy(boxes)
@@ -196,7 +193,7 @@ class Pretraining(Task):
         return self.settings.max_regions - int(overlapping.sum())
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
-        """A row of the text-only corpus."""
+        """Return the Example of a row of the text-only corpus."""
         masked, label_mask = mask_words(tokens, self.vocabulary, self.settings.words, rng)
         if not self.settings.text_specials:
             return Example(key, self._text_input(masked, label_mask, tokens[label_mask]))
@@ -209,18 +206,18 @@ class Pretraining(Task):
     def _text_input(
         self, tokens: Sequence[int], label_mask: np.ndarray, labels: np.ndarray, related: Sequence[int] = ()
     ) -> TextInput:
-        of_pair, at_first = {}, {}
+        pair_label, pair_mask = {}, {}
         if self.settings.relationship:
-            of_pair = {"related": np.array(related, np.int64)}
-            at_first = {"related": np.arange(len(tokens)) < len(of_pair["related"])}
+            pair_label = {"related": np.array(related, np.int64)}
+            pair_mask = {"related": np.arange(len(tokens)) < len(pair_label["related"])}
         return TextInput.of_one_sentence(
             tokens,
-            label_masks={"word_label_mask": label_mask} | at_first,
-            labels={"words": labels} | of_pair,
+            label_masks={"word_label_mask": label_mask} | pair_mask,
+            labels={"words": labels} | pair_label,
         )
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
-        """The tokens and the number of regions that fit; [CLS], [SEP] and the whole image count too."""
+        """Return the tokens and the number of regions that fit together with [CLS], [SEP] and the whole image."""
         tokens = tokens[: self.settings.caption_length]
         if self.settings.max_elements is None:
             return tokens, regions
@@ -241,7 +238,7 @@ class Pretraining(Task):
         words, regions = head(vlbert, encoded, batch)
         word_losses = F.cross_entropy(words.float(), batch.labels["words"], reduction="none")  # (M,)
         word_right = words.argmax(1) == batch.labels["words"]
-        region_classes, labelled_regions = self._regions(batch, regions)
+        region_classes, labelled_regions = self._region_labels(batch, regions)
         region_losses = F.cross_entropy(regions.float(), region_classes, reduction="none")  # soft labels
         if self.settings.region_loss == "kl":
             region_losses = region_losses + torch.xlogy(region_classes, region_classes).sum(1)
@@ -251,11 +248,11 @@ class Pretraining(Task):
             features_by_row = zip(batch.sizes.labelled["word_label_mask"], batch.sizes.regions, strict=True)
             counts = [count if (regions > 0) == with_image else 0 for count, regions in features_by_row]
             chosen = ((batch.image_of[word_row] >= 0) == with_image).nonzero_static(size=sum(counts))[:, 0]
-            losses[name] = self._total(word_losses.index_select(0, chosen), word_row[chosen], counts)
+            losses[name] = self._sum_losses(word_losses.index_select(0, chosen), word_row[chosen], counts)
             losses[f"{name}_accuracy"] = accuracy(word_right[chosen])
         counts = batch.sizes.labelled.get("region_label_mask", (0,) * len(batch))
-        losses["regions"] = self._total(region_losses, labelled_regions // batch.boxes.shape[1], counts)
-        losses["regions_accuracy"] = accuracy(regions.argmax(1) == region_classes.argmax(1))  # unmasked ones, too
+        losses["regions"] = self._sum_losses(region_losses, labelled_regions // batch.boxes.shape[1], counts)
+        losses["regions_accuracy"] = accuracy(regions.argmax(1) == region_classes.argmax(1))  # at all labels
         if self.settings.relationship:
             related = head.related(encoded, batch.labelled["related"] // length).float()
             labels = batch.labels["related"]
@@ -263,15 +260,14 @@ class Pretraining(Task):
             losses["relationship_accuracy"] = accuracy(related.argmax(1) == labels)
         return losses
 
-    def _regions(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The labels of regions, [M', 1 + classes], and the indices of these in [N * R]; none without images."""
+    def _region_labels(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the labels of regions, [M', 1 + classes], and their indices in [N * R]; both empty without images."""
         if "region_label_mask" in batch.labelled:
             return batch.labels["region_classes"], batch.labelled["region_label_mask"]
         return logits.new_zeros(logits.shape).float(), batch.real_regions
 
-    def _total(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
-        """Sum and count of the losses [M], or of the means of the rows that have a label. row [M]: that of each loss;
-        counts: the losses of each row."""
+    def _sum_losses(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
+        """Return (sum, number) of losses [M] or of row means. `row` [M] has their rows, `counts` the losses per row."""
         if self.settings.losses_over == "labels":
             return losses.sum(), len(losses)
         sums, numbers = (losses.new_zeros(len(counts)).index_add(0, row, x) for x in (losses, torch.ones_like(losses)))
@@ -279,29 +275,29 @@ class Pretraining(Task):
         return (sums / (numbers + ROW_EPSILON)).sum() * labelled / (labelled + ROW_EPSILON), labelled
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """More columns:
+        """Return one row per example with more columns.
 
-        masks           list of {"position", "guesses"}: the masked tokens, [CLS] being token 0, each with its likeliest
-                        {"answer", "probability"}
-        masked_regions  list of {"region", "detected", "guesses"}: the regions whose pixels are masked, from 1, the
-                        detector's class, and the likeliest {"class", "probability"}; class 0 is the background
+        masks           list of {"position", "guesses"} of the masked tokens, where [CLS] has position 0; guesses are
+                        the most probable {"answer", "probability"}
+        masked_regions  list of {"region", "detected", "guesses"} of the masked regions, from 1, with the detector's
+                        class; guesses are the most probable {"class", "probability"}; class 0 is the background
         words, words_right, monitored, monitored_right, regions, regions_right   numbers of labels and of right guesses
         """
         words, regions = head(vlbert, encoded, batch)
         labels = batch.labels["words"]
         monitored = torch.isin(labels, self.monitored.to(labels.device))
-        region_classes, labelled_regions = self._regions(batch, regions)
+        region_classes, labelled_regions = self._region_labels(batch, regions)
         masked = select(batch.region_masked, labelled_regions)
-        detected, found = region_classes[masked].argmax(1), regions[masked]
-        of_tokens = _by_row(
+        detected, masked_logits = region_classes[masked].argmax(1), regions[masked]
+        token_labels = _group_by_row(
             batch.labelled["word_label_mask"],
             batch.tokens,
-            (labels, words.argmax(1) == labels, monitored, _likeliest(words[:, : len(self.vocabulary)])),
+            (labels, words.argmax(1) == labels, monitored, _top_guesses(words[:, : len(self.vocabulary)])),
         )
-        of_regions = _by_row(
+        region_labels = _group_by_row(
             labelled_regions[masked],
             batch.region_mask,
-            (detected, found.argmax(1) == detected, _likeliest(found)),
+            (detected, masked_logits.argmax(1) == detected, _top_guesses(masked_logits)),
         )
         boxes, rows = batch.boxes.cpu().numpy(), []
         for row, (key, metadata) in enumerate(zip(batch.keys, batch.metadata, strict=True)):
@@ -312,53 +308,53 @@ class Pretraining(Task):
                     "box": (boxes[row][n] / np.array(metadata["scale"] * 2)).tolist(),
                     "region": n,
                 }
-                for n, _, _, guesses in of_regions[row]
+                for n, _, _, guesses in region_labels[row]
             ]
             known = not metadata["from_user"]
-            rows.append({"key": key, "boxes": drawn} | self._row(text, of_tokens[row], of_regions[row], known))
+            rows.append({"key": key, "boxes": drawn} | self._row(text, token_labels[row], region_labels[row], known))
         return rows
 
-    def _row(self, text: list[int], of_tokens: list[tuple], of_regions: list[tuple], known: bool) -> dict:
-        """Return a row without key and boxes. known: whether the labels are known.
+    def _row(self, text: list[int], masked_tokens: list[tuple], masked_regions: list[tuple], known: bool) -> dict:
+        """Return a row without key and boxes; `known` is True if the labels are known.
 
-        of_tokens: position, label, whether it is right, whether it is monitored, guesses. of_regions: region, label,
-        whether it is right, guesses.
+        A masked token is (position, label, is right, is monitored, guesses), a masked region (region, label, is right,
+        guesses).
         """
-        positions, labels, right, monitored, guesses = zip(*of_tokens, strict=True) if of_tokens else ((),) * 5
-        best = [found[0][1] for *_, found in (*of_tokens, *of_regions)]
+        positions, labels, right, monitored, guesses = zip(*masked_tokens, strict=True) if masked_tokens else ((),) * 5
+        best = [ranked[0][1] for *_, ranked in (*masked_tokens, *masked_regions)]
         filled = [
             {"answer": self._decode(text, positions, tokens), "probability": probability}
-            for tokens, probability in _combined(guesses)
+            for tokens, probability in _top_combinations(guesses)
         ]
-        likeliest = [found[0][0] == label for found, label in zip(guesses, labels, strict=True)]
+        likeliest = [ranked[0][0] == label for ranked, label in zip(guesses, labels, strict=True)]
         return {
             "question": self._decode(text),
             "answer": filled[0]["answer"],
-            "probability": float(np.prod(best)),  # of all guesses together, each by itself
-            "ranking": filled if of_tokens else [],
+            "probability": float(np.prod(best)),  # of all guesses together, as if independent
+            "ranking": filled if masked_tokens else [],
             "ground_truth": self._decode(text, positions, labels) if known else None,
-            "score": float(np.mean(likeliest)) if known and of_tokens else None,
+            "score": float(np.mean(likeliest)) if known and masked_tokens else None,
             "masks": [
                 {
                     "position": position,
-                    "guesses": [{"answer": self.vocabulary.tokens[i], "probability": p} for i, p in found],
+                    "guesses": [{"answer": self.vocabulary.tokens[i], "probability": p} for i, p in ranked],
                 }
-                for position, found in zip(positions, guesses, strict=True)
+                for position, ranked in zip(positions, guesses, strict=True)
             ],
             "masked_regions": [
-                {"region": number, "detected": label, "guesses": [{"class": i, "probability": p} for i, p in found]}
-                for number, label, _, found in of_regions
+                {"region": number, "detected": label, "guesses": [{"class": i, "probability": p} for i, p in ranked]}
+                for number, label, _, ranked in masked_regions
             ],
-            "words": known * len(of_tokens),
+            "words": known * len(masked_tokens),
             "words_right": known * sum(right),
             "monitored": known * sum(monitored),
             "monitored_right": known * sum(map(all, zip(right, monitored, strict=True))),
-            "regions": known * len(of_regions),
-            "regions_right": known * sum(is_right for _, _, is_right, _ in of_regions),
+            "regions": known * len(masked_regions),
+            "regions_right": known * sum(correct for _, _, correct, _ in masked_regions),
         }
 
     def _decode(self, tokens: Sequence[int], positions: Sequence[int] = (), filled: Sequence[int] = ()) -> str:
-        """The text of a row with the tokens `filled` at these positions, without the [CLS] and [SEP] around it."""
+        """Return the text of a row with `filled` at `positions`, without the enclosing [CLS] and [SEP]."""
         text = list(tokens)
         for position, token in zip(positions, filled, strict=True):
             text[position] = token
@@ -366,55 +362,49 @@ class Pretraining(Task):
         return self.vocabulary.decode(text[starts : len(text) - ends])
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Accuracy at masked words, at the monitored ones among them, and at the regions whose pixels are masked."""
+        """Return the accuracy at masked words, at monitored words among them, and at masked regions."""
         names = ("words", "regions", "monitored") if self.settings.monitored_words else ("words", "regions")
         counts = {name: sum(row.get(name, 0) for row in rows) for name in names}
         right = {name: sum(row.get(f"{name}_right", 0) for row in rows) for name in names}
         return {f"{name}_accuracy": right[name] / counts[name] for name in names if counts[name]}
 
 
-def check_fits(own: MaskedInput, tokens: int, fitting: int, count: int, regions: int) -> None:
-    """ValueError where only `fitting` of the text's tokens fit, or where a region to mask is none or is not among the
-    first `count` of the regions, which fit."""
-    if fitting < tokens:
-        raise ValueError(
-            f"the text is too long: it has {tokens} tokens, and {fitting} fit beside the image; shorten it"
-        )
-    absent = [number for number in own.regions if not 1 <= number <= count]
+def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, regions: int) -> None:
+    """Raise ValueError if only `kept` tokens of the text fit, or if a region to mask is not among the first `count`."""
+    if kept < tokens:
+        raise ValueError(f"the text is too long: it has {tokens} tokens, but {kept} fit beside the image; shorten it")
+    absent = [number for number in question.regions if not 1 <= number <= count]
     if absent:
-        beside = f", of which the model reads the first {count}" if count < regions else ""
-        raise ValueError(f"there is no region {absent[0]} to mask: the image has {regions}, from 1{beside}")
+        limit = f", of which the model reads the first {count}" if count < regions else ""
+        raise ValueError(f"there is no region {absent[0]} to mask: the image has {regions}, from 1{limit}")
 
 
-def _by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
-    """Return of each row of `padded` [N, S] what it has a label for: (place in the row, *columns).
-
-    index: int64 [M], in [N * S]; columns: [M] each.
-    """
-    found: list[list[tuple]] = [[] for _ in padded]
+def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
+    """Return (position in the row, *columns) of labels, given by `index` int64 [M], for each row of `padded` [N, S]."""
+    rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
-    for place, *one in zip(index.tolist(), *values, strict=True):
-        found[place // padded.shape[1]].append((place % padded.shape[1], *one))
-    return found
+    for position, *entry in zip(index.tolist(), *values, strict=True):
+        rows[position // padded.shape[1]].append((position % padded.shape[1], *entry))
+    return rows
 
 
-def _likeliest(logits: Tensor) -> list[_Guesses]:
-    """Return the MAX_GUESSES likeliest (class, probability) of each row of logits [M, V], the likeliest first."""
-    probabilities, which = logits.float().softmax(1).topk(min(MAX_GUESSES, logits.shape[1]))
-    return [list(zip(*row, strict=True)) for row in zip(which.tolist(), probabilities.tolist(), strict=True)]
+def _top_guesses(logits: Tensor) -> list[_Guesses]:
+    """Return the MAX_GUESSES most probable (class, probability) of each row of logits [M, V], in order."""
+    probabilities, classes = logits.float().softmax(1).topk(min(MAX_GUESSES, logits.shape[1]))
+    return [list(zip(*row, strict=True)) for row in zip(classes.tolist(), probabilities.tolist(), strict=True)]
 
 
-def _combined(guesses: Sequence[_Guesses]) -> list[tuple[tuple[int, ...], float]]:
-    """Return the MAX_GUESSES likeliest combinations of one guess for each token, with their probabilities."""
+def _top_combinations(guesses: Sequence[_Guesses]) -> list[tuple[tuple[int, ...], float]]:
+    """Return the MAX_GUESSES most probable combinations of one guess for each token, with their probabilities."""
     best = [((), 1.0)]
-    for there in guesses:
-        more = [((*taken, one), p * q) for taken, p in best for one, q in there]
-        best = heapq.nlargest(MAX_GUESSES, more, key=lambda way: way[1])
+    for candidates in guesses:
+        more = [((*chosen, guess), p * q) for chosen, p in best for guess, q in candidates]
+        best = heapq.nlargest(MAX_GUESSES, more, key=lambda combination: combination[1])
     return best
 
 
 class PretrainingHead(nn.Module):
-    """Classifiers of masked words and masked regions, computed only where there are labels."""
+    """The classifiers of masked words and masked regions, computed only at labels."""
 
     def __init__(self, config: ModelConfig, settings: PretrainingSettings, vocab_size: int, num_classes: int):
         super().__init__()
@@ -432,19 +422,18 @@ class PretrainingHead(nn.Module):
         initialise(self, config.initializer_range)
 
     def forward(self, vlbert: VLBert, encoded: Encoded, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits of the tokens [M, V] and of the regions [M', 1 + classes] that have a label."""
+        """Return the logits of labelled tokens, [M, V], and of labelled regions, [M', 1 + classes]."""
         words, regions = batch.labelled["word_label_mask"], batch.labelled.get("region_label_mask", batch.real_regions)
         return self.words(vlbert, select(encoded.text, words)), self.regions(select(encoded.regions, regions))
 
     def words(self, vlbert: VLBert, text: Tensor) -> Tensor:
-        """[M, C] -> logits [M, V], tied to the word embeddings."""
+        """Return logits [M, V] for text vectors [M, C], with weights tied to the word embeddings."""
         return F.linear(self.word_transform(text), vlbert.embedding.words.weight, self.word_bias)
 
     def regions(self, regions: Tensor) -> Tensor:
-        """[M', C'] -> logits [M', 1 + classes]."""
+        """Return logits [M', 1 + classes] for region vectors [M', C']."""
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))
 
     def related(self, encoded: Encoded, rows: Tensor) -> Tensor:
-        """Logits of some rows with an image, int64 [M]: [M, 2]. Column RELATED says that caption and image
-        belong together."""
+        """Return logits [M, 2] of rows with an image, int64 [M]. Column RELATED means that text and image match."""
         return self.relationship(self.pooler(encoded.text.index_select(0, rows), encoded.regions.index_select(0, rows)))

@@ -1,9 +1,9 @@
-"""RefCOCO+: which region does an expression mean? (paper 4.2; UNC split)
+"""RefCOCO+: find the region that an expression means (paper 4.2; UNC split).
 
     torchrun -m vlbert.train finetune_refcoco --data.root ROOT --task.folder refcoco+ --init_from ROOT/runs/...
 
-The paper (table 3), VL-BERT base, % of expressions: on ground-truth regions val 79.88, testA 82.40, testB 75.01; on
-MAttNet's detected ones 71.60, 77.72, 60.99.
+The paper (table 3) reports for VL-BERT base, in % of expressions: on ground-truth regions val 79.88, testA 82.40, testB
+75.01; on MAttNet's detections 71.60, 77.72, 60.99.
 """
 
 import functools
@@ -33,21 +33,21 @@ MAX_RANKED = 5  # regions in a prediction's ranking
 
 @dataclass(frozen=True)
 class RefCOCOSettings(TaskSettings):
-    folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
-    train_on: tuple[str, ...] = ("train",)  # splits
-    validate_on: str = "val"  # split of validation
-    regions: Literal["ground_truth", "detected"] = "ground_truth"  # the track: all annotated objects, or detected boxes
-    detections: str | None = None  # MAttNet's file of boxes, below folder; none: the regions of the region shards
-    adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the detected ones
-    iou: Convention = "published"  # how overlaps are measured, in training and in the metric that is named after it
-    whole_image_competes: bool = False  # may the whole image be the answer?
-    # What a candidate is asked for. binary: whether it overlaps the answer by more than half; iou: by how much, where
-    # that is more than half (ViLBERT's code)
+    folder: str = ""  # folder with refs(unc).p and instances.json, as the data set ships them
+    train_on: tuple[str, ...] = ("train",)  # splits to train on
+    validate_on: str = "val"  # split to validate on
+    regions: Literal["ground_truth", "detected"] = "ground_truth"  # candidates: all annotated objects, or detections
+    detections: str | None = None  # MAttNet's file of boxes, in folder; none: the regions of the region shards
+    adds_ground_truth: bool = False  # train on the boxes of all annotated objects in addition to the detections
+    iou: Convention = "published"  # overlap measure, in training and in the metric of that name
+    whole_image_competes: bool = False  # allow the whole image as an answer
+    # target of a candidate; binary: 1 if its overlap with the answer is more than half; iou: that overlap (ViLBERT's
+    # code); otherwise 0
     target: Literal["binary", "iou"] = "binary"
-    loss_over: Literal["regions", "rows"] = "regions"  # the loss is a mean over candidates, or of the rows' sums
-    classifier: ClassifierKind = "regions"  # regions: with the transform of pre-training's region classifier
-    classifier_dropout: float = 0.0  # probability
-    expression_length: int = 60  # tokens; longer expressions are invalid
+    loss_over: Literal["regions", "rows"] = "regions"  # average the loss over candidates, or over the rows' sums
+    classifier: ClassifierKind = "regions"  # classifier of candidates; regions: with pre-training's region transform
+    classifier_dropout: float = 0.0  # dropout probability in the classifier
+    expression_length: int = 60  # maximum tokens; longer expressions are invalid
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -55,20 +55,19 @@ class RefCOCOSettings(TaskSettings):
 
     def __post_init__(self):
         if self.regions == "ground_truth" and (self.detections or self.adds_ground_truth):
-            raise ValueError("detections and adds_ground_truth are for regions=detected; regions is ground_truth")
+            raise ValueError("detections and adds_ground_truth need regions=detected, but regions is ground_truth")
         check(self, 0 <= self.classifier_dropout < 1, "classifier_dropout", "in [0, 1)")
         check(self, self.expression_length >= 1, "expression_length", "at least 1")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Query:
-    """An expression and the regions to choose from, [r, 4] in pixels of the shipped image; None: the sample's own. An
-    invalid one gets no candidates."""
+    """An expression and the regions to choose from. An invalid expression gets no candidates."""
 
     expression: Expression
-    regions: Sequence[Box] | np.ndarray | None
+    regions: Sequence[Box] | np.ndarray | None  # [r, 4] in pixels of the shipped image; None: the sample's regions
     held_out: bool
-    split: str = ""  # as it was named; a user's own has none
+    split: str = ""  # "" for a user's expression
     invalid_reason: str = ""
 
 
@@ -91,13 +90,13 @@ class RefCOCO(Task):
         return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        """Evaluation keeps an invalid expression, and counts it as wrong."""
-        found = []
+        """Return the examples of a split. Evaluation keeps invalid expressions and counts them as wrong."""
+        rows = []
         for name in self.settings.splits(split):
-            for image, one in refcoco.of_split(self.expressions, name, self.folder):
-                query = self._query(image, one, name, split is not None)
-                found.append((query, f"sentence {one.sentence_id} of {name}", image, query.invalid_reason))
-        return make_examples(self.settings, samples, split, found)
+            for image, expression in refcoco.list_expressions(self.expressions, name, self.folder):
+                query = self._query(image, expression, name, split is not None)
+                rows.append((query, f"sentence {expression.sentence_id} of {name}", image, query.invalid_reason))
+        return make_examples(self.settings, samples, split, rows)
 
     def _query(self, image: str, expression: Expression, split: str, held_out: bool) -> Query:
         reason, regions = self._invalid_reason(expression.text) or expression.invalid_reason, None
@@ -112,15 +111,14 @@ class RefCOCO(Task):
         return invalid_reason(text, "expression_length", self.settings.expression_length, self.vocabulary)
 
     def annotation_for(self, text: str) -> Query:
-        """An expression about the regions of the sample."""
         if reason := self._invalid_reason(text):
             raise ValueError(f"the expression {text[:60]!r} is invalid: {reason}")
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Query, rng: np.random.Generator) -> Example:
-        """The regions are the query's. Labels: the targets of those that are candidates."""
-        one, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
-        shipped = one.image_size or (sample.width, sample.height)
+        """Return the expression and the query's regions. Labels are the targets of the candidates."""
+        expression, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
+        shipped = expression.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
         if regions is None:
             regions = sample.regions.boxes / to_stored
@@ -128,40 +126,39 @@ class RefCOCO(Task):
             regions = np.array(regions, np.float64).reshape(-1, 4)
             image = replace(image, boxes=image.boxes[:1]).with_boxes(regions * to_stored)
         if self.settings.adds_ground_truth and not annotation.held_out:
-            objects = np.array(one.objects, np.float64).reshape(-1, 4)
+            objects = np.array(expression.objects, np.float64).reshape(-1, 4)
             image, regions = image.with_boxes(objects * to_stored), np.concatenate([regions, objects])
         candidate = np.full(len(image.boxes), valid)
         candidate[0] &= self.settings.whole_image_competes
         target = np.zeros(len(image.boxes), np.float32)
-        if one.box:
-            answer = image.place(np.array([one.box]) * to_stored)[0]
+        if expression.box:
+            answer = image.place(np.array([expression.box]) * to_stored)[0]
             iou = overlap(self.settings.iou, image.boxes, answer)
             target = np.where(candidate & (iou > 0.5), iou if self.settings.target == "iou" else 1.0, 0.0)
-        text = "" if not valid else swap_sides(one.text) if image.flipped else one.text
-        boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, as those of the files
+        text = "" if not valid else swap_sides(expression.text) if image.flipped else expression.text
+        boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, like boxes of the files
         return Example(
             sample.key,
             self.text_input(self.vocabulary.encode(text)),
             image.to_input(
                 label_masks={"candidate": candidate}, labels={"target": target[candidate].astype(np.float32)}
             ),
-            {"expression": one, "split": annotation.split, "boxes": boxes, "to_stored": to_stored},
+            {"expression": expression, "split": annotation.split, "boxes": boxes, "to_stored": to_stored},
         )
 
     def text_input(self, expression: np.ndarray) -> TextInput:
-        """[CLS] expression [SEP]."""
         return TextInput.of_one_sentence([self.vocabulary.cls, *expression, self.vocabulary.sep])
 
     def head(self, config: ModelConfig) -> nn.Module:
         settings = self.settings
-        own = settings.regions == "detected" and not settings.detections and not settings.adds_ground_truth
-        if config.regions.features != "end_to_end" and not own:
+        from_shards = settings.regions == "detected" and not settings.detections and not settings.adds_ground_truth
+        if config.regions.features != "end_to_end" and not from_shards:
             raise ValueError(
-                "precomputed features belong to the shards' own regions: set --model.regions.features=end_to_end, or "
+                "precomputed features exist only for the shards' regions; set --model.regions.features=end_to_end, or "
                 "--task.regions=detected --task.detections=None --task.no_adds_ground_truth"
             )
         if settings.whole_image_competes and config.whole_image == "none":
-            raise ValueError("the model does not read the whole image: set --task.no_whole_image_competes")
+            raise ValueError("the model does not read the whole image; set --task.no_whole_image_competes")
         inputs = config.regions_stream.hidden_size
         return Classifier(config, 1, settings.classifier, settings.classifier_dropout, inputs=inputs)
 
@@ -175,18 +172,20 @@ class RefCOCO(Task):
         return {"regions": (loss, terms), "accuracy": accuracy(right[batch.counted, 0] > 0)}
 
     def scores(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """The logits of the candidates: [M]."""
+        """Return the logits of the candidates, [M]."""
         return head(select(encoded.regions, batch.labelled["candidate"]))[:, 0].float()
 
     def by_region(self, values: Tensor, batch: Batch, others: float) -> Tensor:
-        """The values of the candidates [M] as [N, R], with `others` at regions that are none."""
+        """Distribute the values of candidates, [M], to regions, [N, R]. Other regions get `others`."""
         filled = values.new_full((batch.region_mask.numel(),), others)
         return filled.index_copy(0, batch.labelled["candidate"], values).view(batch.region_mask.shape)
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """More columns: those of score_choice in vlbert/datasets/refcoco.py, and region, the index of the chosen
-        region, -1 for the whole image or none. Regions are named from 1; each has a probability of its own."""
-        # Only candidates can win: no padding and, unless it competes, not the whole image. The first wins a tie.
+        """Return one row per expression with more columns: those of `score_choice` in vlbert/datasets/refcoco.py.
+
+        `region` is the chosen region's index, -1 for the whole image or none. Each region has its own probability.
+        """
+        # Only candidates can win: no padding and, unless it competes, not the whole image. Ties go to the first.
         scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)
         orders = scores.argsort(dim=1, descending=True, stable=True)[:, :MAX_RANKED].tolist()
         columns = zip(
@@ -197,12 +196,12 @@ class RefCOCO(Task):
             batch.sizes.labelled["candidate"],
             strict=True,
         )
-        return [self._row(*row) for row in columns]
+        return [self._to_row(*row) for row in columns]
 
-    def _row(self, key: str, metadata: dict, order: list[int], probabilities: list[float], candidates: int) -> dict:
-        one, boxes, chosen = metadata["expression"], metadata["boxes"], order[0] if candidates else None
+    def _to_row(self, key: str, metadata: dict, order: list[int], probabilities: list[float], candidates: int) -> dict:
+        expression, boxes, chosen = metadata["expression"], metadata["boxes"], order[0] if candidates else None
         drawn = [] if chosen is None else [(refcoco.region_name(chosen), boxes[chosen])]
-        drawn += [("ground truth", np.array(one.box))] * bool(one.box)
+        drawn += [("ground truth", np.array(expression.box))] * bool(expression.box)
         ranking = [
             {"answer": refcoco.region_name(i), "probability": probabilities[i], "region": i} for i in order[:candidates]
         ]
@@ -213,7 +212,7 @@ class RefCOCO(Task):
             "ranking": ranking,
             "boxes": [{"name": name, "box": (box * metadata["to_stored"]).tolist()} for name, box in drawn],
             "candidates": candidates,
-        } | refcoco.score_choice(self.settings.iou, one, boxes, chosen, self.settings.regions == "ground_truth")
+        } | refcoco.score_choice(self.settings.iou, expression, boxes, chosen, self.settings.regions == "ground_truth")
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         return refcoco.metrics(rows)
@@ -222,5 +221,5 @@ class RefCOCO(Task):
         return refcoco.submission(self.expressions, rows, self.folder)
 
     def reported(self, split: str) -> dict[str, str]:
-        found = refcoco.REPORTED[self.settings.regions].get(split)
-        return {f"accuracy_{self.settings.iou}": found} if found else {}
+        text = refcoco.REPORTED[self.settings.regions].get(split)
+        return {f"accuracy_{self.settings.iou}": text} if text else {}

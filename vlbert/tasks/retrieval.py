@@ -1,9 +1,9 @@
-"""Image-text retrieval on Flickr30k and COCO: how well do a caption and an image fit? (Unicoder-VL 3.3, ViLBERT 3.2)
+"""Image-text retrieval on Flickr30k and COCO: score how well captions and images fit (Unicoder-VL 3.3, ViLBERT 3.2).
 
     torchrun -m vlbert.train finetune_retrieval --data.root ROOT --task.folder flickr30k --init_from ROOT/runs/...
 
 Recall@1 on Flickr30k's test, caption -> image and image -> caption: Unicoder-VL 71.5 and 86.2, zero-shot 48.4 and 64.3;
-ViLBERT 58.20 caption -> image, zero-shot 31.86. VL-BERT's paper reports none.
+ViLBERT 58.20 caption -> image, zero-shot 31.86. VL-BERT's paper has no such result.
 """
 
 import sys
@@ -29,26 +29,26 @@ from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room
 from vlbert.tasks.pretraining import RELATED
 
 MAX_RANKED = 5  # captions in a prediction's ranking
-OTHER_TOKENS = 4  # positions beside the caption's: of [CLS], [SEP], the regions and [END]
+OTHER_TOKENS = 4  # positions besides the caption: [CLS], [SEP], the regions and [END]
 
 
 @dataclass(frozen=True)
 class RetrievalSettings(TaskSettings):
-    folder: str = ""  # holds `file`
-    file: str = "dataset_flickr30k.json"  # Karpathy's splits and captions, as published; of COCO: dataset_coco.json
-    train_on: tuple[str, ...] = ("train",)  # splits; of COCO train,restval
-    validate_on: str = "val"  # split of validation
-    captions: int = retrieval.CAPTIONS  # of an image, its first ones; further ones are left out
-    caption_length: int = 64  # tokens of a caption; a longer one loses its end
-    max_regions: int | None = None  # regions of an image, the first of the sample; none: all
-    # hinge: the pair above the best wrong image and the best wrong caption, by `margin`, in probability (Unicoder-VL).
-    # cross_entropy: the pair among itself and all wrong ones (ViLBERT: two wrong captions and one wrong image)
+    folder: str = ""  # folder that holds `file`
+    file: str = "dataset_flickr30k.json"  # Karpathy's splits and captions, as published; for COCO dataset_coco.json
+    train_on: tuple[str, ...] = ("train",)  # splits to train on; for COCO train and restval
+    validate_on: str = "val"  # split to validate on
+    captions: int = retrieval.CAPTIONS  # maximum captions per image, its first ones
+    caption_length: int = 64  # maximum tokens per caption; longer captions are cut
+    max_regions: int | None = None  # maximum regions per image, the sample's first ones; none: all
+    # hinge: the pair's probability exceeds those of the best wrong image and of the best wrong caption by `margin`
+    # (Unicoder-VL); cross_entropy: the pair among all wrong ones (ViLBERT: two wrong captions and one wrong image)
     loss: Literal["hinge", "cross_entropy"] = "hinge"
-    margin: float = 0.2
-    wrong_captions: int = 3  # of each pair in training: of the next examples in the order
-    wrong_images: int = 3  # likewise
-    rows_at_once: int = 512  # pairs that an evaluation computes together: memory, and the last digits of the scores
-    fold: int = 1000  # images of a part that is ranked by itself too, where a split has several: COCO's 1K numbers
+    margin: float = 0.2  # difference of probabilities for the hinge loss, 0 to 1
+    wrong_captions: int = 3  # wrong captions of each pair in training, from the next examples
+    wrong_images: int = 3  # wrong images of each pair in training, from the next examples
+    rows_at_once: int = 512  # pairs per batch of an evaluation; affects memory and the last digits of scores
+    fold: int = 1000  # images per fold, which is also ranked separately if a split has several (COCO's 1K numbers)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -63,19 +63,18 @@ class RetrievalSettings(TaskSettings):
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """A caption and its image, to learn from."""
-
     image: str
     text: str
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldOutImage:
-    """An image to be ranked: its name and its own captions.
+    """An image to rank, with its own captions.
 
-    first       place of the first of these among the candidates
-    images      how many images the candidates are of
-    candidates  the token ids, int64 [t], of each caption that images are ranked against
+    Attributes:
+        first: index of its first caption in `candidates`.
+        images: number of images that the candidates belong to.
+        candidates: token ids, int64 [t], of each caption that images are ranked against.
     """
 
     image: str
@@ -87,7 +86,7 @@ class HeldOutImage:
 
 class Retrieval(Task):
     paper = "Flickr30k test, R@1 caption -> image, image -> caption: Unicoder-VL 71.5, 86.2; ViLBERT 58.20"
-    evaluation_batch_size = 8  # each has thousands of pairs
+    evaluation_batch_size = 8  # each example has thousands of pairs
     zero_shot_head = "relationship"
 
     @staticmethod
@@ -97,7 +96,7 @@ class Retrieval(Task):
     # --- examples -----------------------------------------------------------------------------------------------------
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        """Training: one example a caption. Held out: one an image, ranked against the captions of all of them."""
+        """Return one example per caption in training; in evaluation one per image, ranked against all captions."""
         file = self.folder / self.settings.file
         splits, held_out, skipped = retrieval.read_splits(file, self.settings.captions), [], []
         for name in self.settings.splits(split):
@@ -111,27 +110,29 @@ class Retrieval(Task):
                         f"{image}: {len(captions) - len(kept)} of its {len(captions)} captions have no words"
                     )
         if split is None:
-            found = [(Caption(one.image, text), one.image, one.image, "") for one in held_out for text in one.captions]
+            rows = [
+                (Caption(item.image, text), item.image, item.image, "") for item in held_out for text in item.captions
+            ]
         else:
-            found = [(one, one.image, one.image, "") for one in held_out]
-        examples = make_examples(self.settings, samples, split, found)
-        ranked = examples.annotations if split is None else self.ranked(examples.annotations)
+            rows = [(item, item.image, item.image, "") for item in held_out]
+        examples = make_examples(self.settings, samples, split, rows)
+        ranked = examples.annotations if split is None else self.with_candidates(examples.annotations)
         return replace(examples, annotations=ranked, skipped=(*skipped, *examples.skipped))
 
-    def ranked(self, images: Sequence[HeldOutImage]) -> list[HeldOutImage]:
-        """These images, to be ranked against the captions of all of them."""
-        candidates = [self.tokens(text) for one in images for text in one.captions]
-        firsts = np.cumsum([0, *(len(one.captions) for one in images)]).tolist()
+    def with_candidates(self, images: Sequence[HeldOutImage]) -> list[HeldOutImage]:
+        """Return the images with the captions of all of them as candidates."""
+        candidates = [self.tokens(text) for image in images for text in image.captions]
+        firsts = np.cumsum([0, *(len(image.captions) for image in images)]).tolist()
         return [
-            replace(one, first=first, images=len(images), candidates=candidates)
-            for one, first in zip(images, firsts, strict=False)
+            replace(image, first=first, images=len(images), candidates=candidates)
+            for image, first in zip(images, firsts, strict=False)
         ]
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
         annotations = list(examples.annotations)
         chosen = sorted(numbers.tolist())
-        for number, one in zip(chosen, self.ranked([annotations[n] for n in chosen]), strict=True):
-            annotations[number] = one
+        for number, image in zip(chosen, self.with_candidates([annotations[n] for n in chosen]), strict=True):
+            annotations[number] = image
         return replace(examples, annotations=annotations)
 
     def annotation_for(self, text: str) -> Caption:
@@ -143,7 +144,7 @@ class Retrieval(Task):
         return not invalid_reason(text, "caption_length", sys.maxsize, self.vocabulary)
 
     def tokens(self, text: str) -> np.ndarray:
-        """int64: [CLS] caption [SEP]."""
+        """Return [CLS] caption [SEP] as token ids, int64 [t]."""
         tokens = self.vocabulary.encode(text)[: self.settings.caption_length]
         return np.array([self.vocabulary.cls, *tokens, self.vocabulary.sep], np.int64)
 
@@ -151,13 +152,13 @@ class Retrieval(Task):
         self, sample: Sample, image: PreparedImage, annotation: Caption | HeldOutImage, rng: np.random.Generator
     ) -> Example:
         regions = image.to_input(None, self.settings.max_regions)
-        if isinstance(annotation, HeldOutImage):  # `predict` puts all candidates in the place of its text
+        if isinstance(annotation, HeldOutImage):  # `predict` replaces its text by all candidates
             text = TextInput.of_one_sentence(self.tokens(annotation.captions[0]))
             return Example(sample.key, text, regions, {"ranked": annotation})
         text = swap_sides(annotation.text) if image.flipped else annotation.text
         return Example(
             sample.key,
-            _labelled(TextInput.of_one_sentence(self.tokens(text)), 0, 0),
+            _with_role(TextInput.of_one_sentence(self.tokens(text)), 0, 0),
             regions,
             {"image": annotation.image, "caption": text},
         )
@@ -167,30 +168,30 @@ class Retrieval(Task):
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Each pair with the captions and the images of its neighbours as wrong ones: the rows of an image are its own
-        caption, those of the examples behind it, and those of the examples before it, whose wrong image it is.
+        """Return pairs whose wrong captions and wrong images are those of the next pairs.
 
-        A neighbour with the pair's own image is left out: its caption is right. Labels of a row: `anchor`, the pair's
-        number, and `role`: 0 the pair, then the wrong captions, then the wrong images. The pair alone has the label
-        `right`: 0, its role.
+        The rows of an image are its own caption, captions of later pairs, and captions of earlier pairs, whose wrong
+        image it is. Pairs of one image are not combined, because their captions are right. Labels of a row: `anchor`,
+        the number of its pair; `role`, 0 for the pair, then the wrong captions, then the wrong images; and, for the
+        pair only, `right`, 0.
         """
-        everyone, settings = [*examples, *following], self.settings  # fewer follow where these are the whole step
-        texts: list[list[TextInput]] = [[] for _ in everyone]
+        pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
+        texts: list[list[TextInput]] = [[] for _ in pairs]
         for anchor, example in enumerate(examples):
-            texts[anchor].append(_labelled(example.text, anchor, 0))
+            texts[anchor].append(_with_role(example.text, anchor, 0))
             for distance in range(self.lookahead):
-                place = (anchor + 1 + distance) % len(everyone)
-                other = everyone[place]
+                index = (anchor + 1 + distance) % len(pairs)
+                other = pairs[index]
                 if other.metadata["image"] == example.metadata["image"]:
                     continue
                 if distance < settings.wrong_captions:
-                    texts[anchor].append(_labelled(other.text, anchor, 1 + distance))
+                    texts[anchor].append(_with_role(other.text, anchor, 1 + distance))
                 if distance < settings.wrong_images:
-                    row = _labelled(example.text, anchor, 1 + settings.wrong_captions + distance)
-                    texts[place].append(row)
+                    row = _with_role(example.text, anchor, 1 + settings.wrong_captions + distance)
+                    texts[index].append(row)
         return [
             replace(example, text=rows[0], more=tuple(rows[1:]))
-            for example, rows in zip(everyone, texts, strict=True)
+            for example, rows in zip(pairs, texts, strict=True)
             if rows
         ]
 
@@ -204,8 +205,7 @@ class Retrieval(Task):
         return {"pooler": "pooler", "score": "relationship"}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """The score is the logit of "belongs together" less that of the other class: its sigmoid is the probability
-        that pre-training's relationship head gives."""
+        """Convert the relationship head to a score: the difference of its logits, whose sigmoid is its probability."""
         if part != "score":
             return tensors
         return {name: (tensor[RELATED] - tensor[1 - RELATED])[None] for name, tensor in tensors.items()}
@@ -215,13 +215,15 @@ class Retrieval(Task):
         count, wrong_captions = len(right), self.settings.wrong_captions
         if self.settings.loss == "hinge":
             scores = scores.sigmoid()
-        # A wrong one that is missing is worse than all others
+        # A missing wrong caption or image scores below all others.
         table = scores.new_full((count, 1 + wrong_captions + self.settings.wrong_images), -torch.inf)
         table[batch.labels["anchor"], batch.labels["role"]] = scores
         pair, wrong = table[:, 0], table[:, 1:]
         if self.settings.loss == "hinge":
-            over = [self.settings.margin - pair + part.amax(1) for part in wrong.tensor_split([wrong_captions], dim=1)]
-            loss = sum(one.relu().sum() for one in over)
+            margins = [
+                self.settings.margin - pair + part.amax(1) for part in wrong.tensor_split([wrong_captions], dim=1)
+            ]
+            loss = sum(margin.relu().sum() for margin in margins)
         else:
             loss = F.cross_entropy(table, right, reduction="sum")
         return {"pairs": (loss, count), "accuracy": accuracy(pair > wrong.amax(1))}
@@ -229,26 +231,25 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """One dict an image, for `assemble`: `scores`, float32 [candidates]; `image`, `captions`, `first` and `images`,
-        as in HeldOutImage. The regions of an image are computed once."""
+        """Return one dict per image, for `assemble`: `scores`, float32 [candidates], and fields of HeldOutImage."""
         ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
         candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
-        size, found = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
+        size, scores_of_blocks = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
         for start in range(0, len(candidates), size):
             block = with_texts(batch, candidates[start : start + size])
-            found.append(head(vlbert(block, appearance=appearance)).view(len(batch.image_rows), -1))
-        scores = torch.cat(found, dim=1)[batch.image_of].cpu().numpy()  # (N, candidates)
+            scores_of_blocks.append(head(vlbert(block, appearance=appearance)).view(len(batch.image_rows), -1))
+        scores = torch.cat(scores_of_blocks, dim=1)[batch.image_of].cpu().numpy()  # (N, candidates)
         return [
             {
                 "key": key,
                 "scores": row,
-                **{name: getattr(one, name) for name in ("image", "captions", "first", "images")},
+                **{name: getattr(image, name) for name in ("image", "captions", "first", "images")},
             }
-            for key, one, row in zip(batch.keys, ranked, scores, strict=True)
+            for key, image, row in zip(batch.keys, ranked, scores, strict=True)
         ]
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """Of pairs: how likely they belong together."""
+        """Return one row per pair, with the probability that text and image belong together."""
         likely = head(encoded).sigmoid().tolist()
         rows = []
         for key, metadata, probability in zip(batch.keys, batch.metadata, likely, strict=True):
@@ -260,32 +261,33 @@ class Retrieval(Task):
         return rows
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """One row an image; question is its file, answer the best caption, ground_truth the best one of its own. score
-        is the mean of 1 / rank of both ways, its captions together as one way. More columns:
+        """Return one row per image: `question` is its file, `ground_truth` the best of its captions.
 
-        image, captions      its file and its captions
-        caption_rank         of the best of its captions, among those of all images: from 1
-        image_ranks          of the image, among all, for each of its captions
-        found_images         the best image for each of its captions
-        fold, caption_rank_fold, image_ranks_fold   the same in a part of `task.fold` images, where there are several
+        `score` is the mean of 1 / caption_rank and of the mean 1 / image_rank. More columns:
+
+        image, captions      file and captions of the image
+        caption_rank         rank of its best caption among the captions of all images, from 1
+        image_ranks          rank of the image among all images for each of its captions, from 1
+        found_images         best image for each of its captions
+        fold, caption_rank_fold, image_ranks_fold   the same within its fold of `task.fold` images, if there are several
         """
         if not rows:
             return []
         rows = sorted(rows, key=lambda row: row["first"])
-        there = np.concatenate([row["first"] + np.arange(len(row["captions"])) for row in rows])
+        readable = np.concatenate([row["first"] + np.arange(len(row["captions"])) for row in rows])
         image_of = np.repeat(np.arange(len(rows)), [len(row["captions"]) for row in rows])
-        scores = np.stack([row["scores"] for row in rows])[:, there]  # less captions of images that cannot be read
+        scores = np.stack([row["scores"] for row in rows])[:, readable]  # without captions of unreadable images
         texts = [text for row in rows for text in row["captions"]]
-        whole, best = retrieval.ranks(scores, image_of), scores.argmax(axis=0)
+        overall, best_images = retrieval.ranks(scores, image_of), scores.argmax(axis=0)
         folds = rows[0]["images"] // self.settings.fold
         parts = retrieval.folds(scores, image_of, folds) if folds > 1 else []
-        found = []
+        predictions = []
         for i, row in enumerate(rows):
             own = np.flatnonzero(image_of == i)
             order = np.argsort(-scores[i], kind="stable")[:MAX_RANKED].tolist()
-            likely = (1 / (1 + np.exp(-scores[i].astype(np.float64)))).tolist()
-            ranking = [{"answer": texts[n], "probability": likely[n]} for n in order]
-            rank, image_ranks = int(whole.captions_of_image[i]) + 1, whole.image_of_caption[own] + 1
+            probabilities = (1 / (1 + np.exp(-scores[i].astype(np.float64)))).tolist()
+            ranking = [{"answer": texts[n], "probability": probabilities[n]} for n in order]
+            rank, image_ranks = int(overall.captions_of_image[i]) + 1, overall.image_of_caption[own] + 1
             columns = {
                 "key": row["key"],
                 "question": row["image"],
@@ -298,35 +300,40 @@ class Retrieval(Task):
                 "captions": list(row["captions"]),
                 "caption_rank": rank,
                 "image_ranks": image_ranks.tolist(),
-                "found_images": [rows[n]["image"] for n in best[own]],
+                "found_images": [rows[n]["image"] for n in best_images[own]],
             }
-            if parts:  # images behind the last fold are in none
-                fold, place = divmod(i, len(rows) // folds)
-                of = parts[fold] if fold < folds else None
-                behind = int(own[0]) - sum(len(part.image_of_caption) for part in parts[:fold])
+            if parts:  # images after the last full fold are in none
+                fold, position = divmod(i, len(rows) // folds)
+                ranks_in_fold = parts[fold] if fold < folds else None
+                start = int(own[0]) - sum(len(part.image_of_caption) for part in parts[:fold])
                 columns |= {
-                    "fold": fold if of else None,
-                    "caption_rank_fold": int(of.captions_of_image[place]) + 1 if of else None,
-                    "image_ranks_fold": (of.image_of_caption[behind:][: len(own)] + 1).tolist() if of else None,
+                    "fold": fold if ranks_in_fold else None,
+                    "caption_rank_fold": int(ranks_in_fold.captions_of_image[position]) + 1 if ranks_in_fold else None,
+                    "image_ranks_fold": (ranks_in_fold.image_of_caption[start:][: len(own)] + 1).tolist()
+                    if ranks_in_fold
+                    else None,
                 }
-            found.append(columns)
-        return found
+            predictions.append(columns)
+        return predictions
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """image_*: a caption's image among all; caption_*: an image's best caption. r1, r5, r10: the share of right
-        ones among the first so many; medr, meanr: median and mean rank. *_fold: means over the folds. chance: of
-        image_r1."""
-        found = _recalls(rows, "") | {"chance": 1 / len(rows)}
+        """Return image_* for the images of captions, caption_* for the best captions of images, and chance of image_r1.
+
+        r1, r5, r10: share of ranks up to 1, 5, 10; medr, meanr: median and mean rank; *_fold: mean over the folds.
+        """
+        metrics = _recalls(rows, "") | {"chance": 1 / len(rows)}
         folds = sorted({row["fold"] for row in rows if row.get("fold") is not None})
-        each = [_recalls([row for row in rows if row["fold"] == fold], "_fold") for fold in folds]
-        return found | {name: float(np.mean([one[name] for one in each])) for name in (each[0] if each else ())}
+        by_fold = [_recalls([row for row in rows if row["fold"] == fold], "_fold") for fold in folds]
+        return metrics | {
+            name: float(np.mean([recalls[name] for recalls in by_fold])) for name in (by_fold[0] if by_fold else ())
+        }
 
     def reported(self, split: str) -> dict[str, str]:
         return retrieval.reported(self.settings.file, split)
 
 
 class PairScore(nn.Module):
-    """How well the text and the image of each row fit: a linear layer of the row's vector."""
+    """A linear layer that scores how well the text and the image of each row fit."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -335,13 +342,13 @@ class PairScore(nn.Module):
         initialise_head(self, config)
 
     def forward(self, encoded: Encoded) -> Tensor:
-        """float32 [N], in float32 whatever the precision of the run: rounded scores would be equal ones."""
+        """Return the scores [N], in float32 for any precision of the run, because rounding would make scores equal."""
         text, regions = encoded.text[:, :1].float(), encoded.regions[:, :1].float()
         with torch.autocast(text.device.type, enabled=False):
             return self.score(self.pooler(text, regions))[:, 0]
 
 
-def _labelled(text: TextInput, anchor: int, role: int) -> TextInput:
+def _with_role(text: TextInput, anchor: int, role: int) -> TextInput:
     labels = {"anchor": np.array([anchor]), "role": np.array([role]), "right": np.zeros(int(role == 0), np.int64)}
     return replace(text, labels=labels)
 
@@ -352,7 +359,7 @@ def _recalls(rows: Sequence[dict], suffix: str) -> dict[str, float]:
         "caption": np.array([row[f"caption_rank{suffix}"] - 1 for row in rows]),
     }
     return {
-        f"{way}_{name}{suffix}": value / 100 if name in ("r1", "r5", "r10") else value
-        for way, of in ranks.items()
-        for name, value in retrieval.recalls(of).items()
+        f"{direction}_{name}{suffix}": value / 100 if name in ("r1", "r5", "r10") else value
+        for direction, values in ranks.items()
+        for name, value in retrieval.recalls(values).items()
     }

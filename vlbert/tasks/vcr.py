@@ -1,4 +1,4 @@
-"""VCR: which of four answers is right, and which of four rationales says why? (paper 4.2, figure 2 a)
+"""VCR: choose one of four answers, and one of four rationales that explain it (paper 4.2, figure 2 a).
 
     torchrun -m vlbert.train finetune_vcr --data.root ROOT --task.folder vcr --init_from ROOT/runs/...
 
@@ -19,7 +19,7 @@ from storage.reading import Samples
 from storage.sample import Sample
 from storage.settings import check
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, ImageInput, TextInput, select, unlabelled
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, remove_labels, select
 from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import vcr
 from vlbert.datasets.vcr import CHOICES, CLASSES, Scene, Text
@@ -39,34 +39,34 @@ from vlbert.tasks.vcr_text import (
     user_question,
 )
 
-OTHER_TOKENS = 5  # positions beside question and choice: of [CLS], two [SEP], the regions and [END]
+OTHER_TOKENS = 5  # positions besides question and choice: [CLS], two [SEP], the regions and [END]
 
 
 @dataclass(frozen=True)
 class VCRSettings(TaskSettings):
-    folder: str = ""  # holds train.jsonl, val.jsonl and vcr1images/ with the metadata, as the data set ships them
-    train_on: tuple[str, ...] = ("train",)  # splits, as the files are named
-    validate_on: str = "val"  # split of validation, as the files are named
-    subtask: Subtask = "answer"  # Q->A, or QA->R
-    max_tokens: int = 64  # of question and choice; beyond it the longer of the two loses its end
-    truncation: Literal["shared", "each"] = "shared"  # a long choice shortens the question in the rows of all choices,
-    #                                                   or in its own
-    swap_left_right: bool = False  # in the texts of a mirrored image
-    mention_visual_embedding: Literal["object", "image"] = "object"  # which visual feature embedding a word carries
-    #                                                                  that names an object
-    names: Literal["neutral", "class"] = "neutral"  # a mentioned person is called by a name, or `person`
-    instance_masks: bool = True  # only the cells of a region that its object covers count in its feature
-    mask_size: int = 14  # cells across and down, as the model's res5 gives them
-    masked_regions: float = 0.0  # share of regions that training masks and predicts; 0: it predicts all, unmasked
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # each choice right or wrong by itself, or one of four
-    pooled: bool = True  # the score is read at [CLS] behind BERT's tanh pooler, or at [CLS] itself
-    classifier: ClassifierKind = "linear"  # what scores a choice: one layer, or `two_layers`
-    classifier_width: int = 1024  # of its layer in between, for two_layers
-    region_loss: Literal["contextual", "appearance", "none"] = "contextual"  # also predict each region's class from the
-    #                                                            encoder's output, or from the Fast R-CNN's feature
-    detected_regions: bool = False  # with precomputed features: the detected regions that no object took stand behind
-    #                                 the objects
-    copies_segment: bool = True  # from a pre-trained model, which has only seen segment A, B starts as A
+    folder: str = ""  # folder with train.jsonl, val.jsonl and vcr1images/ with metadata, as the data set ships them
+    train_on: tuple[str, ...] = ("train",)  # splits to train on, as in file names
+    validate_on: str = "val"  # split to validate on, as in file names
+    subtask: Subtask = "answer"  # answer: Q->A; rationale: QA->R
+    max_tokens: int = 64  # maximum tokens of question and choice together; the longer one is cut at its end
+    # shared: a long choice shortens the question in the rows of all choices; each: only in its own row
+    truncation: Literal["shared", "each"] = "shared"
+    swap_left_right: bool = False  # swap "left" and "right" in the texts of mirrored images
+    # visual feature embedding of words that name an object: that of the object, or of the whole image
+    mention_visual_embedding: Literal["object", "image"] = "object"
+    names: Literal["neutral", "class"] = "neutral"  # call a mentioned person by a gender-neutral name, or "person"
+    instance_masks: bool = True  # compute a region's feature only from the cells that its object covers
+    mask_size: int = 14  # width and height of masks, in cells of the model's res5
+    masked_regions: float = 0.0  # share of regions that training masks and predicts; 0: predict all, unmasked
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # score each choice separately, or as one of four
+    pooled: bool = True  # compute the score after BERT's tanh pooler at [CLS], instead of at [CLS] itself
+    classifier: ClassifierKind = "linear"  # classifier of choices: one layer, or `two_layers`
+    classifier_width: int = 1024  # width between the layers of two_layers
+    # also predict the class of each region, from the encoder's output or from the feature of Fast R-CNN
+    region_loss: Literal["contextual", "appearance", "none"] = "contextual"
+    # with precomputed features: add the detected regions that match no object, after the objects
+    detected_regions: bool = False
+    copies_segment: bool = True  # copy segment A to B when starting from pre-training, which only trains A
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -75,17 +75,18 @@ class VCRSettings(TaskSettings):
     def __post_init__(self):
         for name, least in (("mask_size", 1), ("classifier_width", 1), ("max_tokens", 2)):
             check(self, getattr(self, name) >= least, name, f"at least {least}")
-        check(self, 0 <= self.masked_regions <= 1, "masked_regions", "a share, in [0, 1]")
+        check(self, 0 <= self.masked_regions <= 1, "masked_regions", "in [0, 1]")
         if self.detected_regions and (self.region_loss != "none" or self.masked_regions):
             raise ValueError(
-                "detected_regions is true; their class is no object's: set --task.region_loss=none and "
-                "--task.masked_regions=0"
+                "detected_regions have no object class; set --task.region_loss=none and --task.masked_regions=0"
             )
 
 
 class VCR(Task):
-    """The regions are the annotated objects of the metadata, whose numbers the texts mention and which have polygons.
-    Of the region shard only precomputed features are used: an object has those of the region that overlaps it most."""
+    """The task VCR. Its regions are the annotated objects of the metadata, which texts mention by number.
+
+    Only precomputed features come from the region shard: an object gets those of the region that overlaps it most.
+    """
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
     joint_metrics = True
@@ -97,25 +98,24 @@ class VCR(Task):
     def examples(self, samples: Samples, split: str | None) -> Examples:
         settings = self.settings
         questions = read_questions(self.folder, settings.splits(split), split is None, settings.subtask)
-        found = [(question, question.name, question.item.image, question.invalid_reason) for question in questions]
-        return make_examples(settings, samples, split, found)
+        rows = [(question, question.name, question.item.image, question.invalid_reason) for question in questions]
+        return make_examples(settings, samples, split, rows)
 
     def annotation_for(self, text: str, choices: Sequence[str] = (), answer: str = "") -> Question:
-        """A question about the sample's regions and its four choices; for rationales also the answer.
+        """Return a question about the sample's regions, with its four choices and, for rationales, the answer.
 
-        Texts mention regions by their numbers, from 1: "Why is [1] near [2,3]?" A mention reads "object" and carries
-        the region's visual feature embedding; the region fills its box.
+        Texts mention regions by their numbers, from 1: "Why is [1] near [2,3]?" A mention becomes the word "object"
+        with the region's visual feature embedding. The region fills its box.
         """
         return user_question(self.settings.subtask, text, choices, answer)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Question, rng: np.random.Generator) -> Example:
-        """One row a choice. Labels: whether the choice is right, and which regions are to be predicted; none where the
-        right choice is unknown."""
+        """Return one row per choice, with labels for the choice and the regions if the right choice is known."""
         settings, question = self.settings, annotation
         scene, context, choices = question.read(sample)
         names = scene.names
         if settings.names == "neutral":
-            # Held out, all questions about an image use the same names, in every process and on every machine.
+            # In evaluation all questions about an image use the same names, in every process and on every machine.
             image_file = question.item.image
             first = zlib.crc32(image_file.encode()) if question.held_out else int(rng.integers(len(PEOPLE)))
             names = neutral_names(names, first)
@@ -128,7 +128,7 @@ class VCR(Task):
         boxes = scene.boxes * ([sample.width / scene.size[0], sample.height / scene.size[1]] * 2)  # in stored pixels
         regions = self._image_input(scene, boxes, image, None if question.held_out else rng)
         if question.label is None:
-            texts, regions = [unlabelled(text) for text in texts], unlabelled(regions)
+            texts, regions = [remove_labels(text) for text in texts], remove_labels(regions)
         return Example(
             sample.key,
             texts[0],
@@ -138,14 +138,14 @@ class VCR(Task):
         )
 
     def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> TaggedText:
-        """Its tokens and the region whose visual feature embedding each carries; flipped: of a mirrored image."""
+        """Return the tokens of a text and the region whose visual feature embedding each token gets."""
         if flipped and self.settings.swap_left_right:
             text = [swap_sides(token) if isinstance(token, str) else token for token in text]
         tokens, regions = tag(text, names, self.vocabulary)
         return tokens, regions * (self.settings.mention_visual_embedding == "object")
 
     def text_input(self, question: TaggedText, choice: TaggedText, right: bool) -> TextInput:
-        """[CLS] question [SEP] choice [SEP], and whether it is the right choice, a label of [CLS]."""
+        """Return [CLS] question [SEP] choice [SEP]. The label at [CLS] is True for the right choice."""
         words, zero = self.vocabulary, np.zeros(1, np.int64)
         tokens = [[words.cls], question[0], [words.sep], choice[0], [words.sep]]
         token_region = [zero, question[1], zero, choice[1], zero]
@@ -157,11 +157,11 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """The image with the objects' boxes [r, 4] as its regions, some of them masked by rng."""
+        """Return the image with the objects' boxes [r, 4] as regions, some of them masked if `rng` is not None."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:
-            image = image.matched(boxes, self.settings.detected_regions)
+            image = image.with_matched_features(boxes, self.settings.detected_regions)
         classes = np.zeros(len(image.boxes), np.int64)
         classes[1 : 1 + len(boxes)] = scene.classes
         more = {"classes": classes}
@@ -180,16 +180,14 @@ class VCR(Task):
         regions, side = config.regions, self.settings.mask_size
         if regions.features == "precomputed" and (self.settings.instance_masks or self.settings.masked_regions):
             raise ValueError(
-                "precomputed features have no cells to leave out and no pixels to mask: set --task.no_instance_masks "
+                "precomputed features have no cells to leave out and no pixels to mask; set --task.no_instance_masks "
                 "--task.masked_regions=0, or --model.regions.features=end_to_end"
             )
         if regions.features == "end_to_end" and self.settings.detected_regions:
-            raise ValueError("task.detected_regions is for precomputed features; set it to false")
+            raise ValueError("task.detected_regions needs precomputed features; set it to false")
         cells = regions.roi_size if regions.resnet.res5_dilated else (regions.roi_size + 1) // 2
         if self.settings.instance_masks and side != cells:
-            raise ValueError(
-                f"task.mask_size is {side}, the model's res5 gives {cells} x {cells} cells; set it to {cells}"
-            )
+            raise ValueError(f"task.mask_size is {side}, but res5 has {cells} x {cells} cells; set it to {cells}")
         check_room(self.settings, "max_tokens", config, OTHER_TOKENS)
         return VCRHead(config, self.settings)
 
@@ -199,17 +197,17 @@ class VCR(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
-        """Segment B, which pre-training does not train, starts as segment A (VCRSettings.copies_segment)."""
+        """Copy segment A to segment B, which pre-training does not train (VCRSettings.copies_segment)."""
         if self.settings.copies_segment and init_from == "PretrainingSettings":
             segments = vlbert.embedding.segments.weight
             segments[1] = segments[0]
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """[questions, choices]."""
+        """Return the logits of the choices, [questions, choices]."""
         return head.scores(encoded.text, encoded.regions).float().view(len(batch.keys), -1)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        """Over questions whose right choice is known."""
+        """Return the losses over questions whose right choice is known."""
         rows = batch.labelled["choice"] // batch.tokens.shape[1]
         logits = self.logits(head, encoded, batch).flatten().index_select(0, rows).view(-1, CHOICES)
         right = batch.labels["right"].view(-1, CHOICES)
@@ -221,7 +219,7 @@ class VCR(Task):
         if self.settings.region_loss == "none":
             return {"answers": answers} | monitored
         index = batch.labelled["region_label_mask"]
-        if self.settings.region_loss == "appearance":  # once an image, not once a choice
+        if self.settings.region_loss == "appearance":  # once per image, not once per choice
             labelled = torch.zeros_like(batch.region_mask).flatten().index_fill(0, index, True)
             labelled = batch.of_real_regions(labelled.view(batch.region_mask.shape))  # (K,)
             chosen = labelled.nonzero_static(size=len(index) // CHOICES)[:, 0]
@@ -233,7 +231,7 @@ class VCR(Task):
         return {"answers": answers, "regions": (regions, len(classes))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """More columns: probabilities of the choices in their order, and those of Question.columns."""
+        """Return one row per question with more columns: `probabilities` of the choices, and Question.columns."""
         rows = []
         probabilities = self.logits(head, encoded, batch).double().softmax(1).tolist()
         for key, metadata, row in zip(batch.keys, batch.metadata, probabilities, strict=True):
@@ -258,8 +256,6 @@ class VCR(Task):
 
 
 class VCRHead(nn.Module):
-    """A score of each choice, and a class of each region."""
-
     def __init__(self, config: ModelConfig, settings: VCRSettings):
         super().__init__()
         contextual = settings.region_loss == "contextual"
@@ -275,9 +271,9 @@ class VCRHead(nn.Module):
         self.score = Classifier(config, 1, settings.classifier, dropout, settings.classifier_width, inputs=pair_size)
 
     def scores(self, text: Tensor, regions: Tensor) -> Tensor:
-        """text [N, T, C], regions [N, R, C'] -> [N, 1]."""
+        """Return the scores [N, 1] of rows with text [N, T, C] and regions [N, R, C']."""
         return self.score(text[:, 0] if self.pooler is None else self.pooler(text, regions))
 
     def classes(self, regions: Tensor) -> Tensor:
-        """[K, C'] -> logits [K, CLASSES]."""
+        """Return logits [K, CLASSES] for region vectors [K, C']."""
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))

@@ -1,8 +1,8 @@
-"""VQA 2.0: a question about an image, answered with one of 3,129 answers (paper 4.2, figure 2 b).
+"""VQA 2.0: answer a question about an image with one of 3,129 answers (paper 4.2, figure 2 b).
 
     torchrun -m vlbert.train finetune_vqa --data.root ROOT --task.folder vqa --init_from ROOT/runs/...
 
-The paper (table 2): VL-BERT base 71.16 test-dev; large 71.79 test-dev, 72.22 test-std.
+The paper (table 2) reports for VL-BERT base 71.16 on test-dev; for large 71.79 on test-dev and 72.22 on test-std.
 """
 
 import functools
@@ -29,24 +29,24 @@ from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason, make_examples
 
 MAX_RANKED = 5  # answers in a prediction's ranking
-OTHER_TOKENS = 6  # positions beside the question's: of [CLS], two [SEP], [MASK], the regions and [END]
+OTHER_TOKENS = 6  # positions besides the question: [CLS], two [SEP], [MASK], the regions and [END]
 
 
 @dataclass(frozen=True)
 class VQASettings(TaskSettings):
-    folder: str = ""  # holds questions and annotations as the data set ships them, and the answer list
-    train_on: tuple[str, ...] = ("train2014",)  # splits, as in the files' names; reported models add val2014
-    validate_on: str = "val2014"  # split of validation, as in the files' names
-    answer_list: str = "answers_vqa.txt"  # file in folder: the answers to choose from, one a line
-    answers: int = 3129  # their number
-    # Tokens, at most what BERT's 512 positions leave. Training skips longer questions; evaluation cuts off their end.
+    folder: str = ""  # folder with questions and annotations as the data set ships them, and the answer list
+    train_on: tuple[str, ...] = ("train2014",)  # splits to train on, as in file names; reported models add val2014
+    validate_on: str = "val2014"  # split to validate on, as in file names
+    answer_list: str = "answers_vqa.txt"  # file in folder with the answers to choose from, one per line
+    answers: int = 3129  # number of answers in answer_list
+    # maximum tokens, limited by BERT's 512 positions; training skips longer questions, evaluation cuts them
     question_length: int = 512 - OTHER_TOKENS
-    loss: Literal["bce", "cross_entropy"] = "bce"  # of each answer, to its soft score; or of the best answer alone
-    # mask: the answer is read at a [MASK] behind the question; pair: at the row's pooled vector (ModelConfig.pooler)
+    loss: Literal["bce", "cross_entropy"] = "bce"  # bce: soft scores of all answers; cross_entropy: the best answer
+    # vector to classify; mask: at a [MASK] after the question; pair: the row's pooled vector (ModelConfig.pooler)
     reads: Literal["mask", "pair"] = "mask"
-    classifier: ClassifierKind = "words"  # words: with the transform of pre-training's word classifier
-    classifier_dropout: float | None = None  # probability; None: the model's
-    answers_from_words: bool = True  # an answer's weights start as the mean embedding of its tokens
+    classifier: ClassifierKind = "words"  # classifier of answers; words: with pre-training's word transform
+    classifier_dropout: float | None = None  # dropout probability in the classifier; None: the model's
+    answers_from_words: bool = True  # initialise an answer's weights with the mean embedding of its tokens
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class VQASettings(TaskSettings):
         dropout = self.classifier_dropout
         check(self, dropout is None or 0 <= dropout < 1, "classifier_dropout", "in [0, 1), or none")
         read_by_words = self.reads == "pair" and self.answers_from_words
-        check(self, not read_by_words, "answers_from_words", "false where reads is pair")
+        check(self, not read_by_words, "answers_from_words", "false if reads is pair")
 
 
 class VQA(Task):
@@ -71,35 +71,33 @@ class VQA(Task):
 
     @functools.cached_property
     def answers(self) -> list[str]:
-        """The answer of each class."""
+        """Answer of each class."""
         return vqa.read_answers(self.folder / self.settings.answer_list, self.settings.answers)
 
     @functools.cached_property
     def class_of(self) -> dict[str, int]:
-        """Answer -> its class, the first of equal answers."""
+        """Map from answer to class, the first class of equal answers."""
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         splits = self.settings.splits(split)
         questions = [question for split in splits for question in vqa.read_questions(self.folder, split)]
         if split is None and not all(question.answers for question in questions):
-            raise ValueError(f"--task.train_on={','.join(splits)}: a test split has no answers to learn from")
-        given = {answer for question in questions for answer in question.answers}
-        if given and not self.class_of.keys() & given:
+            raise ValueError(f"--task.train_on={','.join(splits)} has a test split, which has no answers to learn from")
+        annotators_answers = {answer for question in questions for answer in question.answers}
+        if annotators_answers and not self.class_of.keys() & annotators_answers:
             raise ValueError(
                 f"no question of {', '.join(splits)} has an answer of {self.settings.answer_list}; name the list that "
-                f"belongs to {self.settings.folder}: task.answer_list"
+                f"belongs to {self.settings.folder} in task.answer_list"
             )
-        found = [
-            (q, f"question {q.question_id} of {q.split}", q.image, self._invalid_reason(q.text)) for q in questions
-        ]
-        return make_examples(self.settings, samples, split, found)
+        rows = [(q, f"question {q.question_id} of {q.split}", q.image, self._invalid_reason(q.text)) for q in questions]
+        return make_examples(self.settings, samples, split, rows)
 
     def _invalid_reason(self, text: str) -> str:
         return invalid_reason(text, "question_length", self.settings.question_length, self.vocabulary)
 
     def annotation_for(self, text: str, answer: str = "") -> Question:
-        """`answer`: the right one, if it is known."""
+        """Return a question; `answer` is the right answer if it is known."""
         if reason := self._invalid_reason(text):
             raise ValueError(f"the question {text[:60]!r} is invalid: {reason}")
         return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
@@ -114,9 +112,10 @@ class VQA(Task):
         )
 
     def text_input(self, question: np.ndarray, scores: np.ndarray) -> TextInput:
-        """[CLS] question [SEP] [MASK] [SEP] or, to be read as a pair, [CLS] question [SEP]. The label is the soft score
-        of each answer; the label mask says where the answer is read: at [MASK], or at [CLS]. A second label is the best
-        class, where there is one among ours."""
+        """Return [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if `reads` is pair.
+
+        The labels, at [MASK] or at [CLS], are the soft scores of all answers and the best class, if there is one.
+        """
         words = self.vocabulary
         tokens = [words.cls, *question, words.sep]
         if self.settings.reads == "mask":
@@ -134,7 +133,7 @@ class VQA(Task):
         )
 
     def scores(self, answers: Sequence[str]) -> np.ndarray:
-        """float32 [answers]: each class's soft score, given the annotators' answers."""
+        """Return the soft score of each class, float32 [answers], given the annotators' answers."""
         scores = np.zeros(self.settings.answers, np.float32)
         for answer, count in Counter(answers).items():
             if answer in self.class_of:
@@ -152,15 +151,14 @@ class VQA(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
-        """Each answer's weights become the mean embedding of its tokens, its bias 0. An answer without tokens keeps its
-        random weights."""
+        """Set each answer's weights to the mean embedding of its tokens, unless it has none, and its bias to 0."""
         if not self.settings.answers_from_words:
             return
-        inputs = getattr(head.output, "in_features", None)  # none of a weight-normed layer
+        inputs = getattr(head.output, "in_features", None)  # a weight-normed layer has none
         if inputs != vlbert.config.hidden_size:
             raise ValueError(
                 f"--task.classifier={self.settings.classifier} has no weights as wide as words, which have "
-                f"{vlbert.config.hidden_size} channels: set --task.no_answers_from_words"
+                f"{vlbert.config.hidden_size} channels; set --task.no_answers_from_words"
             )
         embedding = vlbert.embedding.words.weight
         for row, answer in enumerate(self.answers):
@@ -170,7 +168,7 @@ class VQA(Task):
         head.output.bias.zero_()
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """[N, answers]."""
+        """Return the logits of the answers, [N, answers]."""
         answers = batch.labelled["answer"]
         if self.settings.reads == "pair":
             return head(encoded.text, encoded.regions).index_select(0, answers // batch.tokens.shape[1]).float()
@@ -183,13 +181,13 @@ class VQA(Task):
             loss = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
         else:
             classes = batch.labels["class"]
-            answered = (scores.amax(dim=1) > 0).nonzero_static(size=len(classes))[:, 0]  # others: no answer among ours
+            answered = (scores.amax(dim=1) > 0).nonzero_static(size=len(classes))[:, 0]  # others have no answer of ours
             logits = logits.index_select(0, answered)
             loss = F.cross_entropy(logits, classes, reduction="sum")
         return {"answers": (loss, len(logits))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """More columns: those of Question.columns. score is the official accuracy."""
+        """Return one row per question with the columns of Question.columns. The score is the official accuracy."""
         logits = self.logits(head, encoded, batch)
         probabilities = logits.sigmoid() if self.settings.loss == "bce" else logits.softmax(1)
         top = logits.topk(min(MAX_RANKED, logits.shape[1])).indices  # (N, ranked)
