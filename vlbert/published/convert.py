@@ -141,9 +141,9 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
         raise ValueError(
             f"{vocabulary} has {len(words)} tokens, but {file} was trained with {published.vocab_size}; give its own"
         )
-    task = published.task
-    metadata = {"num_classes": published.num_classes}
-    metadata |= {} if task is None else {"task": type(task).__name__, "settings": to_json(task)}
+    settings = published.task
+    task = {} if settings is None else {"task": type(settings).__name__, "settings": to_json(settings)}
+    metadata = {"num_classes": published.num_classes} | task
     kept = {entry["theirs"]: theirs[entry["theirs"]].clone() for entry in report if "kept" in entry}
     extra_files = {KEPT: save(kept)} if kept else {}
     files = model_files(tensors, published.model, published.vocab_size, words, metadata, extra_files)
