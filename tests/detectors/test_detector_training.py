@@ -183,7 +183,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     ("fields", "message"),
     [
         (["--root="], "root is not set"),
-        (["--data.annotations=absent.json"], "there is no annotation file absent.json"),
+        (["--data.annotations=absent.json"], "annotation file absent.json does not exist"),
         (["--data.attribute_names=None"], "the network has 3 attributes, and data.attribute_names is None; give both"),
         (["--no_random_init"], "the network has no weights to start from"),
         (["--init_from=absent.pth"], "random_init is True; it must be false with init_from"),
