@@ -370,7 +370,7 @@ class FasterRCNN(nn.Module):
         """Classes, boxes and attributes for features [K, D]."""
         return self.roi_heads.box_predictor(features)
 
-    def regressed(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
+    def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
         """Where deltas [K, C, 4] of classes labels [K] move proposals [K, 4]; input pixels, clipped, perhaps empty."""
         extra = self.config.box_arithmetic == "plus_one"
         own = deltas[torch.arange(len(labels), device=labels.device), labels]

@@ -34,7 +34,7 @@ def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[D
     probs = outputs.class_logits.softmax(dim=1)[:, :-1]
     of, labels = (probs > SCORE_THRESHOLD).nonzero(as_tuple=True)
     scores = probs[of, labels]
-    boxes = network.regressed(proposals[of], outputs.box_deltas[of], labels, height, width)
+    boxes = network.regress_boxes(proposals[of], outputs.box_deltas[of], labels, height, width)
     # In double precision: classes are moved apart by adding to their boxes, which would round them.
     kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, nms_threshold)[:MOST_DETECTIONS]
     return _detections(boxes[kept], scores[kept], labels[kept]), proposals.cpu().numpy()

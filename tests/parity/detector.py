@@ -134,7 +134,7 @@ class Stages:
         """detectron2's inference: the boxes of every class, moved for it, above a score and after suppression."""
         keep, classes = torch.nonzero(self.probabilities > DETECTION_SCORE, as_tuple=True)
         scores, deltas = self.probabilities[keep, classes], self.feed("prop_bbox_deltas").unflatten(1, (-1, 4))
-        boxes = self.network.regressed(self.feed("proposals")[keep], deltas[keep], classes, *self.size)
+        boxes = self.network.regress_boxes(self.feed("proposals")[keep], deltas[keep], classes, *self.size)
         best = torchvision.ops.batched_nms(boxes, scores, classes, DETECTION_NMS)[:DETECTIONS]
         return boxes[best], scores[best], classes[best], keep[best]
 
