@@ -64,14 +64,9 @@ class Detectron2FasterRCNN(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        Unlike in FasterRCNN, boxes that are not finite or have no area inside the image still count among the pre_nms
-        best and are dropped afterwards.
-
-        Args:
-            logits: Objectness logits [N, A, h, w].
-            deltas: Box deltas [N, 4A, h, w].
-            height: Height of the network's input; `width` likewise.
-            scales: Not used: they are for a minimum side, which this backend does not support.
+        The logits are [N, A, h, w], the deltas [N, 4A, h, w]; height and width are those of the network's input. Boxes
+        that are not finite or have no area inside the image are dropped after the pre_nms best are chosen. scales are
+        ignored: they are for a minimum side, which this backend does not support.
         """
         generator = self.proposal_generator
         scores = logits.permute(0, 2, 3, 1).flatten(1)

@@ -101,7 +101,7 @@ def test_without_detectron2_the_module_imports_and_the_network_says_what_is_miss
     monkeypatch.setitem(sys.modules, "detectron2", None)
     monkeypatch.delitem(sys.modules, "detectors.detectron2")
     module = importlib.import_module("detectors.detectron2")
-    message = r"backend detectron2 needs the package detectron2, .* docs/detector\.md says how to install it"
+    message = r"backend detectron2 needs the package detectron2, .* install it as in docs/detector\.md"
     with pytest.raises(ValueError, match=message):
         module.Detectron2FasterRCNN.random_init(DEMO, seed=0)
 
