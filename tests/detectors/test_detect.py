@@ -205,7 +205,7 @@ IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
         ([*FILE, "--network.post_nms=3", "--random_init"], "random_init, network.post_nms: backend annotated does not"),
         (["--backend=imported"], "imported.files is not set: backend imported needs feature files"),
         ([*IMPORTED, "--weights=x", "--selection.minimum=3"], "weights, selection.minimum: backend imported does not"),
-        (IMPORTED, "there is no file of features absent.tsv"),
+        (IMPORTED, "feature file absent.tsv does not exist"),
         (RANDOM_INIT, r"no shard is committed in .*captions/images; collect the images first"),
     ],
 )
