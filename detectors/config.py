@@ -153,7 +153,7 @@ class AnnotationConfig:
     __pydantic_config__ = FORM
 
     annotations: str | None = None
-    """File in COCO's detection format; its categories, sorted by id, are the classes."""
+    """File in COCO's detection format; its categories, sorted by id, are the classes unless `classes` is set."""
     objects: str | None = None
     """Visual Genome's scene_graphs.json (objects with attributes) or objects.json."""
     images: tuple[str, ...] = ()

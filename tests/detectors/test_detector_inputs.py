@@ -123,9 +123,9 @@ BAD = {
     8: (
         image_file(Image.new("CMYK", (112, 84), (255, 0, 0, 0))),
         (84, 112),
-        "bad_image: ValueError: its pixels are CMYK",
+        "bad_image: ValueError: its mode is CMYK",
     ),
-    10: (image_file(np.zeros((84, 112), np.uint16), "png"), (84, 112), "bad_image: ValueError: its pixels are I;16"),
+    10: (image_file(np.zeros((84, 112), np.uint16), "png"), (84, 112), "bad_image: ValueError: its mode is I;16"),
     11: (JPEG, (112, 84), "bad_image: is 112x84, but its record has 84x112"),
     12: (image_file(np.full((1, 1, 3), 50, np.uint8)), (1, 1), "no_regions: the network proposes no box"),
     14: (image_file(halves(84, 112, GREEN, GREEN)), (84, 112), "not_finite: the network's "),

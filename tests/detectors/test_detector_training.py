@@ -194,7 +194,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
         (["--network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
         (["--network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
         (["--data.held_out_last=24"], "leaves no image to train on"),
-        (["--data.images=absent"], "data.images names absent, which is no folder"),
+        (["--data.images=absent"], "data.images: absent is not a folder"),
     ],
 )
 def test_wrong_settings_end_with_one_line(images, tmp_path, fields, message):
