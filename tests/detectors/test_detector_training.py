@@ -191,7 +191,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
             ["--optimizer.schedule=step", "--optimizer.decay_at=6"],
             "optimizer.decay_at names update 6, and the run has 6",
         ),
-        (["--network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
+        (["--network.box_arithmetic=plus_one"], "network.box_arithmetic is plus_one, but"),
         (["--network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
         (["--data.held_out_last=24"], "leaves no image to train on"),
         (["--data.images=absent"], "data.images: absent is not a folder"),
