@@ -15,15 +15,14 @@ from storage.digests import sha256_of
 
 
 def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str) -> FasterRCNNDetector:
-    """Rebuild a recorded detector on this machine's CPU. Warn if the result has another id.
+    """Rebuild a recorded detector on this machine's CPU, and warn if it gets another id.
+
+    Raises ValueError if no network was recorded or the file has other weights.
 
     Args:
-        recorded: `id` and `metadata` of the detector.
-        file: Its weights; None only if they are random.
-        source: The model or run that recorded it, for messages.
-
-    Raises:
-        ValueError: No network was recorded, or the file has other weights.
+        recorded: The detector's `id` and `metadata`.
+        file: The weight file; None only if the weights are random.
+        source: The model or run that recorded the detector, for messages.
     """
     metadata = (recorded or {}).get("metadata") or {}
     if "network" not in metadata:

@@ -123,8 +123,8 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
 def detector_demo() -> DetectorRecipe:
     """Train on the data of `make demo` from random weights, in about three minutes with one thread."""
-    # ResNet and pooling are those of VL-BERT's demo, so that its Fast R-CNN can start from these weights. RoIAlign keeps
-    # positions within the cells of 16 pixels, which RoIPool rounds; it learns shapes in half the steps.
+    # ResNet and pooling are those of VL-BERT's demo, so that its Fast R-CNN can start from these weights. RoIAlign
+    # keeps positions within the cells of 16 pixels, which RoIPool rounds; it learns shapes in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")
     return DetectorRecipe(
         name="detector_demo",

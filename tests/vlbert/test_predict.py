@@ -231,7 +231,7 @@ WRONG = [  # run, arguments, what is named
     ("pretraining", ("a [MASK]", "--out", "{root}/photo.jpg"), "is the image itself; name another file"),
     ("pretraining", ("--attention",), "give a text, and attentions=True"),
     ("pretraining", ("a [MASK]", "--task.nonsense=1"), "nonsense"),
-    ("pretraining", ("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
+    ("pretraining", ("--detector", "gone.safetensors"), "gone.safetensors does not exist"),
     ("pretraining", ("--choices", "x"), "choices and answers belong to a question"),
     ("pretraining", ("a [MASK]", "--recipe", "nowhere:none"), "nowhere cannot be imported"),
     ("vcr-answers", ("why", "--choices", "[0]", *FOUR[:3]), "'[0]' in '[0]' names no region"),
