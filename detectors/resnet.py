@@ -25,7 +25,7 @@ class ResNetConfig:
     blocks: tuple[int, int, int, int] = (3, 4, 23, 3)
     """Bottleneck blocks in res2, res3, res4, res5."""
     width: int = 64
-    """Channels of the stem. Bottlenecks of res2 to res5 have 1, 2, 4, 8 times that; their outputs 4, 8, 16, 32 times."""
+    """Channels of the stem. Bottlenecks of res2..res5 have 1, 2, 4, 8 times that; their outputs 4, 8, 16, 32 times."""
     stride_in_1x1: bool = True
     """Halve the map of a stage in its first 1x1 conv (Caffe, Visual Genome weights), not in the 3x3 (torchvision)."""
     stem_pool: Literal["caffe", "torch"] = "caffe"

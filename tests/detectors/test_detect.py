@@ -92,7 +92,7 @@ class Careless(AnnotatedDetector):
 def test_regions_that_no_reader_takes_are_not_written(tmp_path: Path):
     catalog = commit_images(tmp_path, [[a_sample(n) for n in range(1, 4)]])
     file = annotations(tmp_path / "a.json", [1, 2, 3])
-    with pytest.raises(ValueError, match=r"shard 00000: .* regions\.boxes\[0\] is .*all of the 3 images"):
+    with pytest.raises(ValueError, match=r"shard 00000: .* regions\.boxes\[0\] is .*all 3 images"):
         detect_shard(catalog, "00000", Careless(file, [1, 2, 3]))
     detector = Careless(file, [2])
     assert detect_shard(catalog, "00000", detector)
