@@ -264,7 +264,7 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
     image, broken = tmp_path / "a.jpg", tmp_path / "broken.jpg"
     Image.fromarray(rectangles(120, 160, seed=0)).save(image)
     broken.write_bytes(b"<html>")
-    with pytest.raises(SystemExit, match=r"broken\.jpg is no image for the detector: not_image"):
+    with pytest.raises(SystemExit, match=r"broken\.jpg is not a valid image for the detector: not_image"):
         verify.main([*map(str, (weights, image, broken)), "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2))
