@@ -10,7 +10,7 @@ import torch
 from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class
 from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
-from detectors.weights.files import config_from, load_weights, read_config
+from detectors.weights.files import config_from_json, load_weights, read_config
 from storage.digests import sha256_of
 
 
@@ -34,7 +34,7 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
         boxes=metadata["boxes"],
         keep_features=metadata["keep_features"],
     )
-    config = config_from(metadata["network"], source)
+    config = config_from_json(metadata["network"], source)
     network = network_class(metadata["backend"]).random_init(config, metadata.get("seed", 0))
     if metadata["random_init"]:
         weights = {"random_init": True, "seed": metadata["seed"]}
