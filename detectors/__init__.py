@@ -17,13 +17,10 @@ class Detector(Protocol):
     """JSON values for the manifest of every shard: `backend`, `random_init`, settings, hashes of files."""
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        """Return for each sample its regions, or `status: detail` with the reason if it has none."""
+        """Return the regions of each sample, or `status: detail` if it has none."""
 
 
 def detector_id(hashed: dict) -> str:
-    """Return the first 12 hex digits of the sha256 of `hashed`, everything that changes a detector's output.
-
-    `hashed` holds JSON types only.
-    """
+    """Return a detector's id: 12 hex digits of the sha256 of everything that changes its output (JSON types only)."""
     canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

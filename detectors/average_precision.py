@@ -45,8 +45,7 @@ def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarr
 def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: int) -> float:
     """Return the area under the interpolated precision-recall curve of one class over all images.
 
-    scores [K] and true_positive bool [K] are of the K detections; equal scores keep their order. objects is the number
-    of annotated objects.
+    scores and true_positive [K] are of its detections; equal scores keep their order. objects is the number of objects.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(true_positive[order])
@@ -55,16 +54,15 @@ def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: in
     return float(highest_from_here[true_positive[order].astype(bool)].sum() / objects)
 
 
-def class_results(labels: np.ndarray, scores: np.ndarray, true_positive: np.ndarray, objects: np.ndarray) -> list[dict]:
+def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, objects: np.ndarray) -> list[dict]:
     """Return a row for each class that has objects: its index, average precision, and counts of objects and detections.
 
-    labels, scores and true_positive [K] are of all detections, in a fixed order; objects int64 [C] counts the annotated
-    objects of each class.
+    labels, scores and correct [K] are of all detections, in a fixed order; objects int64 [C] counts objects by class.
     """
     rows = []
     for label in np.flatnonzero(objects).tolist():
         own, count = labels == label, int(objects[label])
-        precision = average_precision(scores[own], true_positive[own], count)
+        precision = average_precision(scores[own], correct[own], count)
         rows.append({"class": label, "average_precision": precision, "objects": count, "detections": int(own.sum())})
     return rows
 

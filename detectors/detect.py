@@ -40,7 +40,7 @@ _IGNORED_FIELDS |= {"batch"}
 
 @contextmanager
 def inference_settings(threads: int = 1) -> Iterator[None]:
-    """Context manager: set the number of torch's threads and exact float32 on GPUs; restore both at the end."""
+    """Context manager: set the number of torch's threads, and exact float32 on GPUs; both are restored at the end."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -82,10 +82,7 @@ class _Outputs:
 def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """Return the id and the metadata of a FasterRCNNDetector without building the network.
-
-    `weights` is the metadata of the weights.
-    """
+    """Return id and metadata of a FasterRCNNDetector without building it; `weights` is the metadata of its weights."""
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),
@@ -116,10 +113,7 @@ def network_class(backend: str) -> type[FasterRCNN]:
 
 
 class FasterRCNNDetector:
-    """A Detector that runs a Faster R-CNN.
-
-    `weights` is the metadata of its weights: the result of load_weights, or {"random_init": True, "seed": ...}.
-    """
+    """A Faster R-CNN as a Detector; `weights` is the result of load_weights or {"random_init": True, "seed": ...}."""
 
     # torch's threads on a CPU. Their number changes the order of sums and so the last bits; with one, all machines give
     # the same. To use more cores, start more processes, each with its own shards.
@@ -182,14 +176,14 @@ class FasterRCNNDetector:
         return _Prepared(sample, pixels, scales)
 
     def _run_network(self, batch: list[_Prepared]) -> list[_Outputs | str]:
-        """Run the network on images of one size. Return the outputs of each, or `status: detail` if it has none."""
+        """Run the network on images of one size. Return the outputs for each, or `status: detail` if there are none."""
         network, size = self.network, batch[0].pixels.shape[:2]
         c4 = network.backbone(to_input(np.stack([image.pixels for image in batch]), self.settings.device))
         logits, deltas = network.rpn(c4)
         # Checked here, because pooling skips NaN as if it were outside the image.
         finite = [torch.isfinite(each).flatten(1).all(dim=1) for each in (c4, logits, deltas)]
         finite = torch.stack(finite).all(dim=0).tolist()
-        boxes, stored = self._proposals(batch, logits, deltas)
+        boxes, stored = self._find_proposals(batch, logits, deltas)
         features = network.roi_features(c4, boxes)
         heads = network.heads(features)
         probs = heads.class_logits.softmax(dim=1)
@@ -215,13 +209,10 @@ class FasterRCNNDetector:
                 outputs.append(_Outputs(own, *arrays))
         return outputs
 
-    def _proposals(
+    def _find_proposals(
         self, batch: list[_Prepared], logits: Tensor, deltas: Tensor
     ) -> tuple[list[Tensor], list[np.ndarray]]:
-        """Return the proposals [P, 4] of each image that have an area inside the stored image.
-
-        Each list is given twice: in input pixels, on the device, and in stored pixels.
-        """
+        """Return each image's proposals [P, 4] that have an area: in input pixels on the device, and in stored pixels."""
         scales = [min(image.scales) for image in batch]
         boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales)
         # Copied from the device once per batch.

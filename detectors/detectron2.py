@@ -31,9 +31,9 @@ class Detectron2FasterRCNN(nn.Module):
         _check_supported(config)
         _require_detectron2()
         self.config = config
-        self.backbone = _backbone(config.resnet)
-        self.proposal_generator = _proposal_generator(config)
-        self.roi_heads = _roi_heads(config)
+        self.backbone = _make_backbone(config.resnet)
+        self.proposal_generator = _make_proposal_generator(config)
+        self.roi_heads = _make_roi_heads(config)
 
     @classmethod
     def random_init(cls, config: FasterRCNNConfig, seed: int) -> "Detectron2FasterRCNN":
@@ -49,9 +49,7 @@ class Detectron2FasterRCNN(nn.Module):
         rois_at_a_time has no effect: detectron2 pools all boxes of a batch at once.
         """
         if precision != "fp32":
-            raise ValueError(
-                f"precision is {precision!r}, but backend detectron2 supports only fp32; use backend faster_rcnn"
-            )
+            raise ValueError(f"precision is {precision!r}, but detectron2 supports only fp32; use backend faster_rcnn")
         return self.eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,9 +62,9 @@ class Detectron2FasterRCNN(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        The logits are [N, A, h, w], the deltas [N, 4A, h, w]; height and width are those of the network's input. Boxes
-        that are not finite or have no area inside the image are dropped after the pre_nms best are chosen. scales are
-        ignored: they are for a minimum side, which this backend does not support.
+        Arguments are those of FasterRCNN, but scales are ignored: they are for a minimum side, which this backend does
+        not support. Boxes that are not finite or have no area inside the image are dropped after the pre_nms best are
+        chosen.
         """
         generator = self.proposal_generator
         scores = logits.permute(0, 2, 3, 1).flatten(1)
@@ -99,8 +97,7 @@ def _check_supported(config: FasterRCNNConfig) -> None:
     for name, supported in {"box_arithmetic": "continuous", "minimum_side": 0}.items():
         if (value := getattr(config, name)) != supported:
             raise ValueError(
-                f"FasterRCNNConfig.{name} is {value!r}, but backend detectron2 supports only {supported}; use backend "
-                "faster_rcnn"
+                f"FasterRCNNConfig.{name} is {value!r}; detectron2 supports only {supported}: use backend faster_rcnn"
             )
 
 
@@ -114,7 +111,7 @@ def _require_detectron2() -> None:
         ) from error
 
 
-def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:
+def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:
     """Build the blocks of res<number>, 2 to 5."""
     from detectron2.modeling.backbone.resnet import BottleneckBlock, ResNet
 
@@ -132,7 +129,7 @@ def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) ->
     )
 
 
-def _backbone(config: ResNetConfig) -> nn.Module:
+def _make_backbone(config: ResNetConfig) -> nn.Module:
     """Build the part from stem to res4, which maps [N, 3, H, W] to the C4 map."""
     from detectron2.modeling.backbone.resnet import BasicStem, ResNet
 
@@ -149,11 +146,11 @@ def _backbone(config: ResNetConfig) -> nn.Module:
             return super().forward(images)["res4"]
 
     stem = CaffeStem if config.stem_pool == "caffe" else BasicStem
-    stages = [_stage(config, 2, stride=1), _stage(config, 3, stride=2), _stage(config, 4, stride=2)]
+    stages = [_make_stage(config, 2, stride=1), _make_stage(config, 3, stride=2), _make_stage(config, 4, stride=2)]
     return C4(stem(3, config.width, norm=_NORMS[config.norm]), stages, out_features=["res4"])
 
 
-def _proposal_generator(config: FasterRCNNConfig) -> nn.Module:
+def _make_proposal_generator(config: FasterRCNNConfig) -> nn.Module:
     from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
     from detectron2.modeling.box_regression import Box2BoxTransform
     from detectron2.modeling.proposal_generator.rpn import RPN, StandardRPNHead
@@ -184,7 +181,7 @@ def _proposal_generator(config: FasterRCNNConfig) -> nn.Module:
     )
 
 
-def _roi_heads(config: FasterRCNNConfig) -> nn.Module:
+def _make_roi_heads(config: FasterRCNNConfig) -> nn.Module:
     from detectron2.modeling.poolers import ROIPooler
     from detectron2.modeling.roi_heads.roi_heads import Res5ROIHeads
 
@@ -193,15 +190,15 @@ def _roi_heads(config: FasterRCNNConfig) -> nn.Module:
     return Res5ROIHeads(
         in_features=["res4"],
         pooler=ROIPooler(config.pool_size, [1 / STRIDE], sampling_ratio, pooler),
-        res5=_stage(config.resnet, 5, stride, dilation),
-        box_predictor=_box_predictor(config),
+        res5=_make_stage(config.resnet, 5, stride, dilation),
+        box_predictor=_make_box_predictor(config),
         num_classes=config.num_classes,
         proposal_matcher=None,
         **_TRAINING,
     )
 
 
-def _box_predictor(config: FasterRCNNConfig) -> nn.Module:
+def _make_box_predictor(config: FasterRCNNConfig) -> nn.Module:
     """Build the heads: detectron2's for classes and boxes, and bottom-up attention's for attributes."""
     from detectron2.layers import ShapeSpec
     from detectron2.modeling.box_regression import Box2BoxTransform

@@ -133,10 +133,7 @@ def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
 def apply_deltas(
     deltas: Tensor, boxes: Tensor, weights: Sequence[float] = (1, 1, 1, 1), plus_one: bool = False
 ) -> Tensor:
-    """Move and scale boxes [K, 4] by deltas (dx, dy, dw, dh) [K, ..., 4], which are divided by `weights`.
-
-    With plus_one, boxes are x2 - x1 + 1 wide.
-    """
+    """Move and scale boxes [K, 4] by dx, dy, dw, dh [K, ..., 4] / weights; with plus_one, widths are x2 - x1 + 1."""
     x1, y1, x2, y2 = boxes.reshape(len(boxes), *[1] * (deltas.dim() - 2), 4).unbind(-1)
     width, height = x2 - x1 + plus_one, y2 - y1 + plus_one
     dx, dy, dw, dh = (d / w for d, w in zip(deltas.unbind(-1), weights, strict=True))
@@ -157,10 +154,7 @@ def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
 
 
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Return the `count` highest scores [N, K] of each image, highest first, and their entries of others [N, K, 4].
-
-    Equal scores keep their order.
-    """
+    """Return each image's `count` best scores [N, K], sorted stably, and the same rows of others [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :count, None].expand(-1, -1, 4)
     return scores[:, :count], *(other.gather(1, order) for other in others)
@@ -181,7 +175,7 @@ def _nms(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
 
 
 class RPNHead(nn.Module):
-    """The RPN's layers: C4 map -> objectness logits [N, A, h, w], deltas [N, 4A, h, w]; 4a to 4a+3 are anchor a's."""
+    """The RPN's layers: C4 map -> logits [N, A, h, w] and deltas [N, 4A, h, w] (channels 4a to 4a+3 of anchor a)."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -220,7 +214,7 @@ class HeadOutputs:
 
 
 class AttributeHead(nn.Module):
-    """Base class of a predictor with attributes given a class, which bottom-up attention added to Faster R-CNN."""
+    """Base class that adds bottom-up attention's attribute head, which predicts attributes from features and class."""
 
     def add_attributes(self, config: FasterRCNNConfig) -> None:
         if not config.num_attributes:
@@ -236,7 +230,7 @@ class AttributeHead(nn.Module):
         self.cls_embedding = self.fc_attr = self.attr_score = None
 
     def attribute_logits(self, features: Tensor, labels: Tensor) -> Tensor | None:
-        """Return logits [K, number of attributes + 1] for features [K, D] and classes [K], None without the head."""
+        """Return logits [K, number of attributes + 1] from features [K, D] and classes [K]; None without the head."""
         if self.attr_score is None:
             return None
         embedded = self.cls_embedding(labels)

@@ -192,7 +192,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
     @contextlib.contextmanager
     def open_transaction() -> Iterator[lmdb.Transaction]:
-        """Open the database for one read, which takes under a millisecond: a process may have it open only once."""
+        """Context manager: open the database, in under a millisecond, because a process may have it open only once."""
         options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
         try:
             with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:

@@ -53,7 +53,7 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1,
 def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return each anchor's label, int64 [A], and the index of the object with which its IoU is highest, int64 [A]."""
+    """Return the label of each anchor and the index of the object with which its IoU is highest, both int64 [A]."""
     iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
@@ -71,7 +71,7 @@ def match_anchors(
 
 
 def subsample(labels: Tensor, count: int, foreground_share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample `count` indices, or all if there are fewer, and return those of the foreground and of the background.
+    """Sample `count` indices, or all if there are fewer, and return those of foreground and background separately.
 
     At most `count * foreground_share` are foreground.
     """

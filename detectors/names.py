@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_lines(file: Path, content: str) -> list[str]:
-    """Read the lines of a text file. Raises ValueError, with `content` (what it should list), if it is unreadable."""
+    """Read the lines of a text file that lists `content`, such as "names". Raises ValueError if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

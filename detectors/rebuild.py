@@ -17,12 +17,8 @@ from storage.digests import sha256_of
 def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str) -> FasterRCNNDetector:
     """Rebuild a recorded detector on this machine's CPU, and warn if it gets another id.
 
-    Raises ValueError if no network was recorded or the file has other weights.
-
-    Args:
-        recorded: The detector's `id` and `metadata`.
-        file: The weight file; None only if the weights are random.
-        source: The model or run that recorded the detector, for messages.
+    `recorded` has its `id` and `metadata`; `file` has its weights, and is None only if they are random. `source` is the
+    model or run that recorded it, for messages. Raises ValueError if no network is recorded or the weights differ.
     """
     metadata = (recorded or {}).get("metadata") or {}
     if "network" not in metadata:

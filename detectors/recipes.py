@@ -107,9 +107,9 @@ class DetectorRecipe(RunSettings):
 def detector_vg_resnet101() -> DetectorRecipe:
     """Train on 1600 classes and 400 attributes of Visual Genome, from an ImageNet ResNet-101, on 8 GPUs.
 
-    After 380,000 steps, the authors' detector has mAP@0.5 10.2 % (15.1 % if classes are weighted by their objects) on
-    the 5,000 images of their val.txt. Their learning rate is for 8 images per step, one on each GPU. On N GPUs, set
-    data.batch=N and N/8 of that rate.
+    After 380,000 steps, the authors' detector has mAP@0.5 10.2 % (15.1 % if classes are weighted by their number of
+    objects) on the 5,000 images of their val.txt. Their learning rate is for 8 images per step, one on each GPU. On N
+    GPUs, set data.batch=N and N/8 of that rate.
     """
     return DetectorRecipe(
         name="detector_vg_resnet101",

@@ -130,7 +130,7 @@ def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _FusedConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + shortcut) in one kernel; the saved result shows backward where the ReLU was active."""
+    """relu(conv(x) + bias + shortcut) in one kernel; backward needs only the result to know where ReLU was active."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:
@@ -219,7 +219,7 @@ class Bottleneck(nn.Module):
         return conv_relu(self.conv3, y, x, self.shortcut)
 
 
-def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:
+def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:
     """Build the blocks of res<number>, 2 to 5."""
     bottleneck = config.width * 2 ** (number - 2)
     inputs = config.width if number == 2 else 2 * bottleneck
@@ -249,15 +249,15 @@ def _initialise(module: nn.Module, config: ResNetConfig) -> None:
 
 
 class ResNetC4(nn.Module):
-    """Stem, res2, res3, res4: [N, 3, H, W] -> [N, 16w, H/16, W/16]."""
+    """The backbone: stem, res2, res3 and res4, [N, 3, H, W] -> [N, 16w, H/16, W/16]."""
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
         self.config = config
         self.stem = Stem(config)
-        self.res2 = nn.Sequential(*_stage(config, 2, stride=1))
-        self.res3 = nn.Sequential(*_stage(config, 3, stride=2))
-        self.res4 = nn.Sequential(*_stage(config, 4, stride=2))
+        self.res2 = nn.Sequential(*_make_stage(config, 2, stride=1))
+        self.res3 = nn.Sequential(*_make_stage(config, 3, stride=2))
+        self.res4 = nn.Sequential(*_make_stage(config, 4, stride=2))
         _initialise(self, config)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class Res5(nn.Module):
         super().__init__()
         self.config = config
         stride, dilation = (1, 2) if config.res5_dilated else (2, 1)
-        for index, block in enumerate(_stage(config, 5, stride, dilation)):
+        for index, block in enumerate(_make_stage(config, 5, stride, dilation)):
             self.add_module(str(index), block)
         _initialise(self, config)
 

@@ -28,7 +28,7 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
     with torch.autocast(rois.device.type, enabled=False):
         flat = [maps.to(dtype).permute(0, 2, 3, 1).flatten(0, 2) for maps in groups]
         flat = flat[0] if len(flat) == 1 else torch.cat(flat)  # (all cells, C)
-        layout, chunk_size = _layout(groups), max(1, _MAX_OUTPUTS // (size * size * flat.shape[1]))
+        layout, chunk_size = _make_layout(groups), max(1, _MAX_OUTPUTS // (size * size * flat.shape[1]))
         samples = [_sample(flat, layout, chunk, size, scale) for chunk in rois.detach().to(dtype).split(chunk_size)]
     samples = samples[0] if len(samples) == 1 else torch.cat(samples)
     return samples.view(-1, size, size, flat.shape[1]).permute(0, 3, 1, 2)
@@ -46,7 +46,7 @@ def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float)
     return F.embedding_bag(cells.view(-1, 4), flat, per_sample_weights=shares.view(-1, 4), mode="sum")
 
 
-def _layout(groups: Sequence[Tensor]) -> Tensor:
+def _make_layout(groups: Sequence[Tensor]) -> Tensor:
     """Return each map's first cell among those of all maps, its height and its width, int64 [N, 3]."""
     layout, first, device = [], 0, groups[0].device
     for maps in groups:

@@ -20,8 +20,8 @@ def roi_pool_chunks(
     taken after it. scale is cells per input pixel.
     """
     channels, height, width = c4.shape
-    down = _bins(boxes[:, 1], boxes[:, 3], size, scale, height)
-    across = _bins(boxes[:, 0], boxes[:, 2], size, scale, width)
+    down = _compute_bins(boxes[:, 1], boxes[:, 3], size, scale, height)
+    across = _compute_bins(boxes[:, 0], boxes[:, 2], size, scale, width)
     rows, columns = _log2(down), _log2(across)
     # [L, M, h, w, C]: maxima of windows of 2^l by 2^m cells that begin at each cell.
     levels = _window_maxima(c4.permute(1, 2, 0).to(dtype), 0, int(rows.max()))
@@ -44,7 +44,7 @@ def roi_pool_chunks(
         yield pooled.view(-1, size, size, channels).permute(0, 3, 1, 2)
 
 
-def _bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
+def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
     """Return the start and end (exclusive) cells of `size` bins of K intervals, int64 [K, S]; float32 as in Caffe."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()
     each = ((last - first + 1).clamp(min=1) / size)[:, None]

@@ -156,7 +156,7 @@ def make_detector(config: DetectionConfig) -> Detector:
     from detectors.detect import FasterRCNNDetector, network_class
     from detectors.weights.files import load_weights
 
-    network = network_class(config.backend).random_init(_network(config), _SEED)
+    network = network_class(config.backend).random_init(_network_config(config), _SEED)
     weights = _RANDOM if config.random_init else load_weights(network, Path(config.weights))
     return FasterRCNNDetector(network, weights, config, config.backend)
 
@@ -168,12 +168,12 @@ def identify(config: DetectionConfig) -> str:
     from detectors.detect import describe_detector  # here, as above
     from detectors.weights.files import describe_weights
 
-    network = _network(config)
+    network = _network_config(config)
     weights = _RANDOM if config.random_init else describe_weights(Path(config.weights), network)
     return describe_detector(network, weights, config, config.backend)[0]
 
 
-def _network(config: DetectionConfig) -> "FasterRCNNConfig":
+def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
     """Return the network of the preset or the weight file, with the overrides."""
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config

@@ -53,7 +53,7 @@ def _select(tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> dict[s
 def _find_incompatible_parts(
     network: FasterRCNN, tensors: dict[str, Tensor], file: Path, classes: Sequence[str], attribute_names: Sequence[str]
 ) -> set[str]:
-    """Return the parts of our file with outputs of another meaning in this network, and remove the file's anchors.
+    """Return the parts that do not fit the network's anchors, names or box weights; remove the anchors from `tensors`.
 
     Raises ValueError if the file's ResNet has other strides, dilation or pooling.
     """
@@ -75,7 +75,7 @@ def _find_incompatible_parts(
 
 
 def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> dict[str, Tensor]:
-    """Rename the tensors, and adapt the stem to BGR in 0..255 minus our mean; activations inside images are equal."""
+    """Convert names and stem to ours (BGR in 0..255 minus our mean); only activations at image borders change."""
     if "layer1.0.conv1.weight" not in tensors or "fc.weight" not in tensors:
         raise ValueError(
             f"{file} is not a torchvision ResNet (layer1..4 and fc); published weights must be converted first with "

@@ -37,7 +37,7 @@ def _move_first_to_end(rows: Tensor) -> Tensor:
 
 
 def _convert_deltas(rows: Tensor) -> Tensor:
-    """Drop the background from [4 (C + 1), ...], and scale by the box weights, by which this network divides."""
+    """Drop the background from [4 (C + 1), ...], and multiply by the box weights, by which this network divides."""
     foreground = rows[4:]
     weights = torch.tensor(_BOX_WEIGHTS).repeat(len(rows) // 4)[: len(foreground)]
     return foreground * weights.view(-1, *[1] * (rows.dim() - 1))
@@ -143,7 +143,7 @@ def caffe_cell_anchors() -> Tensor:
 
 
 def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
-    """Return the published Visual Genome network with the sizes of these tensors, which are by our names."""
+    """Return the published Visual Genome network with the sizes of these tensors (shapes by our names)."""
     standard = FasterRCNNConfig()
 
     def side(name: str, default: int, axis: int = 0) -> int:
@@ -178,7 +178,7 @@ class Converted:
 
 
 def convert(file: Path) -> Converted:
-    """Convert a published file. Raises ValueError, with our names of missing, unexpected and unusable tensors."""
+    """Convert a published file. Raises ValueError, which lists tensors that are missing, unexpected or unusable."""
     theirs = unwrap_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
         raise ValueError(f"{file} is already a weight file of this project; use it without conversion")

@@ -41,7 +41,7 @@ def unwrap_names(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, and ignore other values next to them. Raises ValueError if it is no weight file."""
+    """Read the tensors of a file, and ignore other values in it. Raises ValueError if it is not a weight file."""
     start = _read_start(file)
     if is_safetensors(file):
         return read_safetensors(file)[0]

@@ -108,7 +108,7 @@ def test_without_detectron2_the_module_imports_and_the_network_says_what_is_miss
 
 @pytest.mark.parametrize(("setting", "value"), [("box_arithmetic", "plus_one"), ("minimum_side", 16)])
 def test_a_setting_that_detectron2_lacks_is_refused_by_name(setting: str, value: str | int):
-    message = rf"Config\.{setting} is {value!r}, but .* faster_rcnn"
+    message = rf"Config\.{setting} is {value!r}.* faster_rcnn"
     with pytest.raises(ValueError, match=message):
         Detectron2FasterRCNN(dataclasses.replace(SMALL, **{setting: value}))
 
