@@ -212,7 +212,7 @@ class FasterRCNNDetector:
     def _find_proposals(
         self, batch: list[_Prepared], logits: Tensor, deltas: Tensor
     ) -> tuple[list[Tensor], list[np.ndarray]]:
-        """Return each image's proposals [P, 4] that have an area, in input pixels (on the device) and in stored pixels."""
+        """Return each image's proposals [P, 4] that have an area, in input pixels (on the device) and stored pixels."""
         scales = [min(image.scales) for image in batch]
         boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales)
         # Copied from the device once per batch.
