@@ -258,7 +258,7 @@ class BoxPredictor(AttributeHead):
 
 
 class RoIHeads(nn.Module):
-    """res5 and the predictor."""
+    """The network after RoI pooling: res5 and the predictor."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -337,7 +337,7 @@ class FasterRCNN(nn.Module):
         return tuple([own[indices] for own, indices in zip(each, kept, strict=True)] for each in (boxes, scores))
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
-        """Pool rois [K, 5] (0..N-1, xyxy in input pixels) of C4 maps [N, 16w, h, w] to [K, 16w, size, size]."""
+        """Pool rois [K, 5] (image, xyxy in input pixels) of C4 maps [N, 16w, h, w] to [K, 16w, size, size]."""
         size = self.config.pool_size
         if self.config.roi_op == "pool":
             with torch.autocast(c4.device.type, enabled=False):  # half precision would move the bins

@@ -49,7 +49,7 @@ _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not i
 
 @dataclass(frozen=True, eq=False)
 class FeatureFile:
-    """One file or folder of rows. Opening it reads all of it once, to hash it and to locate the rows."""
+    """A file or folder of rows. Opening it reads all of it once, to hash it and to locate the rows."""
 
     path: Path
     names: Sequence[str]
@@ -144,7 +144,7 @@ def _open_tsv(path: Path) -> FeatureFile:
 
 
 def _open_members(path: Path) -> FeatureFile:
-    """Open a folder or zip of JSON (VL-BERT) or .npz (bottom-up-attention.pytorch) files per image, or one .npz."""
+    """Open a folder or zip with a JSON (VL-BERT) or .npz file (bottom-up-attention.pytorch) per image, or one .npz."""
     if path.is_dir():
         members = sorted(entry.name for entry in os.scandir(path))
     elif path.suffix == ".npz":
@@ -192,7 +192,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
     @contextlib.contextmanager
     def open_transaction() -> Iterator[lmdb.Transaction]:
-        """Context manager: open the database, in under a millisecond, because a process may have it open only once."""
+        """Context manager: open the database, in under a millisecond; a process may have it open once at a time."""
         options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
         try:
             with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:

@@ -24,7 +24,7 @@ from storage.collect.normalise import FILE_FORMATS
 
 @dataclass(frozen=True, eq=False)
 class LabelledImage:
-    """One image and its objects; sizes and boxes are in pixels of the file."""
+    """An image and its objects; sizes and boxes are in pixels of the file."""
 
     id: str
     file: Path

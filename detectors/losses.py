@@ -22,7 +22,7 @@ IGNORED, BACKGROUND, FOREGROUND = -1, 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One image and its objects."""
+    """An image and its objects, as input of the losses."""
 
     image: str
     """Id of the image."""
