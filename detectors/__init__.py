@@ -1,4 +1,4 @@
-"""Images -> Regions: detectors that share one interface, and the program that runs one over a dataset's shards."""
+"""Detectors, which turn images into Regions behind one interface, and the program that runs one over a dataset."""
 
 import hashlib
 import json
@@ -9,18 +9,18 @@ from storage.sample import Regions, Sample
 
 
 class Detector(Protocol):
-    """Finds regions in images; detectors with equal ids find equal regions in an image."""
+    """A detector of regions in images. Detectors with the same id find the same regions."""
 
     id: str
     """12 hex digits: a hash of everything that changes the output (weights, settings, version of the code's rules)."""
     metadata: dict
-    """What every shard's manifest records of it, as JSON: `backend`, `random_init`, settings, hashes of files."""
+    """JSON values for the manifest of every shard: `backend`, `random_init`, settings, hashes of files."""
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        """Each sample's regions, or `status: detail` saying why there are none."""
+        """Return the regions of each sample, or `status: detail` if it has none."""
 
 
 def detector_id(hashed: dict) -> str:
-    """12 hex digits of the hash of everything that changes a detector's output; JSON types only."""
+    """Return a detector's id: 12 hex digits of the sha256 of everything that changes its output (JSON types only)."""
     canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -1,6 +1,6 @@
 """Regions from an annotation file in COCO's detection format: ground truth in place of a network's output.
 
-An image of the file belongs to the samples whose URL's last path component is that of its `file_name`.
+Samples and annotated images are matched by file name: the last path component of the URL and of `file_name`.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from detectors import detector_id
 from detectors.coco import read_coco
 from storage.sample import Regions, Sample
 
-# Part of the detector's id: raise it when the code below makes other regions of the same file than before.
+# Part of the detector's id: raise it when a change below gives other regions for the same file.
 _RULES_VERSION = 1
 
 
 class AnnotatedDetector:
-    """Looks regions up in an annotation file; ValueError names the file and the entry where one is unusable.
+    """A detector that looks regions up in an annotation file.
 
     Classes are the file's categories sorted by id: column 0 of class_probs is the background, category i column i + 1.
-    Boxes that cover many objects (`iscrowd`) are skipped.
+    Boxes that cover many objects (`iscrowd`) are skipped. An unusable entry raises ValueError.
     """
 
     def __init__(self, file: Path):
@@ -29,7 +29,6 @@ class AnnotatedDetector:
         self._column = {category["id"]: 1 + i for i, category in enumerate(data["categories"])}
         self._images = _index_images(data["images"], file)
         self._boxes = _boxes_by_image(data, self._column, file)
-        # The hash covers everything that the file's name and contents could say.
         hashed = {"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": sha256}
         self.id = detector_id(hashed)
         self.metadata = hashed | {
@@ -71,12 +70,12 @@ class AnnotatedDetector:
 
 
 def file_name_of(url: str) -> str:
-    """Return the last component of a URL's path, without escapes and query."""
+    """Return the last component of a URL's path, unescaped and without the query."""
     return unquote(urlsplit(url).path).rsplit("/", 1)[-1]
 
 
 def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
-    """The file's images by the last path component of their file names."""
+    """Map the last path component of each file name to its image."""
     index = {}
     for image in images:
         name = image["file_name"].rsplit("/", 1)[-1]
@@ -87,29 +86,29 @@ def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
 
 
 def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int, list[tuple[int, list[float]]]]:
-    """Image id -> (column, xyxy box clipped to the annotated image), in the file's order."""
+    """Map each image id to its boxes in the file's order: (column, xyxy clipped to the annotated image)."""
     sizes = {image["id"]: (image["width"], image["height"]) for image in data["images"]}
     boxes = {image: [] for image in sizes}
     for index, annotation in enumerate(data["annotations"]):
         if annotation.get("iscrowd", 0):
             continue
-        box = _clipped(annotation["bbox"], *sizes[annotation["image_id"]], f"{file}: annotations[{index}]")
+        box = _clip_bbox(annotation["bbox"], *sizes[annotation["image_id"]], f"{file}: annotations[{index}]")
         boxes[annotation["image_id"]].append((column[annotation["category_id"]], box))
     return boxes
 
 
-def _clipped(bbox: Sequence[float], width: float, height: float, where: str) -> list[float]:
-    """COCO's x, y, width, height -> x1, y1, x2, y2 inside the image."""
+def _clip_bbox(bbox: Sequence[float], width: float, height: float, location: str) -> list[float]:
+    """Convert COCO's x, y, width, height to x1, y1, x2, y2 inside the image."""
     x, y, w, h = bbox
     box = [max(0.0, x), max(0.0, y), min(float(width), x + w), min(float(height), y + h)]
-    # Compared in single precision, in which boxes are stored: a sliver must not become empty there.
+    # Compared in float32, as boxes are stored: a very thin box must not become empty when it is rounded.
     x1, y1, x2, y2 = (np.float32(number) for number in box)
     if x2 <= x1 or y2 <= y1:
-        raise ValueError(f"{where} has the bbox {bbox}, with no area inside its {width}x{height} image; remove it")
+        raise ValueError(f"{location} has the bbox {bbox} without area inside its {width}x{height} image; remove it")
     return box
 
 
 def _was_rotated(image: dict, sample: Sample) -> bool:
-    """Whether the sample was rotated by its EXIF orientation after it was annotated: its boxes would be wrong."""
+    """Return True if the sample was rotated by its EXIF orientation after annotation, so that its boxes are wrong."""
     annotated, stored = image["width"] - image["height"], sample.width - sample.height
     return "exif_rotated" in sample.flags and annotated * stored < 0

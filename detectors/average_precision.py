@@ -14,7 +14,7 @@ import torchvision
 
 @dataclass(frozen=True, eq=False)
 class Detections:
-    """The detections in an image."""
+    """The detections of one image."""
 
     boxes: np.ndarray
     """float32 [K, 4] xyxy."""
@@ -25,25 +25,27 @@ class Detections:
 
 
 def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
-    """bool [K]: which are true positives; among equal scores the first detection matches first.
+    """Return which detections are true positives, bool [K]; of equal scores the first detection matches first.
 
-    boxes float32 [G, 4] and labels int64 [G]: of the objects.
+    Args:
+        boxes: The annotated objects, float32 [G, 4].
+        labels: Their classes, int64 [G].
     """
-    right = np.zeros(len(detections.scores), bool)
+    true_positive = np.zeros(len(detections.scores), bool)
     matched = np.zeros(len(labels), bool)
     iou = torchvision.ops.box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(boxes)).numpy()
     for index in np.argsort(-detections.scores, kind="stable"):
         candidates = np.flatnonzero(labels == detections.labels[index])
         best = candidates[iou[index, candidates].argmax()] if len(candidates) else None
         if best is not None and iou[index, best] >= iou_threshold and not matched[best]:
-            right[index] = matched[best] = True
-    return right
+            true_positive[index] = matched[best] = True
+    return true_positive
 
 
 def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: int) -> float:
-    """The area under the interpolated precision-recall curve of one class over all images.
+    """Return the area under the interpolated precision-recall curve of one class over all images.
 
-    scores [K], true_positive bool [K] of its detections; equal scores keep their order. objects: how many there are.
+    scores and true_positive [K] are of its detections; equal scores keep their order. objects is the number of objects.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(true_positive[order])
@@ -52,21 +54,21 @@ def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: in
     return float(highest_from_here[true_positive[order].astype(bool)].sum() / objects)
 
 
-def class_results(labels: np.ndarray, scores: np.ndarray, right: np.ndarray, objects: np.ndarray) -> list[dict]:
-    """Return a row for each class that has objects: its number, average precision, objects and detections.
+def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, objects: np.ndarray) -> list[dict]:
+    """Return a row for each class that has objects: its index, average precision, and counts of objects and detections.
 
-    labels, scores, right [K]: of all detections in a fixed order; objects int64 [C]: how many of each class.
+    labels, scores and correct [K] are of all detections, in a fixed order; objects int64 [C] counts objects by class.
     """
     rows = []
     for label in np.flatnonzero(objects).tolist():
         own, count = labels == label, int(objects[label])
-        precision = average_precision(scores[own], right[own], count)
+        precision = average_precision(scores[own], correct[own], count)
         rows.append({"class": label, "average_precision": precision, "objects": count, "detections": int(own.sum())})
     return rows
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """`map50`: the mean over the classes that have objects; `map50_weighted`: weighted by how many."""
+    """Return `map50`, the mean over the classes that have objects, and `map50_weighted`, weighted by their objects."""
     if not rows:
         return {}
     precisions = np.array([row["average_precision"] for row in rows])

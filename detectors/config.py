@@ -1,6 +1,6 @@
-"""Every setting of detection: which detector, and how it runs. `vlbert detect` and the flows take them.
+"""Settings of detection, for `vlbert detect` and the flows: the detector, and how it runs.
 
-Without torch: a flow reads its parameters before any network is needed.
+This module does not import torch: a flow reads its parameters before any network is needed.
 """
 
 import dataclasses
@@ -13,17 +13,16 @@ from storage.settings import FORM, changed_fields, check, check_choices
 
 @dataclass(frozen=True)
 class NetworkOverrides:
-    """Fields of detectors.faster_rcnn.FasterRCNNConfig to be other than the preset or the weight file says; none: as it
-    says."""
+    """Fields of FasterRCNNConfig that replace those of the preset or the weight file; none: no change."""
 
     __pydantic_config__ = FORM
 
     short_side: int | None = None
-    """Pixels of the resized image's shorter side."""
+    """Shorter side of the resized image, in pixels."""
     long_side: int | None = None
-    """Pixels that its longer side may have."""
+    """Largest longer side of the resized image, in pixels."""
     post_nms: int | None = None
-    """Proposals an image, at most."""
+    """Most proposals per image, after NMS."""
 
     def __post_init__(self):
         for name in ("short_side", "long_side", "post_nms"):
@@ -33,24 +32,24 @@ class NetworkOverrides:
 
 @dataclass(frozen=True)
 class ImportedFeatures:
-    """Files of boxes and features that another project has computed (docs/detector.md)."""
+    """Files of boxes and features computed by another project (docs/detector.md)."""
 
     __pydantic_config__ = FORM
 
     files: tuple[str, ...] = ()
-    """Each a TSV, an LMDB, an HDF5 file, or a zip or folder of JSON or .npz files. All of them are one detector: give
-    the same list for all datasets of a training."""
+    """TSV, LMDB or HDF5 files, or zips or folders of JSON or .npz files. Together they are one detector: give the same
+    list for all datasets of a training run."""
     match: Literal["file_name", "number", "url", "key"] = "file_name"
-    """What a row's image id is compared with: `file_name`, that of the image's URL, without folder and extension;
-    `number`, the number at its end, as 391895 of COCO_val2014_000000391895.jpg; `url`, the URL; `key`, the sample's
-    key."""
+    """Property of a sample that must equal the image id of a row: `file_name`, the file name in the image's URL,
+    without folder and extension; `number`, the number at its end, such as 391895 of COCO_val2014_000000391895.jpg;
+    `url`, the URL; `key`, the sample's key."""
     background: Literal["first", "last", "none"] = "first"
-    """Which of the class probabilities is the background's: `first` in Caffe's files, `last` in detectron2's; `none`,
-    it is what the others leave to 1."""
+    """Column of the background among the class probabilities: `first` in Caffe's files, `last` in detectron2's;
+    `none`: there is no such column, and the background gets 1 minus the sum of the others."""
     num_classes: int | None = None
-    """For files that give the class of a region (objects_id) and no probabilities: the number of classes, without the
-    background. Each region then has the probability 1 in its class, as annotated boxes have; none: no class_probs, as
-    masked regions of pre-training need them."""
+    """Number of classes without the background, for files with the class of each region (objects_id) but without
+    probabilities: each region gets probability 1 for its class, as annotated boxes do. With none, no class_probs are
+    stored; pre-training needs them for its masked regions."""
 
     def __post_init__(self):
         check_choices(self)
@@ -59,60 +58,60 @@ class ImportedFeatures:
 
 @dataclass(frozen=True)
 class DetectorChoice:
-    """Which detector."""
+    """The detector and its files."""
 
     backend: Literal["annotated", "imported", "faster_rcnn", "detectron2"] = "faster_rcnn"
-    """Where regions come from: `annotated`, an annotation file; `imported`, files of features; `faster_rcnn`, our
-    network; `detectron2`, the same network in detectron2."""
+    """Source of the regions: `annotated`, an annotation file; `imported`, feature files; `faster_rcnn`, our network;
+    `detectron2`, the same network in detectron2."""
     weights: str | None = None
-    """Safetensors file of the network."""
+    """Safetensors file with the weights of the network."""
     preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None
-    """The network, of detectors.faster_rcnn.PRESETS; needed only where the weights do not say which."""
+    """Network of detectors.faster_rcnn.PRESETS; needed only if the weight file does not describe its network."""
     random_init: bool = False
-    """Random weights in place of a file, for trials; needs `preset`."""
+    """Use random weights instead of a file, for trials; needs `preset`."""
     network: NetworkOverrides = NetworkOverrides()
-    """What differs from the preset or the weight file."""
+    """Settings that replace those of the preset or the weight file."""
     annotations: str | None = None
     """File in COCO's detection format, for backend `annotated`; crowds are skipped."""
     imported: ImportedFeatures = ImportedFeatures()
-    """The files of backend `imported`."""
+    """Files for backend `imported`."""
 
 
 @dataclass(frozen=True)
 class DetectorSettings:
-    """How the network is run over images."""
+    """Settings for running the network over images."""
 
     selection: SelectionSettings = field(default_factory=SelectionSettings)
-    """Which proposals become regions."""
+    """Rule that selects regions from the proposals."""
     boxes: Literal["proposals", "regressed"] = "proposals"
-    """A region's box: `proposals`, the RPN's own, as in the authors' files; `regressed`, where the box head moves it
-    for the region's class, as Faster R-CNN's detections are. With `regressed` only the boxes change: the selection, its
-    order, probabilities and features are those of the proposals, so that boxes may overlap more than the selection
-    allows; one without any area inside the image keeps its proposal's box."""
+    """Stored box of a region: `proposals`, the RPN's own box, as in the authors' files; `regressed`, the box after the
+    box head's regression for the region's class, as in Faster R-CNN's detections. With `regressed` only the boxes
+    change: selection, order, probabilities and features are still those of the proposals, so boxes may overlap more
+    than the selection allows. A regressed box without area inside the image is replaced by its proposal."""
     keep_features: bool = False
-    """Store the features [N, D] of the regions, too, in float16: 2 D bytes a region."""
+    """Also store the features [N, D] of the regions in float16: 2 D bytes per region."""
     device: str = "cpu"
-    """`cpu`, `cuda`, or one of several as `cuda:1`."""
+    """`cpu`, `cuda`, or one of several GPUs, such as `cuda:1`."""
     precision: Literal["fp32", "bf16-res5"] = "fp32"
     """`fp32`: float32 throughout; `bf16-res5`: res5 in bfloat16, for speed. Backbone and RPN stay in float32."""
     batch: int = 1
-    """Images that go through the backbone together, all of one resized size: nothing is padded, which would change
-    features near the border. On a GPU, 8 keep it busy."""
+    """Images in a backbone batch. Only images of the same resized size share a batch: padding would change features
+    near the border. 8 keep a GPU busy."""
 
     def __post_init__(self):
         check_choices(self)
         check(self, self.batch >= 1, "batch", "at least 1")
-        check(self, self.device_type in ("cpu", "cuda"), "device", "cpu, cuda or such as cuda:1")
+        check(self, self.device_type in ("cpu", "cuda"), "device", "cpu, cuda, or one GPU such as cuda:1")
 
     @property
     def device_type(self) -> str:
-        """The device without its number."""
+        """Device type without the index."""
         return self.device.partition(":")[0]
 
 
 @dataclass(frozen=True)
 class DetectionConfig(DetectorSettings, DetectorChoice):
-    """One detection: which detector finds regions, and how it runs over the images."""
+    """Settings of a detection run: the detector, and how it runs over the images."""
 
     __pydantic_config__ = FORM
 
@@ -125,53 +124,52 @@ class DetectionConfig(DetectorSettings, DetectorChoice):
         else:
             foreign = [name for name in changed if name.startswith(("annotations", "imported."))]
         if foreign:
-            raise ValueError(f"{', '.join(foreign)}: not for backend {self.backend}; leave out")
+            raise ValueError(f"{', '.join(foreign)}: backend {self.backend} does not use these settings; remove them")
         if self.backend == "imported" and not self.imported.files:
-            raise ValueError("imported.files is not set: backend imported needs files of features")
+            raise ValueError("imported.files is not set: backend imported needs feature files")
         if self.backend == "annotated" and not self.annotations:
             raise ValueError("annotations is not set: backend annotated needs a file in COCO's detection format")
         if self.backend not in files and bool(self.weights) == self.random_init:
             raise ValueError(
-                f"weights is {self.weights!r} and random_init {self.random_init}: backend {self.backend} needs weights "
-                "(a safetensors file) or, for a trial on random ones, random_init; not both"
+                f"weights is {self.weights!r} and random_init is {self.random_init}: backend {self.backend} needs "
+                "either weights (a safetensors file) or random_init (random weights, for a trial)"
             )
         if self.random_init and not self.preset:
             raise ValueError(
-                "preset is not set: random_init needs one, the network that gets random weights: vg_resnet101, "
-                "vg_resnet50 or demo"
+                "preset is not set: random_init needs a network to initialize; set preset to vg_resnet101, vg_resnet50 "
+                "or demo"
             )
 
     @property
     def network_overrides(self) -> dict[str, object]:
-        """The fields of `network` that are set, by name."""
+        """Fields of `network` that are set, by name."""
         return {name: value for name, value in dataclasses.asdict(self.network).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class AnnotationConfig:
-    """The annotated images that a detector learns from, in COCO's detection format (`annotations`) or Visual Genome's
-    (`objects`)."""
+    """Annotated images to train on, in COCO's detection format (`annotations`) or Visual Genome's (`objects`)."""
 
     __pydantic_config__ = FORM
 
     annotations: str | None = None
-    """COCO's detection format; its categories, sorted by id, are the classes."""
+    """File in COCO's detection format; its categories, sorted by id, are the classes unless `classes` is set."""
     objects: str | None = None
-    """Visual Genome's scene_graphs.json, which has the objects with their attributes, or its objects.json."""
+    """Visual Genome's scene_graphs.json (objects with attributes) or objects.json."""
     images: tuple[str, ...] = ()
-    """Folders that hold the image files."""
+    """Folders with the image files."""
     classes: str | None = None
-    """Names of the classes, one a line, synonyms between commas (objects_vocab.txt)."""
+    """File of class names, one class per line, synonyms separated by commas (objects_vocab.txt)."""
     attribute_names: str | None = None
-    """The same of the attributes (attributes_vocab.txt)."""
+    """File of attribute names in the same format (attributes_vocab.txt)."""
     train_list: str | None = None
-    """Images to train on, the path of a file in each line; none: all that are not held out."""
+    """File that lists the images to train on, one path per line; none: all images that are not held out."""
     held_out_list: str | None = None
-    """Images of validation, listed like that."""
+    """File that lists the validation images, one path per line."""
     held_out_last: int = 0
-    """Instead of a list: so many images of the highest ids."""
+    """Number of images with the highest ids to hold out, instead of held_out_list."""
 
     def __post_init__(self):
         check_choices(self)
         check(self, self.held_out_last >= 0, "held_out_last", "0 or more")
-        check(self, not (self.held_out_last and self.held_out_list), "held_out_last", "0 where held_out_list is given")
+        check(self, not (self.held_out_last and self.held_out_list), "held_out_last", "0 if held_out_list is set")

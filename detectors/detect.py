@@ -1,7 +1,7 @@
 """A Faster R-CNN behind the Detector interface: images in, regions out.
 
-The regions of an image are proposals, chosen by select.py; a region's features and probabilities are those of its
-proposal. `DetectorSettings.boxes` says which box is stored for it.
+select.py selects an image's regions from its proposals. A region's features and probabilities are those of its
+proposal; `DetectorSettings.boxes` decides which box is stored.
 Shape letters: P proposals of an image, N regions, C classes without background, D channels of res5.
 """
 
@@ -26,21 +26,21 @@ from detectors.select import select_regions
 from storage.sample import Regions, Sample
 from training.precision import float32_precision
 
-# Part of every detector's id: raise it when this code, faster_rcnn.py, preprocess.py or select.py finds other regions.
+# Part of every detector's id: raise it if a change here, in faster_rcnn.py, preprocess.py or select.py changes regions.
 _RULES_VERSION = 3
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
-# Boxes that res5 gets at a time: on a CPU what its caches hold, on a GPU what fills it (1 GB in float32).
+# Boxes in a res5 batch: few enough for the caches of a CPU, enough to fill a GPU (1 GB in float32).
 ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
 # Metadata that the id ignores: these fields do not change the regions, or the hash of the weights covers them.
 _IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "code_version"}
-# The batch changes only the last bits of float32 sums. So does the device as long as nothing is rounded more coarsely,
-# and one stage may be made on CPUs and GPUs together.
+# The batch size changes only the last bits of float32 sums. So does the device if all is float32; its shards may then
+# come from CPUs and GPUs.
 _IGNORED_FIELDS |= {"batch"}
 
 
 @contextmanager
 def inference_settings(threads: int = 1) -> Iterator[None]:
-    """Set torch's threads, and exact float32 on GPUs; both are restored afterwards."""
+    """Context manager: set the number of torch's threads, and exact float32 on GPUs; both are restored at the end."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -52,7 +52,7 @@ def inference_settings(threads: int = 1) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """An image as input of the network."""
+    """An image prepared for the network."""
 
     sample: Sample
     pixels: np.ndarray
@@ -61,7 +61,6 @@ class _Prepared:
     """Input pixels per stored pixel: vertical, horizontal."""
 
     def to_stored(self, boxes: Tensor) -> np.ndarray:
-        """Boxes [K, 4] in input pixels -> pixels of the stored image, clipped to it."""
         return to_stored_pixels(boxes, self.scales, (self.sample.height, self.sample.width)).numpy()
 
 
@@ -75,7 +74,7 @@ class _Outputs:
     """float32 [P, C + 1]."""
     attribute_probs: np.ndarray | None
     regressed: np.ndarray | None
-    """float32 [P, 4], stored pixels: where the box head moves each box for its most probable class."""
+    """float32 [P, 4], stored pixels: each box after the box head's regression for its most probable class."""
     features: np.ndarray | None
     """float32 [P, D]."""
 
@@ -83,10 +82,7 @@ class _Outputs:
 def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """Return the id and the metadata of a FasterRCNNDetector, without building the network.
-
-    weights: metadata of the weights.
-    """
+    """Return id and metadata of a FasterRCNNDetector without building it; `weights` is the metadata of its weights."""
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),
@@ -102,13 +98,13 @@ def describe_detector(
     }
     ignored = _IGNORED_FIELDS | ({"device"} if settings.precision == "fp32" else set())
     hashed = {name: value for name, value in metadata.items() if name not in ignored}
-    # Names and values that were hashed at first: ids stay what they are.
+    # Names and values from the first version of the hash, so that ids do not change.
     hashed |= {"untrained": hashed.pop("random_init"), "convolutions": "float32", "given": None}
     return detector_id(hashed), metadata
 
 
 def network_class(backend: str) -> type[FasterRCNN]:
-    """The class of a backend's network; detectron2's has the methods of ours."""
+    """Return the network class of a backend; detectron2's has the same methods as ours."""
     if backend == "detectron2":
         from detectors.detectron2 import Detectron2FasterRCNN
 
@@ -117,35 +113,35 @@ def network_class(backend: str) -> type[FasterRCNN]:
 
 
 class FasterRCNNDetector:
-    """A network and the metadata of its weights: what load_weights returns, or {"random_init": True, "seed": ...}."""
+    """A Faster R-CNN as a Detector; `weights` is the result of load_weights or {"random_init": True, "seed": ...}."""
 
-    # Of torch, on a CPU. Another number adds in another order, and so gives other last bits: one is what every machine
-    # can do alike, and more processes, each with its own shards, use more cores.
+    # torch's threads on a CPU. Their number changes the order of sums and so the last bits; with one, all machines give
+    # the same. To use more cores, start more processes, each with its own shards.
     threads = 1
 
     def __init__(self, network: FasterRCNN, weights: dict, settings: DetectorSettings, backend: str = "faster_rcnn"):
         if settings.device_type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
+            raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU; set device to cpu")
         rois = ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
         self.settings = settings
-        # Threads that decode and resize the next images, and choose the regions of the last ones: a GPU waits for one.
+        # Threads that prepare the next images and select the regions of the last ones; a GPU would wait for just one.
         self.workers = 1 if settings.device_type == "cpu" else min(8, os.cpu_count() or 1)
         self.id, self.metadata = describe_detector(network.config, weights, settings, backend)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        found: dict[int, Future | str] = {}
-        batches: dict[tuple[int, ...], dict[int, _Prepared]] = {}  # of equal size, by index
+        results: dict[int, Future | str] = {}  # by index of the sample
+        batches: dict[tuple[int, ...], dict[int, _Prepared]] = {}  # by size of the images, then index of the sample
         with inference_settings(self.threads), ThreadPoolExecutor(self.workers) as pool, torch.inference_mode():
 
             def run(batch: dict[int, _Prepared]) -> None:
                 for index, outputs in zip(batch, self._run_network(list(batch.values())), strict=True):
-                    found[index] = outputs if isinstance(outputs, str) else pool.submit(self._select, outputs)
+                    results[index] = outputs if isinstance(outputs, str) else pool.submit(self._select, outputs)
 
-            # The pool works before and after the network.
+            # The pool prepares images before the network and selects regions after it.
             for index, image in enumerate(pool.map(self._prepare, samples)):
                 if isinstance(image, str):
-                    found[index] = image
+                    results[index] = image
                     continue
                 batch = batches.setdefault(image.pixels.shape, {})
                 batch[index] = image
@@ -153,25 +149,25 @@ class FasterRCNNDetector:
                     run(batches.pop(image.pixels.shape))
             for batch in batches.values():
                 run(batch)
-            return [one if isinstance(one, str) else one.result() for _, one in sorted(found.items())]
+            return [result if isinstance(result, str) else result.result() for _, result in sorted(results.items())]
 
     def _prepare(self, sample: Sample) -> _Prepared | str:
         try:
             image = decode_bgr(sample.image)
         except UnidentifiedImageError:
-            # Its message has an address in memory: the same shard would give another manifest in each run.
+            # The error's own message contains a memory address, so manifests of the same shard would differ.
             return "bad_image: UnidentifiedImageError: neither a JPEG nor a PNG"
         except BAD_IMAGE as error:
             return f"bad_image: {type(error).__name__}: {error}"
         height, width = image.shape[:2]
         if (height, width) != (sample.height, sample.width):
-            return f"bad_image: is {width}x{height}, its record says {sample.width}x{sample.height}"
+            return f"bad_image: is {width}x{height}, but its record has {sample.width}x{sample.height}"
         config = self.network.config
         size = resized_size(height, width, config)
         if min(size) < NARROWEST_INPUT:
             return (
-                f"bad_image: {width}x{height} is too narrow: the network would get it at {size[1]}x{size[0]}, and "
-                f"needs {NARROWEST_INPUT} pixels each way"
+                f"bad_image: {width}x{height} is too narrow: it is resized to {size[1]}x{size[0]}, but the network "
+                f"needs at least {NARROWEST_INPUT} pixels in each direction"
             )
         pixels = resize(image, config)
         scales = (pixels.shape[0] / height, pixels.shape[1] / width)
@@ -180,14 +176,14 @@ class FasterRCNNDetector:
         return _Prepared(sample, pixels, scales)
 
     def _run_network(self, batch: list[_Prepared]) -> list[_Outputs | str]:
-        """The network's outputs for images of one size, or `status: detail` saying why there are none."""
+        """Run the network on images of one size. Return the outputs for each, or `status: detail` if there are none."""
         network, size = self.network, batch[0].pixels.shape[:2]
         c4 = network.backbone(to_input(np.stack([image.pixels for image in batch]), self.settings.device))
         logits, deltas = network.rpn(c4)
-        # Checked here, because pooling passes over what is not a number, as if it were not part of the image.
+        # Checked here, because pooling skips NaN as if it were outside the image.
         finite = [torch.isfinite(each).flatten(1).all(dim=1) for each in (c4, logits, deltas)]
         finite = torch.stack(finite).all(dim=0).tolist()
-        boxes, stored = self._proposals(batch, logits, deltas)
+        boxes, stored = self._find_proposals(batch, logits, deltas)
         features = network.roi_features(c4, boxes)
         heads = network.heads(features)
         probs = heads.class_logits.softmax(dim=1)
@@ -195,10 +191,10 @@ class FasterRCNNDetector:
         if heads.attribute_logits is not None:
             attribute_probs = heads.attribute_logits.softmax(dim=1)[:, :-1]
         if self.settings.boxes == "regressed":
-            regressed = network.regressed(torch.cat(boxes), heads.box_deltas, probs[:, :-1].argmax(dim=1), *size)
-        # Copied from the device once a batch, then split into images.
+            regressed = network.regress_boxes(torch.cat(boxes), heads.box_deltas, probs[:, :-1].argmax(dim=1), *size)
+        # Copied from the device once per batch, then split into images.
         tensors = (probs, attribute_probs, regressed, features if self.settings.keep_features else None)
-        tensors = [None if one is None else one.cpu() for one in tensors]
+        tensors = [None if tensor is None else tensor.cpu() for tensor in tensors]
         outputs, end = [], 0
         for image, own, is_finite in zip(batch, stored, finite, strict=True):
             start, end = end, end + len(own)
@@ -207,20 +203,19 @@ class FasterRCNNDetector:
             elif not len(own):
                 outputs.append("no_regions: the network proposes no box inside the image")
             else:
-                arrays = [None if one is None else one[start:end].numpy() for one in tensors]
+                arrays = [None if tensor is None else tensor[start:end].numpy() for tensor in tensors]
                 if arrays[2] is not None:
                     arrays[2] = image.to_stored(torch.from_numpy(arrays[2]))
                 outputs.append(_Outputs(own, *arrays))
         return outputs
 
-    def _proposals(
+    def _find_proposals(
         self, batch: list[_Prepared], logits: Tensor, deltas: Tensor
     ) -> tuple[list[Tensor], list[np.ndarray]]:
-        """The proposals [P, 4] of each image that have an area in the stored one: in input pixels on the device, and in
-        stored pixels."""
+        """Return each image's proposals [P, 4] that have an area, in input pixels (on the device) and stored pixels."""
         scales = [min(image.scales) for image in batch]
         boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales)
-        # Copied from the device once a batch.
+        # Copied from the device once per batch.
         copies = torch.cat(boxes).cpu().split([len(own) for own in boxes])
         stored = [image.to_stored(own) for image, own in zip(batch, copies, strict=True)]
         for i, own in enumerate(stored):
@@ -230,15 +225,15 @@ class FasterRCNNDetector:
         return boxes, stored
 
     def _select(self, outputs: _Outputs) -> Regions | str:
-        """The regions of one image, by the 10-100 rule and most probable first."""
+        """Select the regions of one image by the 10-100 rule, most probable first."""
         numbers = {
             "class probabilities": outputs.probs,
             "attribute probabilities": outputs.attribute_probs,
             "boxes": outputs.regressed,
         }
-        for what, array in numbers.items():
+        for name, array in numbers.items():
             if array is not None and not np.isfinite(array).all():
-                return _not_finite(what)
+                return _not_finite(name)
         foreground = outputs.probs[:, :-1]
         selected = select_regions(outputs.boxes, foreground, self.settings.selection)
         selected = selected[np.argsort(-foreground[selected].max(axis=1), kind="stable")]
@@ -256,7 +251,7 @@ class FasterRCNNDetector:
             features = outputs.features[selected]
             if not (np.abs(features) <= _LARGEST_FLOAT16).all():
                 largest = np.abs(features).max()
-                return f"not_finite: a feature is {largest:g}, and float16 holds {_LARGEST_FLOAT16:.0f} at most"
+                return f"not_finite: a feature is {largest:g}, but the largest float16 is {_LARGEST_FLOAT16:.0f}"
             features = features.astype(np.float16)
         return Regions(
             boxes=boxes,
@@ -271,14 +266,14 @@ class FasterRCNNDetector:
         )
 
 
-def _not_finite(what: str) -> str:
-    return f"not_finite: the network's {what} are not all finite numbers"
+def _not_finite(outputs: str) -> str:
+    return f"not_finite: the network's {outputs} are not all finite numbers"
 
 
 def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: Sequence[int]) -> Tensor:
-    """Boxes [K, 4] in input pixels -> pixels of the stored image, clipped to it.
+    """Convert boxes [K, 4] from input pixels to pixels of the stored image, clipped to it.
 
-    scales: input pixels per stored pixel, vertical and horizontal; stored: the stored image's height and width.
+    scales are input pixels per stored pixel (vertical, horizontal); stored is the stored image's height and width.
     """
     down, across = scales
     factors = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)

@@ -1,9 +1,9 @@
-"""The network of faster_rcnn.py computed by detectron2's own parts: a second backend behind the same detector.
+"""The network of faster_rcnn.py built from detectron2's modules: a second backend of the same detector.
 
-`FasterRCNNDetector` takes a `Detectron2FasterRCNN` for a `FasterRCNN`: the methods are the same, the state dict has the
-same names, and so the same weight files load. What bottom-up attention changed about detectron2's C4 network stands
-here: Caffe's pool in the stem, a res5 that keeps its map's size, the attribute head.
-detectron2 is imported only when the network is built; docs/detector.md says how to install it.
+`FasterRCNNDetector` accepts a `Detectron2FasterRCNN` in place of a `FasterRCNN`: methods and state dict names are the
+same, so the same weight files load. Added here are bottom-up attention's changes to detectron2's C4 network: Caffe's
+pooling in the stem, a res5 that keeps the size of its map, and the attribute head.
+detectron2 is imported only when the network is built; docs/detector.md explains how to install it.
 Shape letters as in faster_rcnn.py.
 """
 
@@ -17,88 +17,87 @@ from detectors.faster_rcnn import STRIDE, AttributeHead, FasterRCNN, FasterRCNNC
 from detectors.resnet import ResNetConfig
 
 _NORMS = {"frozen": "FrozenBN", "batch": "BN"}
-# RoIPool has no sampling ratio; detectron2's `ROIAlign` is the one without the half-pixel shift.
+# RoIPool has no sampling ratio. detectron2's `ROIAlign` has no half-pixel shift (`ROIAlignV2` has it).
 _POOLERS = {"pool": ("ROIPool", 0), "align1": ("ROIAlign", 1)}
-# Arguments of RPN and RoI heads that only training uses.
+# Arguments of RPN and RoI heads that are required but matter only in training.
 _TRAINING = {"batch_size_per_image": 1, "positive_fraction": 0.5}
 
 
 class Detectron2FasterRCNN(nn.Module):
-    """FasterRCNN's interface, computed by detectron2; ValueError where it is not installed or lacks a setting."""
+    """FasterRCNN's interface on detectron2; ValueError if detectron2 is missing or does not support a setting."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
-        _check(config)
+        _check_supported(config)
         _require_detectron2()
         self.config = config
-        self.backbone = _backbone(config.resnet)
-        self.proposal_generator = _proposal_generator(config)
-        self.roi_heads = _roi_heads(config)
+        self.backbone = _make_backbone(config.resnet)
+        self.proposal_generator = _make_proposal_generator(config)
+        self.roi_heads = _make_roi_heads(config)
 
     @classmethod
     def random_init(cls, config: FasterRCNNConfig, seed: int) -> "Detectron2FasterRCNN":
-        """The network with the random weights that FasterRCNN has for this seed."""
+        """Build the network with the same random weights as FasterRCNN with this seed."""
         with torch.random.fork_rng(devices=[]):
             network = cls(config).eval()
         network.load_state_dict(FasterRCNN.random_init(config, seed).state_dict())
         return network
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "Detectron2FasterRCNN":
-        """The network itself, in eval mode, for `fp32`; ValueError for any other precision.
+        """Return this network in eval mode. Raises ValueError for a precision other than `fp32`.
 
-        rois_at_a_time changes nothing: detectron2 pools all boxes of a batch at once.
+        rois_at_a_time has no effect: detectron2 pools all boxes of a batch at once.
         """
         if precision != "fp32":
-            raise ValueError(f"precision is {precision!r}: backend detectron2 has fp32 only; faster_rcnn has others")
+            raise ValueError(f"precision is {precision!r}, but detectron2 supports only fp32; use backend faster_rcnn")
         return self.eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
+        """Return the objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
         (logits,), (deltas,) = self.proposal_generator.rpn_head([c4])
         return logits, deltas
 
     def proposals(
         self, logits: Tensor, deltas: Tensor, height: int, width: int, scales: Sequence[float] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Proposals [P, 4] (xyxy, input pixels) and logits [P] of each image, best first, from [N, A, h, w] and
-        [N, 4A, h, w].
+        """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        height and width are those of the network's input; scales are for a minimum side, which this backend refuses.
-        Non-finite boxes and those with no area inside are dropped among the pre_nms best, not before they are chosen.
+        Arguments are those of FasterRCNN, but scales are ignored: they are for a minimum side, which this backend does
+        not support. Boxes that are not finite or have no area inside the image are dropped after the pre_nms best are
+        chosen.
         """
         generator = self.proposal_generator
         scores = logits.permute(0, 2, 3, 1).flatten(1)
         deltas = deltas.unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3)
         anchors = generator.anchor_generator([logits])
-        found = generator.predict_proposals(anchors, [scores], [deltas], [(height, width)] * len(logits))
-        return [each.proposal_boxes.tensor for each in found], [each.objectness_logits for each in found]
+        instances = generator.predict_proposals(anchors, [scores], [deltas], [(height, width)] * len(logits))
+        return [each.proposal_boxes.tensor for each in instances], [each.objectness_logits for each in instances]
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
-        """Features [sum of K, D] of boxes in input pixels, one [K, 4] for each image of the C4 map [N, 16w, h, w]."""
+        """Return features [sum of K, D] of the boxes: one [K, 4] in input pixels per image of c4 [N, 16w, h, w]."""
         from detectron2.structures import Boxes
 
         pooled = self.roi_heads.pooler([c4], [Boxes(each) for each in boxes])
         return self.roi_heads.res5(pooled).mean(dim=(2, 3))
 
     def heads(self, features: Tensor) -> HeadOutputs:
-        """Classes, boxes and attributes for features [K, D]."""
+        """Predict classes, boxes and attributes from features [K, D]."""
         return self.roi_heads.box_predictor(features)
 
-    def regressed(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Where deltas [K, C, 4] of classes labels [K] move proposals [K, 4]; input pixels, clipped, perhaps empty."""
+    def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
+        """Apply the deltas [K, C, 4] of classes labels [K] to proposals [K, 4]: input pixels, clipped, maybe empty."""
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
-        # Not by detectron2's Boxes, which stop a whole run for one box that is not finite.
+        # Not clipped by detectron2's Boxes, which stop the whole run if one box is not finite.
         return clip_boxes(moved, height, width)
 
 
-def _check(config: FasterRCNNConfig) -> None:
-    """ValueError names the first setting that this backend lacks."""
-    # detectron2 drops small boxes after it has taken the pre_nms best, Caffe before: other proposals.
-    for name, only in {"box_arithmetic": "continuous", "minimum_side": 0}.items():
-        if (value := getattr(config, name)) != only:
+def _check_supported(config: FasterRCNNConfig) -> None:
+    # detectron2 drops small boxes after it has chosen the pre_nms best, Caffe before: their proposals differ.
+    for name, supported in {"box_arithmetic": "continuous", "minimum_side": 0}.items():
+        if (value := getattr(config, name)) != supported:
             raise ValueError(
-                f"FasterRCNNConfig.{name} is {value!r}, backend detectron2 has only {only}: use backend faster_rcnn"
+                f"FasterRCNNConfig.{name} is {value!r}; detectron2 supports only {supported}: use backend faster_rcnn"
             )
 
 
@@ -107,13 +106,13 @@ def _require_detectron2() -> None:
         import detectron2.modeling  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"backend detectron2 needs the package detectron2, which cannot be imported here ({error}). "
-            "docs/detector.md says how to install it; backend faster_rcnn computes the same without it"
+            f"backend detectron2 needs the package detectron2, which cannot be imported ({error}); install it as in "
+            "docs/detector.md, or use backend faster_rcnn, which computes the same"
         ) from error
 
 
-def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:
-    """The blocks of res<number>, 2..5."""
+def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:
+    """Build the blocks of res<number>, 2 to 5."""
     from detectron2.modeling.backbone.resnet import BottleneckBlock, ResNet
 
     blocks, bottleneck = config.blocks[number - 2], config.width * 2 ** (number - 2)
@@ -130,38 +129,38 @@ def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) ->
     )
 
 
-def _backbone(config: ResNetConfig) -> nn.Module:
-    """Stem to res4: [N, 3, H, W] -> C4 map."""
+def _make_backbone(config: ResNetConfig) -> nn.Module:
+    """Build the part from stem to res4, which maps [N, 3, H, W] to the C4 map."""
     from detectron2.modeling.backbone.resnet import BasicStem, ResNet
 
     class CaffeStem(BasicStem):
-        """BasicStem pools with padding 1 and rounds sizes down."""
+        """A stem with Caffe's pooling; BasicStem pools with padding 1 and rounds sizes down."""
 
         def forward(self, images: Tensor) -> Tensor:
             return F.max_pool2d(F.relu_(self.conv1(images)), kernel_size=3, stride=2, padding=0, ceil_mode=True)
 
     class C4(ResNet):
-        """Returns its last map, where ResNet returns a dict."""
+        """A ResNet that returns its last map instead of a dict."""
 
         def forward(self, images: Tensor) -> Tensor:
             return super().forward(images)["res4"]
 
     stem = CaffeStem if config.stem_pool == "caffe" else BasicStem
-    stages = [_stage(config, 2, stride=1), _stage(config, 3, stride=2), _stage(config, 4, stride=2)]
+    stages = [_make_stage(config, 2, stride=1), _make_stage(config, 3, stride=2), _make_stage(config, 4, stride=2)]
     return C4(stem(3, config.width, norm=_NORMS[config.norm]), stages, out_features=["res4"])
 
 
-def _proposal_generator(config: FasterRCNNConfig) -> nn.Module:
+def _make_proposal_generator(config: FasterRCNNConfig) -> nn.Module:
     from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
     from detectron2.modeling.box_regression import Box2BoxTransform
     from detectron2.modeling.proposal_generator.rpn import RPN, StandardRPNHead
 
     class ProposalGenerator(RPN):
-        """With its anchors where weights.py puts those of a file."""
+        """An RPN with the attribute `cell_anchors`, into which weights/files.py copies the anchors of a file."""
 
         @property
         def cell_anchors(self) -> Tensor:
-            """float32 [A, 4], the generator's own buffer."""
+            """Anchors of a cell, float32 [A, 4]: the anchor generator's own buffer."""
             return next(iter(self.anchor_generator.cell_anchors))
 
     return ProposalGenerator(
@@ -169,7 +168,7 @@ def _proposal_generator(config: FasterRCNNConfig) -> nn.Module:
         head=StandardRPNHead(
             in_channels=config.resnet.c4_channels, num_anchors=config.num_anchors, conv_dims=[config.rpn_channels]
         ),
-        # Bottom-up attention's anchors stand on their cells' corners, detectron2's usual ones half a cell further.
+        # Bottom-up attention centres anchors on the corners of cells; detectron2 usually shifts them by half a cell.
         anchor_generator=DefaultAnchorGenerator(
             sizes=[list(config.anchor_sizes)], aspect_ratios=[list(config.anchor_ratios)], strides=[STRIDE], offset=0.0
         ),
@@ -182,7 +181,7 @@ def _proposal_generator(config: FasterRCNNConfig) -> nn.Module:
     )
 
 
-def _roi_heads(config: FasterRCNNConfig) -> nn.Module:
+def _make_roi_heads(config: FasterRCNNConfig) -> nn.Module:
     from detectron2.modeling.poolers import ROIPooler
     from detectron2.modeling.roi_heads.roi_heads import Res5ROIHeads
 
@@ -191,16 +190,16 @@ def _roi_heads(config: FasterRCNNConfig) -> nn.Module:
     return Res5ROIHeads(
         in_features=["res4"],
         pooler=ROIPooler(config.pool_size, [1 / STRIDE], sampling_ratio, pooler),
-        res5=_stage(config.resnet, 5, stride, dilation),
-        box_predictor=_box_predictor(config),
+        res5=_make_stage(config.resnet, 5, stride, dilation),
+        box_predictor=_make_box_predictor(config),
         num_classes=config.num_classes,
         proposal_matcher=None,
         **_TRAINING,
     )
 
 
-def _box_predictor(config: FasterRCNNConfig) -> nn.Module:
-    """Features [K, D] -> HeadOutputs: detectron2's classes and boxes, and bottom-up attention's attributes."""
+def _make_box_predictor(config: FasterRCNNConfig) -> nn.Module:
+    """Build the heads: detectron2's for classes and boxes, and bottom-up attention's for attributes."""
     from detectron2.layers import ShapeSpec
     from detectron2.modeling.box_regression import Box2BoxTransform
     from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers

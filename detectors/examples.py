@@ -1,4 +1,4 @@
-"""The images of a training step: read, resized, mirrored at random, in an order that depends on (seed, epoch)."""
+"""Datasets of images to train and validate on. Training images are shuffled by (seed, epoch) and mirrored at random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _ORDER, _AUGMENTATION = 0, 1  # independent streams of randomness
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The examples of one rank in a step, and the images that could not be read: the next ones replace them."""
+    """The examples of one rank in a step, and the unreadable images, which the next readable ones replace."""
 
     examples: list[Example]
     unreadable: list[Unreadable]
@@ -33,24 +33,24 @@ class Batch:
 
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
-    """uint8 [height, width, 3]; one of BAD_IMAGE where the file is no whole image, or of another size."""
+    """Read BGR pixels, uint8 [height, width, 3]. Raises one of BAD_IMAGE if the file is damaged or has another size."""
     with Image.open(image.file, formats=FILE_FORMATS) as opened:
         pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
     if pixels.shape[:2] != (image.height, image.width):
-        raise ValueError(f"is {pixels.shape[1]}x{pixels.shape[0]}, its boxes are for {image.width}x{image.height}")
+        raise ValueError(f"is {pixels.shape[1]}x{pixels.shape[0]}, but its boxes are for {image.width}x{image.height}")
     return pixels
 
 
 def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
-    """BGR [H, W, 3], what `resize` gives; one of BAD_IMAGE as read_bgr, and where it is too narrow for the network."""
+    """Read and `resize` an image to BGR [H, W, 3]. Raises one of BAD_IMAGE if it is damaged or too narrow."""
     size = resized_size(image.height, image.width, config)
     if min(size) < NARROWEST_INPUT:
-        raise ValueError(f"is too narrow: {size[1]}x{size[0]} of {image.width}x{image.height} when it is resized")
+        raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")
     return resize(read_bgr(image), config)
 
 
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
-    """The image and its objects as input of the network."""
+    """Make an Example of an image and its objects; mirrored flips both left to right."""
     pixels = read_resized(image, config)
     height, width = pixels.shape[:2]
     scale = np.array([width / image.width, height / image.height] * 2, np.float32)
@@ -66,7 +66,7 @@ def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool,
 
 
 class TrainingImages(Dataset):
-    """data[step] is this rank's Batch of that step."""
+    """A dataset of training steps: item `step` is this rank's Batch of that step."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, config: DataConfig, world: World):
         self.images, self.network, self.config = images, network, config
@@ -74,15 +74,15 @@ class TrainingImages(Dataset):
 
     def __getitem__(self, step: int) -> Batch:
         config = self.config
-        everyone = samples_after(step * config.batch, config.batch, config.seed, _ORDER, len(self.images))
+        global_batch = samples_after(step * config.batch, config.batch, config.seed, _ORDER, len(self.images))
         share = config.batch // self.world_size
         batch = Batch([], [])
-        for epoch, number in everyone[self.rank * share : (self.rank + 1) * share]:
-            batch.examples.append(self._example(step, epoch, number, batch.unreadable))
+        for epoch, number in global_batch[self.rank * share : (self.rank + 1) * share]:
+            batch.examples.append(self._read_example(step, epoch, number, batch.unreadable))
         return batch
 
-    def _example(self, step: int, epoch: int, number: int, unreadable: list[Unreadable]) -> Example:
-        """Image `number`, or the next that can be read."""
+    def _read_example(self, step: int, epoch: int, number: int, unreadable: list[Unreadable]) -> Example:
+        """Read image `number` or, if it is unreadable, the next readable one."""
         for index in range(number, number + len(self.images)):
             image = self.images[index % len(self.images)]
             rng = np.random.default_rng([self.config.seed, _AUGMENTATION, epoch, number])
@@ -91,11 +91,11 @@ class TrainingImages(Dataset):
                 return make_example(image, self.network, mirrored, seed)
             except BAD_IMAGE as error:
                 unreadable.append(Unreadable(step + 1, image.id, f"{image.file}: {error}"))
-        raise ValueError(f"none of the {len(self.images)} images can be read; the last is {unreadable[-1].reason}")
+        raise ValueError(f"none of the {len(self.images)} images can be read; the last one: {unreadable[-1].reason}")
 
 
 class HeldOutImages(Dataset):
-    """data[i] is the index of one of this rank's held-out images among all, and its pixels or why there are none."""
+    """A dataset of this rank's held-out images: the index among all held-out images, and the pixels or the error."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, world: World):
         self.images, self.network = images, network

@@ -1,9 +1,9 @@
 """ResNet-C4 Faster R-CNN with object classes and attributes: the network of bottom-up attention, on torchvision's ops.
 
-Backbone -> RPN -> proposals -> RoI features -> heads; each can be called alone. preprocess.py makes the input,
-detect.py puts all together behind the Detector interface, train.py trains the network.
+Backbone -> RPN -> proposals -> RoI features -> heads; each part can be called separately. preprocess.py makes the
+input, detect.py wraps the network in the Detector interface, and train.py trains it.
 Shape letters: N images, H W input pixels, h w cells of the C4 map (stride 16), A anchors a cell, P proposals, K boxes,
-D channels of res5, C classes without background; the background is the last column, as "no attribute" is.
+D channels of res5, C classes without the background. The last column is the background; of attributes, "no attribute".
 """
 
 import copy
@@ -23,55 +23,53 @@ from detectors.roi_pool import roi_pool_chunks
 from storage.settings import check, check_choices
 
 STRIDE = 16
-# A box grows at most by this factor, so that exp() of any delta stays finite.
+# Limit for the logarithm of a box's growth, so that exp() of any delta stays finite.
 _LARGEST_LOG_SCALE = math.log(1000 / 16)
 
 
 @dataclass(frozen=True)
 class FasterRCNNConfig:
-    """Everything about the network except its weights; the defaults are the Visual Genome network."""
+    """Architecture and proposal settings of the network; the defaults are the Visual Genome network."""
 
     resnet: ResNetConfig = RESNET101
     """Backbone (stem to res4) and res5."""
     num_classes: int = 1600
-    """C, without the background."""
+    """Number of classes C, without the background."""
     num_attributes: int = 400
-    """Without "no attribute"; 0: no attribute head."""
+    """Number of attributes, without "no attribute"; 0: no attribute head."""
     anchor_sizes: tuple[float, ...] = (64, 128, 256, 512)
     """Square roots of the anchors' areas, in pixels of the resized image."""
     anchor_ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Height over width."""
+    """Ratios of height to width of the anchors."""
     rpn_channels: int = 512
-    """Width of the RPN's 3x3 convolution."""
+    """Output channels of the RPN's 3x3 convolution."""
     short_side: int = 600
-    """The image's shorter side becomes so many pixels ..."""
+    """Pixels to which the shorter side of an image is resized; fewer if the longer side would exceed long_side."""
     long_side: int = 1000
-    """... unless the longer one would then have more than these, which it gets instead."""
+    """Largest longer side of a resized image, in pixels."""
     resize: Literal["pil", "caffe"] = "pil"
-    """How: `pil`, antialiased bilinear, rounded to 8 bits; `caffe`, bilinear between the four pixels beside a point, as
-    cv2 does, not rounded.
-    """
+    """Interpolation: `pil`, antialiased bilinear, rounded to 8 bits; `caffe`, bilinear between the four nearest pixels,
+    as in cv2, not rounded."""
     pre_nms: int = 6000
-    """Boxes of highest objectness that enter the RPN's suppression."""
+    """Boxes with the highest objectness that enter the RPN's NMS."""
     rpn_nms_threshold: float = 0.7
-    """IoU above which the RPN suppresses."""
+    """IoU above which the RPN's NMS suppresses a box."""
     post_nms: int = 300
-    """Proposals that leave it at most."""
+    """Most proposals per image, after NMS."""
     minimum_side: float = 0.0
-    """Proposals need longer sides than this, in pixels of the stored image; or as long, with `plus_one`."""
+    """Smallest side of a proposal in pixels of the stored image: sides must be longer, or with `plus_one` as long."""
     box_arithmetic: Literal["continuous", "plus_one"] = "continuous"
-    """`continuous`: a box is x2 - x1 wide and ends with the image, and boxes that are too small are dropped among the
-    `pre_nms` best, as in detectron2; `plus_one`: it is x2 - x1 + 1 wide and ends at width - 1, and they are dropped
-    before, as in Caffe.
-    """
+    """`continuous`: boxes are x2 - x1 wide and clipped to width, and those that are too small are dropped after the
+    `pre_nms` best are chosen, as in detectron2. `plus_one`: boxes are x2 - x1 + 1 wide and clipped to width - 1, and
+    those that are too small are dropped before, as in Caffe."""
     roi_op: Literal["pool", "align1"] = "pool"
-    """`pool`: RoIPool, quantised; `align1`: RoIAlign, one sample a bin, without the half-pixel shift."""
+    """`pool`: RoIPool, quantised; `align1`: RoIAlign with one sample per bin, without the half-pixel shift."""
     pool_size: int = 14
-    """Cells a side of what is pooled from a box."""
+    """Cells per side of a pooled box."""
     box_weights: tuple[float, float, float, float] = (10, 10, 5, 5)
     """Divisors of the box head's dx, dy, dw, dh."""
     attribute_embedding: int = 256
-    """Width of the class embedding that the attribute head gets."""
+    """Width of the class embedding that the attribute head takes."""
     attribute_hidden: int = 512
     """Hidden width of the attribute head."""
 
@@ -90,7 +88,7 @@ class FasterRCNNConfig:
 
     @property
     def num_anchors(self) -> int:
-        """A, anchors a cell."""
+        """Number of anchors per cell, A."""
         return len(self.anchor_sizes) * len(self.anchor_ratios)
 
 
@@ -116,7 +114,7 @@ PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEM
 
 
 def cell_anchors(config: FasterRCNNConfig) -> Tensor:
-    """float32 [A, 4]: one cell's anchors, xyxy around its corner (0, 0), size by size and ratio by ratio."""
+    """Return one cell's anchors, float32 [A, 4] xyxy around its corner (0, 0): for each size, all ratios."""
     sides = [
         (math.sqrt(s * s / r), math.sqrt(s * s / r) * r) for s in config.anchor_sizes for r in config.anchor_ratios
     ]
@@ -124,7 +122,7 @@ def cell_anchors(config: FasterRCNNConfig) -> Tensor:
 
 
 def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
-    """float32 [h * w * A, 4] in pixels of the input: the cell's anchors at every cell, rows first."""
+    """Repeat a cell's anchors [A, 4] at every cell: float32 [h * w * A, 4] in input pixels, row by row."""
     ys = torch.arange(height, device=cell.device, dtype=cell.dtype) * STRIDE
     xs = torch.arange(width, device=cell.device, dtype=cell.dtype) * STRIDE
     y, x = torch.meshgrid(ys, xs, indexing="ij")
@@ -135,8 +133,7 @@ def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
 def apply_deltas(
     deltas: Tensor, boxes: Tensor, weights: Sequence[float] = (1, 1, 1, 1), plus_one: bool = False
 ) -> Tensor:
-    """Move and scale boxes [K, 4] by dx, dy, dw, dh [K, ..., 4], divided by `weights`; plus_one: of boxes that are
-    x2 - x1 + 1 wide."""
+    """Move and scale boxes [K, 4] by dx, dy, dw, dh [K, ..., 4] / weights; with plus_one, widths are x2 - x1 + 1."""
     x1, y1, x2, y2 = boxes.reshape(len(boxes), *[1] * (deltas.dim() - 2), 4).unbind(-1)
     width, height = x2 - x1 + plus_one, y2 - y1 + plus_one
     dx, dy, dw, dh = (d / w for d, w in zip(deltas.unbind(-1), weights, strict=True))
@@ -148,7 +145,7 @@ def apply_deltas(
 
 
 def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
-    """Boxes [..., 4] cut to the image: 0 <= x <= width, 0 <= y <= height."""
+    """Clip boxes [..., 4] to the image: 0 <= x <= width, 0 <= y <= height."""
     x1, y1, x2, y2 = boxes.unbind(-1)
     return torch.stack(
         [x1.clamp(0, width), y1.clamp(0, height), x2.clamp(0, width), y2.clamp(0, height)],
@@ -156,30 +153,29 @@ def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
     )
 
 
-def _best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The `count` highest scores [N, K] of each image, highest first and equal ones in their order, and what belongs to
-    them of others [N, K, 4]."""
+def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Return each image's `count` best scores [N, K], sorted stably, and the same rows of others [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :count, None].expand(-1, -1, 4)
-    return scores[:, :count], *(one.gather(1, order) for one in others)
+    return scores[:, :count], *(other.gather(1, order) for other in others)
 
 
-def _suppress(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
-    """Indices [P] of the boxes [K, 4], best first, that none better overlaps."""
-    most, threshold = config.post_nms, config.rpn_nms_threshold
-    # Boxes are only suppressed by better ones, so suppression among the best few is exact, and mostly enough.
-    few = 4 * most
-    kept = torchvision.ops.nms(boxes[:few], scores[:few], threshold)
-    if len(kept) < most and few < len(boxes):
+def _nms(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
+    """Return the indices [P] of the boxes [K, 4] that survive NMS, best first; the boxes must be sorted by score."""
+    limit, threshold = config.post_nms, config.rpn_nms_threshold
+    # Only better boxes suppress a box. NMS of the best boxes alone is therefore exact, and usually leaves enough.
+    best = 4 * limit
+    kept = torchvision.ops.nms(boxes[:best], scores[:best], threshold)
+    if len(kept) < limit and best < len(boxes):
         kept = torchvision.ops.nms(boxes, scores, threshold)
-    return kept[:most]
+    return kept[:limit]
 
 
 # --- the network ------------------------------------------------------------------------------------------------------
 
 
 class RPNHead(nn.Module):
-    """C4 map -> objectness logits [N, A, h, w] and deltas [N, 4A, h, w]; channels 4a..4a+3 belong to anchor a."""
+    """The RPN's layers: C4 map -> logits [N, A, h, w] and deltas [N, 4A, h, w] (channels 4a to 4a+3 of anchor a)."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -196,7 +192,7 @@ class RPNHead(nn.Module):
 
 
 class ProposalGenerator(nn.Module):
-    """The RPN's head and its anchors."""
+    """The RPN's layers and anchors."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -218,7 +214,7 @@ class HeadOutputs:
 
 
 class AttributeHead(nn.Module):
-    """Attributes given a class: the part of a predictor that bottom-up attention added to Faster R-CNN."""
+    """Base class that adds bottom-up attention's attribute head, which predicts attributes from features and class."""
 
     def add_attributes(self, config: FasterRCNNConfig) -> None:
         if not config.num_attributes:
@@ -230,11 +226,11 @@ class AttributeHead(nn.Module):
         self.attr_score = nn.Linear(config.attribute_hidden, config.num_attributes + 1)
 
     def drop_attributes(self) -> None:
-        """Go on without an attribute head; attributes are then absent, not zero."""
+        """Remove the attribute head; attributes are then absent, not zero."""
         self.cls_embedding = self.fc_attr = self.attr_score = None
 
     def attribute_logits(self, features: Tensor, labels: Tensor) -> Tensor | None:
-        """[K, number of attributes + 1] of features [K, D] and classes [K]."""
+        """Return logits [K, number of attributes + 1] from features [K, D] and classes [K]; None without the head."""
         if self.attr_score is None:
             return None
         embedded = self.cls_embedding(labels)
@@ -242,7 +238,7 @@ class AttributeHead(nn.Module):
 
 
 class BoxPredictor(AttributeHead):
-    """Features [K, D] -> classes, class-specific boxes, and attributes given the most probable class."""
+    """The heads: features [K, D] -> classes, class-specific boxes, and attributes given the most probable class."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -262,7 +258,7 @@ class BoxPredictor(AttributeHead):
 
 
 class RoIHeads(nn.Module):
-    """res5 and the predictor."""
+    """The network after RoI pooling: res5 and the predictor."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -271,25 +267,25 @@ class RoIHeads(nn.Module):
 
 
 class FasterRCNN(nn.Module):
-    """The network; its state dict has detectron2's names, so published files load by name."""
+    """The Faster R-CNN; its state dict has detectron2's names, so that published files load by name."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
         self.config = config
-        self.rois_at_a_time: int | None = None  # for res5; None: all, as live norms need them
+        self.rois_at_a_time: int | None = None  # boxes in a res5 batch; None: all, which trainable norms need
         self.backbone = ResNetC4(config.resnet)
         self.proposal_generator = ProposalGenerator(config)
         self.roi_heads = RoIHeads(config)
 
     @classmethod
     def random_init(cls, config: FasterRCNNConfig, seed: int) -> "FasterRCNN":
-        """The network with random weights, equal for equal seeds; its detections mean nothing."""
+        """Build the network with random weights, which depend only on the seed; its detections are meaningless."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(config).eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
+        """Return the objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
         return self.proposal_generator.rpn_head(c4)
 
     def proposals(
@@ -301,12 +297,17 @@ class FasterRCNN(nn.Module):
         scales: Sequence[float] | None = None,
         config: FasterRCNNConfig | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Proposals [P, 4] (xyxy, input pixels) and logits [P] of each image, best first, from [N, A, h, w] and
-        [N, 4A, h, w].
+        """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        height and width are those of the network's input, scales say by how much it is larger than each stored image
-        (None: by nothing); config: in place of the network's own. Non-finite boxes and those with no area inside are
-        dropped. On a GPU the host waits once for all images, and torchvision's nms once an image.
+        Boxes that are not finite or have no area inside the image are dropped. On a GPU the host waits once for all
+        images, and once per image in torchvision's nms.
+
+        Args:
+            logits: Objectness logits [N, A, h, w].
+            deltas: Box deltas [N, 4A, h, w].
+            height, width: Size of the network's input.
+            scales: Input pixels per stored pixel, for each image; default 1.
+            config: Settings that replace the network's own.
         """
         config = config or self.config
         caffe = config.box_arithmetic == "plus_one"
@@ -317,7 +318,7 @@ class FasterRCNN(nn.Module):
         scores = scores.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         # Caffe drops boxes before the best are taken, detectron2 afterwards.
         if not caffe:
-            scores, boxes, deltas = _best(config.pre_nms, scores, boxes, deltas)
+            scores, boxes, deltas = _take_best(config.pre_nms, scores, boxes, deltas)
         boxes = apply_deltas(deltas.flatten(0, 1), boxes.flatten(0, 1), plus_one=caffe).unflatten(0, scores.shape)
         finite = torch.isfinite(boxes).all(dim=2) & (scores > -torch.inf)
         boxes = clip_boxes(boxes, height - caffe, width - caffe)
@@ -325,19 +326,18 @@ class FasterRCNN(nn.Module):
         least = torch.tensor([[[config.minimum_side * scale]] for scale in scales or [1.0] * len(logits)])
         least = least.to(boxes.device, non_blocking=True)
         usable = finite & (sides >= least if caffe else sides > least).all(dim=2)
-        # No shape depends on what is dropped: it goes behind the others, and the host asks for all counts at once.
-        scores, boxes = _best(config.pre_nms, torch.where(usable, scores, -torch.inf), boxes)
+        # Dropped boxes are sorted behind the others, so no shape depends on them and the host reads all counts at once.
+        scores, boxes = _take_best(config.pre_nms, torch.where(usable, scores, -torch.inf), boxes)
         ends = torch.cat([boxes[..., :2], boxes[..., 2:] + caffe], dim=2)
         counts = usable.cpu().sum(dim=1).tolist()
         kept = [
-            _suppress(own_ends[:count], own_scores[:count], config)
+            _nms(own_ends[:count], own_scores[:count], config)
             for own_ends, own_scores, count in zip(ends, scores, counts, strict=True)
         ]
-        return tuple([own[of] for own, of in zip(each, kept, strict=True)] for each in (boxes, scores))
+        return tuple([own[indices] for own, indices in zip(each, kept, strict=True)] for each in (boxes, scores))
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
-        """[K, 16w, pool_size, pool_size] from the C4 maps [N, 16w, h, w]; rois [K, 5]: image 0..N-1, xyxy in input
-        pixels."""
+        """Pool rois [K, 5] (image, xyxy in input pixels) of C4 maps [N, 16w, h, w] to [K, 16w, size, size]."""
         size = self.config.pool_size
         if self.config.roi_op == "pool":
             with torch.autocast(c4.device.type, enabled=False):  # half precision would move the bins
@@ -346,42 +346,44 @@ class FasterRCNN(nn.Module):
         return roi_align([c4], rois, size, 1 / STRIDE)
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
-        """Features [sum of K, D], the means over the maps that res5 puts out, of boxes [K, 4] (input pixels), one
-        tensor for each of the N images of c4 [N, 16w, h, w]."""
+        """Return features [sum of K, D] of the boxes: one [K, 4] in input pixels per image of c4 [N, 16w, h, w].
+
+        A box's features are the mean of res5's output map.
+        """
         res5 = self.roi_heads.res5
-        features = [res5(pooled).mean(dim=(2, 3), dtype=torch.float32) for pooled in self._pooled(c4, boxes)]
+        features = [res5(pooled).mean(dim=(2, 3), dtype=torch.float32) for pooled in self._pool_chunks(c4, boxes)]
         return torch.cat(features) if features else c4.new_zeros(0, self.config.resnet.res5_channels)
 
-    def _pooled(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Chunks [k, 16w, pool_size, pool_size] of pooled boxes, in the dtype of res5."""
+    def _pool_chunks(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield chunks [k, 16w, pool_size, pool_size] of pooled boxes, in the dtype of res5."""
         dtype = next(self.roi_heads.res5.parameters()).dtype
-        at_a_time = self.rois_at_a_time
-        if at_a_time and c4.device.type == "cpu" and self.config.roi_op == "pool":
+        chunk_size = self.rois_at_a_time
+        if chunk_size and c4.device.type == "cpu" and self.config.roi_op == "pool":
             for image, own in zip(c4, boxes, strict=True):
                 if len(own):
-                    yield from roi_pool_chunks(image, own, self.config.pool_size, 1 / STRIDE, at_a_time, dtype)
+                    yield from roi_pool_chunks(image, own, self.config.pool_size, 1 / STRIDE, chunk_size, dtype)
             return
         rois = torch.cat([F.pad(own, (1, 0), value=image) for image, own in enumerate(boxes)])
-        for some in rois.split(at_a_time or max(1, len(rois))):
-            if len(some):
-                yield self.pool(c4, some).to(dtype, memory_format=torch.channels_last)
+        for chunk in rois.split(chunk_size or max(1, len(rois))):
+            if len(chunk):
+                yield self.pool(c4, chunk).to(dtype, memory_format=torch.channels_last)
 
     def heads(self, features: Tensor) -> HeadOutputs:
-        """Classes, boxes and attributes for features [K, D]."""
+        """Predict classes, boxes and attributes from features [K, D]."""
         return self.roi_heads.box_predictor(features)
 
-    def regressed(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Where deltas [K, C, 4] of classes labels [K] move proposals [K, 4]; input pixels, clipped, perhaps empty."""
+    def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
+        """Apply the deltas [K, C, 4] of classes labels [K] to proposals [K, 4]: input pixels, clipped, maybe empty."""
         extra = self.config.box_arithmetic == "plus_one"
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = apply_deltas(own, proposals, self.config.box_weights, plus_one=extra)
         return clip_boxes(moved, height - extra, width - extra)
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
-        """A faster copy, equal up to rounding: norms folded into the convolutions, channels last.
+        """Return a faster copy, equal up to rounding: norms are folded into the convolutions, memory is channels last.
 
-        precision: `bf16-res5` has res5, nine tenths of the work, in bfloat16. Backbone and RPN stay in float32, because
-        bfloat16 there would choose other proposals. rois_at_a_time bounds the memory of res5.
+        With precision `bf16-res5`, res5 (nine tenths of the computation) is in bfloat16. Backbone and RPN stay in
+        float32, because bfloat16 would change the proposals. rois_at_a_time limits the memory of res5.
         """
         network = copy.deepcopy(self).eval().requires_grad_(False)
         fold_norms(network)

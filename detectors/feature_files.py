@@ -1,8 +1,8 @@
-"""Files of boxes and features that other projects wrote, read a row at a time: TSV, JSON, .npz, LMDB and HDF5.
+"""Reader of other projects' feature files, which have a row of boxes and features per image.
 
-A row is the fields of one image by our names (`FIELDS`), their values as the format has them: texts, base64 of
-little-endian numbers, plain numbers or arrays. detectors/imported.py makes regions of them. The files are untrusted:
-pickled values go through storage/pickles.py, and nothing outside a file is read.
+The formats are TSV, JSON, .npz, LMDB and HDF5. A row maps our field names (`FIELDS`) to values as the format has them:
+text, base64 of little-endian numbers, plain numbers or arrays; detectors/imported.py makes Regions of them. The files
+are untrusted: pickled values go through storage/pickles.py, and nothing outside a file is read.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from storage.digests import sha256_of
 from storage.pickles import UnsafePickle, read_pickle
 from storage.safe_json import parse_json, printable, short_repr
 
-# Our name of each field, and the names that files have for it.
+# Our name of each field, and its names in files.
 FIELDS = {
     "image_id": ("image_id", "img_id"),
     "image_w": ("image_w", "img_w", "image_width", "width"),
@@ -36,62 +36,62 @@ FIELDS = {
     "objects_conf": ("objects_conf", "obj_conf"),
 }
 _OURS = {theirs: ours for ours, names in FIELDS.items() for theirs in names}
-# Columns of a TSV without a first line that names them, by their number: bottom-up attention's and LXMERT's.
+# Columns of a TSV without a header, by their number: bottom-up attention's and LXMERT's.
 _COLUMNS = {
     6: "image_id image_w image_h num_boxes boxes features",
     10: "img_id img_h img_w objects_id objects_conf attrs_id attrs_conf num_boxes boxes features",
 }
 _EXTENSION = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|json|npz)$", re.IGNORECASE)
 _LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
-_LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # behind the 16 bytes of its first page's header
-_NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # what an LMDB holds beside the images
+_LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # after the 16 bytes of the first page's header
+_NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not images
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureFile:
-    """One file or folder of rows. Opening it reads all of it once, for its hash and where each row lies."""
+    """A file or folder of rows. Opening it reads all of it once, to hash it and to locate the rows."""
 
     path: Path
     names: Sequence[str]
-    """The image of each row, as the file calls it."""
+    """Name of each row's image in the file."""
     sha256: str
-    """Of the content."""
+    """Hash of the content."""
     fields: Callable[[int], Iterable[tuple[Any, Any]]]
-    """The names and values of a row, as the file has them."""
+    """Function that returns the names and values of a row as they are in the file."""
 
     def read(self, row: int) -> dict[str, Any]:
-        """Return the fields of a row by our names; ValueError says what is wrong with it, without the file's name."""
-        found: dict[str, Any] = {}
+        """Return the fields of a row by our names. Raises ValueError, without the file's name, if it is unusable."""
+        fields: dict[str, Any] = {}
         try:
             for name, value in self.fields(row):
                 ours = _OURS.get(name) if type(name) is str else None
                 if ours and value is not None:
                     value = value.item() if isinstance(value, np.generic) else value
-                    found[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
+                    fields[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
         except UnsafePickle as error:
             raise ValueError(
-                f"wants to load {error}, which no features need. Nothing was run; do not trust the file"
+                f"wants to load {error}, which features do not need. Nothing was run; do not trust the file"
             ) from error
         except ValueError:
             raise
-        except Exception as error:  # of any kind that a reader of torn files has
+        except Exception as error:  # readers of damaged files raise many types
             raise ValueError(f"cannot be read: {type(error).__name__}: {printable(error)[:200]}") from error
-        return found
+        return fields
 
     def location(self, row: int) -> str:
-        """Return the name of a row for messages, without the folder: they are stored."""
+        """Return the name of a row for messages. It has no folder, because messages are stored."""
         return printable(f"{self.path.name}: {self.names[row]}")
 
 
 def stem_of(name: str) -> str:
-    """Return the last component of a path without the extension of an image, of JSON or of .npz."""
+    """Return the last component of a path without the extension of an image, JSON or .npz file."""
     return _EXTENSION.sub("", name.rsplit("/", 1)[-1])
 
 
 def open_feature_file(path: Path) -> FeatureFile:
-    """Open a file with the reader of its format. ValueError names a file that is missing or of none of them."""
+    """Open a file with the reader of its format. Raises ValueError if it is missing or in none of the formats."""
     if not path.exists():
-        raise ValueError(f"there is no file of features {path}")
+        raise ValueError(f"feature file {path} does not exist")
     if path.is_dir():
         return _open_lmdb(path) if (path / "data.mdb").is_file() else _open_members(path)
     with open(path, "rb") as stream:
@@ -101,50 +101,50 @@ def open_feature_file(path: Path) -> FeatureFile:
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
         return _open_h5(path)
     if start.startswith(b"\x1f\x8b"):
-        raise ValueError(f"{path} is packed by gzip, and its rows cannot be found in it: unpack it")
+        raise ValueError(f"{path} is compressed with gzip, so its rows cannot be located; unpack it")
     return _open_lmdb(path) if start[16:] == _LMDB_MAGIC else _open_tsv(path)
 
 
 def _open_tsv(path: Path) -> FeatureFile:
-    """A line an image, numbers as text and arrays as base64: bottom-up attention's, LXMERT's.
+    """Open a TSV of bottom-up attention or LXMERT: one line per image, numbers as text, arrays as base64.
 
-    The columns are those that the first line names or, by their number, those of _COLUMNS.
+    The first line may name the columns; otherwise their number selects an entry of _COLUMNS.
     """
-    stream = open(path, "rb")  # noqa: SIM115  read by offset as long as the detector lives
+    stream = open(path, "rb")  # noqa: SIM115  stays open for reads by offset
     first = stream.readline(_LONGEST_ROW).decode("utf-8", "replace").rstrip("\r\n").split("\t")
     has_header = "boxes" in {_OURS.get(name) for name in first}
     if not has_header and len(first) not in _COLUMNS:
         raise ValueError(
-            f"{path} has {len(first)} columns in its first line, not 6 as bottom-up attention's or 10 as LXMERT's: "
-            f"put a line before it that names them, as {', '.join(_OURS)}"
+            f"{path} has {len(first)} columns in its first line, not 6 (bottom-up attention) or 10 (LXMERT); add a "
+            f"first line that names the columns; possible names are {', '.join(_OURS)}"
         )
     columns = first if has_header else _COLUMNS[len(first)].split()
     image_id = next((i for i, name in enumerate(columns) if _OURS.get(name) == "image_id"), None)
     if image_id is None:
-        raise ValueError(f"{path}: none of its columns {printable(', '.join(first))} is the image_id")
+        raise ValueError(f"{path} has the columns {printable(', '.join(first))}, but none for the image_id")
     digest, offsets, names, offset = hashlib.sha256(), array("q"), [], 0
     stream.seek(0)
     while line := stream.readline(_LONGEST_ROW):
         if len(line) == _LONGEST_ROW:
-            raise ValueError(f"{path} has a line of more than {_LONGEST_ROW} bytes: it is no TSV of features")
+            raise ValueError(f"{path} has a line of more than {_LONGEST_ROW} bytes; it is not a TSV of features")
         digest.update(line)
         if line.strip() and not (has_header and offset == 0):
             offsets.append(offset)
-            names.append(_cell(line.split(b"\t", image_id + 1)[: image_id + 1][-1]))
+            names.append(_decode_cell(line.split(b"\t", image_id + 1)[: image_id + 1][-1]))
         offset += len(line)
 
     def fields(row: int) -> Iterable[tuple[str, str]]:
         stream.seek(offsets[row])
         cells = stream.readline(_LONGEST_ROW).rstrip(b"\r\n").split(b"\t")
         if len(cells) != len(columns):
-            raise ValueError(f"has {len(cells)} columns, not {len(columns)}: it is cut off, or of another format")
-        return zip(columns, map(_cell, cells), strict=True)
+            raise ValueError(f"has {len(cells)} columns, not {len(columns)}; it is truncated or in another format")
+        return zip(columns, map(_decode_cell, cells), strict=True)
 
     return FeatureFile(path, names, digest.hexdigest(), fields)
 
 
 def _open_members(path: Path) -> FeatureFile:
-    """A JSON object (VL-BERT's) or an .npz (bottom-up-attention.pytorch's) an image: a folder, a zip, or one .npz."""
+    """Open a folder or zip with a JSON (VL-BERT) or .npz file (bottom-up-attention.pytorch) per image, or one .npz."""
     if path.is_dir():
         members = sorted(entry.name for entry in os.scandir(path))
     elif path.suffix == ".npz":
@@ -153,12 +153,12 @@ def _open_members(path: Path) -> FeatureFile:
         try:
             archive = zipfile.ZipFile(path)
         except zipfile.BadZipFile as error:
-            raise ValueError(f"{path} is torn or no zip file ({error}); fetch it again") from error
+            raise ValueError(f"{path} is damaged or not a zip file ({error}); download it again") from error
         members = archive.namelist()
-    # Names with a dot before them are macOS's, beside each file that it copied.
+    # macOS adds a file with a leading dot for each file that it copies.
     members = [n for n in members if n.endswith((".json", ".npz")) and not n.split("/")[-1].startswith(".")]
     if not members:
-        raise ValueError(f"{path} holds neither data.mdb, as an LMDB does, nor *.json or *.npz, one an image")
+        raise ValueError(f"{path} has neither an LMDB's data.mdb nor a *.json or *.npz file for each image")
     sha256 = "" if path.is_dir() else sha256_of(path)
     if path.is_dir():
         hashes = "".join(f"{name} {sha256_of(path / name)}\n" for name in members)
@@ -183,84 +183,84 @@ def _open_members(path: Path) -> FeatureFile:
 
 
 def _open_lmdb(path: Path) -> FeatureFile:
-    """An LMDB with a pickled dict an image: 12-in-1's, volta's, mmf's."""
+    """Open an LMDB with a pickled dict per image, as 12-in-1, volta and mmf write it."""
     try:
         import lmdb
     except ImportError as error:
-        raise ValueError(f"{path} is an LMDB: pip install 'vlbert[features]' reads it") from error
+        raise ValueError(f"{path} is an LMDB; to read it, run pip install 'vlbert[features]'") from error
     file = path / "data.mdb" if path.is_dir() else path
 
     @contextlib.contextmanager
-    def reading() -> Iterator[lmdb.Transaction]:
-        """Opened each time, in a fraction of a millisecond: a process may have an LMDB open only once."""
+    def open_transaction() -> Iterator[lmdb.Transaction]:
+        """Context manager: open the database, in under a millisecond; a process may have it open once at a time."""
         options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
         try:
             with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:
-                # Pages behind the end of the file would end the process.
+                # Access to a page beyond the end of the file would crash the process.
                 if (database.info()["last_pgno"] + 1) * database.stat()["psize"] > file.stat().st_size:
-                    raise ValueError(f"{path} is cut off: it is smaller than it says; fetch it again")
+                    raise ValueError(f"{path} is truncated: its header states a larger size; download it again")
                 yield transaction
         except lmdb.Error as error:
-            raise ValueError(f"{path} is damaged, or no LMDB ({error}); fetch it again") from error
+            raise ValueError(f"{path} is damaged or not an LMDB ({error}); download it again") from error
 
     def fields(row: int) -> Iterable[tuple[Any, Any]]:
-        with reading() as transaction:
+        with open_transaction() as transaction:
             value = transaction.get(keys[row])
         _check_length(len(value))
-        found = read_pickle(value)
-        if not isinstance(found, dict):
-            raise ValueError(f"is {short_repr(found)}, not a dict of fields; write each value with its name")
-        return found.items()
+        entry = read_pickle(value)
+        if not isinstance(entry, dict):
+            raise ValueError(f"is {short_repr(entry)}, not a dict of fields; write each value with its name")
+        return entry.items()
 
-    with reading() as transaction, transaction.cursor() as cursor:
+    with open_transaction() as transaction, transaction.cursor() as cursor:
         keys = [key for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
     return FeatureFile(path, [key.decode("utf-8", "replace") for key in keys], sha256_of(file), fields)
 
 
 def _open_h5(path: Path) -> FeatureFile:
-    """An HDF5 file with a group an image: volta's."""
+    """Open an HDF5 file with a group per image, as volta writes it."""
     try:
         import h5py
     except ImportError as error:
-        raise ValueError(f"{path} is an HDF5 file: pip install 'vlbert[features]' reads it") from error
+        raise ValueError(f"{path} is an HDF5 file; to read it, run pip install 'vlbert[features]'") from error
     try:
         file = h5py.File(path, "r", locking=False)
     except OSError as error:
-        raise ValueError(f"{path} is torn or no HDF5 file ({error}); fetch it again") from error
+        raise ValueError(f"{path} is damaged or not an HDF5 file ({error}); download it again") from error
 
-    def inside(group: Any, name: str, kind: type) -> bool:
-        """Whether a name is one of this kind in the file itself."""
+    def is_inside(group: Any, name: str, kind: type) -> bool:
+        """Return True if the name is an object of this kind in the file itself, not in a linked one."""
         return isinstance(group.get(name, getlink=True), h5py.HardLink) and group.get(name, getclass=True) is kind
 
-    names = [name for name in file if inside(file, name, h5py.Group)]
+    names = [name for name in file if is_inside(file, name, h5py.Group)]
     if not names:
-        some = ", ".join(map(printable, list(file)[:5]))
+        keys = ", ".join(map(printable, list(file)[:5]))
         raise ValueError(
-            f"{path} has {some} and no group for each image, so it does not say whose regions they are; "
-            "docs/detector.md says what to write in its place"
+            f"{path} has {keys} but no group for each image, so its regions cannot be assigned to images; "
+            "docs/detector.md describes the format"
         )
 
     def fields(row: int) -> Iterable[tuple[str, Any]]:
         group = file[names[row]]
         for name in filter(_OURS.__contains__, group):
-            value = group[name] if inside(group, name, h5py.Dataset) else None
+            value = group[name] if is_inside(group, name, h5py.Dataset) else None
             if value is None or value.is_virtual or value.external or value.dtype.kind not in "fiuSO":
-                raise ValueError(f"{name} is no dataset of numbers in this file")
+                raise ValueError(f"{name} is not a dataset of numbers in this file")
             _check_length(value.nbytes)
             yield name, value[()]
 
     return FeatureFile(path, names, sha256_of(path), fields)
 
 
-# --- parts of several formats -----------------------------------------------------------------------------------------
+# --- used by several formats ------------------------------------------------------------------------------------------
 
 
-def _cell(raw: bytes) -> str:
-    """The text of a cell. Programs of Python 3 that were written for Python 2 leave b'...' around it."""
+def _decode_cell(raw: bytes) -> str:
+    """Decode a cell. Python 2 programs that were run with Python 3 leave b'...' around it, which is removed."""
     text = raw.decode("utf-8", "replace")
     return text[2:-1] if text[:2] in ("b'", 'b"') and text[-1:] == text[1] else text
 
 
 def _check_length(length: int) -> None:
     if length > _LONGEST_ROW:
-        raise ValueError(f"has {length} bytes, more than {_LONGEST_ROW}")
+        raise ValueError(f"has {length} bytes, more than the limit of {_LONGEST_ROW}")

@@ -1,7 +1,7 @@
-"""The images that a detector trains and validates on, with their objects.
+"""Reader of the images that a detector trains and validates on, with their objects.
 
-Annotations are in COCO's detection format (detectors/coco.py) or Visual Genome's own (detectors/visual_genome.py). What
-cannot be used is skipped and counted.
+Annotations are in COCO's detection format (detectors/coco.py) or Visual Genome's (detectors/visual_genome.py). Images
+and boxes that cannot be used are skipped and counted.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from detectors.coco import read_coco
 from detectors.names import Names, read_lines
 from detectors.preprocess import BAD_IMAGE
 from detectors.recipes import DataConfig
-from detectors.visual_genome import AnnotatedImage, AnnotatedObject, attribute_numbers, read_visual_genome
+from detectors.visual_genome import AnnotatedImage, AnnotatedObject, attribute_indices, read_visual_genome
 from storage.collect.normalise import FILE_FORMATS
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledImage:
-    """One image and its objects, in pixels of its file."""
+    """An image and its objects; sizes and boxes are in pixels of the file."""
 
     id: str
     file: Path
@@ -35,23 +35,23 @@ class LabelledImage:
     labels: np.ndarray
     """int64 [G], classes 0..C-1."""
     attributes: tuple[tuple[int, ...], ...]
-    """The attribute numbers of each of the G objects."""
+    """Attribute indices of each of the G objects."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """What a run trains and validates on."""
+    """The images of a training run, and the names of classes and attributes."""
 
     train: list[LabelledImage]
     held_out: list[LabelledImage]
     classes: tuple[str, ...]
     attribute_names: tuple[str, ...]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Reason -> how many boxes, names or images."""
+    """Number of skipped boxes, names or images by reason."""
 
     @property
     def hash(self) -> str:
-        """16 hex digits: equal for equal images, objects and names, in any folder."""
+        """16 hex digits that are equal for equal images, objects and names, in any folder."""
         digest = hashlib.sha256(json.dumps([self.classes, self.attribute_names]).encode())
         for split in (self.train, self.held_out):
             digest.update(f"{len(split)} images".encode())
@@ -63,7 +63,7 @@ class GroundTruth:
 
 
 def read_ground_truth(config: DataConfig) -> GroundTruth:
-    """Return the images that the configuration names; ValueError names file and entry where one is unusable."""
+    """Read the images that the configuration names. Raises ValueError if a file or entry is unusable."""
     counts: Counter[str] = Counter()
     attribute_names = Names.read(Path(config.attribute_names)) if config.attribute_names else Names((), {})
     classes = Names.read(Path(config.classes)) if config.classes else None
@@ -77,7 +77,7 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
     images, absent = [], []
     for entry in annotated:
         file = files.get(entry.file_name)
-        image = _labelled(entry, file, counts) if file else None
+        image = _label_image(entry, file, counts) if file else None
         if image is None:
             absent.append(str(file or entry.file_name))
         else:
@@ -85,16 +85,16 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
     if len(absent) > config.unreadable * len(annotated):
         raise ValueError(
             f"{len(absent)} of {len(annotated)} images are absent from {', '.join(config.images)}, or unreadable: "
-            f"{', '.join(absent[:3])}{' ...' if len(absent) > 3 else ''}. Give their folders as data.images, or allow "
-            "a larger share: data.unreadable"
+            f"{', '.join(absent[:3])}{' ...' if len(absent) > 3 else ''}. Add their folders to data.images, or allow a "
+            "larger share with data.unreadable"
         )
     train = [image for image in images if image.id in train_ids and len(image.labels)]
     counts["images absent or unreadable"] = len(absent)
-    counts["images to train on without any object"] = sum(image.id in train_ids for image in images) - len(train)
+    counts["training images without objects"] = sum(image.id in train_ids for image in images) - len(train)
     if not train:
         raise ValueError(
             f"{config.annotations or config.objects} leaves no image to train on: {dict(+counts)}. Check data.images, "
-            "the lists and the names of the classes"
+            "the image lists and the class names"
         )
     held_out = [image for image in images if image.id in held_out_ids]
     return GroundTruth(train, held_out, classes.first, attribute_names.first, dict(+counts))
@@ -103,17 +103,17 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
 def _read_coco(
     file: Path, classes: Names | None, attributes: Names, counts: Counter[str]
 ) -> tuple[list[AnnotatedImage], Names]:
-    """The images, by id, and the classes: these or, where they are None, the categories sorted by id."""
+    """Read the images, sorted by id, and the classes: the given ones or, if None, the categories sorted by id."""
     data, _ = read_coco(file)
     names = {category["id"]: category["name"] for category in data["categories"]}
-    classes = classes or Names.of([[name] for name in names.values()], f"{file}, categories by id")
+    classes = classes or Names.from_lines([[name] for name in names.values()], f"{file}, categories by id")
     labels = {category: classes.find([name]) for category, name in names.items()}
     objects: dict[int, list[AnnotatedObject]] = {image["id"]: [] for image in data["images"]}
     for annotation in data["annotations"]:
         if annotation.get("iscrowd", 0):
             counts["boxes around many objects (iscrowd)"] += 1
             continue
-        numbers = attribute_numbers(annotation.get("attributes", []), attributes, counts)
+        numbers = attribute_indices(annotation.get("attributes", []), attributes, counts)
         label = labels[annotation["category_id"]]
         objects[annotation["image_id"]].append(AnnotatedObject(annotation["bbox"], label, numbers))
     images = []
@@ -124,17 +124,17 @@ def _read_coco(
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
-    """File name -> its path, in the first folder that has it."""
+    """Map each file name to its path in the first folder that has it."""
     for folder in folders:
         if not Path(folder).is_dir():
-            raise ValueError(f"data.images names {folder}, which is no folder")
+            raise ValueError(f"data.images: {folder} is not a folder")
     names = [entry.file_name for entry in annotated]
-    found = {name: next((f for folder in folders if (f := Path(folder) / name).is_file()), None) for name in names}
-    return {name: file for name, file in found.items() if file}
+    files = {name: next((f for folder in folders if (f := Path(folder) / name).is_file()), None) for name in names}
+    return {name: file for name, file in files.items() if file}
 
 
-def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> LabelledImage | None:
-    """The image with the objects that can be used; None where its file is none."""
+def _label_image(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> LabelledImage | None:
+    """Return the image with its usable objects, or None if the file is unreadable."""
     height, width = entry.height, entry.width
     if not height or not width:
         try:
@@ -142,13 +142,13 @@ def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> Labell
                 width, height = image.size
         except BAD_IMAGE:
             return None
-    corners = np.array([one.box for one in entry.objects], np.float64).reshape(-1, 4)
+    corners = np.array([annotated.box for annotated in entry.objects], np.float64).reshape(-1, 4)
     corners[:, 2:] += corners[:, :2]
     boxes = corners.clip(0, [width, height, width, height]).astype(np.float32)
-    known = np.array([one.label is not None for one in entry.objects], bool)
+    known = np.array([annotated.label is not None for annotated in entry.objects], bool)
     visible = (boxes[:, 2:] - boxes[:, :2] >= 1).all(axis=1)
-    counts["boxes of no class in data.classes"] += int((~known).sum())
-    counts["boxes with less than a pixel's width or height inside the image"] += int((known & ~visible).sum())
+    counts["boxes of classes that are not in data.classes"] += int((~known).sum())
+    counts["boxes less than a pixel wide or high inside the image"] += int((known & ~visible).sum())
     usable = np.flatnonzero(known & visible)
     objects = [entry.objects[index] for index in usable]
     return LabelledImage(
@@ -157,42 +157,41 @@ def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> Labell
         height=height,
         width=width,
         boxes=boxes[usable],
-        labels=np.array([one.label for one in objects], np.int64),
-        attributes=tuple(one.attributes for one in objects),
+        labels=np.array([annotated.label for annotated in objects], np.int64),
+        attributes=tuple(annotated.attributes for annotated in objects),
     )
 
 
 def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Counter[str]) -> tuple[set[str], set[str]]:
-    """The ids of the images to train on, and of those that are held out."""
+    """Return the ids of the images to train on, and of the held-out images."""
     ids = [entry.id for entry in annotated]
     held_out = set(ids[max(0, len(ids) - config.held_out_last) :])
     if config.held_out_list:
-        held_out = _listed(Path(config.held_out_list), annotated, counts)
+        held_out = _read_list(Path(config.held_out_list), annotated, counts)
     if not config.train_list:
         return set(ids) - held_out, held_out
-    train = _listed(Path(config.train_list), annotated, counts)
+    train = _read_list(Path(config.train_list), annotated, counts)
     if both := sorted(train & held_out):
         raise ValueError(
-            f"{config.train_list} and the held-out images share {len(both)} images, such as {both[0]}; an image "
-            "must be one or the other"
+            f"{config.train_list} and the held-out images share {len(both)} images, such as {both[0]}; remove them "
+            "from one of the two"
         )
     return train, held_out
 
 
-def _listed(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
-    """The ids of the images that a list names: the first word of each line is the path of an image's file, of which the
-    last part counts."""
+def _read_list(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
+    """Read a list of images and return their ids; only the file name of the path at the start of each line counts."""
     ids: dict[str, list[str]] = {}
     for entry in annotated:
         ids.setdefault(Path(entry.file_name).name, []).append(entry.id)
-    found = set()
+    listed = set()
     for number, line in enumerate(read_lines(file, "images"), start=1):
         for word in line.split()[:1]:
-            named = ids.get(Path(word).name, [])
-            if len(named) > 1:
-                raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images, which must differ")
-            found.update(named)
-            counts[f"lines of {file.name} that name no image"] += not named
-    if not found:
-        raise ValueError(f"{file} names none of the {len(annotated)} images; its lines are paths of image files")
-    return found
+            matches = ids.get(Path(word).name, [])
+            if len(matches) > 1:
+                raise ValueError(f"{file}:{number}: {word} matches {len(matches)} images; file names must be unique")
+            listed.update(matches)
+            counts[f"lines of {file.name} that match no image"] += not matches
+    if not listed:
+        raise ValueError(f"{file} matches none of the {len(annotated)} images; its lines must be paths of image files")
+    return listed

@@ -1,8 +1,8 @@
-"""Regions from files of boxes and features that other projects have computed (detectors/feature_files.py).
+"""Regions from other projects' feature files (detectors/feature_files.py).
 
-Every image is looked up by `ImportedFeatures.match`. Boxes are moved from the size that the row names to the size of
-the stored image. Of a row without class probabilities, the labels are those of its objects_id; of one without either,
-every region is of the one class 1 with score 1.
+Each image is looked up by `ImportedFeatures.match`. Boxes are scaled from the image size in the row to the size of the
+stored image. If a row has no class probabilities, its objects_id gives the labels; if it has neither, all regions get
+class 1 and score 1.
 """
 
 import base64
@@ -21,30 +21,30 @@ from detectors.feature_files import FeatureFile, open_feature_file, stem_of
 from storage.safe_json import printable, short_repr
 from storage.sample import Regions, Sample
 
-# Part of the detector's id: raise it when this code or feature_files.py makes other regions of the same files.
+# Part of the detector's id: raise it if a change here or in feature_files.py gives other regions for the same files.
 _RULES_VERSION = 2
 _MOST_BOXES = 1000
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
-_SUM = 0.02  # by which class probabilities may miss 1: they may have been stored in float16
+_SUM_TOLERANCE = 0.02  # for class probabilities, which may have been stored in float16
 
 Fields = dict[str, Any]
 
 
 class ImportedDetector:
-    """Looks the regions of an image up in files of features.
+    """A detector that looks the regions of an image up in feature files.
 
-    ValueError names a file that is missing, of no known format, or whose first row is unusable. What is wrong with
-    another row, or missing, is the status of its image.
+    Raises ValueError if a file is missing, has an unknown format or an unusable first row. If any other row is missing
+    or unusable, its image gets a status.
     """
 
     def __init__(self, settings: ImportedFeatures, keep_features: bool):
         self._settings, self._keep_features = settings, keep_features
         self._files = [open_feature_file(Path(file)) for file in settings.files]
-        # Where the rows of an image lie: 300 bytes a row.
+        # The rows of each image, by the value of `match`; takes 300 bytes per row.
         self._rows: dict[str | int, list[tuple[FeatureFile, int]]] = {}
         for file in self._files:
             for number, name in enumerate(file.names):
-                if (value := self._value(name)) not in ("", None):
+                if (value := self._match_value(name)) not in ("", None):
                     self._rows.setdefault(value, []).append((file, number))
         hashed = {
             "backend": "imported",
@@ -68,15 +68,15 @@ class ImportedDetector:
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         return [self._detect_one(sample) for sample in samples]
 
-    def _value(self, name: str) -> str | int | None:
-        """Return what `match` compares of a row's image id, or of a file's name."""
+    def _match_value(self, name: str) -> str | int | None:
+        """Return the part of a row's image id or of a sample's name that `match` compares."""
         if self._settings.match == "number":
             digits = re.search(r"(?<![0-9])[0-9]{1,100}$", stem_of(name))
             return int(digits[0]) if digits else None
         return stem_of(name) if self._settings.match == "file_name" else name
 
     def _check_first(self, file: FeatureFile) -> None:
-        """Raises ValueError if the first row with boxes is unusable, or there is none."""
+        """Raise ValueError if the first row with boxes is unusable or no row has boxes."""
         for number in range(len(file.names)):
             try:
                 _, regions = self._read(file, number)
@@ -84,43 +84,43 @@ class ImportedDetector:
                 raise ValueError(f"{file.path}: its first row, {file.location(number)}, {printable(error)}") from error
             if len(regions):
                 return
-        raise ValueError(f"{file.path} holds no row with boxes; fetch it again")
+        raise ValueError(f"{file.path} has no row with boxes; download it again")
 
     def _detect_one(self, sample: Sample) -> Regions | str:
         match = self._settings.match
         name = {"url": sample.url, "key": sample.key}.get(match) or file_name_of(sample.url)
-        found = self._rows.get(self._value(name), [])
-        if not found:
+        rows = self._rows.get(self._match_value(name), [])
+        if not rows:
             name = sample.key if match == "key" else printable(sample.url)
             first = printable(self._files[0].names[0])
             return f"no_features: no row has the {match} of {name}; the files begin with {first}"
-        if len(found) > 1:
-            names = " and ".join(file.location(row) for file, row in found[:2])
+        if len(rows) > 1:
+            names = " and ".join(file.location(row) for file, row in rows[:2])
             return f"ambiguous_features: {names} have the same {match}"
-        file, number = found[0]
+        file, number = rows[0]
         try:
             size, regions = self._read(file, number)
         except ValueError as error:
             return f"bad_features: {file.location(number)} {printable(error)}"
-        return _moved(regions, size, sample, file.location(number))
+        return _scale_to_sample(regions, size, sample, file.location(number))
 
     def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int], Regions]:
-        """The width and height of a row's image, and its regions in there; ValueError says what is wrong with them."""
+        """Return the width and height of a row's image, and its regions. Raises ValueError if the row is unusable."""
         fields = file.read(number)
-        size = _whole(fields, "image_w"), _whole(fields, "image_h")
-        boxes = _array(fields, "boxes", np.float32)
-        count = _whole(fields, "num_boxes", least=0) if "num_boxes" in fields else boxes.size // 4
+        size = _read_integer(fields, "image_w"), _read_integer(fields, "image_h")
+        boxes = _read_array(fields, "boxes", np.float32)
+        count = _read_integer(fields, "num_boxes", least=0) if "num_boxes" in fields else boxes.size // 4
         if count > _MOST_BOXES:
             raise ValueError(f"has {count} boxes, more than {_MOST_BOXES}")
-        boxes = _per_box("boxes", boxes, count, 4)
+        boxes = _reshape_per_box("boxes", boxes, count, 4)
         _check_boxes(boxes, *size)
-        probs, labels, scores = _classes(fields, count, self._settings)
+        probs, labels, scores = _read_classes(fields, count, self._settings)
         features = None
         if self._keep_features:
-            features = _per_box("features", _array(fields, "features", np.float32), count)
+            features = _reshape_per_box("features", _read_array(fields, "features", np.float32), count)
             if not (np.abs(features) <= _LARGEST_FLOAT16).all():
                 largest = np.abs(features).max()
-                raise ValueError(f"has a feature of {largest:g}; float16 holds {_LARGEST_FLOAT16:.0f} at most")
+                raise ValueError(f"has a feature of {largest:g}, but the largest float16 is {_LARGEST_FLOAT16:.0f}")
             features = features.astype(np.float16)
         arrays = {"class probabilities": probs, "features": features}
         widths = {name: 0 if array is None else array.shape[1] for name, array in arrays.items()}
@@ -128,7 +128,7 @@ class ImportedDetector:
         for name, width in widths.items():
             if count and width != self._widths[name]:
                 first = self._widths[name] or "no"
-                raise ValueError(f"has {width or 'no'} {name} a region, the first row of the files {first}")
+                raise ValueError(f"has {width or 'no'} {name} per region, but the first row of the files has {first}")
         last = self._settings.background == "last" and probs is not None
         return size, Regions(
             boxes=boxes,
@@ -141,27 +141,27 @@ class ImportedDetector:
         )
 
 
-def _moved(regions: Regions, size: tuple[int, int], sample: Sample, where: str) -> Regions | str:
-    """Regions of an image of this width and height, moved to the sample's size, most probable first; or a status."""
+def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, location: str) -> Regions | str:
+    """Scale regions from (width, height) `size` to the sample's and sort them by score, or return a status."""
     width, height = size
     if not _same_shape(size, (sample.width, sample.height)):
         return (
-            f"size_mismatch: {where} is of an image of {width}x{height}, which is not that of "
-            f"{sample.width}x{sample.height} resized"
+            f"size_mismatch: {location} is for an image of {width}x{height}, which does not have the proportions of "
+            f"the stored {sample.width}x{sample.height}"
         )
     scale = np.array([sample.width / width, sample.height / height] * 2)
     boxes = np.clip(regions.boxes * scale, 0, [sample.width, sample.height] * 2).astype(np.float32)
     kept = np.argsort(-regions.scores, kind="stable")
     kept = kept[(boxes[kept, 2:] > boxes[kept, :2]).all(axis=1)]
     if not len(kept):
-        return f"no_regions: {where} has no box with an area"
+        return f"no_regions: {location} has no box with an area"
     arrays = {name: getattr(regions, name) for name in ("scores", "labels", "class_probs", "features")}
     arrays = {name: array if array is None else array[kept] for name, array in arrays.items()}
     return dataclasses.replace(regions, boxes=boxes[kept], **arrays)
 
 
 def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
-    """Whether resizing an image of this size gives the stored one, whose sides were rounded."""
+    """Return True if an image of this size can be resized to the stored size, given that its sides are rounded."""
     least = max((side - 1) / before for side, before in zip(stored, size, strict=True))
     most = min((side + 1) / before for side, before in zip(stored, size, strict=True))
     return least <= most
@@ -171,7 +171,7 @@ def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
 
 
 def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
-    """ValueError names a box with its corners swapped, or one that lies outside the image by more than a pixel."""
+    """Raise ValueError if a box has its corners swapped or extends outside the image by more than a pixel."""
     if not len(boxes):
         return
     if max(width, height) > 2 and np.isfinite(boxes).all() and boxes.max() <= 1:
@@ -181,93 +181,93 @@ def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
     wrong = np.flatnonzero(~(ordered & inside))  # a NaN fails every comparison
     if len(wrong):
         box = ", ".join(f"{number:g}" for number in boxes[wrong[0]])
-        raise ValueError(f"has in its {width}x{height} image the box {wrong[0]}: {box}")
+        raise ValueError(f"has a bad box {wrong[0]} for its {width}x{height} image: {box}")
 
 
-def _classes(
+def _read_classes(
     fields: Fields, count: int, settings: ImportedFeatures
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """Class probabilities, labels and scores of `count` boxes."""
+    """Return the class probabilities, labels and scores of `count` boxes."""
     objects, shift = None, int(settings.background != "last")
     if "objects_id" in fields:
-        objects = _per_box("objects_id", _array(fields, "objects_id", np.int64), count, 1)[:, 0]
+        objects = _reshape_per_box("objects_id", _read_array(fields, "objects_id", np.int64), count, 1)[:, 0]
         if not ((objects >= 0) & (objects < 2**31 - 1)).all():
-            raise ValueError("has an objects_id that is no id from 0 on")
+            raise ValueError(f"has an objects_id that is not from 0 to {2**31 - 2}")
         objects = objects.astype(np.int32)
     if "class_probs" in fields:
-        probs = _fractions(fields, "class_probs", count)
+        probs = _read_fractions(fields, "class_probs", count)
         others = {"first": slice(1, None), "last": slice(None, -1), "none": slice(None)}[settings.background]
         others = probs[:, others]
         if not others.shape[1]:
-            raise ValueError("has probabilities of one class alone")
+            raise ValueError("has class_probs of only one class")
         best, sums = others.argmax(axis=1).astype(np.int32), probs.sum(axis=1)
         if settings.background == "none":
             probs = np.concatenate([(1 - sums).clip(0, 1)[:, None], probs], axis=1)
             sums = sums.clip(min=1)
-        if count and not np.allclose(sums, 1, atol=_SUM):
+        if count and not np.allclose(sums, 1, atol=_SUM_TOLERANCE):
             raise ValueError(
-                f"has class_probs whose sum is {sums[0]:.3g}, not 1: where they lack the background's, set "
+                f"has class_probs with the sum {sums[0]:.3g}, not 1; if they do not include the background, set "
                 "--imported.background=none"
             )
         if objects is not None and count and (best != objects).mean() > 0.5:
             raise ValueError(
-                "has an objects_id that is not its most probable class: is imported.background to be "
-                f"{'last' if shift else 'first'}?"
+                "has an objects_id that is not its most probable class; check whether imported.background should be "
+                f"{'last' if shift else 'first'}"
             )
         return probs, best + shift, others.max(axis=1)
     scores = np.ones(count, np.float32)
     if objects is None:
         return None, np.ones(count, np.int32), scores
     if "objects_conf" in fields:
-        scores = _fractions(fields, "objects_conf", count, 1)[:, 0]
+        scores = _read_fractions(fields, "objects_conf", count, 1)[:, 0]
     if not (classes := settings.num_classes):
         return None, objects + 1, scores
     if count and objects.max() >= classes:
-        raise ValueError(f"has the objects_id {objects.max()}, and imported.num_classes is {classes}")
+        raise ValueError(f"has the objects_id {objects.max()}, but imported.num_classes is {classes}")
     labels = objects + shift
     return np.eye(1 + classes, dtype=np.float32)[labels], labels, scores
 
 
-def _whole(fields: Fields, name: str, least: int = 1) -> int:
-    """A whole number; a file may have it as text, or as an array of one."""
+def _read_integer(fields: Fields, name: str, least: int = 1) -> int:
+    """Return a field as an integer; files may have it as text or as an array of one number."""
     value = fields.get(name, "")
-    plain = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    scalar = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     try:
-        number = float(plain.decode("latin1") if isinstance(plain, bytes) else plain)
+        number = float(scalar.decode("latin1") if isinstance(scalar, bytes) else scalar)
     except (TypeError, ValueError, OverflowError):
         number = -1.0
     if not number.is_integer() or not least <= number < 2**31:
-        raise ValueError(f"has the {name} {short_repr(value)}, not a whole number from {least} on")
+        raise ValueError(f"has the {name} {short_repr(value)}, not a whole number of at least {least}")
     return int(number)
 
 
-def _array(fields: Fields, name: str, kind: type) -> np.ndarray:
-    """An array, as the file has it or of the bytes that it has as base64, little-endian."""
+def _read_array(fields: Fields, name: str, kind: type) -> np.ndarray:
+    """Return a field as an array; files may have it as an array or as base64 of little-endian numbers."""
     value = fields.get(name)
     dtype = np.dtype(kind).newbyteorder("<")
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in ("iu" if kind is np.int64 else "fiu"):
-            raise ValueError(f"has {name} of {value.dtype}, which are no {np.dtype(kind).name}")
+            raise ValueError(f"has {name} of type {value.dtype}, not {np.dtype(kind).name}")
         return value.astype(kind)
     if not isinstance(value, str | bytes):
-        raise ValueError(f"has {name} that are {short_repr(value)}, neither an array nor base64")
+        raise ValueError(f"has {name} {short_repr(value)}, which are neither an array nor base64")
     try:
         return np.frombuffer(base64.b64decode(value, validate=True), dtype)
     except ValueError as error:
-        raise ValueError(f"has {name} that are no base64 of {np.dtype(kind).name} ({error}): is it cut off?") from error
+        raise ValueError(f"has {name} that are not base64 of {np.dtype(kind).name}, or truncated ({error})") from error
 
 
-def _per_box(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
-    """[count, columns] of an array of any shape; ValueError where the numbers do not fit the boxes."""
+def _reshape_per_box(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
+    """Reshape an array to [count, columns]. Raises ValueError if its size does not fit the number of boxes."""
     width = columns or (array.size // count if count else 0)
     if array.size != count * width or (count and not width) or (array.ndim > 1 and len(array) != count):
-        raise ValueError(f"has {name} of shape {array.shape}, which do not fit {count} boxes")
+        raise ValueError(f"has {name} of shape {array.shape}, which does not fit {count} boxes")
     return array.reshape(count, width)
 
 
-def _fractions(fields: Fields, name: str, count: int, columns: int | None = None) -> np.ndarray:
-    """float32 [count, columns], from 0 to 1; what rounding has put above 1 is 1."""
-    array = _per_box(name, _array(fields, name, np.float32), count, columns)
+def _read_fractions(fields: Fields, name: str, count: int, columns: int | None = None) -> np.ndarray:
+    """Return a field as float32 [count, columns] in 0 to 1; values slightly above 1, from rounding, become 1."""
+    array = _reshape_per_box(name, _read_array(fields, name, np.float32), count, columns)
     if not ((array >= 0) & (array <= 1.001)).all():
         raise ValueError(f"has {name} that are not all from 0 to 1")
     return np.minimum(np.abs(array), np.float32(1))

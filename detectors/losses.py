@@ -1,4 +1,4 @@
-"""The losses: which anchors and regions match an object, which of them are sampled, and five losses.
+"""Training losses: matching of anchors and regions to objects, their sampling, and the five losses.
 
 Shape letters: A anchors of an image, P proposals, R regions of interest of an image, G objects, K boxes.
 """
@@ -16,16 +16,16 @@ from detectors.faster_rcnn import FasterRCNN, grid_anchors
 from detectors.preprocess import to_input
 from detectors.recipes import SamplingConfig
 
-# The label of an anchor or region: not sampled, background, or the object that it matches.
+# Labels of anchors and regions.
 IGNORED, BACKGROUND, FOREGROUND = -1, 0, 1
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One image and its objects."""
+    """An image and its objects, as input of the losses."""
 
     image: str
-    """Its id."""
+    """Id of the image."""
     pixels: Tensor
     """BGR [H, W, 3], resized: uint8, or float32 of 0..255."""
     boxes: Tensor
@@ -33,9 +33,9 @@ class Example:
     labels: Tensor
     """int64 [G], classes 0..C-1."""
     attributes: Tensor
-    """float32 [G, number of attributes + 1], 1 where an object has one; the last column is "no attribute"."""
+    """float32 [G, number of attributes + 1]: 1 for the attributes of an object; the last column is "no attribute"."""
     seed: int
-    """Seed of the sampling of anchors and regions, which is drawn on the CPU: all devices sample alike."""
+    """Seed for sampling anchors and regions; samples are drawn on the CPU and so do not depend on the device."""
 
     def to(self, device: torch.device) -> "Example":
         moved = {name: getattr(self, name).to(device) for name in ("pixels", "boxes", "labels", "attributes")}
@@ -43,7 +43,7 @@ class Example:
 
 
 def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1, 1, 1, 1)) -> Tensor:
-    """dx, dy, dw, dh [K, 4] from boxes [K, 4] to targets [K, 4], times `weights`: the inverse of apply_deltas."""
+    """Return dx, dy, dw, dh [K, 4] from boxes [K, 4] to targets [K, 4], times `weights`: apply_deltas inverted."""
     size, target_size = boxes[:, 2:] - boxes[:, :2], targets[:, 2:] - targets[:, :2]
     centre, target_centre = boxes[:, :2] + 0.5 * size, targets[:, :2] + 0.5 * target_size
     deltas = torch.cat([(target_centre - centre) / size, torch.log(target_size / size)], dim=1)
@@ -53,7 +53,7 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1,
 def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """Each anchor's label, int64 [A], and the object of the highest IoU with it, int64 [A]."""
+    """Return the label of each anchor and the index of the object with which its IoU is highest, both int64 [A]."""
     iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
@@ -62,7 +62,7 @@ def match_anchors(
     labels = torch.full_like(matched, IGNORED)
     labels[best < sampling.anchor_negative] = BACKGROUND
     best_of_object = iou.amax(dim=1, keepdim=True)
-    # An object of unusual shape, whose IoU with every anchor is below anchor_positive, would never be proposed.
+    # Without these, an object of unusual shape, with IoUs below anchor_positive, would never be proposed.
     closest = ((iou == best_of_object) & (best_of_object > 0)).any(dim=0)
     labels[closest | (best >= sampling.anchor_positive)] = FOREGROUND
     if sampling.anchors_inside:
@@ -71,8 +71,10 @@ def match_anchors(
 
 
 def subsample(labels: Tensor, count: int, foreground_share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices of the sampled foreground and background: `count` in all or, where there are fewer, all; of the count,
-    `foreground_share` at most are foreground."""
+    """Sample `count` indices, or all if there are fewer, and return those of foreground and background separately.
+
+    At most `count * foreground_share` are foreground.
+    """
     foreground = (labels == FOREGROUND).nonzero().flatten()
     background = (labels == BACKGROUND).nonzero().flatten()
     foreground = _sample(foreground, round(count * foreground_share), generator)
@@ -80,43 +82,43 @@ def subsample(labels: Tensor, count: int, foreground_share: float, generator: to
 
 
 def _sample(indices: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` of the indices, or all, in ascending order."""
+    """Sample `count` of the indices, or all if there are fewer, in ascending order."""
     order = torch.randperm(len(indices), generator=generator)[:count]
     return indices[order.sort().values.to(indices.device)]
 
 
 class Losses(nn.Module):
-    """The network and its losses in one forward pass, as DistributedDataParallel needs it.
+    """A module that computes the network's losses in its forward pass, as DistributedDataParallel needs it.
 
-    Each loss is (sum, number of its terms), so that the mean is the same on any number of processes.
+    Each loss is a pair of sum and number of terms, so that the mean does not depend on the number of processes.
     """
 
     def __init__(self, network: FasterRCNN, sampling: SamplingConfig):
         super().__init__()
         self.network, self.sampling = network, sampling
-        self.proposing = replace(network.config, pre_nms=sampling.pre_nms, post_nms=sampling.post_nms)
+        self.proposal_config = replace(network.config, pre_nms=sampling.pre_nms, post_nms=sampling.post_nms)
 
     def forward(self, examples: Sequence[Example]) -> dict[str, tuple[Tensor, int]]:
         parts: dict[str, list[tuple[Tensor, int]]] = {}
-        # Images of one size form a batch; padding to one size would change features near the border.
+        # Images of the same size form a batch; padding to a common size would change features near the border.
         for _, group in groupby(sorted(examples, key=_size), key=_size):
-            for name, loss in self._of_group(list(group)).items():
+            for name, loss in self._group_losses(list(group)).items():
                 parts.setdefault(name, []).append(loss)
         return {name: (sum(s for s, _ in losses), sum(c for _, c in losses)) for name, losses in parts.items()}
 
-    def _of_group(self, examples: list[Example]) -> dict[str, tuple[Tensor, int]]:
+    def _group_losses(self, examples: list[Example]) -> dict[str, tuple[Tensor, int]]:
         network, size = self.network, _size(examples[0])
         generators = [torch.Generator().manual_seed(example.seed) for example in examples]
         c4 = network.backbone(torch.cat([to_input(example.pixels) for example in examples]))
         logits, deltas = network.rpn(c4)
-        losses = self._of_anchors(logits, deltas, examples, generators)
+        losses = self._anchor_losses(logits, deltas, examples, generators)
         with torch.no_grad():
-            proposals, _ = network.proposals(logits.float(), deltas.float(), *size, config=self.proposing)
-        regions = [self._regions(*each) for each in zip(proposals, examples, generators, strict=True)]
+            proposals, _ = network.proposals(logits.float(), deltas.float(), *size, config=self.proposal_config)
+        regions = [self._sample_regions(*each) for each in zip(proposals, examples, generators, strict=True)]
         features = network.roi_features(c4, [boxes for boxes, _, _ in regions])
-        return losses | self._of_regions(features, regions, examples)
+        return losses | self._region_losses(features, regions, examples)
 
-    def _of_anchors(
+    def _anchor_losses(
         self, logits: Tensor, deltas: Tensor, examples: list[Example], generators: list[torch.Generator]
     ) -> dict[str, tuple[Tensor, int]]:
         sampling = self.sampling
@@ -131,14 +133,15 @@ class Losses(nn.Module):
             truth = torch.zeros(len(sampled), device=sampled.device)
             truth[: len(foreground)] = 1
             objectness = objectness + F.binary_cross_entropy_with_logits(own_logits[sampled], truth, reduction="sum")
-            wanted = encode_deltas(anchors[foreground], example.boxes[matched[foreground]])
-            boxes = boxes + F.smooth_l1_loss(own_deltas[foreground], wanted, reduction="sum", beta=sampling.anchor_beta)
+            target = encode_deltas(anchors[foreground], example.boxes[matched[foreground]])
+            boxes = boxes + F.smooth_l1_loss(own_deltas[foreground], target, reduction="sum", beta=sampling.anchor_beta)
             count += len(sampled)
         return {"objectness": (objectness, count), "anchors": (boxes, count)}
 
-    def _regions(self, proposals: Tensor, example: Example, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
-        """Regions of interest [R, 4], the object of each one's highest IoU, int64 [R], and how many are foreground:
-        these come first."""
+    def _sample_regions(
+        self, proposals: Tensor, example: Example, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, int]:
+        """Sample regions [R, 4], foreground first; also return the best object of each [R] and the foreground count."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
         best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)
@@ -147,27 +150,27 @@ class Losses(nn.Module):
         sampled = torch.cat([foreground, background])
         return boxes[sampled], matched[sampled], len(foreground)
 
-    def _of_regions(
+    def _region_losses(
         self, features: Tensor, regions: list[tuple[Tensor, Tensor, int]], examples: list[Example]
     ) -> dict[str, tuple[Tensor, int]]:
         config, sampling, predictor = self.network.config, self.sampling, self.network.roi_heads.box_predictor
-        labels, is_foreground, wanted, attributes = [], [], [], []
+        labels, is_foreground, targets, attributes = [], [], [], []
         for (boxes, matched, foreground), example in zip(regions, examples, strict=True):
             label = example.labels[matched].clone()
             label[foreground:] = config.num_classes
             labels.append(label)
             is_foreground.append(torch.arange(len(boxes), device=boxes.device) < foreground)
             objects = matched[:foreground]
-            wanted.append(encode_deltas(boxes[:foreground], example.boxes[objects], config.box_weights))
+            targets.append(encode_deltas(boxes[:foreground], example.boxes[objects], config.box_weights))
             attributes.append(example.attributes[objects])
-        labels, is_foreground, wanted, attributes = map(torch.cat, (labels, is_foreground, wanted, attributes))
+        labels, is_foreground, targets, attributes = map(torch.cat, (labels, is_foreground, targets, attributes))
         classes = F.cross_entropy(predictor.cls_score(features).float(), labels, reduction="sum")
         deltas = predictor.bbox_pred(features[is_foreground]).float().unflatten(1, (-1, 4))
         own = deltas[torch.arange(len(deltas), device=deltas.device), labels[is_foreground]]
-        boxes = F.smooth_l1_loss(own, wanted, reduction="sum", beta=sampling.roi_beta)
+        boxes = F.smooth_l1_loss(own, targets, reduction="sum", beta=sampling.roi_beta)
         losses = {"classes": (classes, len(labels)), "boxes": (boxes, len(labels))}
         if predictor.attr_score is not None:
-            # Given the true class: the most probable one is mostly wrong at first.
+            # The head gets the true class: the most probable one is usually wrong early in training.
             logits = predictor.attribute_logits(features[is_foreground], labels[is_foreground])
             logs = logits.float().log_softmax(dim=1)
             losses["attributes"] = (-(logs * attributes).sum(), int(attributes.sum()))

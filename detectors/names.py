@@ -1,4 +1,4 @@
-"""Lists of the names of classes or attributes: one a line, synonyms between commas."""
+"""Lists of class or attribute names: one entry per line, synonyms separated by commas."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -6,52 +6,52 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-def read_lines(file: Path, what: str) -> list[str]:
-    """The lines of a text file; ValueError says that it is no list of `what`."""
+def read_lines(file: Path, content: str) -> list[str]:
+    """Read the lines of a text file that lists `content`, such as "names". Raises ValueError if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no list of {what}: {error}") from error
+        raise ValueError(f"{file} cannot be read as a list of {content}: {error}") from error
 
 
 def read_names(file: Path) -> list[list[str]]:
-    """Return the names of each line, synonyms after the first; ValueError for a line without a first name."""
-    found = [[name.strip() for name in line.split(",")] for line in read_lines(file, "names")]
-    for index, synonyms in enumerate(found):
+    """Read the names of each line, the main one first. Raises ValueError if a line does not begin with a name."""
+    lines = [[name.strip() for name in line.split(",")] for line in read_lines(file, "names")]
+    for index, synonyms in enumerate(lines):
         if not synonyms[0]:
-            raise ValueError(f"{file} has no name in line {index + 1}; remove the line")
-    return found
+            raise ValueError(f"{file}: line {index + 1} does not begin with a name; correct or remove it")
+    return lines
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of classes or attributes that a network learns."""
+    """The names of the classes or attributes that a network learns."""
 
     first: tuple[str, ...]
     """The first name of each line."""
-    number: dict[str, int]
-    """The line, from 0, of each name and synonym, in small letters."""
+    index: dict[str, int]
+    """Line, counted from 0, of each name and synonym in lower case."""
 
     @classmethod
-    def of(cls, names: Sequence[Sequence[str]], where: str) -> "Names":
-        """ValueError where a name stands in two lines."""
-        number: dict[str, int] = {}
-        for index, synonyms in enumerate(names):
-            for name in filter(None, map(plain, synonyms)):
-                if number.setdefault(name, index) != index:
-                    raise ValueError(f"{where}: {name!r} stands in lines {number[name] + 1} and {index + 1}; keep one")
-        return cls(tuple(synonyms[0].strip() for synonyms in names), number)
+    def from_lines(cls, lines: Sequence[Sequence[str]], source: str) -> "Names":
+        """Index the names of each line. Raises ValueError, which begins with `source`, if a name is in two lines."""
+        index: dict[str, int] = {}
+        for number, synonyms in enumerate(lines):
+            for name in filter(None, map(normalize_name, synonyms)):
+                if index.setdefault(name, number) != number:
+                    raise ValueError(f"{source}: {name!r} is in lines {index[name] + 1} and {number + 1}; keep one")
+        return cls(tuple(synonyms[0].strip() for synonyms in lines), index)
 
     @classmethod
     def read(cls, file: Path) -> "Names":
-        return cls.of(read_names(file), str(file))
+        return cls.from_lines(read_names(file), str(file))
 
     def find(self, names: Iterable[str]) -> int | None:
-        """The line of the first of an object's names that is known."""
-        return next((self.number[name] for name in map(plain, names) if name in self.number), None)
+        """Return the line of the first known name among an object's names, None if all are unknown."""
+        return next((self.index[name] for name in map(normalize_name, names) if name in self.index), None)
 
 
 @functools.cache
-def plain(name: str) -> str:
-    """In small letters, words separated by one space."""
+def normalize_name(name: str) -> str:
+    """Return a name in lower case with single spaces between words."""
     return " ".join(name.lower().split())

@@ -1,4 +1,4 @@
-"""An image's way to the network: decoded to BGR, resized, and less the mean of each channel.
+"""Preprocessing of images for the network: decode to BGR, resize, subtract the mean of each channel.
 
 Shape letters: N images, H W pixels of the network's input.
 """
@@ -13,40 +13,40 @@ from torch import Tensor
 from detectors.faster_rcnn import FasterRCNNConfig
 from storage.collect.normalise import STORED_FORMATS
 
-# Pixels that the stem needs each way: its convolution and an unpadded pool leave nothing of fewer.
+# Smallest height and width of an input: with fewer pixels, the stem's convolution and unpadded pooling give no output.
 NARROWEST_INPUT = 3
-# What Pillow raises for a file that is no complete image.
+# Exceptions that Pillow raises for an invalid or incomplete image.
 BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
 
 
 def decode_bgr(data: bytes) -> np.ndarray:
-    """uint8 [height, width, 3], BGR, of a stored image: JPEG or PNG, RGB or grey, 8 bits.
+    """Decode a stored image (JPEG or PNG, RGB or grey, 8 bits) to BGR pixels, uint8 [height, width, 3].
 
-    ValueError for other pixels; OSError, or what else Pillow raises, where the image is not complete.
+    Raises ValueError if it has another mode, and OSError or others of BAD_IMAGE if it is incomplete.
     """
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as image:
         if image.mode not in ("RGB", "L"):
-            raise ValueError(f"its pixels are {image.mode}, those of a shard are RGB or L: collect it again")
+            raise ValueError(f"its mode is {image.mode}, but images of a shard are RGB or L; collect it again")
         return np.asarray(image.convert("RGB"))[:, :, ::-1]
 
 
 def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
-    """The factor from the image's sides to the input's: short_side, with the cap long_side."""
+    """Return the factor that resizes the shorter side to short_side, or less if the longer would exceed long_side."""
     scale = config.short_side / min(height, width)
     long_side = max(height, width) * scale
     if config.resize == "caffe":
-        long_side = round(long_side)  # Caffe's long side may pass the cap by less than half a pixel
+        long_side = round(long_side)  # Caffe's long side may exceed long_side by less than half a pixel
     return config.long_side / max(height, width) if long_side > config.long_side else scale
 
 
 def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
-    """Height and width of the network's input. Half a pixel is rounded up; for `caffe` to even, as cv2 does."""
+    """Return height and width of the network's input. Half a pixel is rounded up; with `caffe` to even, as in cv2."""
     if config.resize == "caffe":
         scale = resize_scale(height, width, config)
         return max(1, round(height * scale)), max(1, round(width * scale))
-    # As in detectron2: first the short side, then the cap, each a factor in floating point. For an image of 1280x720
-    # the product of both gives a height of 562.4999... in place of 562.5, which changes the rounding.
+    # As in detectron2, scale to short_side first and to long_side second. For an image of 1280x720, the product of both
+    # factors would give a height of 562.4999... instead of 562.5, which changes the rounding.
     scale = config.short_side / min(height, width)
     sides = (config.short_side, width * scale) if height < width else (height * scale, config.short_side)
     if max(sides) > config.long_side:
@@ -56,18 +56,18 @@ def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int
 
 
 def resize(image_bgr: np.ndarray, config: FasterRCNNConfig) -> np.ndarray:
-    """uint8 BGR pixels of any size -> [H, W, 3], uint8 or, with `caffe`, float32 of 0..255."""
+    """Resize uint8 BGR pixels [height, width, 3] to [H, W, 3]: uint8 or, with `caffe`, float32 in 0 to 255."""
     sides = image_bgr.shape[:2]
     height, width = resized_size(*sides, config)
     if config.resize == "pil":
         return np.asarray(Image.fromarray(image_bgr).resize((width, height), Image.Resampling.BILINEAR))
     scale = resize_scale(*sides, config)
-    rows = _interpolated(image_bgr.astype(np.float32), height, scale)
-    return _interpolated(rows.transpose(1, 0, 2), width, scale).transpose(1, 0, 2)
+    rows = _interpolate(image_bgr.astype(np.float32), height, scale)
+    return _interpolate(rows.transpose(1, 0, 2), width, scale).transpose(1, 0, 2)
 
 
-def _interpolated(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
-    """The first axis of float32 [n, ...] resized to `length` by linear interpolation between pixel centres."""
+def _interpolate(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
+    """Resize the first axis of float32 [n, ...] to `length` by linear interpolation between pixel centres."""
     positions = np.clip((np.arange(length) + 0.5) / scale - 0.5, 0, len(pixels) - 1)
     before = positions.astype(np.int64)
     after = np.minimum(before + 1, len(pixels) - 1)
@@ -76,7 +76,7 @@ def _interpolated(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
 
 
 def to_input(resized_bgr: np.ndarray | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """BGR [H, W, 3] or [N, H, W, 3] -> float32 [N, 3, H, W], minus the mean of each channel; 0..255, not divided."""
+    """Subtract the channel means from BGR pixels in 0 to 255, [(N,) H, W, 3], and return float32 [N, 3, H, W]."""
     if isinstance(resized_bgr, np.ndarray):
         resized_bgr = torch.from_numpy(np.array(resized_bgr, order="C"))
     pixels = resized_bgr.to(device)

@@ -1,4 +1,4 @@
-"""A detector built again from its metadata, which manifests and checkpoints record."""
+"""Rebuilding of a detector from the metadata in manifests and checkpoints."""
 
 import json
 import warnings
@@ -10,27 +10,27 @@ import torch
 from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class
 from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
-from detectors.weights.files import config_from, load_weights, read_config
+from detectors.weights.files import config_from_json, load_weights, read_config
 from storage.digests import sha256_of
 
 
-def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str) -> FasterRCNNDetector:
-    """The detector of `recorded` ({"id", "metadata"}) with the weights of `file`, on this machine's CPU.
+def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str) -> FasterRCNNDetector:
+    """Rebuild a recorded detector on this machine's CPU, and warn if it gets another id.
 
-    file: None only for a network with random weights. where: who recorded it, for messages. ValueError where no network
-    was recorded, or the file holds other weights; a warning where the detector built here has another id.
+    `recorded` has its `id` and `metadata`; `file` has its weights, and is None only if they are random. `source` is the
+    model or run that recorded it, for messages. Raises ValueError if no network is recorded or the weights differ.
     """
     metadata = (recorded or {}).get("metadata") or {}
     if "network" not in metadata:
-        raise ValueError(f"{where} does not say which network finds regions in a picture of one's own")
+        raise ValueError(f"{source} does not record a network that can detect regions in new images")
     if not metadata["random_init"]:
-        _check_weights(file, metadata, where)
+        _check_weights(file, metadata, source)
     settings = DetectorSettings(
         SelectionSettings(**metadata["selection"]),
         boxes=metadata["boxes"],
         keep_features=metadata["keep_features"],
     )
-    config = config_from(metadata["network"], where)
+    config = config_from_json(metadata["network"], source)
     network = network_class(metadata["backend"]).random_init(config, metadata.get("seed", 0))
     if metadata["random_init"]:
         weights = {"random_init": True, "seed": metadata["seed"]}
@@ -41,33 +41,34 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
     if detector.id != recorded["id"]:
         here = json.loads(json.dumps(detector.metadata))
         differences = [
-            f"{name} is {here.get(name)} here and {metadata.get(name)} there"
+            f"{name} is {here.get(name)} here but {metadata.get(name)} there"
             for name in sorted(here.keys() | metadata.keys())
             if here.get(name) != metadata.get(name) and name not in ("batch", "code_version")
         ]
         warnings.warn(
-            f"the regions may differ from those of detector {recorded['id']}, which {where} learned from: "
-            f"{'; '.join(differences) or 'the recorded metadata do not say why'}",
+            f"the regions may differ from those of detector {recorded['id']}, on which {source} was trained: "
+            f"{'; '.join(differences) or 'the reason is not in the recorded metadata'}",
             stacklevel=2,
         )
     return detector
 
 
 def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
-    """Return the network that a weight file describes, on this machine's CPU, with these DetectorSettings."""
+    """Build the detector that a weight file describes, on this machine's CPU, with these DetectorSettings."""
     network = FasterRCNN.random_init(read_config(Path(file)), seed=0)
     detector = FasterRCNNDetector(network, load_weights(network, Path(file)), DetectorSettings(**settings))
     detector.threads = torch.get_num_threads()
     return detector
 
 
-def _check_weights(file: str | Path | None, metadata: dict, where: str) -> None:
+def _check_weights(file: str | Path | None, metadata: dict, source: str) -> None:
     expected = f"{metadata['weights_file']} (sha256 {metadata['weights_sha256'][:12]}...)"
     if file is None or not Path(file).is_file():
-        missing = f"there is no file {file}" if file else "nothing says where that is"
-        raise ValueError(f"{where} learned from the regions of {expected}, and {missing}; name it: --detector FILE")
+        missing = f"{file} does not exist" if file else "its path is not known"
+        raise ValueError(f"{source} was trained on the regions of {expected}, but {missing}; give --detector FILE")
     sha256 = sha256_of(Path(file))
     if sha256 != metadata["weights_sha256"]:
         raise ValueError(
-            f"{file} (sha256 {sha256[:12]}...) is not what {where} learned from: {expected}; name that: --detector FILE"
+            f"{file} (sha256 {sha256[:12]}...) is not the detector that {source} was trained with, {expected}; give "
+            "that as --detector FILE"
         )

@@ -1,8 +1,8 @@
-"""What a training of the detector consists of: frozen settings that check themselves, and one function per recipe.
+"""Recipes for training the detector: frozen settings that check themselves, and one function per recipe.
 
-The numbers of `detector_vg_resnet101` are those of bottom-up attention's own training on Visual Genome
-(peteanderson80/bottom-up-attention: solver, configuration and training network of faster_rcnn_end2end_final); the
-defaults of a field are those of Faster R-CNN (arXiv:1506.01497 and its released code).
+The numbers of `detector_vg_resnet101` are those with which bottom-up attention was trained on Visual Genome
+(peteanderson80/bottom-up-attention: solver, configuration and training network of faster_rcnn_end2end_final). The
+defaults of the fields are those of Faster R-CNN (arXiv:1506.01497 and its released code).
 """
 
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from training.recipe import RunSettings
 
 @dataclass(frozen=True)
 class DataConfig(AnnotationConfig):
-    """What is read, in which batches."""
+    """The training data, and how it is batched."""
 
-    batch: int = 8  # images a step, over all processes together
+    batch: int = 8  # images per step, over all ranks
     flip: float = 0.5  # probability of mirroring an image
-    unreadable: float = 0.01  # share of the images that may be absent or unreadable; more end the run
-    workers: int = 2  # loading processes a rank; 0: load in the training process
-    seed: int = 0  # of order, mirroring and sampling, and of new weights
+    unreadable: float = 0.01  # largest share of images that may be absent or unreadable; the run stops if it is more
+    workers: int = 2  # loading processes per rank; 0: load in the training process
+    seed: int = 0  # seed of order, mirroring, sampling and random weights
 
     def __post_init__(self):
         super().__post_init__()
@@ -36,21 +36,21 @@ class DataConfig(AnnotationConfig):
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Which anchors and regions of interest are sampled, and how their losses are added."""
+    """Sampling of anchors and regions of interest (RoIs), and the parameters of their losses."""
 
-    anchors: int = 256  # an image
-    anchor_foreground: float = 0.5  # share of them that may be positive
-    anchor_positive: float = 0.7  # IoU with an object from which an anchor is positive; the best of an object always is
-    anchor_negative: float = 0.3  # IoU with every object below which it is negative; in between it is ignored
-    anchors_inside: bool = True  # anchors that cross the image's border are ignored
-    pre_nms: int = 12_000  # in training: boxes that enter the RPN's suppression ...
-    post_nms: int = 2_000  # ... and proposals that leave it at most; objects' own boxes are added
-    rois: int = 128  # regions of interest an image
-    roi_foreground: float = 0.25  # share of them that may show an object
-    roi_positive: float = 0.5  # IoU with an object from which a region shows it; all others are background
-    anchor_beta: float = 1 / 9  # where smooth L1 becomes linear, for the RPN's deltas: sigma 3
-    roi_beta: float = 1.0  # and for the box head's
-    attribute_weight: float = 0.5  # of the attributes' loss; all others count 1
+    anchors: int = 256  # sampled anchors per image
+    anchor_foreground: float = 0.5  # largest share of positive anchors among them
+    anchor_positive: float = 0.7  # least IoU with an object of a positive anchor; an object's best is always positive
+    anchor_negative: float = 0.3  # an anchor is negative if its IoU with every object is lower; in between: ignored
+    anchors_inside: bool = True  # ignore anchors that cross the image's border
+    pre_nms: int = 12_000  # boxes with the highest objectness that enter the RPN's NMS in training
+    post_nms: int = 2_000  # most proposals per image after this NMS; the objects' own boxes are added
+    rois: int = 128  # sampled RoIs per image
+    roi_foreground: float = 0.25  # largest share of foreground RoIs among them
+    roi_positive: float = 0.5  # least IoU with an object of a foreground RoI; all others are background
+    anchor_beta: float = 1 / 9  # value above which smooth L1 is linear, for the RPN's deltas (sigma 3)
+    roi_beta: float = 1.0  # the same for the box head's deltas
+    attribute_weight: float = 0.5  # weight of the attribute loss; the other losses have weight 1
 
     def __post_init__(self):
         check_choices(self)
@@ -64,7 +64,7 @@ class SamplingConfig:
         check(self, self.attribute_weight >= 0, "attribute_weight", "0 or more")
 
 
-# As detectron2 trains, and Caffe did: SGD at one rate.
+# SGD at a constant rate, as in detectron2 and Caffe.
 SGD = OptimizerConfig(
     kind="sgd",
     learning_rate=1e-3,
@@ -78,19 +78,18 @@ SGD = OptimizerConfig(
 
 @dataclass(frozen=True)
 class DetectorRecipe(RunSettings):
-    """One run, whole."""
+    """All settings of a training run."""
 
-    network: FasterRCNNConfig = VG_RESNET101  # the network
-    data: DataConfig = DataConfig()  # what is read, in which batches
-    sampling: SamplingConfig = SamplingConfig()  # which anchors and regions the losses are about
-    optimizer: OptimizerConfig = SGD  # how weights change, and at which rate
+    network: FasterRCNNConfig = VG_RESNET101  # architecture and proposals of the network
+    data: DataConfig = DataConfig()  # training data, and how it is batched
+    sampling: SamplingConfig = SamplingConfig()  # sampling of anchors and RoIs, and parameters of their losses
+    optimizer: OptimizerConfig = SGD  # optimizer and learning rate schedule
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
-    init_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
-    frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
-    precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products and convolutions, on any device
-    threads: int | None = None  # of torch on a CPU: another number gives other last bits; None: torch's own choice
-    # In validation, within a class: a detection is suppressed by a better one of a higher IoU.
-    validation_nms: float = 0.5
+    init_from: str | None = None  # weight file to start from: a ResNet (torchvision's or ours) or a whole detector
+    frozen_stages: int = 2  # number of frozen stages, of stem, res2, res3, res4; 0: train everything
+    precision: Literal["fp32", "bf16"] = "fp32"  # precision of matrix products and convolutions, on any device
+    threads: int | None = None  # torch's threads on a CPU, which change the last bits of results; None: torch's default
+    validation_nms: float = 0.5  # IoU above which NMS within a class suppresses a detection in validation
 
     def __post_init__(self):
         super().__post_init__()
@@ -100,16 +99,17 @@ class DetectorRecipe(RunSettings):
         check(self, not (self.random_init and self.init_from), "random_init", "false with init_from")
         if self.network.box_arithmetic != "continuous":
             raise ValueError(
-                f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learned as x2 - x1 wide; set "
-                "--network.box_arithmetic=continuous"
+                f"network.box_arithmetic is {self.network.box_arithmetic}, but training needs boxes of width x2 - x1; "
+                "set --network.box_arithmetic=continuous"
             )
 
 
 def detector_vg_resnet101() -> DetectorRecipe:
-    """1600 classes and 400 attributes of Visual Genome, from an ImageNet ResNet-101; one image on each of 8 GPUs.
+    """Train on 1600 classes and 400 attributes of Visual Genome, from an ImageNet ResNet-101, on 8 GPUs.
 
-    The authors' detector has mAP@0.5 10.2 % (weighted by objects a class 15.1 %) on the 5,000 images of their val.txt,
-    after 380,000 steps. Their learning rate is for 8 images a step; on N GPUs set data.batch=N and N/8 of it.
+    After 380,000 steps, the authors' detector has mAP@0.5 10.2 % (15.1 % if classes are weighted by their number of
+    objects) on the 5,000 images of their val.txt. Their learning rate is for 8 images per step, one on each GPU. On N
+    GPUs, set data.batch=N and N/8 of that rate.
     """
     return DetectorRecipe(
         name="detector_vg_resnet101",
@@ -122,9 +122,9 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
 
 def detector_demo() -> DetectorRecipe:
-    """The data of `make demo`, from nothing, in about three minutes of one thread."""
-    # The ResNet and the pooling of VL-BERT's demo, so that its Fast R-CNN can start from this one. RoIAlign keeps
-    # positions between cells 16 pixels wide, which RoIPool rounds: with it, shapes are learned in half the steps.
+    """Train on the data of `make demo` from random weights, in about three minutes with one thread."""
+    # ResNet and pooling are those of VL-BERT's demo, so that its Fast R-CNN can start from these weights. RoIAlign
+    # keeps positions within the cells of 16 pixels, which RoIPool rounds; it learns shapes in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")
     return DetectorRecipe(
         name="detector_demo",

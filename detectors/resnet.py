@@ -1,6 +1,6 @@
 """The ResNet of the detector and of VL-BERT's region features, in two parts: C4 before RoI pooling, res5 after it.
 
-Parameters are named as detectron2 names them (`res3.0.conv1.norm.weight`), so that published weights map one to one.
+Parameters have detectron2's names (`res3.0.conv1.norm.weight`), so that published weights map one to one.
 Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
 """
 
@@ -20,20 +20,20 @@ BATCH_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """A bottleneck ResNet; two networks with equal configurations have equal state dicts."""
+    """Architecture of a bottleneck ResNet; equal configurations give the same names and shapes of parameters."""
 
     blocks: tuple[int, int, int, int] = (3, 4, 23, 3)
     """Bottleneck blocks in res2, res3, res4, res5."""
     width: int = 64
-    """Channels of the stem; bottlenecks of res2..res5 are 1, 2, 4, 8 times as wide and put out four times that."""
+    """Channels of the stem. Bottlenecks of res2..res5 have 1, 2, 4, 8 times that; their outputs 4, 8, 16, 32 times."""
     stride_in_1x1: bool = True
-    """A stage halves its map in the first 1x1 conv (Caffe, Visual Genome weights), else in the 3x3 (torchvision)."""
+    """Halve the map of a stage in its first 1x1 conv (Caffe, Visual Genome weights), not in the 3x3 (torchvision)."""
     stem_pool: Literal["caffe", "torch"] = "caffe"
-    """Max-pool 3x3/2: `caffe` without padding, rounding sizes up; `torch` with padding 1, rounding down."""
+    """3x3/2 max-pooling of the stem: `caffe`, unpadded, sizes rounded up; `torch`, padding 1, sizes rounded down."""
     res5_dilated: bool = True
-    """res5 keeps the size of its input and dilates its 3x3 convs by 2, instead of halving the size."""
+    """Keep the map's size in res5 and dilate its 3x3 convs by 2, instead of halving the size."""
     norm: Literal["frozen", "batch"] = "frozen"
-    """`frozen`: statistics and affine never change, also in train(); `batch`: live BatchNorm2d."""
+    """`frozen`: statistics and affine never change, even in train(); `batch`: trainable BatchNorm2d."""
 
     def __post_init__(self):
         check_choices(self)
@@ -42,12 +42,12 @@ class ResNetConfig:
 
     @property
     def c4_channels(self) -> int:
-        """Channels of the map that ResNetC4 puts out."""
+        """Output channels of ResNetC4."""
         return 16 * self.width
 
     @property
     def res5_channels(self) -> int:
-        """Channels that Res5 puts out."""
+        """Output channels of Res5."""
         return 32 * self.width
 
 
@@ -56,7 +56,7 @@ RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
 
 
 class FrozenNorm(nn.Module):
-    """Batch normalisation with fixed statistics and affine: all four are buffers, so no optimizer ever sees them."""
+    """Batch normalisation with fixed statistics and affine, all in buffers, so that optimizers do not change them."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -72,7 +72,7 @@ class FrozenNorm(nn.Module):
 
 
 class NormedConv(nn.Conv2d):
-    """A convolution without bias and the normalisation after it, as its child `norm`."""
+    """A convolution without bias, followed by normalisation (its child `norm`)."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, dilation: int, norm: str):
         padding = dilation * (kernel // 2)
@@ -82,27 +82,27 @@ class NormedConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.folds:
             return self.norm(super().forward(x))
-        return self.convolved(x, *self.folded())
+        return self.convolve(x, *self.fold())
 
-    def convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The convolution with another weight and bias."""
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Convolve with another weight and bias, without the norm."""
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
 
     @property
     def folds(self) -> bool:
-        """Whether the norm is multiplied into the weight: for good, or a frozen one in half precision.
+        """True if the norm is multiplied into the weight: permanently, or if it is frozen and in half precision.
 
-        In float32 that would round in another order than the published program: exact zeros before a ReLU would become
-        nonzero, which changes gradients of single convolutions by a thousandth.
+        In float32, folding would round in another order than the published program: exact zeros before a ReLU would
+        become nonzero, which changes gradients of single convolutions by a thousandth.
         """
         if isinstance(self.norm, FrozenNorm):
             return compute_dtype(self.weight).itemsize == 2
         return isinstance(self.norm, nn.Identity)
 
-    def folded(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of one convolution equal to this one and its norm with fixed statistics.
+    def fold(self) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of a convolution that equals this one followed by its norm with fixed statistics.
 
-        The weight gets its gradient through the product, which is much smaller than the convolution's output.
+        The weight's gradient flows through their product, which is much smaller than the convolution's output.
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):
@@ -111,18 +111,18 @@ class NormedConv(nn.Conv2d):
         return self.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 
-# PyTorch's kernels that fuse a convolution with bias, sum and ReLU: oneDNN's on a CPU, cuDNN's on a GPU. Without them,
-# in bfloat16, bias, sum and ReLU take as long as the convolutions. torch.compile fuses by itself.
+# PyTorch's kernels that fuse a convolution with bias, sum and ReLU: oneDNN's on a CPU, cuDNN's on a GPU. Unfused bias,
+# sum and ReLU take as long as the convolutions in bfloat16. torch.compile does its own fusion.
 _FUSED = getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if torch.backends.mkldnn.is_available() else None
 _FUSED_DTYPES = (torch.float32, torch.bfloat16) if _FUSED and torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 
 
 def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether relu(conv(x) + shortcut) is one kernel here."""
+    """Return True if relu(conv(x) + shortcut) can run as one kernel."""
     if not conv.folds or torch.compiler.is_compiling():
         return False
     if x.is_cuda:
-        # On tensor cores, which take eight channels at a time, and float32 only where it may be rounded to TF32.
+        # Tensor cores need a multiple of eight channels, and float32 only if it may be rounded to TF32.
         tf32 = dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"
         rounded = dtype == torch.bfloat16 or tf32
         return rounded and torch.backends.cudnn.is_available() and conv.weight.shape[0] % 8 == 0
@@ -130,7 +130,7 @@ def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _FusedConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + shortcut) in one kernel; only the result is saved, which says where the ReLU was active."""
+    """relu(conv(x) + bias + shortcut) in one kernel; backward needs only the result to know where ReLU was active."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:
@@ -165,18 +165,19 @@ class _FusedConvReLU(torch.autograd.Function):
 def conv_relu(
     conv: NormedConv, x: Tensor, shortcut: Tensor | None = None, projection: NormedConv | None = None
 ) -> Tensor:
-    """relu(conv(x) + shortcut), its norm included; or + projection(shortcut), a convolution, too."""
+    """Return relu(conv(x) + shortcut), or relu(conv(x) + projection(shortcut)); `conv` includes its norm."""
     dtype = compute_dtype(conv.weight)
     if not _is_fused(conv, x, dtype):
         y, shortcut = conv(x), shortcut if projection is None else projection(shortcut)
         return F.relu_(y if shortcut is None else y.add_(shortcut))
-    weight, bias = conv.folded()
-    # In bfloat16 the kernels add in no other layout.
+    weight, bias = conv.fold()
+    # In bfloat16 the kernels support the sum only in this layout.
     layout = torch.channels_last if dtype == torch.bfloat16 else torch.preserve_format
     if projection is not None and dtype == torch.bfloat16 and projection.folds:
-        # On a GPU a bias that is not fused takes a pass over the map; the fused one takes both.
-        own, more = projection.folded()
-        shortcut, bias = projection.convolved(shortcut.to(dtype, memory_format=layout), own), bias + more
+        # On a GPU, adding a bias that is not fused takes a pass over the map, so it is added to the fused bias.
+        projection_weight, projection_bias = projection.fold()
+        shortcut = projection.convolve(shortcut.to(dtype, memory_format=layout), projection_weight)
+        bias = bias + projection_bias
     elif projection is not None:
         shortcut = projection(shortcut)
     x, weight = x.to(dtype, memory_format=layout), weight.to(dtype, memory_format=layout)
@@ -185,7 +186,7 @@ def conv_relu(
 
 
 class Stem(nn.Module):
-    """7x7/2 convolution and 3x3/2 max-pool: a quarter of the size."""
+    """A 7x7/2 convolution and 3x3/2 max-pooling, which reduce height and width to a quarter."""
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
@@ -200,7 +201,7 @@ class Stem(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 with a shortcut, which is a convolution in the first block of a stage."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut, which is a convolution in the first block of a stage."""
 
     def __init__(self, inputs: int, bottleneck: int, outputs: int, stride: int, dilation: int, config: ResNetConfig):
         super().__init__()
@@ -218,8 +219,8 @@ class Bottleneck(nn.Module):
         return conv_relu(self.conv3, y, x, self.shortcut)
 
 
-def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:
-    """The blocks of res<number>, 2..5."""
+def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:
+    """Build the blocks of res<number>, 2 to 5."""
     bottleneck = config.width * 2 ** (number - 2)
     inputs = config.width if number == 2 else 2 * bottleneck
     outputs = 4 * bottleneck
@@ -232,10 +233,10 @@ def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) ->
 
 
 def _initialise(module: nn.Module, config: ResNetConfig) -> None:
-    """He initialisation by fan-out.
+    """Initialise convolutions by He's method with fan-out.
 
-    A frozen norm does not renormalise, so each residual sum would double the variance. The last convolution of a block
-    is therefore scaled by 1/sqrt(number of blocks), which keeps the growth through the whole network below e.
+    Frozen norms do not renormalise, so each residual sum would double the variance. The last convolution of each block
+    is therefore scaled by 1/sqrt(number of blocks), which limits the growth over the whole network to e.
     """
     for conv in module.modules():
         if isinstance(conv, NormedConv):
@@ -248,38 +249,38 @@ def _initialise(module: nn.Module, config: ResNetConfig) -> None:
 
 
 class ResNetC4(nn.Module):
-    """Stem, res2, res3, res4: [N, 3, H, W] -> [N, 16w, H/16, W/16]."""
+    """The backbone: stem, res2, res3 and res4, [N, 3, H, W] -> [N, 16w, H/16, W/16]."""
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
         self.config = config
         self.stem = Stem(config)
-        self.res2 = nn.Sequential(*_stage(config, 2, stride=1))
-        self.res3 = nn.Sequential(*_stage(config, 3, stride=2))
-        self.res4 = nn.Sequential(*_stage(config, 4, stride=2))
+        self.res2 = nn.Sequential(*_make_stage(config, 2, stride=1))
+        self.res3 = nn.Sequential(*_make_stage(config, 3, stride=2))
+        self.res4 = nn.Sequential(*_make_stage(config, 4, stride=2))
         _initialise(self, config)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.res4(self.res3(self.res2(self.stem(images))))
 
     def freeze(self, stages: int) -> "ResNetC4":
-        """Freeze the first `stages` of stem, res2, res3, res4; live batch norms there become frozen ones."""
+        """Freeze the first `stages` of stem, res2, res3, res4, as freeze_module does, and return the network."""
         for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
             freeze_module(stage)
         return self
 
 
 class Res5(nn.Module):
-    """The last stage, applied to pooled regions: [K, 16w, h, w] -> [K, 32w, h, w]; half the size if not dilated.
+    """The last stage, for pooled regions: [K, 16w, h, w] -> [K, 32w, h, w], or half of h and w if not dilated.
 
-    Its parameters are named as those of detectron2's `roi_heads.res5`: `0.conv1.weight`, ...
+    Its parameters have the names of detectron2's `roi_heads.res5`: `0.conv1.weight`, ...
     """
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
         self.config = config
         stride, dilation = (1, 2) if config.res5_dilated else (2, 1)
-        for index, block in enumerate(_stage(config, 5, stride, dilation)):
+        for index, block in enumerate(_make_stage(config, 5, stride, dilation)):
             self.add_module(str(index), block)
         _initialise(self, config)
 
@@ -290,12 +291,12 @@ class Res5(nn.Module):
 
 
 def freeze_module(module: nn.Module) -> None:
-    """Parameters of `module` get no gradient any more, and its live batch norms become frozen ones."""
+    """Stop the gradients of all parameters of `module`, and replace its trainable batch norms by frozen ones."""
     for conv in module.modules():
-        if isinstance(conv, NormedConv) and isinstance(live := conv.norm, nn.BatchNorm2d):
-            conv.norm = FrozenNorm(live.num_features).to(live.weight)
+        if isinstance(conv, NormedConv) and isinstance(trainable := conv.norm, nn.BatchNorm2d):
+            conv.norm = FrozenNorm(trainable.num_features).to(trainable.weight)
             for name, buffer in conv.norm.named_buffers():
-                buffer.copy_(getattr(live, name).detach())
+                buffer.copy_(getattr(trainable, name).detach())
     module.requires_grad_(False)
 
 
@@ -306,7 +307,7 @@ def fold_norms(module: nn.Module) -> None:
     """
     for conv in module.modules():
         if isinstance(conv, NormedConv):
-            weight, bias = conv.folded()
+            weight, bias = conv.fold()
             conv.weight = nn.Parameter(weight.detach(), requires_grad=False)
             conv.bias = nn.Parameter(bias.detach(), requires_grad=False)
             conv.norm = nn.Identity()

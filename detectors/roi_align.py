@@ -1,8 +1,8 @@
-"""RoIAlign with one sample a cell, as torchvision.ops.roi_align(sampling_ratio=1, aligned=False) computes it.
+"""RoIAlign with one sample per cell, as torchvision.ops.roi_align(sampling_ratio=1, aligned=False) computes it.
 
 A sample is a weighted sum of the four cells around it, which an embedding bag computes. For channels-last maps on a CPU
 this takes a tenth of torchvision's time, mostly because the gradient keeps the layout.
-Shape letters: K boxes, N maps, C channels, h w cells of a map, S samples a side.
+Shape letters: K boxes, N maps, C channels, h w cells of a map, S samples per side.
 """
 
 from collections.abc import Sequence
@@ -11,28 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MAX_OUTPUTS = 2**31 - 1  # of one embedding bag: on GPUs its gradient counts them in 32 bits
+_MAX_OUTPUTS = 2**31 - 1  # numbers from one embedding bag: on GPUs its gradient counts them in 32 bits
 
 
 def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -> Tensor:
-    """[K, C, S, S], channels last, from maps of one or more sizes, each group [n, C, h, w].
+    """Pool rois to [K, C, S, S], channels last.
 
-    In float32 even under autocast: half precision would move the sampling points. float64 stays what it is.
-    rois [K, 5]: number of the map, 0..N-1 over all groups; xyxy in input pixels. They get no gradient.
-    scale: cells an input pixel.
+    Computes in float32 even under autocast, because half precision would move the sampling points; or in float64.
+
+    Args:
+        groups: The maps [n, C, h, w]: one group for each size.
+        rois: [K, 5]: index of the map, 0..N-1 over all groups, and xyxy in input pixels. They get no gradient.
+        scale: Cells per input pixel.
     """
     dtype = torch.promote_types(groups[0].dtype, torch.float32)
     with torch.autocast(rois.device.type, enabled=False):
         flat = [maps.to(dtype).permute(0, 2, 3, 1).flatten(0, 2) for maps in groups]
         flat = flat[0] if len(flat) == 1 else torch.cat(flat)  # (all cells, C)
-        layout, at_a_time = _layout(groups), max(1, _MAX_OUTPUTS // (size * size * flat.shape[1]))
-        samples = [_samples(flat, layout, some, size, scale) for some in rois.detach().to(dtype).split(at_a_time)]
+        layout, chunk_size = _make_layout(groups), max(1, _MAX_OUTPUTS // (size * size * flat.shape[1]))
+        samples = [_sample(flat, layout, chunk, size, scale) for chunk in rois.detach().to(dtype).split(chunk_size)]
     samples = samples[0] if len(samples) == 1 else torch.cat(samples)
     return samples.view(-1, size, size, flat.shape[1]).permute(0, 3, 1, 2)
 
 
-def _samples(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float) -> Tensor:
-    """[K * S * S, C]."""
+def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float) -> Tensor:
+    """Return the samples [K * S * S, C] of rois [K, 5] from all cells `flat` [cells, C]."""
     number, x1, y1, x2, y2 = rois.unbind(1)
     first, height, width = layout[number.long()].unbind(1)
     down, rows = _neighbours(y1 * scale, y2 * scale, size, height[:, None])
@@ -43,23 +46,23 @@ def _samples(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float
     return F.embedding_bag(cells.view(-1, 4), flat, per_sample_weights=shares.view(-1, 4), mode="sum")
 
 
-def _layout(groups: Sequence[Tensor]) -> Tensor:
-    """int64 [N, 3]: where the cells of each map begin among those of all, its height and its width."""
+def _make_layout(groups: Sequence[Tensor]) -> Tensor:
+    """Return each map's first cell among those of all maps, its height and its width, int64 [N, 3]."""
     layout, first, device = [], 0, groups[0].device
     for maps in groups:
         number, _, height, width = maps.shape
         firsts = torch.arange(number, device=device) * (height * width) + first
-        # Of numbers that the host knows: a copy of a list would wait for the device.
+        # Made on the device: copying a list from the host would wait for the device.
         layout.append(torch.stack([firsts, torch.full_like(firsts, height), torch.full_like(firsts, width)], dim=1))
         first += number * height * width
     return torch.cat(layout)
 
 
 def _neighbours(first: Tensor, last: Tensor, size: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights and indices, float and int64 [K, S, 2], of the two cells beside each of S samples of an interval.
+    """Return weights and indices [K, S, 2] of the two cells next to each of S samples of an interval.
 
-    first, last [K]: the intervals, in cells; each is made at least one cell long. cells, int64 [K, 1]: how many the map
-    has. A sample beyond -1 or `cells` is 0; one between there and the outermost cell has that cell's value.
+    first and last [K] bound the intervals in cells; each is made at least one cell long. `cells`, int64 [K, 1], is the
+    map's number of cells. Samples before -1 or after `cells` are 0; up to there, they have the outermost cell's value.
     """
     each = (last - first).clamp(min=1) / size
     numbers = torch.arange(size, dtype=first.dtype, device=first.device)
@@ -67,7 +70,7 @@ def _neighbours(first: Tensor, last: Tensor, size: int, cells: Tensor) -> tuple[
     inside = (positions >= -1) & (positions <= cells)
     end = cells - 1
     positions = torch.minimum(positions.clamp(min=0), end.to(positions.dtype))
-    before = torch.minimum(positions.long().clamp(min=0), end)  # also of a position that is not a number
+    before = torch.minimum(positions.long().clamp(min=0), end)  # clamped for NaN, too
     share = positions - before
     shares = torch.stack([1 - share, share], dim=-1) * inside[:, :, None]
     return shares, torch.stack([before, torch.minimum(before + 1, end)], dim=-1)

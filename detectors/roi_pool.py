@@ -1,8 +1,8 @@
-"""RoIPool on a CPU, channels last: what torchvision.ops.roi_pool computes, bit for bit, in a third of its time.
+"""RoIPool on a CPU, channels last: bit-equal to torchvision.ops.roi_pool, in a third of its time.
 
-A bin is a rectangle of cells. The maxima of all windows of 1, 2, 4, ... by 1, 2, 4, ... cells are computed once an
-image; the maximum of any rectangle is then that of four such windows, which lie over its corners and may overlap.
-Shape letters: K boxes, C channels, h w cells of the map, S cells a side of what is pooled, L M window sizes.
+A bin is a rectangle of cells. The maxima of all windows of 1, 2, 4, ... by 1, 2, 4, ... cells are computed once per
+image. The maximum of any rectangle is then that of four such windows, which cover its corners and may overlap.
+Shape letters: K boxes, C channels, h w cells of the map, S cells per side of a pooled box, L M window sizes.
 """
 
 from collections.abc import Iterator
@@ -12,39 +12,40 @@ from torch import Tensor
 
 
 def roi_pool_chunks(
-    c4: Tensor, boxes: Tensor, size: int, scale: float, at_a_time: int, dtype: torch.dtype
+    c4: Tensor, boxes: Tensor, size: int, scale: float, chunk_size: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """[k, C, S, S] of `dtype`, channels last, of each `at_a_time` boxes [K, 4] (input pixels) of a map [C, h, w].
+    """Yield boxes [K, 4] (input pixels) pooled from a map [C, h, w], `chunk_size` at a time.
 
-    scale: cells an input pixel. Rounding to `dtype` keeps the order of numbers, so it may come before the maximum.
+    A chunk is [k, C, S, S] of `dtype`, channels last. Rounding to `dtype` keeps the order of numbers, so the maximum is
+    taken after it. scale is cells per input pixel.
     """
     channels, height, width = c4.shape
-    down = _bins(boxes[:, 1], boxes[:, 3], size, scale, height)
-    across = _bins(boxes[:, 0], boxes[:, 2], size, scale, width)
+    down = _compute_bins(boxes[:, 1], boxes[:, 3], size, scale, height)
+    across = _compute_bins(boxes[:, 0], boxes[:, 2], size, scale, width)
     rows, columns = _log2(down), _log2(across)
-    # [L, M, h, w, C]: windows of 2^l by 2^m cells that begin at each cell.
-    levels = _windows(c4.permute(1, 2, 0).to(dtype), 0, int(rows.max()))
-    windows = torch.stack([torch.stack(_windows(level, 1, int(columns.max()))) for level in levels])
+    # [L, M, h, w, C]: maxima of windows of 2^l by 2^m cells that begin at each cell.
+    levels = _window_maxima(c4.permute(1, 2, 0).to(dtype), 0, int(rows.max()))
+    windows = torch.stack([torch.stack(_window_maxima(level, 1, int(columns.max()))) for level in levels])
     wide = windows.shape[1]
     windows = windows.view(-1, channels)
     tops = (down[0].clamp(max=height - 1), (down[1] - 2**rows).clamp(min=0))
     lefts = (across[0].clamp(max=width - 1), (across[1] - 2**columns).clamp(min=0))
     level = (rows[:, :, None] * wide + columns[:, None, :]) * height
     empty = (down[1] <= down[0])[:, :, None] | (across[1] <= across[0])[:, None, :]
-    for start in range(0, len(boxes), at_a_time):
-        some = slice(start, start + at_a_time)
+    for start in range(0, len(boxes), chunk_size):
+        chunk = slice(start, start + chunk_size)
         pooled = None
         for top in tops:
             for left in lefts:
-                window = (level[some] + top[some, :, None]) * width + left[some, None, :]
+                window = (level[chunk] + top[chunk, :, None]) * width + left[chunk, None, :]
                 maxima = windows.index_select(0, window.flatten())
                 pooled = maxima if pooled is None else torch.maximum(pooled, maxima, out=pooled)
-        pooled[empty[some].flatten()] = 0
+        pooled[empty[chunk].flatten()] = 0
         yield pooled.view(-1, size, size, channels).permute(0, 3, 1, 2)
 
 
-def _bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """The first cell and the one behind the last of `size` bins of K intervals, int64 [K, S]; float32, as Caffe."""
+def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
+    """Return the start and end (exclusive) cells of `size` bins of K intervals, int64 [K, S]; float32 as in Caffe."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
     numbers = torch.arange(size, dtype=each.dtype)
@@ -53,12 +54,12 @@ def _bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> t
 
 
 def _log2(bins: tuple[Tensor, Tensor]) -> Tensor:
-    """int64 [K, S]: the largest power of two that is no longer than each bin."""
+    """Return the exponent of the largest power of two that is at most the length of each bin, int64 [K, S]."""
     return (bins[1] - bins[0]).clamp(min=1).double().log2().floor().long()
 
 
-def _windows(cells: Tensor, axis: int, levels: int) -> list[Tensor]:
-    """Maxima over 1, 2, 4, ... 2^levels cells along an axis; over fewer where a window would pass the end."""
+def _window_maxima(cells: Tensor, axis: int, levels: int) -> list[Tensor]:
+    """Return maxima over 1, 2, 4, ... 2^levels cells along an axis; windows at the end of the axis are shorter."""
     windows = [cells]
     for level in range(levels):
         before, step = windows[-1], 2**level

@@ -1,10 +1,10 @@
 """Detect regions in every image shard that has none yet from this detector: `vlbert detect`.
 
-Prints a line per shard, and one about the whole stage at the end.
-Any number of these may run at once, on any machines: each claims the shard that it is at work on (storage/claims.py).
-One that finds no shard free waits for those of the others. A run that was stopped goes on where it was.
-Exit status: 0 when no shard is left; 1 when the input or a setting is wrong, which running again does not change; 75
-(EX_TEMPFAIL) when the storage is out of reach: run it again later.
+Prints a line per shard, and a summary of the stage at the end.
+Any number of processes may run at once, on any machines: each claims the shard that it processes (storage/claims.py),
+and waits if all remaining shards are claimed. A stopped run resumes when it is started again.
+Exit status: 0 if no shard is left; 1 if the input or a setting is wrong, so that running again does not help; 75
+(EX_TEMPFAIL) if the storage is unreachable and the run should be started again later.
 """
 
 import dataclasses
@@ -36,54 +36,53 @@ if TYPE_CHECKING:
     from detectors.faster_rcnn import FasterRCNNConfig
 
 IMAGES = "images"
-# Status of an image for which the network's numbers overflow, and of one in which there is nothing.
+# Status of an image: the network's numbers overflow; no region is found.
 NOT_FINITE, NO_REGIONS = "not_finite", "no_regions"
-# Of one that cannot be read, of one whose regions no reader would take, and of one whose row of an imported file is
-# unusable: faults of the detector, the last two.
+# The sample is unreadable; its regions are invalid; its row in a feature file is unusable.
 BAD_SAMPLE, BAD_REGIONS, BAD_FEATURES = "bad_sample", "bad_regions", "bad_features"
-_FAULTS = (NOT_FINITE, BAD_REGIONS, BAD_FEATURES)
-# Samples handed to a detector at a time: enough to find batches of equal size, and few decoded images in memory.
+_FAULTS = (NOT_FINITE, BAD_REGIONS, BAD_FEATURES)  # errors of the detector, not of the image
+# Samples that a detector gets at a time: enough to form batches of equal size, few enough to fit in memory.
 _GROUP = 32
-_SEED = 0  # of random weights
+_SEED = 0  # seed of random weights
 _RANDOM = {"random_init": True, "seed": _SEED}
-# Exit status for "try again later", as sysexits.h has it.
+# Exit status for "try again later" in sysexits.h.
 STORAGE_UNREACHABLE = os.EX_TEMPFAIL
 
 
 def stage_of(detector: Detector) -> str:
-    """The stage that holds this detector's regions."""
+    """Return the name of the stage with this detector's regions."""
     return f"regions/{detector.id}"
 
 
 def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
-    """Detect one shard of `images` and commit it; False where another writer was first.
+    """Detect regions in one shard of `images` and commit them. Return False if another writer was first.
 
-    The new shard has one row for each ok row of the old one, ok or saying why there are no regions. A shard without any
-    ok row keeps all its rows, with status `no_image`, so that it is not taken for unfinished.
+    The new shard has one row for each ok row of the images, with status ok or the reason for missing regions. If no row
+    is ok, the new shard has all rows with status `no_image`, so that it counts as finished.
     """
     manifest = catalog.manifest(IMAGES, shard)
     before = catalog.revisions(stage_of(detector), shard)[-1:]
     if before and before[0].meta.get("source") == manifest.as_source():
         return False
     rows, samples = [], []
-    for row, sample, found in _found(catalog, manifest, detector):
-        if isinstance(found, Regions):
-            sample = dataclasses.replace(sample, regions=found)
+    for row, sample, result in _detect_rows(catalog, manifest, detector):
+        if isinstance(result, Regions):
+            sample = dataclasses.replace(sample, regions=result)
             try:
                 check_sample(sample)
             except ValueError as error:
-                found = f"{BAD_REGIONS}: {error}"
-        if isinstance(found, Regions):
+                result = f"{BAD_REGIONS}: {error}"
+        if isinstance(result, Regions):
             rows.append(Row(row["row"], row["key"], OK, url=row["url"], license=row["license"]))
             samples.append(sample)
         else:
-            status, _, detail = found.partition(": ")
+            status, _, detail = result.partition(": ")
             rows.append(Row(row["row"], row["key"], status, detail, row["url"], row["license"]))
     processed = [row for row in rows if row.status in (OK, NO_REGIONS, *_FAULTS)]
     if len(processed) > 1 and all(row.status in _FAULTS for row in processed):
         raise ValueError(
-            f"shard {shard}: {processed[0].detail}, and so in all of the {len(processed)} images that the detector "
-            "looked at: are these its weights, or is it the right file? Nothing was committed"
+            f"shard {shard}: {processed[0].detail}, and the regions of all {len(processed)} images that were processed "
+            "are unusable. Nothing was committed; check that the weight or feature file is the right one"
         )
     if not rows:
         rows = [
@@ -98,37 +97,38 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     return commit_shard(catalog, stage_of(detector), shard, samples, rows, meta, before[0] if before else None)
 
 
-def _found(
+def _detect_rows(
     catalog: Catalog, manifest: Manifest, detector: Detector
 ) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
-    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable."""
+    """Yield each ok row of the manifest, its sample and its regions; or None and the reason if it is unreadable."""
     rows = manifest.ok().to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
         group = list(islice(samples, _GROUP))
-        good = [sample for sample in group if isinstance(sample, Sample)]
-        found = dict(zip([sample.key for sample in good], detector.detect(good), strict=True))
+        readable = [sample for sample in group if isinstance(sample, Sample)]
+        results = dict(zip([sample.key for sample in readable], detector.detect(readable), strict=True))
         for row, sample in zip(rows[start : start + _GROUP], group, strict=True):
             if isinstance(sample, Sample):
-                yield row, sample, found[sample.key]
+                yield row, sample, results[sample.key]
             else:
-                # Without the tar's path: a shard gives the same manifest wherever its root is mounted.
+                # Without the tar's path, so that the manifest does not depend on where the root is mounted.
                 yield row, None, f"{BAD_SAMPLE}: {sample.__cause__}"
 
 
 def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], object] = print) -> int:
-    """Detect all shards that are pending, and return how many this process committed. It ends when none is pending.
+    """Detect regions in all pending shards, and return how many shards this process committed.
 
-    say: gets a line after each shard that was detected here, and lines about the shards of others that this process
-    waits for. Images and regions in them are those that this process committed; shards are those of all.
+    Returns only when no shard is pending. `say` gets a progress line after each shard of this process, and lines about
+    shards of other processes that this one waits for. The lines count images and regions of this process, but shards of
+    all processes.
     """
     if not catalog.shards(IMAGES):
-        where = catalog.store.uri(f"{catalog.dataset}/{IMAGES}")
-        raise ValueError(f"no shard is committed in {where}; collect the images first, or check the dataset's name")
+        folder = catalog.store.uri(f"{catalog.dataset}/{IMAGES}")
+        raise ValueError(f"no shard is committed in {folder}; collect the images first, or check the dataset's name")
     stage, started = stage_of(detector), time.monotonic()
-    still = partial(catalog.pending, IMAGES, stage)
-    pending, committed, counts = still(), 0, Counter(images=0, regions=0)
-    with Claims(catalog.store, catalog.path(stage, "")) as claims, closing(claims.each(pending, still, say)) as ours:
+    update = partial(catalog.pending, IMAGES, stage)
+    pending, committed, counts = update(), 0, Counter(images=0, regions=0)
+    with Claims(catalog.store, catalog.path(stage, "")) as claims, closing(claims.each(pending, update, say)) as ours:
         for shard, left in ours:
             if detect_shard(catalog, shard, detector):
                 committed += 1
@@ -143,7 +143,7 @@ def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], ob
 
 
 def make_detector(config: DetectionConfig) -> Detector:
-    """Return the detector of this config, its weights loaded."""
+    """Make the detector of this config, and load its weights."""
     if config.backend == "imported":
         from detectors.imported import ImportedDetector
 
@@ -152,29 +152,29 @@ def make_detector(config: DetectionConfig) -> Detector:
         from detectors.annotated import AnnotatedDetector
 
         return AnnotatedDetector(Path(config.annotations))
-    # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
+    # Imported here, because torch and torchvision take seconds to import and the annotated backend needs neither.
     from detectors.detect import FasterRCNNDetector, network_class
     from detectors.weights.files import load_weights
 
-    network = network_class(config.backend).random_init(_network(config), _SEED)
+    network = network_class(config.backend).random_init(_network_config(config), _SEED)
     weights = _RANDOM if config.random_init else load_weights(network, Path(config.weights))
     return FasterRCNNDetector(network, weights, config, config.backend)
 
 
 def identify(config: DetectionConfig) -> str:
-    """Return the id of that detector. No network is made for it: of weights, the file is hashed and its header read."""
+    """Return the id of that detector without making its network: the weight file is hashed, and its header is read."""
     if config.backend in ("annotated", "imported"):
         return make_detector(config).id
     from detectors.detect import describe_detector  # here, as above
     from detectors.weights.files import describe_weights
 
-    network = _network(config)
+    network = _network_config(config)
     weights = _RANDOM if config.random_init else describe_weights(Path(config.weights), network)
     return describe_detector(network, weights, config, config.backend)[0]
 
 
-def _network(config: DetectionConfig) -> "FasterRCNNConfig":
-    """Which network: the preset's or that of the weight file, with the overrides."""
+def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
+    """Return the network of the preset or the weight file, with the overrides."""
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config
 
@@ -189,14 +189,14 @@ def detect(
 ) -> None:
     """Detect regions in every image shard that has none yet from this detector.
 
-    It is a network, a file of annotations, or files of features that others have computed:
+    The detector is a network, an annotation file, or feature files of another project:
 
         vlbert detect ROOT DATASET --weights FILE
         vlbert detect ROOT DATASET --backend annotated --annotations FILE
         vlbert detect ROOT DATASET --backend imported --imported.files FILE --keep_features
 
     Args:
-        dataset: the images, as they were collected
+        dataset: name of the dataset with the collected images
     """
     exit_at_sigterm()
     say = partial(print, flush=True)
@@ -204,7 +204,7 @@ def detect(
         catalog = Catalog(open_store(root), dataset)
         detector = make_detector(config)
         if detector.metadata["random_init"]:
-            print("the network has random weights: its regions mean nothing", file=sys.stderr)
+            print("the network has random weights, so its regions are meaningless", file=sys.stderr)
         detect_pending(catalog, detector, say)
         stage = stage_of(detector)
         rows = ", ".join(f"{count:,} {status}" for status, count in catalog.counts(stage).items())

@@ -1,8 +1,8 @@
-"""The 10-100 rule: which proposals of an image become its regions.
+"""The 10-100 rule, which selects the regions of an image from its proposals.
 
-Every foreground class suppresses among all boxes by its own probabilities; a box's confidence is its highest
-probability in a class in which it survived. Boxes above a threshold are kept, but never fewer than a minimum or more
-than a maximum.
+NMS runs over all boxes once for each foreground class, by the probabilities of the class. A box's confidence is its
+highest probability in a class in which it survives. Boxes with a confidence above a threshold are kept, but at least a
+minimum and at most a maximum of them.
 Shape letters: P boxes, C foreground classes.
 """
 
@@ -12,29 +12,29 @@ import numpy as np
 
 from storage.settings import FORM, check
 
-# The factor by which the floor is lowered when too few boxes survive above it; below _LOWEST_FLOOR it becomes 0.
+# The factor that lowers the floor if too few boxes survive above it; below _LOWEST_FLOOR it becomes 0.
 _LOWER_BY = 0.25
 _LOWEST_FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """The rule's numbers; the defaults are VL-BERT's. Threshold 0.2 and not strict is bottom-up-attention's."""
+    """Settings of the 10-100 rule. The defaults are VL-BERT's; bottom-up-attention has threshold 0.2, not strict."""
 
     __pydantic_config__ = FORM
 
     minimum: int = 10
-    """At least so many boxes, where there are so many: the most confident ones."""
+    """Least number of regions: if fewer boxes pass the threshold, the most confident ones are taken."""
     maximum: int = 100
-    """At most so many boxes: the most confident ones."""
+    """Largest number of regions: if more boxes pass the threshold, the most confident ones are taken."""
     threshold: float = 0.5
-    """Confidence that a box needs, 0..1."""
+    """Confidence that a box needs, 0 to 1."""
     strict: bool = True
-    """A box needs more than `threshold`, not just as much."""
+    """Require a confidence above `threshold`; otherwise, an equal confidence is enough."""
     nms_threshold: float = 0.3
-    """Within a class, a box is suppressed by a more probable one of a higher IoU than this."""
+    """IoU above which, within a class, the less probable of two boxes is suppressed."""
     plus_one: bool = False
-    """Widths are x2 - x1 + 1, as Caffe counts pixels, instead of x2 - x1."""
+    """Compute widths as x2 - x1 + 1, as Caffe does, instead of x2 - x1."""
 
     def __post_init__(self):
         check(self, self.maximum >= 1, "maximum", "at least 1")
@@ -44,16 +44,15 @@ class SelectionSettings:
 
 
 def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: SelectionSettings) -> np.ndarray:
-    """Apply the rule to boxes [P, 4] (xyxy, original-image pixels) with probabilities [P, C], background left out.
+    """Apply the rule to boxes [P, 4] (xyxy in original-image pixels) with foreground probabilities [P, C].
 
-    Returns the indices of the boxes kept, int64 [K]: ascending, unless minimum or maximum decided, then most confident
-    first.
-    Exact, although only pairs (box, class) above a floor are considered: a pair is only suppressed by a more probable
-    one of the same class, so pairs below the floor change nothing above it.
+    Returns the indices of the kept boxes, int64 [K]: in ascending order or, if minimum or maximum applies, most
+    confident first. Only pairs of box and class above a floor are considered. The result is still exact: a pair is only
+    suppressed by a more probable one of the same class, so pairs below the floor change nothing above it.
     """
     if not len(boxes):
         return np.zeros(0, np.int64)
-    overlaps = overlapping(boxes.astype(np.float32), settings)
+    overlaps = find_overlaps(boxes.astype(np.float32), settings)
     probs = foreground_probs.astype(np.float32)
     wanted = min(settings.minimum, len(boxes))
     floor = settings.threshold
@@ -70,10 +69,10 @@ def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: Se
 
 
 def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float = 0.0) -> np.ndarray:
-    """float32 [P]: each box's highest probability >= floor in a class in which it is not suppressed, or 0.
+    """Return each box's highest probability >= floor in a class in which it survives NMS, or 0: float32 [P].
 
-    overlaps bool [P, P]: which boxes suppress each other. All classes proceed together: step k decides about the box of
-    rank k in each class.
+    overlaps bool [P, P] is from find_overlaps. All classes are processed together: step k handles the box of rank k in
+    each class.
     """
     probs = probs[:, (probs >= floor).any(axis=0)]
     if not probs.size:
@@ -91,8 +90,8 @@ def _passes(confidence: np.ndarray, threshold: float, settings: SelectionSetting
     return confidence > threshold if settings.strict else confidence >= threshold
 
 
-def overlapping(boxes: np.ndarray, settings: SelectionSettings) -> np.ndarray:
-    """bool [P, P]: which pairs of different boxes overlap by more than nms_threshold."""
+def find_overlaps(boxes: np.ndarray, settings: SelectionSettings) -> np.ndarray:
+    """Return which pairs of different boxes have an IoU above nms_threshold, bool [P, P]."""
     x1, y1, x2, y2 = boxes.T
     extra = np.float32(settings.plus_one)
     area = (x2 - x1 + extra) * (y2 - y1 + extra)
@@ -101,7 +100,7 @@ def overlapping(boxes: np.ndarray, settings: SelectionSettings) -> np.ndarray:
     intersection = np.maximum(width, 0) * np.maximum(height, 0)
     union = area[:, None] + area[None, :] - intersection
     iou = np.divide(intersection, union, out=np.zeros_like(union), where=union > 0)
-    # A double on the right: torchvision compares the single-precision IoU with the threshold in double precision.
+    # float64 as in torchvision, which compares the float32 IoU with a float64 threshold.
     suppressing = iou > np.float64(settings.nms_threshold)
     np.fill_diagonal(suppressing, False)
     return suppressing

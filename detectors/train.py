@@ -4,8 +4,8 @@
     torchrun --nproc-per-node N -m detectors.train RECIPE [--field value ...]
 
 RECIPE is a function of detectors/recipes.py; fields are those of its dataclasses, such as --root FOLDER or
---optimizer.learning_rate 1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so. It
-leaves ROOT/runs/RUN/weights.safetensors, which `vlbert detect` and `verify-detector` read. docs/detector.md tells more.
+--optimizer.learning_rate 1e-4. A stopped run resumes from its last checkpoint. A complete run writes
+ROOT/runs/RUN/weights.safetensors, which `vlbert detect` and `verify-detector` read. For details see docs/detector.md.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ class DetectorRun(Run):
 
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
-    """Train from the start or from the last checkpoint to the end; returns the metrics of the last validation."""
+    """Train from the start or the last checkpoint to the end, and return the metrics of the last validation."""
     check_shares(recipe, world.size)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -122,24 +122,24 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 
 
 def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
-    """Read the annotations, and build the network: a new one or that of the run's last checkpoint."""
+    """Read the annotations, and build a new network or load that of the run's last checkpoint."""
     store = open_store(recipe.root)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
     folder = open_folder(store, saved[-1]) if saved else None
     state = folder.state if folder else {"step": 0}
     if not saved:
-        check_decay(recipe.optimizer, recipe.steps)  # one that has begun may be ended early
+        check_decay(recipe.optimizer, recipe.steps)  # not for a resumed run, which may be ended early
     else:
         check_same(recipe, folder.json(CONFIG), folder.uri)
-    # On one rank: Visual Genome's files take minutes and gigabytes to read.
+    # Read on one rank only: Visual Genome's files take minutes and gigabytes to read.
     truth = distributed.broadcast(read_ground_truth(recipe.data) if world.first else None, world)
     check_names(recipe, truth)
     if saved and state["data"] != truth.hash:
         raise ValueError(
-            f"{store.uri(saved[-1])} was trained on other annotations ({state['data']}, these are {truth.hash}): "
-            "images, boxes or names have changed. Put them back, or start another run: --run_name=NAME"
+            f"{store.uri(saved[-1])} was trained on other annotations ({state['data']}, now {truth.hash}): images, "
+            "boxes or names have changed. Restore them, or start a new run with --run_name=NAME"
         )
-    torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
+    torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same random weights on every rank
     network = FasterRCNN(recipe.network)
     network.backbone.freeze(recipe.frozen_stages)
     if saved:
@@ -163,11 +163,11 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     _describe(run, say)
     if run.step >= recipe.steps:
         say(f"{recipe.run} is complete: {store.uri(saved[-1])} has step {run.step} of {recipe.steps}")
-        # A run may be stopped between its last checkpoint and here, or be ended early with steps=STEP.
+        # Written again: the run may have been stopped after its last checkpoint, or ended early with steps=STEP.
         if world.first:
             say(write_result(run, run.step, state["validation"]))
     elif saved:
-        say(f"{recipe.run} goes on from {store.uri(saved[-1])}, step {run.step} of {recipe.steps}")
+        say(f"{recipe.run} resumes from {store.uri(saved[-1])}, step {run.step} of {recipe.steps}")
     return run
 
 
@@ -179,21 +179,21 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
         f"classes, {len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters "
         f"trained, on {run.world.size} x {run.world.device.type}"
     )
-    for why, count in run.truth.skipped.items():
-        say(f"skipped: {count} {why}")
+    for reason, count in run.truth.skipped.items():
+        say(f"skipped: {count} {reason}")
     if not run.truth.held_out:
-        say("there will be no validation: neither data.held_out_list nor data.held_out_last names an image")
+        say("there will be no validation: neither data.held_out_list nor data.held_out_last selects an image")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _result(recipe: DetectorRecipe) -> str:
+def _result_path(recipe: DetectorRecipe) -> str:
     return f"runs/{recipe.run}/weights.safetensors"
 
 
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
-    """Write the weights of step `done`, with frozen norms, for detectors.run; returns a line that says where."""
+    """Write the weights of step `done`, with frozen norms, for detectors.run; return a message with path and size."""
     recipe, store = run.recipe, run.writer.store
     tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
@@ -215,72 +215,74 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         file = Path(folder) / "weights.safetensors"
         sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
-        store.put(_result(recipe), file)
-    return f"{store.uri(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
+        store.put(_result_path(recipe), file)
+    return f"{store.uri(_result_path(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def check_complete(recipe: DetectorRecipe) -> None:
-    """ValueError where a setting that depends on the machine or the data is missing."""
+    """Raise ValueError if a setting that depends on the machine or the data is missing."""
     data, attributes = recipe.data, recipe.network.num_attributes
     start = recipe.init_from
     for holds, message in (
-        (recipe.root, "root is not set; give --root=FOLDER or --root=s3://bucket/prefix, for the run's files"),
+        (recipe.root, "root is not set; give --root=FOLDER or --root=s3://bucket/prefix for the run's files"),
         (
             (data.annotations is None) != (data.objects is None),
-            "give either --data.annotations=FILE, in COCO's detection format, or --data.objects=FILE, Visual Genome's "
-            "scene_graphs.json",
+            "give either --data.annotations=FILE (COCO's detection format) or --data.objects=FILE (Visual Genome's "
+            "scene_graphs.json)",
         ),
-        (data.images, "data.images is not set; give the folders of the images: --data.images FOLDER FOLDER"),
+        (data.images, "data.images is not set; give the folders with the images: --data.images FOLDER FOLDER"),
         (
             data.classes or not data.objects,
-            "Visual Genome's objects have names of any kind; give data.classes=objects_vocab.txt",
+            "data.classes is not set, but Visual Genome's objects have arbitrary names; give "
+            "--data.classes=objects_vocab.txt",
         ),
         (
             bool(attributes) == bool(data.attribute_names),
-            f"the network has {attributes} attributes, and data.attribute_names is {data.attribute_names}; give both, "
-            "as data.attribute_names=attributes_vocab.txt, or neither: --network.num_attributes=0",
+            f"the network has {attributes} attributes, but data.attribute_names is {data.attribute_names}; give both, "
+            "as with --data.attribute_names=attributes_vocab.txt, or neither, with --network.num_attributes=0",
         ),
         (
             start or recipe.random_init,
-            "the network has no weights to start from; give --init_from=FILE, an ImageNet ResNet's or a detector's, or "
-            "start from random ones: --random_init",
+            "the network has no weights to start from; give --init_from=FILE (an ImageNet ResNet or a detector), or "
+            "start from random weights with --random_init",
         ),
-        (not start or Path(start).is_file(), f"init_from is {start}, and there is no such file"),
+        (not start or Path(start).is_file(), f"init_from is {start}, but this file does not exist"),
     ):
         if not holds:
             raise ValueError(message)
 
 
 def check_shares(recipe: DetectorRecipe, world_size: int) -> None:
-    """ValueError where the processes cannot share the batch evenly."""
+    """Raise ValueError if the batch cannot be split evenly over the ranks."""
     if recipe.data.batch % world_size:
         raise ValueError(
-            f"data.batch = {recipe.data.batch} cannot be shared by {world_size} processes; choose a multiple"
+            f"data.batch is {recipe.data.batch}, which cannot be split over {world_size} processes; set a multiple"
         )
 
 
 def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:
-    """ValueError where the lists of names are not as long as the network's heads."""
-    for what, names in (("classes", truth.classes), ("attributes", truth.attribute_names)):
-        wanted = getattr(recipe.network, f"num_{what}")
-        if len(names) != wanted:
+    """Raise ValueError if the numbers of classes or attributes differ between the data and the network."""
+    for kind, names in (("classes", truth.classes), ("attributes", truth.attribute_names)):
+        expected = getattr(recipe.network, f"num_{kind}")
+        if len(names) != expected:
             raise ValueError(
-                f"the data has {len(names)} {what}, the network {wanted}; set network.num_{what}={len(names)}"
+                f"the data has {len(names)} {kind}, but the network has {expected}; set "
+                f"--network.num_{kind}={len(names)}"
             )
 
 
-def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
-    """ValueError where a setting that a run must keep was changed; files may move, but not change."""
+def check_same(recipe: DetectorRecipe, saved: dict, checkpoint: str) -> None:
+    """Raise ValueError if a setting that affects results differs from the checkpoint; files may be moved."""
     fixed = {"network", "sampling", "optimizer", "frozen_stages", "precision"}
     fixed |= {"data.batch", "data.flip", "data.seed"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(saved)):
         if name in fixed or name.split(".")[0] in fixed:
             raise ValueError(
-                f"{where} was trained with {name}={before}, but the recipe has {now}. Restore it, or start another "
-                "run: --run_name=NAME"
+                f"{checkpoint} was trained with {name}={before}, but the recipe has {now}. Restore it, or start a new "
+                "run with --run_name=NAME"
             )
 
 

@@ -1,4 +1,4 @@
-"""Detects objects in held-out images and measures VOC's mean average precision, all points."""
+"""Validation of the detector: VOC's mean average precision (all points) on held-out images."""
 
 import numpy as np
 import torch
@@ -15,40 +15,41 @@ from training import distributed
 from training.distributed import World
 from training.loading import batches
 
-SCORE_THRESHOLD = 0.05  # a detection's probability must be higher
-IOU_THRESHOLD = 0.5  # with an object's box, from which a detection is right
-MOST_DETECTIONS = 100  # of an image: the most probable
+SCORE_THRESHOLD = 0.05  # detections must have a higher probability
+IOU_THRESHOLD = 0.5  # least IoU with an object's box of a correct detection
+MOST_DETECTIONS = 100  # per image: the most probable ones
 
 
 @torch.inference_mode()
 def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[Detections, np.ndarray]:
-    """Detections of one image [1, 3, H, W], most probable first, and the proposals [P, 4] that they come from; all in
-    pixels of the input."""
+    """Detect objects in an image [1, 3, H, W], most probable first, and return them with the proposals [P, 4]."""
     height, width = pixels.shape[2:]
     c4 = network.backbone(pixels)
     logits, deltas = network.rpn(c4)
     (proposals,), _ = network.proposals(logits, deltas, height, width)
     if not len(proposals):
-        return _detections(proposals, proposals[:, 0], proposals[:, 0].long()), proposals.cpu().numpy()
+        return _to_detections(proposals, proposals[:, 0], proposals[:, 0].long()), proposals.cpu().numpy()
     outputs = network.heads(network.roi_features(c4, [proposals]))
     probs = outputs.class_logits.softmax(dim=1)[:, :-1]
-    of, labels = (probs > SCORE_THRESHOLD).nonzero(as_tuple=True)
-    scores = probs[of, labels]
-    boxes = network.regressed(proposals[of], outputs.box_deltas[of], labels, height, width)
-    # In double precision: classes are moved apart by adding to their boxes, which would round them.
+    indices, labels = (probs > SCORE_THRESHOLD).nonzero(as_tuple=True)
+    scores = probs[indices, labels]
+    boxes = network.regress_boxes(proposals[indices], outputs.box_deltas[indices], labels, height, width)
+    # In double precision: batched_nms adds an offset to the boxes of each class, which would round them in float32.
     kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, nms_threshold)[:MOST_DETECTIONS]
-    return _detections(boxes[kept], scores[kept], labels[kept]), proposals.cpu().numpy()
+    return _to_detections(boxes[kept], scores[kept], labels[kept]), proposals.cpu().numpy()
 
 
-def _detections(boxes: Tensor, scores: Tensor, labels: Tensor) -> Detections:
+def _to_detections(boxes: Tensor, scores: Tensor, labels: Tensor) -> Detections:
     return Detections(boxes.cpu().numpy(), scores.cpu().numpy(), labels.cpu().numpy())
 
 
 def validate(
     network: FasterRCNN, recipe: DetectorRecipe, images: list[LabelledImage], classes: tuple[str, ...], world: World
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics and one row a class, over the images of all ranks: mAP, and `proposal_recall`, the share of objects whose
-    IoU with a proposal reaches the threshold."""
+    """Return the metrics over the images of all ranks, and one row per class.
+
+    `proposal_recall` is the share of objects that have an IoU of at least the threshold with a proposal.
+    """
     training = network.training
     network.eval()
     rows, covered, bad = [], 0, 0
@@ -56,29 +57,29 @@ def validate(
     for index, pixels in batches(data, range(len(data)), recipe.data.workers, world.device):
         if isinstance(pixels, str):
             bad += 1
-            print(f"cannot validate on {pixels}", flush=True)
+            print(f"validation skips an unreadable image: {pixels}", flush=True)
             continue
         detections, proposals = detect(network, to_input(pixels, world.device), recipe.validation_nms)
         image, (height, width) = images[index], pixels.shape[:2]
         objects = image.boxes * np.array([width / image.width, height / image.height] * 2, np.float32)
-        right = match_detections(detections, objects, image.labels, IOU_THRESHOLD)
-        rows.append((index, detections.labels, detections.scores, right, image.labels))
-        covered += _covered(proposals, objects)
+        correct = match_detections(detections, objects, image.labels, IOU_THRESHOLD)
+        rows.append((index, detections.labels, detections.scores, correct, image.labels))
+        covered += _count_covered(proposals, objects)
     network.train(training)
-    # In the order of the images: any number of ranks then orders equal scores alike.
+    # Sorted by image, so that the order of equal scores does not depend on the number of ranks.
     rows = sorted(distributed.gather_rows(rows, world), key=lambda row: row[0])
-    covered, bad = (sum(of_rank) for of_rank in zip(*distributed.gather_rows([(covered, bad)], world), strict=True))
-    labels, scores, right, truth = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
+    covered, bad = (sum(by_rank) for by_rank in zip(*distributed.gather_rows([(covered, bad)], world), strict=True))
+    labels, scores, correct, truth = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
     counts = np.bincount(truth.astype(np.int64), minlength=recipe.network.num_classes)
-    results = class_results(labels, scores, right.astype(bool), counts)
+    results = class_results(labels, scores, correct.astype(bool), counts)
     metrics = mean_average_precision(results) | {"proposal_recall": covered / max(1, len(truth))}
     if bad:
         metrics["unreadable_images"] = bad
     return metrics, [row | {"class": classes[row["class"]]} for row in results]
 
 
-def _covered(proposals: np.ndarray, objects: np.ndarray) -> int:
-    """Count the objects [G, 4] that a proposal [P, 4] overlaps by IOU_THRESHOLD."""
+def _count_covered(proposals: np.ndarray, objects: np.ndarray) -> int:
+    """Count the objects [G, 4] that have an IoU of at least IOU_THRESHOLD with a proposal [P, 4]."""
     if not len(proposals) or not len(objects):
         return 0
     iou = torchvision.ops.box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))

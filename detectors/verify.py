@@ -1,10 +1,10 @@
-"""Draw what the weights of a file detect: boxes with names, on images of your own.
+"""Draw detected regions on your own images, with their names, to verify the weights of a detector.
 
     vlbert verify-detector WEIGHTS IMAGE... [--out DIR] [--boxes regressed]
 
-WEIGHTS is a safetensors file (`vlbert convert-detector` makes one of a published file). Each image is normalised as
-in a collection and detected as in detectors.run. Correct weights name what is there, with scores near 1. Classes in a
-wrong order give confident nonsense; wrong tensors give low scores.
+WEIGHTS is a safetensors file (`vlbert convert-detector` converts a published file). Each image is normalised as in a
+collection and processed as in detectors.run. Correct weights give the right names, with scores near 1. Classes in the
+wrong order give wrong names with high scores; wrong tensors give low scores.
 """
 
 from pathlib import Path
@@ -20,31 +20,31 @@ from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.programs import Command, Positional
 from storage.sample import Regions, Sample
 
-_LONGER_SIDE = 900  # pixels of a drawing
-_REGIONS = 15  # that are drawn of an image, the most probable
+_LONGER_SIDE = 900  # of a drawing, in pixels
+_REGIONS = 15  # drawn regions per image: the most probable ones
 
 
 def read_sample(file: Path) -> Sample:
-    """Return an image file as a collection would store it; ValueError where it would not."""
+    """Read an image file as a collection stores it. Raises ValueError if a collection would reject it."""
     try:
         image = normalise(file.read_bytes(), ImageSettings())
     except Refused as error:
-        raise ValueError(f"{file} is no image for the detector: {error.status}: {error.detail}") from error
+        raise ValueError(f"{file} is not a valid image for the detector: {error.status}: {error.detail}") from error
     return Sample(file.stem, image.jpeg, "", "", image.width, image.height, image.sha256, image.flags)
 
 
 def name_regions(regions: Regions, metadata: dict) -> list[str]:
-    """Return each region's attribute and class; without names they are numbers."""
+    """Return the names of each region's attribute and class, or their numbers if the metadata have no names."""
     classes, attributes = metadata["classes"], metadata.get("attribute_names")
-    named = [classes[label] if classes else f"class {label}" for label in regions.labels]
+    class_names = [classes[label] if classes else f"class {label}" for label in regions.labels]
     if regions.attributes is None:
-        return named
-    said = [attributes[number] if attributes else f"attribute {number}" for number in regions.attributes]
-    return [f"{attribute} {name}" for attribute, name in zip(said, named, strict=True)]
+        return class_names
+    adjectives = [attributes[number] if attributes else f"attribute {number}" for number in regions.attributes]
+    return [f"{adjective} {name}" for adjective, name in zip(adjectives, class_names, strict=True)]
 
 
 def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
-    """Print what is found in an image, and draw it into the folder; ValueError where nothing is."""
+    """Detect the regions of an image, print them, and draw them to a file in `folder`; ValueError if there are none."""
     sample = read_sample(file)
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):
@@ -54,7 +54,7 @@ def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
     print(f"{file.name}: {len(regions)} regions, the first {len(names)} drawn in {target}:")
     for number, name in enumerate(names, 1):
         print(f"  {number:2} {regions.scores[number - 1]:.2f} {name}")
-    # The most probable on top.
+    # Drawn in reverse order, with the most probable on top.
     boxes = [(regions.boxes[i], colour_of(i + 1), f"{i + 1} {name}") for i, name in enumerate(names)]
     draw_boxes(sample, boxes[::-1], side=_LONGER_SIDE).save(target)
 
@@ -65,15 +65,15 @@ def draw_regions(
     out: Path = Path("verified"),
     boxes: Literal["proposals", "regressed"] = "proposals",
 ) -> None:
-    """Draw what the weights of a file detect: boxes with names, on images of your own.
+    """Draw detected regions on your own images, with their names, to verify the weights of a detector.
 
     Args:
-        weights: safetensors file
-        images: each is drawn
-        out: folder of the drawings
-        boxes: which to draw
+        weights: safetensors file with the detector's weights
+        images: image files to draw on
+        out: folder for the drawings
+        boxes: boxes to draw: the RPN's proposals, or after the box head's regression
     """
-    # bottom-up-attention's threshold: shows less certain regions, too
+    # bottom-up-attention's threshold, which also shows less certain regions
     detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2), boxes=boxes)
     out.mkdir(parents=True, exist_ok=True)
     for file in images:

@@ -1,1 +1,1 @@
-"""Weights of the detector: our files, the published releases, and pickles read without running anything."""
+"""Weights of the detector: our files, the published releases, and pickles that are read without running code."""

@@ -2,7 +2,7 @@
 
     vlbert convert-detector IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
-docs/detector.md says what is changed.
+docs/detector.md describes what is changed.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ from detectors.weights.releases import convert
 from storage.programs import Command, Positional
 
 
-def _names(file: Path, kind: str, count: int) -> list[str]:
-    """The first names in a file of `count` lines; kind: `classes` or `attributes`. ValueError for more or fewer."""
+def _read_first_names(file: Path, kind: str, count: int) -> list[str]:
+    """Read the first name of each line. Raises ValueError if the file does not have `count` lines."""
     names = [synonyms[0] for synonyms in read_names(file)]
     if len(names) != count:
-        raise ValueError(f"{file} names {len(names)} {kind}, the weights have {count}, without the background")
+        raise ValueError(f"{file} names {len(names)} {kind}, but the weights have {count}, without the background")
     return names
 
 
@@ -33,21 +33,21 @@ def convert_detector(
     """Convert published weights of the Visual Genome detector.
 
     Args:
-        source: a published file: .pkl, .pth, .bin or .model
-        out: a new safetensors file
-        classes: objects_vocab.txt: the classes' names, one a line
-        attributes: attributes_vocab.txt: the attributes' names, one a line
+        source: published file: .pkl, .pth, .bin or .model
+        out: new safetensors file
+        classes: objects_vocab.txt, with the name of a class on each line
+        attributes: attributes_vocab.txt, with the name of an attribute on each line
     """
     if out.exists():
-        raise ValueError(f"{out} is there already; give a new name")
+        raise ValueError(f"{out} already exists; give a new name")
     converted = convert(source)
     metadata, network = dict(converted.metadata), converted.network
     counts = {"classes": network.num_classes, "attributes": network.num_attributes}
-    if converted.release.resnet_alone:
+    if converted.release.resnet_only:
         counts = {"classes": 0, "attributes": 0}
     for kind, file in {"classes": classes, "attributes": attributes}.items():
         if file:
-            metadata[kind] = _names(file, kind, counts[kind])
+            metadata[kind] = _read_first_names(file, kind, counts[kind])
     out.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_weights(out, converted.tensors, metadata)
     heads = f"{counts['classes']} classes, {counts['attributes']} attributes, anchors {metadata.get('anchors', 'none')}"

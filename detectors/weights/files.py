@@ -1,4 +1,4 @@
-"""Weight files (safetensors) of the Faster R-CNN: loaded whole or not at all, and identified by their hash."""
+"""Weight files (safetensors) of the Faster R-CNN, which are loaded completely or not at all and identified by hash."""
 
 import json
 import re
@@ -20,25 +20,23 @@ from storage.settings import as_arguments, from_json
 RESNET = ("backbone.", "roi_heads.res5.")
 ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
-COUNTER = re.compile(r"\.num_batches_tracked$")  # which a frozen norm does not have
-_OTHER = "does not fit the network; is it for another preset?"
+COUNTER = re.compile(r"\.num_batches_tracked$")  # frozen norms have no such tensor
+_MISMATCH = "does not fit the network; check whether it is for another preset"
 
 
 def load_weights(network: FasterRCNN, file: Path) -> dict[str, Any]:
-    """Put the file's weights into the network, all or none; return what a detector's metadata say of them.
+    """Load the weights of a file into the network, all or none, and return their metadata for the detector.
 
-    Only the whole attribute head may be absent; the network then goes on without it. Anchors may be there.
-
-    Raises:
-        ValueError: Names the file and every tensor that is missing, unexpected or of a wrong shape.
+    The whole attribute head may be missing; it is then removed from the network. Anchors are optional. Raises
+    ValueError, which lists all tensors that are missing, unexpected or of a wrong shape.
     """
     tensors, texts = read_safetensors(file)
     if tensors and all(name.startswith(RESNET) for name in tensors):
-        raise ValueError(f"{file} holds a ResNet alone and no detector: it is for model.regions.weights of VL-BERT")
+        raise ValueError(f"{file} has only a ResNet, not a detector; use it for model.regions.weights of VL-BERT")
     metadata, own = _describe(file, tensors.keys(), texts, network.config), network.proposal_generator.cell_anchors
     attributes = metadata["attribute_head"]
     expected = {n: t for n, t in network.state_dict().items() if attributes or not n.startswith(ATTRIBUTE_HEAD)}
-    check_tensors(tensors, expected | ({ANCHORS: own} if ANCHORS in tensors else {}), f"{file} {_OTHER}")
+    check_tensors(tensors, expected | ({ANCHORS: own} if ANCHORS in tensors else {}), f"{file} {_MISMATCH}")
     anchors = tensors.pop(ANCHORS, own)
     if not attributes:
         network.roi_heads.box_predictor.drop_attributes()
@@ -48,84 +46,84 @@ def load_weights(network: FasterRCNN, file: Path) -> dict[str, Any]:
 
 
 def describe_weights(file: Path, config: FasterRCNNConfig) -> dict[str, Any]:
-    """Return what load_weights returns for a network of this configuration; no tensor is read."""
+    """Return the result of load_weights for a network of this configuration without reading the tensors."""
     return _describe(file, *read_safetensors(file, tensors=False), config)
 
 
 def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], config: FasterRCNNConfig) -> dict[str, Any]:
-    found, attributes = _parse_metadata(texts, file), any(name.startswith(ATTRIBUTE_HEAD) for name in names)
+    parsed, attributes = _parse_metadata(texts, file), any(name.startswith(ATTRIBUTE_HEAD) for name in names)
     counts = {"classes": config.num_classes} | ({"attributes": config.num_attributes} if attributes else {})
     for kind, count in counts.items():
-        if found[kind] is not None and len(found[kind]) != count:
-            raise ValueError(f"{file} names {len(found[kind])} {kind}, the network has {count}")
+        if parsed[kind] is not None and len(parsed[kind]) != count:
+            raise ValueError(f"{file} names {len(parsed[kind])} {kind}, but the network has {count}")
     return {
         "random_init": False,
         "weights_file": Path(file).name,
         "weights_sha256": sha256_of(Path(file)),
         "attribute_head": attributes,
-        # `file`: from the file, or from the release that it was made of; `generated`: by a rule.
-        "anchors": found["anchors"] or ("file" if ANCHORS in names else "generated"),
-        "classes": found["classes"],
-        "attribute_names": found["attributes"] if attributes else None,
-        "release": found["release"],
+        # `file`: from this file or the release that it was converted from; `generated`: computed.
+        "anchors": parsed["anchors"] or ("file" if ANCHORS in names else "generated"),
+        "classes": parsed["classes"],
+        "attribute_names": parsed["attributes"] if attributes else None,
+        "release": parsed["release"],
     }
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """Return what a file says of itself, None for what it lacks; ValueError names the file and the key.
+    """Return the metadata of a weight file, with None for missing keys. Raises ValueError if they are invalid.
 
-    `network`, a FasterRCNNConfig; `classes` and `attributes`, lists of names; `anchors` and `release`, texts.
+    `network` is a FasterRCNNConfig, `classes` and `attributes` are lists of names, `anchors` and `release` strings.
     """
     return _parse_metadata(read_safetensors(file, tensors=False)[1], file)
 
 
 def _parse_metadata(texts: Mapping[str, str], file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     kinds = {"network": dict, "classes": list, "attributes": list, "anchors": str, "release": str}
     for key, wanted in kinds.items():
-        where = f"{file}: its metadata {key!r}"
-        found[key] = parse_json(texts.get(key, "null"), where, (wanted, type(None)), fix="convert it again")
-        if wanted is list and not all(isinstance(one, str) for one in found[key] or ()):
-            raise ValueError(f"{where} holds {short_repr(found[key])}, no list of texts; convert it again")
-    if found["network"] is not None:
-        found["network"] = config_from(found["network"], str(file))
-    return found
+        location = f"{file}: its metadata {key!r}"
+        parsed[key] = parse_json(texts.get(key, "null"), location, (wanted, type(None)), fix="convert it again")
+        if wanted is list and not all(isinstance(name, str) for name in parsed[key] or ()):
+            raise ValueError(f"{location} is {short_repr(parsed[key])}, not a list of strings; convert it again")
+    if parsed["network"] is not None:
+        parsed["network"] = config_from_json(parsed["network"], str(file))
+    return parsed
 
 
 def read_config(file: Path) -> FasterRCNNConfig:
-    """Return the network of a file's weights; ValueError where it does not say which."""
+    """Return the network of a weight file. Raises ValueError if the file does not describe it."""
     network = read_metadata(file)["network"]
     if network is None:
-        raise ValueError(f"{file} does not say which network its weights are of; name its preset")
+        raise ValueError(f"{file} does not describe the network of its weights; set preset")
     return network
 
 
-def config_from(fields: Mapping[str, Any], where: str) -> FasterRCNNConfig:
-    """The network of a description in JSON (dataclasses.asdict of its configuration); ValueError names `where`.
+def config_from_json(fields: Mapping[str, Any], source: str) -> FasterRCNNConfig:
+    """Make the configuration from JSON values (its dataclasses.asdict). `source` is for messages.
 
-    A field that is missing has its default, but every description has a resnet.
+    Missing fields get their default, except for the required `resnet`. Raises ValueError if a field is invalid.
     """
     try:
         if not isinstance(fields, Mapping) or "resnet" not in fields:
             raise ValueError("it has no resnet")
-        return from_json(FasterRCNNConfig, dict(fields), where)
+        return from_json(FasterRCNNConfig, dict(fields), source)
     except ValueError as error:
-        raise ValueError(f"{where}: its `network` is none of this version ({error}); convert it again") from error
+        raise ValueError(f"{source}: its `network` does not fit this version ({error}); convert it again") from error
 
 
 def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
     """Write a weight file, and return its sha256; the same content gives the same bytes.
 
-    metadata: each value is written as JSON. `classes` and `attributes` (lists of names), `network` (dataclasses.asdict
-    of its configuration), and for converted files what releases.py adds.
+    The values of `metadata` are written as JSON: `classes` and `attributes` (lists of names), `network`
+    (dataclasses.asdict of its configuration), and for converted files the additions of releases.py.
     """
-    # safetensors writes metadata in another order in each process, which would give the same weights other hashes.
-    plain = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
-    length = int.from_bytes(plain[:8], "little")
+    # safetensors writes metadata in a different order in each process, so the same weights would get different hashes.
+    saved = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+    length = int.from_bytes(saved[:8], "little")
     texts = {key: json.dumps(value) for key, value in sorted(metadata.items())}
-    header = json.dumps({"__metadata__": texts} | json.loads(plain[8 : 8 + length]), separators=(",", ":")).encode()
+    header = json.dumps({"__metadata__": texts} | json.loads(saved[8 : 8 + length]), separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    data = memoryview(plain)[8 + length :]
+    data = memoryview(saved)[8 + length :]
     part = file.with_name(f"{file.name}.part")
     with open(part, "wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
@@ -135,31 +133,29 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
-    """Put the ResNet of a detector's weight file, `backbone.*` and `roi_heads.res5.*`, into VL-BERT's region features.
+    """Load the ResNet of a detector's weight file (`backbone.*`, `roi_heads.res5.*`) for VL-BERT's region features.
 
-    All or none, without the detector's heads. A live norm starts counting at zero.
-
-    Raises:
-        ValueError: Names the file and every tensor that is missing, unexpected or of a wrong shape.
+    All of its tensors are loaded, or none. Trainable norms start to count batches at zero. Raises ValueError, which
+    lists all tensors that are missing, unexpected or of a wrong shape.
     """
-    # Not about the stem's pool: VL-BERT's authors used a padded one with weights that were trained without padding.
-    check_wiring(backbone.config, file, ("stride_in_1x1", "res5_dilated"), "model.regions.resnet")
-    found = {name: tensor for name, tensor in read_safetensors(file)[0].items() if name.startswith(RESNET)}
+    # The stem's pooling is not checked: VL-BERT's authors used a padded one with weights trained without padding.
+    check_resnet(backbone.config, file, ("stride_in_1x1", "res5_dilated"), "model.regions.resnet")
+    tensors = {name: tensor for name, tensor in read_safetensors(file)[0].items() if name.startswith(RESNET)}
     modules = dict(zip(RESNET, (backbone, res5), strict=True))
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
     counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
     expected = {name: tensor for name, tensor in ours.items() if name not in counters}
-    check_tensors(found, expected, f"{file} {_OTHER}")
-    found |= counters
+    check_tensors(tensors, expected, f"{file} {_MISMATCH}")
+    tensors |= counters
     for prefix, module in modules.items():
-        mine = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
-        module.load_state_dict(mine, strict=True)
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        module.load_state_dict(own, strict=True)
 
 
-def check_wiring(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
-    """ValueError where a ResNet of `config` would compute something else with the file's tensors.
+def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
+    """Raise ValueError if a ResNet of `config` would compute something else with the file's tensors.
 
-    names: the fields to compare; setting: the config's name on the command line.
+    `names` are the fields to compare; `setting` is the name of the config on the command line.
     """
     network = read_metadata(file)["network"]
     for name in names if network else ():
@@ -169,23 +165,23 @@ def check_wiring(config: ResNetConfig, file: Path, names: Sequence[str], setting
             raise ValueError(f"{file} was trained with resnet.{name} = {theirs}, not {ours}; set {argument}")
 
 
-def tensor_faults(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return what is wrong with every tensor that is missing, unexpected or unfit."""
-    faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
+def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return a description of each tensor that is missing, unexpected or unusable."""
+    errors = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    errors += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
         tensor, shape = tensors[name], list(expected[name].shape)
         if tensor.layout != torch.strided or list(tensor.shape) != shape:
-            faults.append(f"{name} has shape {list(tensor.shape)}, the network's is {shape}")
+            errors.append(f"{name} has shape {list(tensor.shape)}, but the network has {shape}")
         elif not tensor.is_floating_point():
-            faults.append(f"{name} holds {tensor.dtype}, no floating-point numbers")
+            errors.append(f"{name} has dtype {tensor.dtype}, not a floating-point type")
         elif not torch.isfinite(tensor).all():
-            faults.append(f"{name} is not finite")
-    return faults
+            errors.append(f"{name} is not finite")
+    return errors
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
-    """Raises ValueError, which begins with `message`, naming the first 20 tensors that do not fit."""
-    if faults := tensor_faults(tensors, expected):
-        more = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
-        raise ValueError(f"{message}: {'; '.join(faults[:20])}{more}")
+    """Raise ValueError if tensors do not fit. The error begins with `message` and lists the first 20 of them."""
+    if errors := find_tensor_errors(tensors, expected):
+        more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
+        raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")

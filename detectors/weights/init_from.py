@@ -1,4 +1,4 @@
-"""Initial weights for training a detector: an ImageNet ResNet of torchvision, or a weight file of ours."""
+"""Initial weights for training a detector, from torchvision's ImageNet ResNet or from one of our weight files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,53 +12,53 @@ from detectors.weights.files import (
     ANCHORS,
     COUNTER,
     RESNET,
+    check_resnet,
     check_tensors,
-    check_wiring,
+    find_tensor_errors,
     read_metadata,
-    tensor_faults,
 )
-from detectors.weights.releases import VLBERT, our_name
-from detectors.weights.tensor_files import is_safetensors, read_tensors, unwrapped_names
+from detectors.weights.releases import VLBERT, to_our_name
+from detectors.weights.tensor_files import is_safetensors, read_tensors, unwrap_names
 
 RPN, HEADS = "proposal_generator.", "roi_heads.box_predictor."
-# torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
+# torchvision's ResNets take red, green, blue in 0..1, minus this mean and divided by this standard deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()) -> str:
-    """Copy the file's weights into the network; returns a line that says which. ValueError names what does not fit.
+    """Copy the weights of a file into the network, and return a line that lists the copied parts.
 
-    The ResNet must fit completely. Of a detector, the RPN is copied if it has our shapes and anchors, the heads if they
-    have our shapes, classes, attributes and weights of boxes.
+    The ResNet must fit completely; otherwise ValueError is raised. A detector's RPN is copied if its shapes and anchors
+    are the same, its heads if their shapes, classes, attributes and box_weights are the same.
     """
-    tensors, new = unwrapped_names(read_tensors(file), file), set()
+    tensors, new = unwrap_names(read_tensors(file), file), set()
     if is_safetensors(file) and "layer1.0.conv1.weight" not in tensors:
-        new = _parts_of_other_meaning(network, tensors, file, classes, attribute_names)
+        new = _find_incompatible_parts(network, tensors, file, classes, attribute_names)
     else:
         tensors = _from_torchvision(tensors, network, file)
     tensors = {name: tensor.float() for name, tensor in tensors.items() if not COUNTER.search(name)}
     ours = {name: tensor for name, tensor in network.state_dict().items() if not COUNTER.search(name)}
     message = f"{file} does not fit the ResNet of network.resnet"
-    check_tensors(_starting(tensors, RESNET), _starting(ours, RESNET), message)
-    new |= {part for part in (RPN, HEADS) if tensor_faults(_starting(tensors, part), _starting(ours, part))}
-    taken = RESNET + tuple(part for part in (RPN, HEADS) if part not in new)
-    network.load_state_dict(_starting(tensors, taken), strict=False)
-    return f"started from {file}: {', '.join(taken)}; new: {', '.join(sorted(new)) or 'nothing'}"
+    check_tensors(_select(tensors, RESNET), _select(ours, RESNET), message)
+    new |= {part for part in (RPN, HEADS) if find_tensor_errors(_select(tensors, part), _select(ours, part))}
+    copied = RESNET + tuple(part for part in (RPN, HEADS) if part not in new)
+    network.load_state_dict(_select(tensors, copied), strict=False)
+    return f"initialized from {file}: {', '.join(copied)}; new: {', '.join(sorted(new)) or 'nothing'}"
 
 
-def _starting(tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> dict[str, Tensor]:
+def _select(tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _parts_of_other_meaning(
+def _find_incompatible_parts(
     network: FasterRCNN, tensors: dict[str, Tensor], file: Path, classes: Sequence[str], attribute_names: Sequence[str]
 ) -> set[str]:
-    """Return the parts of a file of ours whose outputs mean something else here; removes the anchors.
+    """Return the parts that do not fit the network's anchors, names or box weights; remove the anchors from `tensors`.
 
-    ValueError where the file's ResNet is wired otherwise.
+    Raises ValueError if the file's ResNet has other strides, dilation or pooling.
     """
     config = network.config
-    check_wiring(config.resnet, file, ("stride_in_1x1", "res5_dilated", "stem_pool"), "network.resnet")
+    check_resnet(config.resnet, file, ("stride_in_1x1", "res5_dilated", "stem_pool"), "network.resnet")
     metadata, own = read_metadata(file), network.proposal_generator.cell_anchors
     theirs = metadata["network"] or config
     anchors = tensors.pop(ANCHORS, None)
@@ -75,20 +75,20 @@ def _parts_of_other_meaning(
 
 
 def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> dict[str, Tensor]:
-    """Under our names, for blue, green, red of 0..255 less our mean: the same activations inside an image."""
+    """Convert names and stem to ours (BGR in 0..255 minus our mean); only activations at image borders change."""
     if "layer1.0.conv1.weight" not in tensors or "fc.weight" not in tensors:
         raise ValueError(
-            f"{file} is no ResNet of torchvision's (layer1..4 and fc); make a safetensors file of published weights "
-            f"first: vlbert convert-detector {file} OUT.safetensors"
+            f"{file} is not a torchvision ResNet (layer1..4 and fc); published weights must be converted first with "
+            f"vlbert convert-detector {file} OUT.safetensors"
         )
     resnet = network.config.resnet
     if resnet.stride_in_1x1 or resnet.stem_pool != "torch":
         raise ValueError(
-            f"{file} is torchvision's ResNet, which halves its maps in 3x3 convolutions and pads in its first pool; "
+            f"{file} is a torchvision ResNet, which has its strides in 3x3 convolutions and pads the stem's pooling; "
             "set --network.resnet.no_stride_in_1x1 --network.resnet.stem_pool=torch"
         )
-    renamed = {our_name(name, VLBERT): tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
-    # Scaled channel by channel, then red and blue swapped.
+    renamed = {to_our_name(name, VLBERT): tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
+    # Scale each channel, then swap red and blue.
     deviation = 255 * torch.tensor(_THEIR_DEVIATION)
     kernel = (renamed["backbone.stem.conv1.weight"] / deviation[None, :, None, None]).flip(1)
     renamed["backbone.stem.conv1.weight"] = kernel

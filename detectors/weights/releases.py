@@ -1,8 +1,8 @@
-"""Converts published weight files of the Visual Genome network to our names: one short table per release.
+"""Conversion of published weight files of the Visual Genome network to our names: one short table per release.
 
-A file's release is recognised by the names of its tensors. It is converted completely or not at all. The command is
+The names of a file's tensors identify its release. A file is converted completely or not at all. The command is
 `vlbert convert-detector`.
-Shape letters: A anchors a cell, C classes without background, D channels of res5.
+Shape letters: A anchors per cell, C classes without the background, D channels of res5.
 """
 
 import dataclasses
@@ -20,31 +20,31 @@ from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import RESNET101
 from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, COUNTER, RESNET, check_tensors
-from detectors.weights.tensor_files import is_safetensors, read_safetensors, read_tensors, unwrapped_names
+from detectors.weights.tensor_files import is_safetensors, read_safetensors, read_tensors, unwrap_names
 from storage.digests import sha256_of
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-# What a file may hold beside weights, and what it must be: this network's, in BGR order.
+# Other tensors that a file may have besides weights, and their required values: this network's, in BGR order.
 _PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 _HEAD, _RPN = "roi_heads.box_predictor.", "proposal_generator.rpn_head."
 
-# --- what is done to a tensor -----------------------------------------------------------------------------------------
+# --- conversion of a tensor -------------------------------------------------------------------------------------------
 
 
-def _first_to_end(rows: Tensor) -> Tensor:
-    """The first row, the background or "no attribute", goes to the end."""
+def _move_first_to_end(rows: Tensor) -> Tensor:
+    """Move the first row (background or "no attribute") to the end."""
     return rows.roll(-1, dims=0)
 
 
-def _scaled_without_background(rows: Tensor) -> Tensor:
-    """[4 (C + 1), ...] -> [4 C, ...]: this network divides its deltas by weights, and has none for the background."""
+def _convert_deltas(rows: Tensor) -> Tensor:
+    """Drop the background from [4 (C + 1), ...], and multiply by the box weights, by which this network divides."""
     foreground = rows[4:]
     weights = torch.tensor(_BOX_WEIGHTS).repeat(len(rows) // 4)[: len(foreground)]
     return foreground * weights.view(-1, *[1] * (rows.dim() - 1))
 
 
-def _foreground_over_background(channels: Tensor) -> Tensor:
-    """[2 A, ...], all backgrounds first -> [A, ...]: the logit of the softmax over both."""
+def _merge_objectness(channels: Tensor) -> Tensor:
+    """Merge background and foreground channels [2 A, ...] to [A, ...]: the logit of the softmax over both."""
     count = len(channels) // 2
     return channels[count : 2 * count] - channels[:count]
 
@@ -54,17 +54,17 @@ def _foreground_over_background(channels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Release:
-    """The names of a release's tensors, and the settings that belong to its weights."""
+    """A release's names of tensors, and the settings for its weights."""
 
     name: str
     names: tuple[tuple[str, str], ...] = ()
-    """(beginning of their name, of ours), {} a number; all other names are the same. The first match counts."""
+    """Pairs of prefixes (theirs, ours), with {} for a number. The first match counts; other names are the same."""
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """From their tensor to ours, by the beginning of our name."""
-    resnet_alone: bool = False
-    """Backbone and res5, and nothing of a detector."""
+    """Functions from their tensor to ours, by the prefix of our name."""
+    resnet_only: bool = False
+    """True if it has only backbone and res5, without a detector."""
     detection: Mapping[str, Any] = field(default_factory=dict)
-    """The detection settings that belong to the weights, by fields of FasterRCNNConfig."""
+    """Fields of FasterRCNNConfig that the weights require."""
 
 
 # airsplay/py-bottom-up-attention (.pkl), also unc-nlp/frcnn-vg-finetuned (pytorch_model.bin).
@@ -78,11 +78,11 @@ MILVLG = Release(
         (f"{_HEAD}attr_linear2.", f"{_HEAD}attr_score."),
     ),
     changes={
-        f"{_HEAD}cls_score.": _first_to_end,
-        f"{_HEAD}cls_embedding.": _first_to_end,
-        f"{_HEAD}attr_score.": _first_to_end,
-        f"{_HEAD}bbox_pred.": _scaled_without_background,
-        f"{_RPN}objectness_logits.": _foreground_over_background,
+        f"{_HEAD}cls_score.": _move_first_to_end,
+        f"{_HEAD}cls_embedding.": _move_first_to_end,
+        f"{_HEAD}attr_score.": _move_first_to_end,
+        f"{_HEAD}bbox_pred.": _convert_deltas,
+        f"{_RPN}objectness_logits.": _merge_objectness,
     },
     detection={
         "short_side": 600,
@@ -114,24 +114,24 @@ VLBERT = Release(
             )
         ),
     ),
-    resnet_alone=True,
+    resnet_only=True,
 )
 
 
-def release_of(shapes: Mapping[str, torch.Size], file: Path) -> Release:
-    """Return the release of a file with these tensors; ValueError for an unknown one."""
+def find_release(shapes: Mapping[str, torch.Size], file: Path) -> Release:
+    """Return the release of a file with these tensors. Raises ValueError if it is unknown."""
     logits, deltas = (shapes.get(f"{_RPN}{part}.bias") for part in ("objectness_logits", "anchor_deltas"))
     if logits and deltas:
-        return MILVLG if 2 * logits[0] == deltas[0] else AIRSPLAY  # two channels an anchor, or one
+        return MILVLG if 2 * logits[0] == deltas[0] else AIRSPLAY  # two channels per anchor, or one
     if "layer1.0.conv1.weight" in shapes:
         return VLBERT
     releases = ", ".join(release.name for release in (AIRSPLAY, MILVLG, VLBERT))
-    some = ", ".join(sorted(shapes)[:3])
-    raise ValueError(f"{file} is none of the releases {releases}: its tensors are such as {some}")
+    names = ", ".join(sorted(shapes)[:3])
+    raise ValueError(f"{file} is none of the releases {releases}; it has tensors such as {names}")
 
 
 def caffe_cell_anchors() -> Tensor:
-    """float32 [12, 4]: Caffe's anchors, ratio by ratio and size by size, in pixels that count both ends."""
+    """Return Caffe's anchors, float32 [12, 4]: for each ratio, all sizes; widths are x2 - x1 + 1."""
     boxes = []
     for ratio in (0.5, 1.0, 2.0):
         width = round(math.sqrt(16 * 16 / ratio))
@@ -142,14 +142,13 @@ def caffe_cell_anchors() -> Tensor:
     return torch.tensor(boxes)
 
 
-def network_of(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
-    """The Visual Genome network in the size of these tensors, by our names; settings that no shape shows are as
-    published."""
+def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
+    """Return the published Visual Genome network with the sizes of these tensors (shapes by our names)."""
     standard = FasterRCNNConfig()
 
-    def side(name: str, otherwise: int, axis: int = 0) -> int:
+    def side(name: str, default: int, axis: int = 0) -> int:
         shape = shapes.get(f"{name}.weight", ())
-        return shape[axis] if axis < len(shape) and shape[axis] > 0 else otherwise
+        return shape[axis] if axis < len(shape) and shape[axis] > 0 else default
 
     return dataclasses.replace(
         standard,
@@ -167,29 +166,29 @@ def network_of(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
 
 @dataclass(frozen=True)
 class Converted:
-    """A release under our names."""
+    """A converted release."""
 
     release: Release
     network: FasterRCNNConfig
-    """Its size, and otherwise the published network."""
+    """The published network, with the sizes of the tensors."""
     tensors: dict[str, Tensor]
     """float32, by our names."""
     metadata: dict[str, Any]
-    """Metadata of our file, without names of classes and attributes; every value can be written as JSON."""
+    """JSON values for our file, without the names of classes and attributes."""
 
 
 def convert(file: Path) -> Converted:
-    """Convert a published file. ValueError names every tensor that is missing, unexpected or unfit, by our names."""
-    theirs = unwrapped_names(read_tensors(file), file)
+    """Convert a published file. Raises ValueError, which lists tensors that are missing, unexpected or unusable."""
+    theirs = unwrap_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
-        raise ValueError(f"{file} is a weight file of this project already; load it as it is")
-    release = release_of({name: tensor.shape for name, tensor in theirs.items()}, file)
+        raise ValueError(f"{file} is already a weight file of this project; use it without conversion")
+    release = find_release({name: tensor.shape for name, tensor in theirs.items()}, file)
     tensors = {
-        our_name(name, release): tensor.float() if tensor.is_floating_point() else tensor
+        to_our_name(name, release): tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in theirs.items()
-        if not _is_no_weight(name, theirs, release, file)
+        if _is_weight(name, theirs, release, file)
     }
-    config = network_of({name: tensor.shape for name, tensor in tensors.items()})
+    config = network_from_shapes({name: tensor.shape for name, tensor in tensors.items()})
     config = dataclasses.replace(config, **release.detection)
     if not any(name.startswith(ATTRIBUTE_HEAD) for name in tensors):
         config = dataclasses.replace(config, num_attributes=0)
@@ -199,37 +198,37 @@ def convert(file: Path) -> Converted:
                 tensors[name] = change(tensors[name])
     with torch.device("meta"):
         expected = FasterRCNN(config).state_dict()
-    if release.resnet_alone:
+    if release.resnet_only:
         expected = {name: tensor for name, tensor in expected.items() if name.startswith(RESNET)}
     if ANCHORS in tensors:
         expected[ANCHORS] = torch.empty(config.num_anchors, 4)
-    check_tensors(tensors, expected, f"{file} is not converted: as release {release.name}")
+    check_tensors(tensors, expected, f"{file} cannot be converted as release {release.name}")
     metadata = {"release": release.name, "network": dataclasses.asdict(config)}
     metadata["source"] = {"file": file.name, "sha256": sha256_of(file)}
-    if not release.resnet_alone:
+    if not release.resnet_only:
         metadata["anchors"] = "file" if ANCHORS in tensors else "generated"
     if release is MILVLG and ANCHORS not in tensors:
-        tensors[ANCHORS] = caffe_cell_anchors()  # ours are others, and stand in another order
+        tensors[ANCHORS] = caffe_cell_anchors()  # ours have other sides and another order
     return Converted(release, config, tensors, metadata)
 
 
-def our_name(theirs: str, release: Release) -> str:
-    """`layer2.0.bn1.weight` -> `backbone.res3.0.conv1.norm.weight`."""
+def to_our_name(theirs: str, release: Release) -> str:
+    """Convert a tensor's name, such as `layer2.0.bn1.weight` to `backbone.res3.0.conv1.norm.weight`."""
     for old, new in release.names:
-        found = re.match(re.escape(old).replace(r"\{\}", r"(\d+)"), theirs)
-        if found:
-            return new.format(*found.groups()) + theirs[found.end() :]
+        match = re.match(re.escape(old).replace(r"\{\}", r"(\d+)"), theirs)
+        if match:
+            return new.format(*match.groups()) + theirs[match.end() :]
     return theirs
 
 
-def _is_no_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Whether a tensor counts batches, which frozen norms do not need, or is a pixel statistic, which must be ours."""
-    if name in _PIXEL_STATISTICS and not release.resnet_alone:
-        ours, found = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
-        if found.shape != ours.shape or not torch.allclose(found, ours, atol=1e-3):
+def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
+    """Return False for a norm's batch counter or a pixel statistic. Raises ValueError if the latter is not ours."""
+    if name in _PIXEL_STATISTICS and not release.resnet_only:
+        ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
+        if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):
             raise ValueError(
-                f"{file}: {name} is {found.tolist()}, this network is for {list(_PIXEL_STATISTICS[name])} (BGR)"
+                f"{file}: {name} is {theirs.tolist()}, but this network is for {list(_PIXEL_STATISTICS[name])} (BGR)"
             )
-        return True
+        return False
     norm = COUNTER.sub("", name)
-    return norm != name and f"{norm}.running_var" in tensors
+    return norm == name or f"{norm}.running_var" not in tensors

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
+from detectors.select import SelectionSettings, find_overlaps, select_regions, surviving_confidence
 from storage.collect.lists import read_captions
 from vlbert.data.boxes import geometry_embedding
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -226,7 +226,7 @@ def selections(folder: Path, expected: Any) -> Compared:
             boxes, probs = data["rois"][:, 1:] / data["im_scale"], data["cls_prob"][:, 1:]
             chosen = select_regions(boxes, probs, settings)
             name, kept = f"{case['case']} at {threshold}", stated["keep_indices"]
-            confidence = surviving_confidence(overlapping(boxes, settings), probs)
+            confidence = surviving_confidence(find_overlaps(boxes, settings), probs)
             tied = sorted(chosen) == sorted(kept) and np.array_equal(confidence[chosen], confidence[kept])
             ours[name], wanted[name] = kept if tied else chosen.tolist(), kept
     yield "regions of an image", ours, wanted, 0

@@ -48,7 +48,7 @@ def test_a_line_of_a_list_names_an_image_by_its_file(tmp_path):
     lists = {"train_list": "0.png\n/a/folder/3.png 7\n1.png\nabsent.png\n", "held_out_list": "\ufeff4.png\n\n5.png\n"}
     truth = read_ground_truth(coco(tmp_path, images, **lists))
     assert ids(truth) == (["1", "2", "4"], ["5", "6"])
-    assert truth.skipped == {"lines of train_list.txt that name no image": 1}
+    assert truth.skipped == {"lines of train_list.txt that match no image": 1}
     found = read_ground_truth(coco(tmp_path, images, held_out_list="2.png\n"))
     assert ids(found) == (["1", "2", "4", "5", "6"], ["3"])
 
@@ -57,8 +57,8 @@ def test_a_line_of_a_list_names_an_image_by_its_file(tmp_path):
     ("train_list", "held_out_list", "message"),
     [
         ("3.jpg\n4.jpg\n", "3.jpg\n", "share 1 images, such as 3"),
-        ("3.jpg\n", "elsewhere.jpg\n", "held_out_list.txt names none of the 4"),
-        ("3.jpg\n1.jpg\n", "4.jpg\n", "train_list.txt:2: 1.jpg is the name of 2 images"),
+        ("3.jpg\n", "elsewhere.jpg\n", "held_out_list.txt matches none of the 4"),
+        ("3.jpg\n1.jpg\n", "4.jpg\n", "train_list.txt:2: 1.jpg matches 2 images"),
     ],
 )
 def test_lists_that_divide_nothing_are_refused(tmp_path, train_list, held_out_list, message):
@@ -95,7 +95,7 @@ def entries(**changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([None], r"\[0\] has image_id None"),
+        ([None], r"\[0\] has the image_id None"),
         ([{"image_id": 1}], r"\[0\] has no list `objects`"),
         ([{"image_id": 1, "objects": [None]}], r"image 1, \[0\] has the names None"),
         (entries(attributes="red"), r"image 1, \[0\] has the attributes 'red'"),
@@ -175,11 +175,11 @@ def test_what_cannot_be_used_is_left_out_and_counted(images, tmp_path):
     file = rewritten(images / "scene_graphs.json", tmp_path, change)
     truth = read_ground_truth(genome_data(images, objects=str(file), classes=str(classes), unreadable=0.05))
     assert truth.skipped == {
-        "attributes of no name in data.attribute_names": 1,
-        "boxes of no class in data.classes": 1,
-        "boxes with less than a pixel's width or height inside the image": 2,
+        "attributes that are not in data.attribute_names": 1,
+        "boxes of classes that are not in data.classes": 1,
+        "boxes less than a pixel wide or high inside the image": 2,
         "images absent or unreadable": 1,
-        "images to train on without any object": 1,
+        "training images without objects": 1,
     }
     assert "2" not in {image.id for image in truth.train}
     first = truth.train[0]

@@ -102,7 +102,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, 
     (root / f"runs/{run}/weights.safetensors").unlink()
     capsys.readouterr()
     train(recipe, ALONE)
-    assert f"{run} goes on from" in capsys.readouterr().out
+    assert f"{run} resumes from" in capsys.readouterr().out
     assert losses_of(root, run) == losses_of(root, name)
     after = tensors_of(root, run)
     assert equal(after, tensors_of(root, name))
@@ -183,18 +183,18 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     ("fields", "message"),
     [
         (["--root="], "root is not set"),
-        (["--data.annotations=absent.json"], "there is no annotation file absent.json"),
-        (["--data.attribute_names=None"], "the network has 3 attributes, and data.attribute_names is None; give both"),
+        (["--data.annotations=absent.json"], "annotation file absent.json does not exist"),
+        (["--data.attribute_names=None"], "the network has 3 attributes, but data.attribute_names is None; give both"),
         (["--no_random_init"], "the network has no weights to start from"),
         (["--init_from=absent.pth"], "random_init is True; it must be false with init_from"),
         (
             ["--optimizer.schedule=step", "--optimizer.decay_at=6"],
             "optimizer.decay_at names update 6, and the run has 6",
         ),
-        (["--network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
-        (["--network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
+        (["--network.box_arithmetic=plus_one"], "network.box_arithmetic is plus_one, but"),
+        (["--network.num_classes=7"], "the data has 8 classes, but the network has 7; set --network.num_classes=8"),
         (["--data.held_out_last=24"], "leaves no image to train on"),
-        (["--data.images=absent"], "data.images names absent, which is no folder"),
+        (["--data.images=absent"], "data.images: absent is not a folder"),
     ],
 )
 def test_wrong_settings_end_with_one_line(images, tmp_path, fields, message):

@@ -101,14 +101,14 @@ def test_without_detectron2_the_module_imports_and_the_network_says_what_is_miss
     monkeypatch.setitem(sys.modules, "detectron2", None)
     monkeypatch.delitem(sys.modules, "detectors.detectron2")
     module = importlib.import_module("detectors.detectron2")
-    message = r"backend detectron2 needs the package detectron2, .* docs/detector\.md says how to install it"
+    message = r"backend detectron2 needs the package detectron2, .* install it as in docs/detector\.md"
     with pytest.raises(ValueError, match=message):
         module.Detectron2FasterRCNN.random_init(DEMO, seed=0)
 
 
 @pytest.mark.parametrize(("setting", "value"), [("box_arithmetic", "plus_one"), ("minimum_side", 16)])
 def test_a_setting_that_detectron2_lacks_is_refused_by_name(setting: str, value: str | int):
-    message = rf"Config\.{setting} is {value!r}, backend detectron2 has only .* faster_rcnn"
+    message = rf"Config\.{setting} is {value!r}.* faster_rcnn"
     with pytest.raises(ValueError, match=message):
         Detectron2FasterRCNN(dataclasses.replace(SMALL, **{setting: value}))
 
@@ -148,8 +148,8 @@ def test_every_stage_computes_what_ours_does(config: FasterRCNNConfig):
         assert their_outputs.attribute_logits is None
 
     deltas, labels = outputs.box_deltas[:30], outputs.class_logits[:30, :-1].argmax(dim=1)
-    moved = ours.regressed(boxes[0], deltas, labels, HEIGHT, WIDTH)
-    assert_near(theirs.regressed(boxes[0], deltas, labels, HEIGHT, WIDTH), moved)
+    moved = ours.regress_boxes(boxes[0], deltas, labels, HEIGHT, WIDTH)
+    assert_near(theirs.regress_boxes(boxes[0], deltas, labels, HEIGHT, WIDTH), moved)
     # Else clipping and weights of the boxes would go unseen.
     assert (moved - boxes[0]).abs().max() > 2
     assert (moved == torch.tensor([0.0, 0, WIDTH, HEIGHT])).any()

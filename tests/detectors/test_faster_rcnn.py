@@ -328,7 +328,7 @@ def test_regressed_boxes_are_where_the_deltas_of_a_regions_own_class_move_its_pr
     assert all(np.array_equal(getattr(plain, name), getattr(regions, name)) for name in ("features", *ARRAYS))
     proposals, _, outputs = stages(detector.network)
     own, labels = proposal_of_each(plain.boxes, proposals), torch.from_numpy(regions.labels).long()
-    moved = detector.network.regressed(proposals[own], outputs.box_deltas[own], labels, 168, 222)
+    moved = detector.network.regress_boxes(proposals[own], outputs.box_deltas[own], labels, 168, 222)
     assert np.allclose(regions.boxes, moved.numpy() * TO_STORED, atol=0.01)
     assert np.median(np.abs(regions.boxes - plain.boxes).max(axis=1)) > 10
     # Those of class 2, moved out of the image, keep their proposals' boxes.
@@ -361,5 +361,5 @@ def test_half_precision_in_res5_stays_near_single_precision():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="torch finds no GPU here; detect on cpu"):
+    with pytest.raises(ValueError, match="torch finds no GPU; set device to cpu"):
         random_init(device="cuda")

@@ -1,4 +1,4 @@
-"""Regions from other projects' files of features: what is stored is what was written."""
+"""Regions from other projects' feature files: what is stored is what was written."""
 
 import dataclasses
 import functools
@@ -163,7 +163,7 @@ def test_several_files_are_one_detector(tmp_path: Path):
     assert both == "ambiguous_features: 0.tsv: 000009 and 1.tsv: 000009 have the same file_name"
     assert len({detector.id, detector_of(files[0]).id, detector_of(files[1]).id}) == 3
     files.append(write_tsv(tmp_path / "2.tsv", [features_of(2, channels=8)]))
-    with pytest.raises(ValueError, match="2.tsv: its first row, .*, has 8 features a region, .* of the files 16"):
+    with pytest.raises(ValueError, match="2.tsv: its first row, .*, has 8 features per region, .* of the files has 16"):
         detector_of(files)
 
 
@@ -185,24 +185,24 @@ BAD = "bad_features: f: 000001 has "
 @pytest.mark.parametrize(
     ("write", "changes", "status"),
     [
-        (write_tsv, {"num_boxes": 4}, BAD + "boxes of shape (20,), which do not fit 4 boxes"),
+        (write_tsv, {"num_boxes": 4}, BAD + "boxes of shape (20,), which does not fit 4 boxes"),
         (write_tsv, {"num_boxes": 1001}, BAD + "1001 boxes, more than 1000"),
-        (write_tsv, {"boxes": "AAAA!"}, BAD + "boxes that are no base64"),
-        (write_tsv, {"features": "A\tB"}, BAD + "7 columns, not 6: it is cut off"),
-        (write_tsv, {"features": np.full((5, 16), 7e4, np.float32)}, BAD + "a feature of 70000; float16 holds"),
+        (write_tsv, {"boxes": "AAAA!"}, BAD + "boxes that are not base64"),
+        (write_tsv, {"features": "A\tB"}, BAD + "7 columns, not 6; it is truncated"),
+        (write_tsv, {"features": np.full((5, 16), 7e4, np.float32)}, BAD + "a feature of 70000"),
         (write_tsv, {"boxes": np.full((5, 4), 0.5, np.float32)}, BAD + "boxes in fractions"),
-        (write_tsv, ONE | {"boxes": ONE_BOX * 5}, BAD + "in its 192x128 image the box 0: 50, 50, 250, 250"),
+        (write_tsv, ONE | {"boxes": ONE_BOX * 5}, BAD + "a bad box 0 for its 192x128 image: 50, 50, 250, 250"),
         (write_tsv, {"num_boxes": 0, "boxes": "", "features": ""}, "no_regions: f: 000001 has no box with an area"),
-        (write_tsv, {"image_w": 400, "image_h": 192}, "size_mismatch: f: 000001 is of an image of 400x192"),
+        (write_tsv, {"image_w": 400, "image_h": 192}, "size_mismatch: f: 000001 is for an image of 400x192"),
         (write_json, {"image_w": ...}, BAD + "the image_w '', not a whole"),
-        (write_json, {"features": [1.0]}, BAD + "features that are [1.0], neither an array nor"),
-        (write_json, {"classes": np.full((5, 9), 0.5, np.float32)}, BAD + "class_probs whose sum is 4.5, not"),
+        (write_json, {"features": [1.0]}, BAD + "features [1.0], which are neither an array nor"),
+        (write_json, {"classes": np.full((5, 9), 0.5, np.float32)}, BAD + "class_probs with the sum 4.5, not"),
         (write_npz, {"x": np.array([None])}, "bad_features: f: 000001 Object arrays cannot be loaded"),
-        (write_lmdb, {"raw": HOSTILE}, "bad_features: f: 000001 wants to load builtins.print, which no features"),
+        (write_lmdb, {"raw": HOSTILE}, "bad_features: f: 000001 wants to load builtins.print, which features"),
         (write_lmdb, {"raw": b"\x80\x04"}, "bad_features: f: 000001 is no pickle, or is cut off"),
         (write_lmdb, {"raw": b"N."}, "bad_features: f: 000001 is None, not a dict of fields"),
-        (write_h5, {"features": h5py.ExternalLink("g.h5", "/x")}, "bad_features: f: 000001 features is no dataset"),
-        (write_h5, {"obj_id": np.zeros(5)}, BAD + "objects_id of float64, which are no int64"),
+        (write_h5, {"features": h5py.ExternalLink("g.h5", "/x")}, "bad_features: f: 000001 features is not a dataset"),
+        (write_h5, {"obj_id": np.zeros(5)}, BAD + "objects_id of type float64, not int64"),
         (write_h5, {"cls_prob": features_of(1).class_probs}, BAD + "an objects_id that is not its most probable class"),
     ],
 )
@@ -237,21 +237,21 @@ def cut(write: Writer, part: str = "") -> Writer:
 @pytest.mark.parametrize(
     ("make", "more", "message"),
     [
-        (lambda file: file, [], "there is no file of features .*f$"),
-        (lambda file: file.mkdir() or file, [], r"f holds neither data\.mdb, as an LMDB does, nor \*\.json"),
-        (plain(b"\n"), [], "f has 1 columns in its first line, not 6 as bottom-up attention's or 10"),
-        (plain(b"boxes\tfeatures\r\n"), [], "f: none of its columns boxes, features is the image_id"),
-        (plain(gzip.compress(b"1\t9")), [], "f is packed by gzip, .*: unpack it"),
+        (lambda file: file, [], "feature file .*f does not exist"),
+        (lambda file: file.mkdir() or file, [], r"f has neither an LMDB's data\.mdb nor a \*\.json"),
+        (plain(b"\n"), [], "f has 1 columns in its first line, not 6"),
+        (plain(b"boxes\tfeatures\r\n"), [], "f has the columns boxes, features, but none for the image_id"),
+        (plain(gzip.compress(b"1\t9")), [], "f is compressed with gzip, .*; unpack it"),
         (
             lambda file: write_tsv(file, [features_of(1)], LXMERT),
             ["--imported.num_classes=1"],
-            "f: its first row, f: 000001, has the objects_id [1-7], and imported.num_classes is 1",
+            "f: its first row, f: 000001, has the objects_id [1-7], but imported.num_classes is 1",
         ),
-        (lambda file: without_background(file, [features_of(1)]), [], "whose sum is .*--imported.background=none"),
-        (cut(write_json), [], "f is torn or no zip file"),
-        (cut(write_lmdb, "data.mdb"), [], "f is cut off: it is smaller than it says"),
-        (cut(write_h5), [], "f is torn or no HDF5 file"),
-        (flat_h5, [], "f has image_features and no group for each image"),
+        (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
+        (cut(write_json), [], "f is damaged or not a zip file"),
+        (cut(write_lmdb, "data.mdb"), [], "f is truncated"),
+        (cut(write_h5), [], "f is damaged or not an HDF5 file"),
+        (flat_h5, [], "f has image_features but no group for each image"),
         (lambda file: write_lmdb(file, [features_of(1)], raw=HOSTILE), [], "wants to load builtins.print"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_resnet_that_is_wired_otherwise_is_refused_by_its_setting(tmp_path, na
 @pytest.mark.parametrize("release", [vl_bert, milvlg])
 def test_published_weights_are_to_be_converted_first(tmp_path, release):
     file = save_torch(tmp_path / "published.pth", release(), flat=release is vl_bert)
-    with pytest.raises(ValueError, match=r"no ResNet of torchvision's .*: vlbert convert-detector .*published.pth"):
+    with pytest.raises(ValueError, match=r"not a torchvision ResNet .* vlbert convert-detector .*published.pth"):
         init_from(FasterRCNN(TINY), file)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import SHARED
 
-from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
+from detectors.select import SelectionSettings, find_overlaps, select_regions, surviving_confidence
 
 
 def test_every_parity_case_is_matched_index_for_index():
@@ -22,7 +22,7 @@ def test_every_parity_case_is_matched_index_for_index():
         for number, (threshold, minimum, maximum, strict) in enumerate(metadata["sets"]):
             chosen = select_regions(boxes, probs, SelectionSettings(minimum, maximum, threshold, strict))
             assert chosen.tolist() == data[f"c{case}_keep{number}"].tolist(), (case, number)
-        exact = surviving_confidence(overlapping(boxes, SelectionSettings()), probs)
+        exact = surviving_confidence(find_overlaps(boxes, SelectionSettings()), probs)
         assert np.array_equal(exact, data[f"c{case}_conf"]), case
 
 
@@ -39,7 +39,7 @@ def test_leaving_out_pairs_below_a_floor_changes_nothing(seed, count, sharpness,
     boxes = np.concatenate([corners, corners + rng.uniform(20, 150, (count, 2))], axis=1).astype(np.float32)
     probs = (np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)).astype(np.float32)[:, :-1]
     rule = SelectionSettings(minimum, threshold=threshold)
-    confidence = surviving_confidence(overlapping(boxes, rule), probs)
+    confidence = surviving_confidence(find_overlaps(boxes, rule), probs)
     chosen = select_regions(boxes, probs, rule)
     assert len(chosen) == min(count, max(minimum, np.count_nonzero(confidence > threshold)))
     assert sorted(confidence[chosen]) == sorted(confidence)[count - len(chosen) :]

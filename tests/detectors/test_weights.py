@@ -143,7 +143,7 @@ def test_vl_berts_resnet_starts_region_features_and_no_detector(converted: dict[
     write_weights(file, ours.tensors, ours.metadata)
     config = dataclasses.replace(RESNET101, width=released.WIDTH, stem_pool="torch")
     load_resnet(ResNetC4(config), Res5(config), file)
-    with pytest.raises(ValueError, match=r"holds a ResNet alone and no detector: it is for model\.regions\.weights"):
+    with pytest.raises(ValueError, match=r"has only a ResNet, .*model\.regions\.weights"):
         load_weights(FasterRCNN.random_init(ours.network, 0), file)
 
 
@@ -165,9 +165,9 @@ FAULTS = {
         (
             BBOX,
             np.zeros((6403, 128), np.float32),
-            "bbox_pred.weight has shape [6399, 128], the network's is [6400, 128]",
+            "bbox_pred.weight has shape [6399, 128], but the network has [6400, 128]",
         ),
-        ("backbone.stem.conv1.weight", np.zeros((4, 3, 7, 7), np.int64), "conv1.weight holds torch.int64"),
+        ("backbone.stem.conv1.weight", np.zeros((4, 3, 7, 7), np.int64), "conv1.weight has dtype torch.int64"),
     ],
     "not finite": [
         (BBOX, holding(BBOX, float("nan")), "bbox_pred.weight is not finite"),
@@ -199,20 +199,20 @@ def test_what_is_no_weight_file_is_refused(tmp_path: Path, files: dict[str, Path
         (b"", "is empty"),
         (b"\n<!doctype html><title>404</title>", "is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
-        (whole[: len(whole) // 2], "torn or no weight file"),
-        (pickle.dumps({"model": {}}), "holds no state dict"),
-        (pickle.dumps({"model": {"a": "text"}}), "'a' is no tensor but a str"),
-        (pickle.dumps({"a": np.ones(2), "module.a": np.ones(2)}), "names are the same without those of wrappers"),
-        (pickle.dumps({"a": np.ones(2)}), "none of the releases airsplay, milvlg, vl-bert: its tensors are such as a"),
-        ((tmp_path / "ours").read_bytes(), "is a weight file of this project already"),
-        ((tmp_path / "large").read_bytes(), "holds tensors larger than itself"),
+        (whole[: len(whole) // 2], "damaged or not a weight file"),
+        (pickle.dumps({"model": {}}), "has no state dict"),
+        (pickle.dumps({"model": {"a": "text"}}), "'a' is not a tensor but a str"),
+        (pickle.dumps({"a": np.ones(2), "module.a": np.ones(2)}), "tensors with the same name"),
+        (pickle.dumps({"a": np.ones(2)}), "none of the releases airsplay, milvlg, vl-bert; it has tensors such as a"),
+        ((tmp_path / "ours").read_bytes(), "is already a weight file of this project"),
+        ((tmp_path / "large").read_bytes(), "has tensors that are much larger than the file"),
     ):
         file = tmp_path / "file.pkl"
         file.write_bytes(content)
         with pytest.raises(ValueError, match=re.escape(message)) as error:
             convert(file)
         assert str(file) in str(error.value)
-    with pytest.raises(ValueError, match="there is no file of weights"):
+    with pytest.raises(ValueError, match="weight file .* does not exist"):
         convert(tmp_path / "absent")
 
 
@@ -237,12 +237,15 @@ def test_the_command_writes_one_file_with_names(files: dict[str, Path], tmp_path
     assert [file.name for file in out.parent.iterdir()] == ["vg.safetensors"]
     more = names_file(tmp_path / "more.txt", [*CLASS_NAMES, "x"])
     for given, message in (
-        ([str(files["milvlg"]), str(out)], "is there already; give a new name"),
+        ([str(files["milvlg"]), str(out)], "already exists; give a new name"),
         (
             [str(files["airsplay"]), str(tmp_path / "new"), f"--classes={more}"],
-            "names 1601 classes, the weights have 1600",
+            "names 1601 classes, but the weights have 1600",
         ),
-        ([str(files["vl-bert"]), str(tmp_path / "new"), f"--classes={more}"], "names 1601 classes, the weights have 0"),
+        (
+            [str(files["vl-bert"]), str(tmp_path / "new"), f"--classes={more}"],
+            "names 1601 classes, but the weights have 0",
+        ),
     ):
         with pytest.raises(SystemExit, match=message):
             main(given)
@@ -264,7 +267,7 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
     image, broken = tmp_path / "a.jpg", tmp_path / "broken.jpg"
     Image.fromarray(rectangles(120, 160, seed=0)).save(image)
     broken.write_bytes(b"<html>")
-    with pytest.raises(SystemExit, match=r"broken\.jpg is no image for the detector: not_image"):
+    with pytest.raises(SystemExit, match=r"broken\.jpg is not a valid image for the detector: not_image"):
         verify.main([*map(str, (weights, image, broken)), "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2))
@@ -276,5 +279,5 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
         assert f"{number + 1:2} {regions.scores[number]:.2f} like {attribute} class of {label}\n" in printed
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["a.jpg.png"]
     write_weights(tmp_path / "unnamed.safetensors", ours.tensors, {})
-    with pytest.raises(SystemExit, match="does not say which network its weights are of"):
+    with pytest.raises(SystemExit, match="does not describe the network of its weights; set preset"):
         verify.main([str(tmp_path / "unnamed.safetensors"), "x.jpg"])

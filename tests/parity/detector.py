@@ -22,7 +22,7 @@ from torch import Tensor
 from detectors.detect import to_stored_pixels
 from detectors.faster_rcnn import FasterRCNN, HeadOutputs, cell_anchors, grid_anchors
 from detectors.preprocess import decode_bgr, resize, to_input
-from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
+from detectors.select import SelectionSettings, find_overlaps, select_regions, surviving_confidence
 from tests.parity.cases import Row, apart, not_run
 from tests.parity.detector_cases import build, prepared, read_config, regenerated
 
@@ -134,12 +134,12 @@ class Stages:
         """detectron2's inference: the boxes of every class, moved for it, above a score and after suppression."""
         keep, classes = torch.nonzero(self.probabilities > DETECTION_SCORE, as_tuple=True)
         scores, deltas = self.probabilities[keep, classes], self.feed("prop_bbox_deltas").unflatten(1, (-1, 4))
-        boxes = self.network.regressed(self.feed("proposals")[keep], deltas[keep], classes, *self.size)
+        boxes = self.network.regress_boxes(self.feed("proposals")[keep], deltas[keep], classes, *self.size)
         best = torchvision.ops.batched_nms(boxes, scores, classes, DETECTION_NMS)[:DETECTIONS]
         return boxes[best], scores[best], classes[best], keep[best]
 
     def confidence(self, plus_one: bool) -> Tensor:
-        overlaps = overlapping(self.feed("proposals_orig").numpy(), SelectionSettings(plus_one=plus_one))
+        overlaps = find_overlaps(self.feed("proposals_orig").numpy(), SelectionSettings(plus_one=plus_one))
         return torch.from_numpy(surviving_confidence(overlaps, self.probabilities.numpy()))
 
     def selected(self, rule: re.Match) -> Tensor:

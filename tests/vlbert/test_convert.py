@@ -357,7 +357,7 @@ def test_a_hostile_pickle_does_not_run(tmp_path):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ([torch.zeros(1)], " holds no state dict"),
+        ([torch.zeros(1)], " has no state dict"),
         ({WORD_TABLE: torch.zeros(200, 64)}, f": it has keys such as {WORD_TABLE}, and none of a VL-BERT"),
     ],
 )
@@ -398,7 +398,7 @@ def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):
         (lambda: to_ours(tmp_path / "x.bin", tmp_path / "ours", tmp_path / "vocab.txt"), "has 201 tokens, .* trained"),
         (lambda: to_ours(tmp_path / "x.bin", folder), "ours already exists"),
         (lambda: to_theirs(folder, tmp_path / "x.bin"), "x.bin already exists"),
-        (lambda: to_ours(tmp_path / "other.bin", tmp_path / "ours"), "there is no file"),
+        (lambda: to_ours(tmp_path / "other.bin", tmp_path / "ours"), "weight file .*other.bin does not exist"),
         (lambda: to_theirs(damaged, tmp_path / "back.bin"), f"{KEPT} is damaged: its sha256"),
         (lambda: to_theirs(copy(folder, tmp_path / "gone", KEPT), tmp_path / "back.bin"), f"{KEPT} is gone"),
         (lambda: to_theirs(changed, tmp_path / "back.bin"), f"{REPORT} is not of this model: it names b"),
@@ -503,5 +503,5 @@ def test_the_command_converts_both_ways(tmp_path, capsys):
     main([f"{tmp_path}/ours", f"{tmp_path}/back.bin"])
     assert torch.load(tmp_path / "back.bin", weights_only=True).keys() == state.keys()
     assert capsys.readouterr().out.endswith(f"back.bin: {len(state)} tensors, 8 of them without a counterpart here\n")
-    with pytest.raises(SystemExit, match="there is no file"):
+    with pytest.raises(SystemExit, match="weight file .*none.bin does not exist"):
         main([f"{tmp_path}/none.bin", f"{tmp_path}/other"])

@@ -231,7 +231,7 @@ WRONG = [  # run, arguments, what is named
     ("pretraining", ("a [MASK]", "--out", "{root}/photo.jpg"), "is the image itself; name another file"),
     ("pretraining", ("--attention",), "give a text, and attentions=True"),
     ("pretraining", ("a [MASK]", "--task.nonsense=1"), "nonsense"),
-    ("pretraining", ("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
+    ("pretraining", ("--detector", "gone.safetensors"), "gone.safetensors does not exist"),
     ("pretraining", ("--choices", "x"), "choices and answers belong to a question"),
     ("pretraining", ("a [MASK]", "--recipe", "nowhere:none"), "nowhere cannot be imported"),
     ("vcr-answers", ("why", "--choices", "[0]", *FOUR[:3]), "'[0]' in '[0]' names no region"),
@@ -294,7 +294,7 @@ def test_a_weight_file_with_another_hash_is_refused(root, tmp_path):
     data = bytearray(WEIGHTS.read_bytes())
     data[-1] ^= 1
     other.write_bytes(data)
-    with pytest.raises(ValueError, match=r"other.safetensors \(sha256 \w+...\) is not what .* learned from: detector"):
+    with pytest.raises(ValueError, match=r"other.safetensors \(sha256 \w+...\) is not the detector .*, detector"):
         predictor(root, "pretraining", detector=other).detect(root / "photo.jpg")
 
 
@@ -302,7 +302,7 @@ def test_a_setting_that_differs_is_named():
     there = recorded(demo_detector())
     there["metadata"] |= {"rules_version": 1}
     there["id"] = "0" * 12
-    with pytest.warns(UserWarning, match="of detector 000000000000, .*: rules_version is 3 here and 1 there$"):
+    with pytest.warns(UserWarning, match="of detector 000000000000, .*: rules_version is 3 here but 1 there$"):
         rebuild_detector(there, WEIGHTS, "the run")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -317,7 +317,7 @@ def test_the_weight_file_is_that_of_the_run_or_of_the_run_that_it_started_from(r
         save_model(tmp_path, run, TASKS["refcoco"], recorded(demo_detector()), model=fine, init_from=before)
     assert Predictor(f"{tmp_path}/runs/third").detect(root / "photo.jpg").regions.detector == demo_detector().id
     first.rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="and nothing says where that is; name it: --detector FILE"):
+    with pytest.raises(ValueError, match="but its path is not known; give --detector FILE"):
         Predictor(f"{tmp_path}/runs/third").detect(root / "photo.jpg")
 
 
