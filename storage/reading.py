@@ -74,7 +74,7 @@ class ShardSamples:
         self._files: dict[int, io.FileIO] = {}
         self._opening = threading.Lock()  # held while `_files` changes
         if cache is not None:
-            cache.want(index, sizes)
+            cache.set_snapshot(index, sizes)
 
     def _is_there(self, tar: str, sizes: dict[str, int]) -> bool:
         # Network file systems list late what was written last.

@@ -39,7 +39,7 @@ def apply_revisions(index: ShardIndex, gone: bool) -> ShardIndex:
     first = np.searchsorted(index.shard, np.arange(len(index.tars) + 1, dtype=np.uint32)).tolist()
     tars, sha256, sizes = list(index.tars), list(index.tar_sha256), list(index.tar_bytes)
     offset, length, withdrawn = index.offset.copy(), index.length.copy(), {}
-    manifests = catalog.each(stage, list(revised.values()), ["key", "status", "offset", "length"])
+    manifests = catalog.manifests(stage, list(revised.values()), ["key", "status", "offset", "length"])
     for number, manifest in zip(revised, manifests, strict=True):
         places = {row["key"]: row for row in manifest.ok().to_pylist()}
         own = dict(enumerate(islice(keys, first[number + 1] - first[number]), first[number]))
