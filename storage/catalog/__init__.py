@@ -55,7 +55,7 @@ class Catalog:
 
     def shards(self, stage: str) -> list[str]:
         """Return the names of the committed shards, sorted, from one listing."""
-        return sorted(self._names(stage))
+        return sorted(self._manifest_names(stage))
 
     def newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
         """Map each shard to the name of its newest manifest, from one listing.
