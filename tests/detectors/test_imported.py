@@ -199,7 +199,7 @@ BAD = "bad_features: f: 000001 has "
         (write_json, {"classes": np.full((5, 9), 0.5, np.float32)}, BAD + "class_probs whose sum is 4.5, not"),
         (write_npz, {"x": np.array([None])}, "bad_features: f: 000001 Object arrays cannot be loaded"),
         (write_lmdb, {"raw": HOSTILE}, "bad_features: f: 000001 wants to load builtins.print, which no features"),
-        (write_lmdb, {"raw": b"\x80\x04"}, "bad_features: f: 000001 is no pickle, or is cut off"),
+        (write_lmdb, {"raw": b"\x80\x04"}, "bad_features: f: 000001 is not a pickle or is truncated"),
         (write_lmdb, {"raw": b"N."}, "bad_features: f: 000001 is None, not a dict of fields"),
         (write_h5, {"features": h5py.ExternalLink("g.h5", "/x")}, "bad_features: f: 000001 features is no dataset"),
         (write_h5, {"obj_id": np.zeros(5)}, BAD + "objects_id of float64, which are no int64"),

@@ -166,7 +166,7 @@ def test_revisions_lose_the_samples_and_keep_the_others_byte_for_byte(local):
     for info in [*store.list("withdrawn/")]:  # taken back too late
         store.delete(info.path)
     check_read(opened(store, before[REGIONS].id), samples, gone)
-    with pytest.raises(ObjectMissing, match="start the run again, and it reads the newest revisions"):
+    with pytest.raises(ObjectMissing, match="Start the run again to read the newest revisions"):
         running.sample(0)
 
 
