@@ -33,7 +33,7 @@ def check_version(found: object, version: int, location: str) -> None:
     """Raise UnsupportedVersion, naming the file, if its version is not the one that this code reads."""
     if type(found) is not int or found != version:
         raise UnsupportedVersion(
-            f"{location} is of version {short_repr(found)}, this code reads {version}: use the code that wrote it"
+            f"{location} is of version {short_repr(found)}, but this code reads {version}: use the code that wrote it"
         )
 
 

@@ -237,9 +237,9 @@ def test_invalid_manifests_are_named(local):
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
         (sealed_parquet(table, {}), "is damaged or not a manifest"),
-        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 5: use the code"),
+        (rewritten(table, {**header, "version": 1}), "is of version 1, but this code reads 5: use the code"),
         (b'{"version": 1}', "is damaged or not a manifest"),
-        (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
+        (rewritten(table, {**header, "shard_version": 2}), "is of version 2, but this code reads 1: use the code"),
     ]:
         local.store.put("captions/images/00001.parquet", wrong)
         with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:

@@ -148,7 +148,7 @@ def test_descriptors_are_kept_and_bounded(tmp_path, written):
     del samples
     assert open_tars() == 0  # a reader that is gone keeps none
     samples = samples_of(open_store(str(tmp_path)))
-    samples._most_files = 3
+    samples._max_files = 3
     for i in np.random.default_rng(0).permutation(COUNT).tolist():
         assert identity(samples.sample(i)) == written[i]
     assert open_tars() == 3
