@@ -33,12 +33,9 @@ _COPY_NAME = re.compile(rf"{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar(\.[0-9a-f]{{
 
 
 class ShardCache:
-    """A local folder with copies of tars.
+    """A local folder with copies of tars, at most `limit` bytes in total.
 
     Raises ValueError if the folder is the store's root, inside it or above it.
-
-    Args:
-        limit: maximum total size of the copies, in bytes
     """
 
     def __init__(self, store: ObjectStore, folder: str | Path, limit: int):

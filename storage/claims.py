@@ -43,16 +43,12 @@ class Claims:
             for shard, left in claims.each(shards, pending, print):
                 ...  # make and commit it
 
-    Args:
-        stage: path of the stage's folder in the store
-
-    Attributes:
-        held: shards that this worker has claimed
+    `stage` is the path of the stage's folder in the store.
     """
 
     def __init__(self, store: ObjectStore, stage: str):
         self.store, self.stage = store, stage.removesuffix("/")
-        self.held: set[str] = set()
+        self.held: set[str] = set()  # shards that this worker has claimed
         self._content = f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(8)}".encode()
         self._lock = threading.Lock()  # held while a claim is put, renewed or released
         self._end = threading.Event()

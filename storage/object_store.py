@@ -46,15 +46,11 @@ class ObjectMissing(KeyError):
 
 
 class StorageUnreachable(ConnectionError):
-    """Raised if the storage cannot be used, a disk is full or a server refuses a request.
-
-    Attributes:
-        http_status: status of the server's answer; None if there was no answer
-    """
+    """Raised if the storage cannot be used, a disk is full or a server refuses a request."""
 
     def __init__(self, message: str, http_status: int | None = None):
         super().__init__(message)
-        self.http_status = http_status
+        self.http_status = http_status  # of the server's answer; None without an answer
 
 
 @dataclass(frozen=True)
@@ -522,10 +518,8 @@ ObjectStore = LocalStore | S3Store
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
     """Open and check the store of a folder (created if missing) or `s3://bucket/prefix`.
 
-    Raises StorageUnreachable, naming the folder or the bucket and its endpoint, if the check fails.
-
-    Args:
-        write: check conditional writes, which commits need; with False, for readers, nothing is written
+    With `write`, check conditional writes, which commits need. Without, for readers, nothing is written. Raises
+    StorageUnreachable, naming the folder or the bucket and its endpoint, if the check fails.
     """
     if "://" in root and not root.startswith("s3://"):
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")

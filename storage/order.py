@@ -90,15 +90,12 @@ def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> 
 
 
 def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Interleave several sequences by weight, and return the `count` slots after the first `consumed` ones.
+    """Interleave several sequences by positive weights, and return the `count` slots after the first `consumed` ones.
 
     Draw k of a sequence with the share s of all weights is due at time (k + 1/2) / s. Slots are in the order of these
     times (Sainte-Laguë's rule); of equal times, the sequence with the smaller number comes first. So after any number
     of slots each sequence has received its share, to within about half the number of sequences. If the weights are the
     sequences' lengths, their epochs end together. Any window is computed independently.
-
-    Args:
-        weights: positive
 
     Returns:
         The number of the sequence in each slot, and the number of its draw from that sequence: two int64 [count].

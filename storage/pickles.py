@@ -95,10 +95,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
-    """Return the value of a pickle of any protocol.
-
-    Args:
-        encoding: encoding of Python 2's byte strings
+    """Return the value of a pickle of any protocol. `encoding` is for Python 2's byte strings.
 
     Raises:
         UnsafePickle: the pickle uses a name that is not in STAND_INS

@@ -22,12 +22,9 @@ Flat = tyro.conf.arg(name="")
 
 
 class Command:
-    """The `main` of a command, which calls a function with arguments from the command line.
+    """The `main` of a command, which calls a function, or one of a dict by subcommand, with command-line arguments.
 
     ValueError, OSError and the `expected` errors end the command with one line and status 1, Ctrl-C with status 130.
-
-    Args:
-        function: function to call, or a dict of functions by subcommand
     """
 
     def __init__(

@@ -5,11 +5,7 @@ from collections.abc import Mapping
 
 
 def progress_line(name: str, done: int, total: int, unit: str, counts: Mapping[str, int], seconds: float) -> str:
-    """Format how much is done, the counts (such as rows by status), the rate, and the elapsed and remaining time.
-
-    Args:
-        seconds: seconds since the first of `total` was begun
-    """
+    """Format how much is done after `seconds`, the counts (such as rows by status), the rate and the remaining time."""
     breakdown = ", ".join(f"{count:,} {label}" for label, count in Counter(counts).most_common())
     rate = done / seconds if seconds > 0 else 0.0
     left = f", {clock((total - done) / rate)} left" if rate else ""

@@ -52,10 +52,8 @@ class Samples(Protocol):
 class ShardSamples:
     """Samples of committed shards, read through the byte-offset index (with pread, or with range requests on S3).
 
-    Samples withdrawn after the snapshot are invalid. The others of their shards are read from the newest revisions.
-
-    Args:
-        patience: seconds for which a read is repeated while the storage does not answer
+    Samples withdrawn after the snapshot are invalid. The others of their shards are read from the newest revisions. A
+    read is repeated for `patience` seconds while the storage does not answer.
     """
 
     def __init__(

@@ -44,19 +44,13 @@ _GROUP = 2**17  # rows per row group, which is decoded as a whole
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All shards of a stage at one moment.
+    """All shards of a stage at one moment."""
 
-    Attributes:
-        id: hash of the manifests, and so of every sample
-        manifests: names of the manifests, such as 00000 or 00000.r2
-        random_init: True if the detector of a shard had random weights; None if no manifest records it, as for images
-    """
-
-    id: str
+    id: str  # hash of the manifests, and so of every sample
     stage: str
-    manifests: tuple[str, ...]
+    manifests: tuple[str, ...]  # names of the manifests, such as 00000 or 00000.r2
     ok_rows: int
-    random_init: bool | None
+    random_init: bool | None  # True if a shard's detector had random weights; None if no manifest records it (images)
 
     @property
     def shards(self) -> tuple[str, ...]:

@@ -58,11 +58,7 @@ class Catalog:
         return sorted(self._manifest_names(stage))
 
     def newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
-        """Map each shard to the name of its newest manifest, from one listing.
-
-        Args:
-            shards: shards to include, committed or not; None for all committed shards
-        """
+        """Map each committed shard, or each of `shards`, committed or not, to the name of its newest manifest."""
         names = self._manifest_names(stage, "" if shards is None else os.path.commonprefix(list(shards)))
         return {shard: names.get(shard, [shard])[-1] for shard in (sorted(names) if shards is None else shards)}
 

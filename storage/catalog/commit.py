@@ -24,16 +24,14 @@ def commit_shard(
 ) -> bool:
     """Write one shard. Return False, and change nothing, if it is committed already or another writer was faster.
 
-    Withdrawn samples are left out, and their rows get the status `withdrawn`.
+    Withdrawn samples are left out, and their rows get the status `withdrawn`. Raises ValueError, and nothing becomes
+    visible, if a row is out of order or does not match its sample.
 
     Args:
         samples: samples of the ok rows, in the order of `rows`
         rows: every input row of the shard once, in ascending order
         replaces: revision that the caller has read; the next revision is written beside it and replaces it for readers
         content: value for `Header.content`; None for that of these samples
-
-    Raises:
-        ValueError: names a row that is out of order or does not match its sample; nothing becomes visible
     """
     path = catalog.manifest_path(stage, shard)
     if replaces is not None:
@@ -63,10 +61,8 @@ def commit_shard(
             # Written even if a killed writer left the same tar: the new date keeps `gc` from deleting it.
             catalog.store.put(catalog.path(stage, tar), file)
         if withdrawn_keys:
-            rows = [
-                dataclasses.replace(row, status=WITHDRAWN) if row.status == OK and row.key in withdrawn_keys else row
-                for row in rows
-            ]
+            replace = dataclasses.replace
+            rows = [replace(r, status=WITHDRAWN) if r.status == OK and r.key in withdrawn_keys else r for r in rows]
         if content is None:
             same = replaces is not None and replaces.tar_sha256 == tar_sha256
             content = replaces.content if same else tar_sha256

@@ -149,8 +149,7 @@ def commit_images(
 ) -> bool:
     """Commit rows as a shard of `images`, or as the next revision of one. Return False if another writer was first.
 
-    Args:
-        source: the list and the rows of it that the shard is made from, for the manifest
+    The manifest records `source`: the list, and which of its rows these are.
     """
     config, config_hash = image_config(settings)
     meta = {"source": dict(source), "config": config, "config_hash": config_hash}

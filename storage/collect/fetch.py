@@ -129,11 +129,9 @@ class Fetcher:
     async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
         """Return the body of a URL. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller must hold a slot of the URL's host.
-
-        Args:
-            second_pass: start of the second pass, by the event loop's clock; None in the first pass. The second pass
-                makes one attempt, and also requests URLs of silent hosts and each robots.txt that failed before.
+        The caller must hold a slot of the URL's host. `second_pass` is the start of the second pass by the event loop's
+        clock, and None in the first pass. The second pass makes one attempt, and also requests URLs of silent hosts and
+        each robots.txt that failed before.
         """
         loop = asyncio.get_running_loop()
         # Before the deadline starts, because waiting for a robots.txt is not the image's fault.

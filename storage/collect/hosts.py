@@ -56,13 +56,7 @@ class Hosts:
         return self._hosts[name]
 
     def ended(self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None) -> None:
-        """Record the end of a request to a host.
-
-        Args:
-            began: time of the start, by the event loop's clock
-            seconds: time until the headers came; None if none came
-            refused: reason why there is no image
-        """
+        """Record the end of a request to a host. `seconds` is the time until its headers came, None if none came."""
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):

@@ -213,7 +213,7 @@ def _cells(file: Path, form: str) -> Iterator[list[str] | ValueError]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a plain or gzip file. Only \\n ends a line: U+2028, form feeds and a lone \\r are text."""
+    """Yield the lines of a plain or gzip file. Only line feeds end a line, not U+2028, form feeds or lone returns."""
     with open(file, "rb") as stream:
         is_gzip = stream.read(2) == b"\x1f\x8b"
     with gzip.open(file) if is_gzip else open(file, "rb") as stream, _read_errors(file):

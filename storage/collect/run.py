@@ -86,12 +86,9 @@ def collect(
     log: Callable[[str], None] = print,
     run_group: Callable[[str, CollectSettings, Group, OnCommit], dict[str, int]] | None = None,
 ) -> Collected:
-    """Download or import the missing shards of a dataset.
+    """Download or import the missing shards of a dataset, group by group with `run_group` (default: `collect_group`).
 
     Raises NothingStored if no row of the dataset, also of its committed shards, is ok.
-
-    Args:
-        run_group: replaces `collect_group`; the flow passes a wrapper
     """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, log=log)
