@@ -86,7 +86,7 @@ class Claims:
                         return
 
     def each(
-        self, shards: Iterable[str], pending: Callable[[Sequence[str]], list[str]], say: Callable[[str], object]
+        self, shards: Iterable[str], pending: Callable[[Sequence[str]], list[str]], log: Callable[[str], object]
     ) -> Iterator[tuple[str, int]]:
         """Yield shards to make, each claimed for this worker, with the number of shards left after it.
 
@@ -94,13 +94,13 @@ class Claims:
 
         Args:
             pending: returns those of the given shards that are not committed yet
-            say: called with log lines about waiting
+            log: called with log lines about waiting
         """
         left = list(shards)
         while left:
             shard = self.take(left)
             if shard is None:
-                left = self.wait(left, pending, say)
+                left = self.wait(left, pending, log)
                 continue
             try:
                 if pending([shard]):
@@ -115,7 +115,7 @@ class Claims:
         self,
         shards: Sequence[str],
         pending: Callable[[Sequence[str]], list[str]],
-        say: Callable[[str], object],
+        log: Callable[[str], object],
         for_all: bool = False,
     ) -> list[str]:
         """Wait until one of these shards (with `for_all`: each) is committed or unclaimed. Return the pending ones."""
@@ -126,7 +126,7 @@ class Claims:
             if not others or not for_all and len(others) < len(shards):
                 return left
             if time.monotonic() >= due:
-                say(f"waiting for {len(others):,} shards that other workers have claimed, such as {others[0]}")
+                log(f"waiting for {len(others):,} shards that other workers have claimed, such as {others[0]}")
                 due = time.monotonic() + _LOG_PERIOD
             time.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, POLLS[1])

@@ -29,11 +29,11 @@ def sha256_of(file: Path | BinaryIO) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_version(found: object, version: int, location: str) -> None:
+def check_version(actual: object, version: int, location: str) -> None:
     """Raise UnsupportedVersion, naming the file, if its version is not the one that this code reads."""
-    if type(found) is not int or found != version:
+    if type(actual) is not int or actual != version:
         raise UnsupportedVersion(
-            f"{location} is of version {short_repr(found)}, but this code reads {version}: use the code that wrote it"
+            f"{location} is of version {short_repr(actual)}, but this code reads {version}: use the code that wrote it"
         )
 
 

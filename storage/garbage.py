@@ -44,7 +44,7 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
 def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
     """Return the tars that manifests name, and the tars of earlier revisions that contain withdrawn images.
 
-    The samples of a snapshot whose tar is deleted are read from the newest revision (storage/revised.py).
+    If a snapshot names a deleted tar, its samples are read from the newest revision (storage/revised.py).
 
     Args:
         since: time of the storage; all revisions of a shard that was revised later are kept, because a training that

@@ -29,10 +29,10 @@ class Inventory:
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
         for info in store.list("" if dataset is None else f"{dataset}/"):
-            if found := _MANIFEST.fullmatch(info.path):
-                self.manifests[found[1], found[2]][found[3]][int(found[4] or 1)] = info
-            elif found := _SNAPSHOT.fullmatch(info.path):
-                self.snapshots[found[1], found[2]][found[3]] = info
+            if match := _MANIFEST.fullmatch(info.path):
+                self.manifests[match[1], match[2]][match[3]][int(match[4] or 1)] = info
+            elif match := _SNAPSHOT.fullmatch(info.path):
+                self.snapshots[match[1], match[2]][match[3]] = info
             elif TAR.fullmatch(info.path):
                 self.tars[info.path] = info
         self.states = _states(store) if dataset is None else {}
@@ -74,8 +74,8 @@ def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
     """Return the paths of all checkpoints' state.json, by run and step."""
     states: dict[str, dict[int, str]] = defaultdict(dict)
     for info in store.list("runs/"):
-        if found := _STATE.fullmatch(info.path):
-            states[found[1]][int(found[2])] = info.path
+        if match := _STATE.fullmatch(info.path):
+            states[match[1]][int(match[2])] = info.path
     return states
 
 
@@ -95,8 +95,8 @@ def status(store: ObjectStore) -> list[str]:
             statuses.update(header.statuses)
         by_status = ", ".join(f"{name} {count:,}" for name, count in sorted(statuses.items()))
         stages.append((dataset, stage, f"{len(shards):,}", f"{statuses.total():,}", megabytes(size), by_status))
-    for (dataset, stage), found in sorted(inventory.snapshots.items()):
-        for info in sorted(found.values(), key=lambda info: (info.modified, info.path)):
+    for (dataset, stage), infos in sorted(inventory.snapshots.items()):
+        for info in sorted(infos.values(), key=lambda info: (info.modified, info.path)):
             snapshot, _ = read_snapshot(store, info.path)
             counts = f"{len(snapshot.shards):,}", f"{snapshot.ok_rows:,}"
             used = "yes" if (dataset, stage, snapshot.id) in pinned else "no"

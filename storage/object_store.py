@@ -171,7 +171,7 @@ class LocalStore:
             return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`. Raises the errors of `get`, and ValueError if the object is short."""
+        """Return `length` bytes from `offset`. Raises the errors of `get`, or ValueError if the object ends before."""
         with self._open(path) as file:
             data = os.pread(file.fileno(), length, offset)
         return _check_range(data, self.uri(path), offset, length)

@@ -22,7 +22,7 @@ class UnsafePickle(ValueError):
 
 
 class _Dtype:
-    """A stand-in for numpy.dtype, whose state a pickle could set so that bytes are read as pointers."""
+    """A stand-in for numpy.dtype. A pickle can give numpy's own a state that makes it read bytes as pointers."""
 
     def __init__(self, kind: str, *_: Any):
         if not re.fullmatch(r"[fiu][1248]|b1", kind):

@@ -22,7 +22,7 @@ Flat = tyro.conf.arg(name="")
 
 
 class Command:
-    """The `main` of a command, which calls a function, or one of a dict by subcommand, with command-line arguments.
+    """The `main` of a command: calls a function, or that of the subcommand, with arguments from the command line.
 
     ValueError, OSError and the `expected` errors end the command with one line and status 1, Ctrl-C with status 130.
     """

@@ -1,7 +1,7 @@
 """Random-access reader for training: reads the samples of a snapshot by number, through its byte-offset index.
 
-Local and cached tars are read with one pread per sample. A bucket is read with parallel range requests, one for several
-neighbouring samples, so training needs no disk.
+Local and cached tars are read with pread. A bucket is read with parallel range requests, one for several neighbouring
+samples, so training needs no disk.
 """
 
 import contextlib

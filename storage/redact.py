@@ -10,7 +10,7 @@ _QUERY = re.compile(r"(?<=[^\s?])\?[^\s'\"<>?]*=[^\s'\"<>]*")
 
 
 def display_url(url: str) -> str:
-    """Return a URL without user name and password, with `?…` for its query, cut to 200 characters."""
+    """Return scheme, host, port and path of a URL, cut to 200 characters, with `?…` for a query."""
     scheme, rest = "", url
     if match := _SCHEME.match(url.lstrip()):
         scheme, rest = match[0], url.lstrip()[match.end() :]

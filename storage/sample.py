@@ -109,7 +109,8 @@ class Sample:
 
     Attributes:
         image: complete JPEG file, RGB or grey, with its EXIF orientation already applied
-        width: pixels of `image`; so is height
+        width: width of `image` in pixels
+        height: height of `image` in pixels
         sha256: sha256 of the downloaded bytes, before they were normalised into `image`
         flags: what normalising did ("exif_rotated", "resized", ...)
         extra: values of further list columns by name (`columns` of collecting); None if there are none
@@ -307,7 +308,7 @@ def _check_fractions(name: str, array: np.ndarray) -> None:
 def jpeg_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) in pixels from a JPEG's frame header, which is found in the same way as in libjpeg.
 
-    Raises ValueError if there is none: the file cannot be decoded, or a decoder would allocate memory for another size.
+    Raises ValueError if there is none. So files that cannot be decoded are refused, and no decoder finds another size.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("the .jpg member is not a JPEG")

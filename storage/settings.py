@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 def check(config: Any, holds: Any, name: str, wanted: str) -> None:
-    """Raise ValueError that names the field and its value, unless `holds` is true."""
+    """Raise ValueError, naming the field and its value, unless `holds` is true."""
     if not holds:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise ValueError that names the field and its value if a number is not positive. None is allowed."""
+    """Raise ValueError, naming the field and its value, if a number is not positive. None is allowed."""
     for name in names:
         value = getattr(config, name)
         check(config, value is None or value > 0, name, "positive")
@@ -239,7 +239,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, object]:
 
 
 def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
-    """Return (name, now, before) of fields that are in both dicts and differ. Newer fields are missing in `before`."""
+    """Return (name, now, before) of the fields that differ. Fields missing in `before` are newer, and are skipped."""
     return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]
 
 

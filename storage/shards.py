@@ -33,7 +33,7 @@ class Span:
 
 
 def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
-    """Write samples, in this order, atomically as one tar whose bytes depend only on them.
+    """Write samples, in this order, as one tar. The write is atomic, and the bytes depend only on the samples.
 
     Raises ValueError if a key occurs twice or cannot be part of a member's name.
     """

@@ -57,7 +57,7 @@ def _check_each(
 
 
 class _Checker:
-    """Checks shards and snapshots; remembers the checked tars and manifests for later checks."""
+    """A checker of shards and snapshots. It remembers checked tars and manifests for later checks."""
 
     def __init__(self, inventory: Inventory, withdrawn: Withdrawn):
         self.inventory, self.store, self.withdrawn = inventory, inventory.store, withdrawn

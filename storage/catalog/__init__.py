@@ -120,8 +120,8 @@ class Catalog:
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
         """Return the shards of stage `source` that stage `target` must still make, sorted.
 
-        A shard is pending if `target` does not have it, or made it from samples that have changed since. Withdrawing
-        samples is no such change. Reads no tar. Raises ValueError if a target shard was made from another source.
+        A shard is pending if `target` does not have it, or made it from samples that have changed since. Withdrawn
+        samples are not a change. Reads no tar. Raises ValueError if a target shard was made from another source.
         """
         prefix = "" if shards is None else os.path.commonprefix(list(shards))
         committed, done = self._manifest_names(source, prefix), self._manifest_names(target, prefix)
@@ -244,4 +244,4 @@ def require_valid(sample: Sample | BadSample) -> Sample:
 def datasets_with(store: ObjectStore, stage: str) -> list[str]:
     """Return the datasets that have a committed shard of this stage, sorted, from one listing."""
     pattern = re.compile(rf"([^/]+)/{re.escape(stage)}/{MANIFEST_FILE.pattern}")
-    return sorted({found[1] for info in store.list() if (found := pattern.fullmatch(info.path))})
+    return sorted({match[1] for info in store.list() if (match := pattern.fullmatch(info.path))})

@@ -85,7 +85,7 @@ class AddressGuard:
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address of the public internet. For IPv6 forms of an IPv4 address, the latter decides."""
+    """Return True for an address of the public internet. If an IPv6 address contains an IPv4 address, that decides."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:  # selects one of this machine's interfaces
             return False

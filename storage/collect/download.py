@@ -117,7 +117,7 @@ def spool_image(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
 
 
 def _spread(urls: Sequence[str]) -> Sequence[str]:
-    """Return one in eight of the URLs, at least 1 and at most 3, spread evenly: neighbours often hang together."""
+    """Return one in eight of the URLs, from 1 to 3, spread evenly, because URLs that hang are often neighbours."""
     count = min(max(len(urls) // 8, 1), _PROBES)
     return [urls[(2 * i + 1) * len(urls) // (2 * count)] for i in range(count)]
 

@@ -181,7 +181,7 @@ class Fetcher:
                 await self.robots_txt.check(url, second_pass)
             except Refused as error:
                 error.host = host
-                self.hosts.ended(host, str(url), begin, None, error)
+                self.hosts.record_end(host, str(url), begin, None, error)
                 raise
 
     async def _request(self, url: "yarl.URL", end: float) -> tuple[str | None, bytes]:
@@ -198,9 +198,9 @@ class Fetcher:
             answer = await self._get(url, read, end)
         except Refused as error:
             error.host = host
-            self.hosts.ended(host, str(url), begin, seconds, error)
+            self.hosts.record_end(host, str(url), begin, seconds, error)
             raise
-        self.hosts.ended(host, str(url), begin, seconds)
+        self.hosts.record_end(host, str(url), begin, seconds)
         return answer
 
     async def _get(

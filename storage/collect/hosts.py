@@ -55,7 +55,9 @@ class Hosts:
             self._hosts[name] = Host(min(_INITIAL_LIMIT, self._at_once))
         return self._hosts[name]
 
-    def ended(self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None) -> None:
+    def record_end(
+        self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None
+    ) -> None:
         """Record the end of a request to a host. `seconds` is the time until its headers came, None if none came."""
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)

@@ -88,7 +88,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Return the columns of URL and caption of two unnamed ones. The first has more URLs, or more names of images."""
+    """Return the columns of URL and caption, if two are unnamed. The URL column has more URLs, or more image names."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None
@@ -144,7 +144,7 @@ def read_captions(file: Path) -> Iterator[CaptionRow]:
 
 
 def scalar(value: Any, name: str) -> Scalar:
-    """Return a value that a sample can keep, or None for NaN (pandas' missing number). Others raise ValueError."""
+    """Return a value that a sample can keep, or None for NaN (pandas' missing number). Raises ValueError for others."""
     if not isinstance(value, Scalar):
         raise ValueError(
             f"{short_repr(name)} is {short_repr(value)}; in columns, keep only strings, numbers and booleans"
@@ -213,7 +213,7 @@ def _cells(file: Path, form: str) -> Iterator[list[str] | ValueError]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a plain or gzip file. Only line feeds end a line, not U+2028, form feeds or lone returns."""
+    """Yield the lines of a plain or gzip file. U+2028, form feeds and lone carriage returns do not end a line."""
     with open(file, "rb") as stream:
         is_gzip = stream.read(2) == b"\x1f\x8b"
     with gzip.open(file) if is_gzip else open(file, "rb") as stream, _read_errors(file):

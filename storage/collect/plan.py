@@ -28,7 +28,7 @@ MAX_SHARDS = 100_000  # of a dataset, because shard names have five digits
 
 @dataclass(frozen=True)
 class CollectSettings:
-    """Settings of collecting one dataset."""
+    """Settings for collecting one dataset."""
 
     __pydantic_config__ = FORM
 
@@ -103,7 +103,7 @@ def find_columns(settings: CollectSettings) -> Reading:
 
 
 def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
-    """Return the rows of the origin: those in the dataset's folder if it has not changed, else it is read again.
+    """Return the rows of the origin, which is read again only if it has changed.
 
     Raises ValueError if it has no rows.
     """

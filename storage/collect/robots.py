@@ -31,7 +31,7 @@ _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORE
 
 
 def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
-    """Raise Refused if an X-Robots-Tag for our agent or for all forbids training or, if obeyed, a search index."""
+    """Raise Refused if an X-Robots-Tag for us or all agents forbids training or, with `obey_noindex`, an index."""
     directives_for_us: dict[str, str] = {}  # directive -> its header
     for header in headers:
         agent = ""  # the rest of the header's directives are for this agent; "" for all agents
@@ -52,7 +52,7 @@ def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
 
 
 class Rules:
-    """The rules of a robots.txt that apply to us, with `bytes`: their approximate memory."""
+    """The rules of a robots.txt that apply to us. `bytes` is their approximate memory."""
 
     def __init__(self, data: bytes):
         from protego import Protego

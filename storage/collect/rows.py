@@ -83,7 +83,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CaptionRow:
-    """A row to collect, or collected."""
+    """A row of a caption list, a folder or tars, before or after it is collected."""
 
     row: int  # its number, from 0 and without the header
     caption: str  # as in the file

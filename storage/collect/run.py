@@ -96,7 +96,7 @@ def collect(
     catalog = Catalog(open_store(root), settings.name)
     headers = catalog.headers(IMAGES)
 
-    def say(line: str) -> None:
+    def log_line(line: str) -> None:
         log(f"{settings.name}: {line}")
 
     listed = prepare_rows(catalog.store, settings)
@@ -108,7 +108,7 @@ def collect(
         if part.shard in headers and settings.retried_statuses & headers[part.shard].statuses.keys()
     ]
     missing += retries
-    _log_plan(settings, listed, len(missing), len(parts), say)
+    _log_plan(settings, listed, len(missing), len(parts), log_line)
     has_images = any(header.ok_rows for header in headers.values())
 
     claims = Claims(catalog.store, catalog.path(IMAGES, ""))
@@ -124,28 +124,28 @@ def collect(
             group = Group(together, listed.id, dict(counts), rows, has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             has_images = has_images or counts[Status.OK] > 0
-            say(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")
-        left = claims.wait([part.shard for part in missing], pending, say, for_all=True)
+            log_line(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")
+        left = claims.wait([part.shard for part in missing], pending, log_line, for_all=True)
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
         if missing and not has_images and counts.total() == rows:  # no shard was another worker's
             raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
-            say(f"collecting {len(missing)} shards again that had no image or were another worker's")
+            log_line(f"collecting {len(missing)} shards again that had no image or were another worker's")
     new = len(new_shards - headers.keys())
     return Collected(settings.name, len(parts), new, catalog.counts(IMAGES), time.monotonic() - started)
 
 
-def _log_plan(settings: CollectSettings, listed: Rows, missing: int, shards: int, say: Callable[[str], None]) -> None:
+def _log_plan(settings: CollectSettings, listed: Rows, missing: int, shards: int, log: Callable[[str], None]) -> None:
     if not missing:
-        say(f"nothing to download: all {shards} shards are committed")
+        log(f"nothing to download: all {shards} shards are committed")
         return
-    say(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}, read as {listed.reading}")
+    log(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}, read as {listed.reading}")
     if listed.unreadable:
         (row,) = listed.read(listed.unreadable[0], listed.unreadable[0] + 1)
-        say(f"{len(listed.unreadable)} rows cannot be collected, the first: {row.status}: {row.detail}")
+        log(f"{len(listed.unreadable)} rows cannot be collected, the first: {row.status}: {row.detail}")
     if settings.is_download and not settings.download.contact and not settings.download.allowed_hosts:
-        say("warning: set download.contact to a URL or mail address, so that the servers' owners can ask questions")
+        log("warning: set download.contact to a URL or mail address, so that the servers' owners can ask questions")
 
 
 def _by_status(counts: Mapping[str, int]) -> str:
@@ -196,10 +196,7 @@ def collect_group(
 
 @dataclass
 class _GroupCollector:
-    """Collects the shards of a group and logs its progress.
-
-    Files are read and written in a thread, so that other shards continue.
-    """
+    """A collector of the shards of one group. It reads and writes files in a thread, so that other shards continue."""
 
     catalog: Catalog
     settings: CollectSettings

@@ -10,7 +10,7 @@ from storage.collect.normalise import NormalisedImage
 
 @dataclass(frozen=True)
 class SpooledImage:
-    """A NormalisedImage whose bytes are in a Spool."""
+    """A normalised image with its bytes in a Spool."""
 
     spool: "Spool"
     offset: int
