@@ -118,7 +118,7 @@ class Claims:
         log: Callable[[str], object],
         for_all: bool = False,
     ) -> list[str]:
-        """Wait until one of these shards (with `for_all`: each) is committed or unclaimed. Return the pending ones."""
+        """Wait until one shard (with `for_all`, every shard) is committed or unclaimed. Return those still pending."""
         due, pause = time.monotonic(), POLLS[0]
         while True:
             left, live = pending(shards), self._find_live()

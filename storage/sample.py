@@ -94,7 +94,7 @@ class Regions:
         return self.class_probs[:, order].astype(np.float32)
 
     def labels_background_first(self) -> np.ndarray:
-        """Return `labels` as columns of `class_probs_background_first`, int32 [N]."""
+        """Return `labels` renumbered as columns of `class_probs_background_first`, int32 [N]."""
         return np.where(self.labels < self.background, self.labels + 1, self.labels).astype(np.int32)
 
     def take(self, indices: np.ndarray) -> "Regions":

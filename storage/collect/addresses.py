@@ -46,7 +46,7 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 
 
 class AddressGuard:
-    """Checker of URLs and addresses: http and https, ports 80 and 443, public addresses, and the allow-list."""
+    """A checker of URLs and addresses: http and https, ports 80 and 443, public addresses, and the allow-list."""
 
     def __init__(self, allowed_hosts: Iterable[str]):
         self.allowed = {entry.lower().replace("[", "").replace("]", "") for entry in allowed_hosts}

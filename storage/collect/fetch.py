@@ -1,4 +1,4 @@
-"""Fetching of URLs, with a deadline and a byte limit per URL, retries of transient failures, only public addresses."""
+"""Fetching of URLs from public addresses, with a deadline, a byte limit, and retries after transient failures."""
 
 import asyncio
 import importlib.metadata
