@@ -1,1 +1,1 @@
-"""Samples, shards and object storage: the files that all stages share. No models, no torch."""
+"""Samples, shards and object storage, shared by all stages. Contains no models and imports no torch."""

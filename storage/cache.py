@@ -1,10 +1,10 @@
-"""Copies of a bucket's tars in a folder of this machine, fetched in the background and shared by its trainings.
+"""Local copies of a bucket's tars, fetched in the background and shared by all trainings on this machine.
 
-A file under a tar's own name is complete: its sha256 was checked before it got that name. A reader uses the file if it
-exists, else the bucket.
+A file that has a tar's own name is complete: its sha256 was checked before it was renamed. A reader uses the file if
+it exists, and the bucket otherwise.
 
-In a random order every tar is equally likely to be read next, so replacing one by another gains nothing: the folder is
-filled up to its limit and then stays. Only copies that no training has wanted for a day make room.
+Training reads tars in random order, so all of them are equally likely to be read next and evicting one for another
+gains nothing. The folder is filled up to its limit. Only copies that no training has used for a day are removed.
 """
 
 import contextlib
@@ -26,64 +26,69 @@ from storage.digests import sha256_of
 from storage.object_store import ObjectStore, open_object
 from storage.snapshots import ShardIndex
 
-_PAUSE = 30.0  # seconds between two looks for missing tars
+_PAUSE = 30.0  # seconds between two searches for missing tars
 _UNUSED = 86400.0  # seconds
-# A copy, or the beginning of one. No other file is counted or removed.
-_OURS = re.compile(rf"{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar(\.[0-9a-f]{{8}}\.part)?")
+# A complete or partial copy. No other file is counted or removed.
+_COPY_NAME = re.compile(rf"{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar(\.[0-9a-f]{{8}}\.part)?")
 
 
 class ShardCache:
-    """The folder; limit: bytes of all tars in it. ValueError if it is the store's root, in it or above it."""
+    """A local folder with copies of tars, at most `limit` bytes in total.
+
+    Raises ValueError if the folder is the store's root, inside it or above it.
+    """
 
     def __init__(self, store: ObjectStore, folder: str | Path, limit: int):
         self.folder, self.limit = Path(folder).expanduser().absolute(), limit
         self._store = store
         self._copies = self.folder / hashlib.sha256(store.uri().encode()).hexdigest()[:12]  # of this root
-        self._wanted: dict[str, tuple[str, int]] = {}  # path of a tar -> its sha256 and size
+        self._wanted: dict[str, tuple[str, int]] = {}  # path of a tar -> its sha256 and size in bytes
         local = store.local_path("any")
         if local is not None:
             root, own = local.parent.resolve(), self.folder.resolve()
             if own.is_relative_to(root) or root.is_relative_to(own):
-                raise ValueError(f"--data.cache={self.folder} is in the root {root} or above it; name another folder")
+                raise ValueError(f"--data.cache={self.folder} is inside or above the root {root}; use another folder")
 
-    def want(self, index: ShardIndex, stored: Collection[str]) -> None:
-        """Fill the folder with the tars of this snapshot from now on, beside those of other datasets; no more with
-        those of an earlier snapshot of this one. Copies of tars that are not `stored` any more are removed."""
+    def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
+        """Cache the tars of this snapshot, in place of an earlier snapshot of the same dataset and stage.
+
+        Other datasets stay cached. Copies of tars that are not in `stored` are deleted.
+        """
         for file in (self._copies / index.folder).glob("*.tar"):
             if f"{index.folder}/{file.name}" not in stored:
                 with contextlib.suppress(OSError):
                     file.unlink()
-        others = {tar: one for tar, one in self._wanted.items() if tar.rpartition("/")[0] != index.folder}
+        others = {tar: facts for tar, facts in self._wanted.items() if tar.rpartition("/")[0] != index.folder}
         tars = zip(index.tars, index.tar_sha256, index.tar_bytes, strict=True)
         self._wanted = others | {tar: (sha256, size) for tar, sha256, size in tars if size}
 
     def open(self, tar: str) -> io.FileIO | None:
-        """The copy of a tar, None if there is none."""
+        """Open the copy of a tar. Return None if it is missing or unreadable."""
         try:
             return open(self._copies / tar, "rb", buffering=0)
         except OSError:
-            return None  # no copy yet, or an unreadable one: the bucket has the tar
+            return None  # the caller reads the tar from the bucket
 
     def fill_in_background(self, pause: float = _PAUSE) -> None:
-        """Fill the folder in a daemon thread, and again each `pause` seconds; after an error training goes on."""
+        """Fill the folder from a daemon thread every `pause` seconds. Errors are logged and do not stop training."""
 
         def keep_filling() -> None:
             logged = None
             while True:
                 try:
                     self.fill()
-                except Exception as error:  # noqa: BLE001  whatever it is, training goes on without the copies
-                    what = getattr(error, "strerror", None) or str(error)  # without the random name of a temporary file
-                    if what != logged:
-                        line = f"the shard cache {self.folder} is not filled, and reads go to the bucket: {error}"
+                except Exception as error:  # noqa: BLE001  training continues without the copies after any error
+                    reason = getattr(error, "strerror", None) or str(error)  # without a temporary file's random name
+                    if reason != logged:
+                        line = f"cannot fill the shard cache {self.folder}, so reads go to the bucket: {error}"
                         print(line, file=sys.stderr, flush=True)
-                        logged = what
+                        logged = reason
                 time.sleep(pause)
 
         threading.Thread(target=keep_filling, name="shard cache", daemon=True).start()
 
     def fill(self) -> None:
-        """Fetch the missing tars that fit. ValueError names one that is damaged in the bucket, and is given up."""
+        """Fetch the missing tars that fit. Raises ValueError if a tar in the bucket is damaged; it is not retried."""
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted = self._wanted
         missing = []
@@ -92,7 +97,7 @@ class ShardCache:
                 os.utime(self._copies / tar)
             except FileNotFoundError:
                 missing.append(tar)
-        random.shuffle(missing)  # two trainings that fill the folder at a time do not fetch the same
+        random.shuffle(missing)  # so that two trainings that fill the folder at once fetch different tars
         for tar in missing:
             if wanted is not self._wanted:
                 break  # the next call fetches the tars of the new snapshot
@@ -100,17 +105,17 @@ class ShardCache:
                 self._fetch(tar, wanted[tar][0])
 
     def _make_room(self, size: int) -> bool:
-        """Remove unused copies, the oldest first, until so many bytes fit; whether they do."""
-        found = []
+        """Remove unused copies, oldest first, until `size` bytes fit. Return True if they fit."""
+        copies = []
         for file in self.folder.rglob("*"):
-            if _OURS.fullmatch(file.name):
+            if _COPY_NAME.fullmatch(file.name):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    found.append((file.stat().st_mtime, file.stat().st_size, file))
-        room = min(self.limit - sum(size for _, size, _ in found), shutil.disk_usage(self.folder).free)
-        for modified, its_size, file in sorted(found):
+                    copies.append((file.stat().st_mtime, file.stat().st_size, file))
+        room = min(self.limit - sum(size for _, size, _ in copies), shutil.disk_usage(self.folder).free)
+        for modified, copy_size, file in sorted(copies):
             if room < size and time.time() - modified > _UNUSED:
                 file.unlink(missing_ok=True)
-                room += its_size
+                room += copy_size
         return room >= size  # if not, a smaller tar may fit
 
     def _fetch(self, tar: str, sha256: str) -> None:
@@ -122,10 +127,10 @@ class ShardCache:
                 shutil.copyfileobj(stream, out, 1 << 20)
                 out.flush()
                 os.fsync(out.fileno())
-            if (found := sha256_of(temporary)) != sha256:
+            if (actual := sha256_of(temporary)) != sha256:
                 self._wanted.pop(tar, None)
                 raise ValueError(
-                    f"{self._store.uri(tar)} is damaged: its sha256 is {found[:12]}...; delete its manifest and run "
+                    f"{self._store.uri(tar)} is damaged: its sha256 is {actual[:12]}...; delete its manifest and run "
                     "its stage again"
                 )
             os.replace(temporary, file)

@@ -1,7 +1,7 @@
-"""Files that carry the sha256 of their own bytes, so that a changed bit is detected.
+"""Digests inside files: some files contain the sha256 of their own bytes, so that any change is detected.
 
-The digest is 64 hex digits in the file; it is computed with 64 zeros in its place. docs/formats.md says which files
-carry one, and where the digests of the other files are.
+The digest is 64 hex digits, computed with 64 zeros in its place. docs/formats.md lists the files that contain one, and
+where the digests of the other files are.
 """
 
 import hashlib
@@ -11,49 +11,49 @@ from typing import BinaryIO
 
 from storage.safe_json import short_repr
 
-OWN_SHA256 = "own_sha256"  # of a JSON object, and of the key-value metadata of a Parquet file
+OWN_SHA256 = "own_sha256"  # key in a JSON object, and in the key-value metadata of a Parquet file
 BLANK = "0" * 64
-# Before the digits: as json.dumps writes it, and as the footer of a Parquet file has it (Thrift's compact protocol).
+# The bytes before the digits, as json.dumps writes them and as in a Parquet footer (Thrift's compact protocol).
 _MARKS = (f'"{OWN_SHA256}": "'.encode(), f"{OWN_SHA256}\x18@".encode())
 
 
 class UnsupportedVersion(ValueError):
-    """A file that another version of this code wrote: it is not damaged, and nothing needs to be removed."""
+    """Raised for a file that another version of this code wrote. The file is not damaged."""
 
 
 def sha256_of(file: Path | BinaryIO) -> str:
-    """Of a file's bytes, as hex digits."""
+    """Return the sha256 of a file's bytes, as hex digits."""
     if isinstance(file, Path):
         with file.open("rb") as stream:
             return sha256_of(stream)
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_version(found: object, version: int, where: str) -> None:
-    """OtherVersion names the file if its version is not the one that this code reads."""
-    if type(found) is not int or found != version:
+def check_version(actual: object, version: int, location: str) -> None:
+    """Raise UnsupportedVersion, naming the file, if its version is not the one that this code reads."""
+    if type(actual) is not int or actual != version:
         raise UnsupportedVersion(
-            f"{where} is of version {short_repr(found)}, this code reads {version}: use the code that wrote it"
+            f"{location} is of version {short_repr(actual)}, but this code reads {version}: use the code that wrote it"
         )
 
 
 def write_digest(data: bytearray | mmap.mmap) -> None:
-    """Replace BLANK by the digest; everything else is written already."""
+    """Replace BLANK by the digest. Call it last, when all other bytes are final."""
     offset = _digest_offset(data)
     if offset is None:
-        raise AssertionError(f"no {OWN_SHA256} is in these {len(data)} bytes")
+        raise AssertionError(f"there is no {OWN_SHA256} in these {len(data)} bytes")
     data[offset : offset + len(BLANK)] = _digest(data, offset)
 
 
 def has_valid_digest(data: bytes | bytearray | mmap.mmap) -> bool:
-    """Whether these are the bytes that were sealed: all, in the same order, and none changed."""
+    """Return True if the bytes contain a digest and have not changed since it was written."""
     offset = _digest_offset(data)
     return offset is not None and data[offset : offset + len(BLANK)] == _digest(data, offset)
 
 
 def _digest_offset(data: bytes | bytearray | mmap.mmap) -> int | None:
-    found = [at + len(mark) for mark in _MARKS if (at := data.rfind(mark)) >= 0]
-    return max(found, default=None)
+    offsets = [at + len(mark) for mark in _MARKS if (at := data.rfind(mark)) >= 0]
+    return max(offsets, default=None)
 
 
 def _digest(data: bytes | bytearray | mmap.mmap, offset: int) -> bytes:

@@ -1,6 +1,6 @@
-"""Garbage collection: what nothing names any more, by age, and tars with images that were withdrawn.
+"""Garbage collection: old files that nothing refers to any more, and tars with withdrawn images.
 
-`vlbert catalog gc` lists or deletes it.
+`vlbert catalog gc` lists or deletes them.
 """
 
 from pathlib import Path
@@ -12,18 +12,18 @@ from storage.snapshots import read_snapshot
 from storage.tables import aligned
 from storage.withdrawn import read_withdrawn
 
-_INTERRUPTED = "interrupted put"  # a file of this machine; all else are objects
+_INTERRUPTED = "interrupted put"  # a local file; everything else is an object of the store
 
 
 def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
-    """What may be deleted, each with its kind: nothing names it, and it is older than `grace` seconds by the storage's
-    clock; and tars of earlier revisions with images that were withdrawn, however young.
+    """Return the files that may be deleted, each with its kind.
 
-    Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
-    their stage, and what interrupted puts left.
+    These are files older than `grace` seconds by the storage's clock: tars that neither a manifest nor a kept snapshot
+    names, snapshots that no checkpoint pins and that are not the newest of their stage, and leftovers of interrupted
+    puts. Tars of earlier revisions with withdrawn images may be deleted at any age.
     """
     now = store.now()
-    found = [(_INTERRUPTED, info) for info in store.leftovers()]
+    garbage = [(_INTERRUPTED, info) for info in store.leftovers()]
     inventory = Inventory(store)
     pinned = inventory.pins()
     named, withdrawn = _tars_of_manifests(inventory, now - grace)
@@ -35,17 +35,20 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
                 _, shards = read_snapshot(store, info.path)
                 named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards if shard["tar"]}
             else:
-                found.append(("unpinned snapshot", info))
-    found += [("orphan tar", info) for path, info in inventory.tars.items() if path not in named | withdrawn]
+                garbage.append(("unpinned snapshot", info))
+    garbage += [("orphan tar", info) for path, info in inventory.tars.items() if path not in named | withdrawn]
     images = [("withdrawn images", inventory.tars[tar]) for tar in sorted(withdrawn & inventory.tars.keys())]
-    return images + [(what, info) for what, info in found if now - info.modified > grace]
+    return images + [(kind, info) for kind, info in garbage if now - info.modified > grace]
 
 
 def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
-    """The tars that manifests name, and those of earlier revisions that hold images which were withdrawn.
+    """Return the tars that manifests name, and the tars of earlier revisions that contain withdrawn images.
 
-    Snapshots that name one of the latter are read from the newest revision (storage/revised.py). since: a reader of the
-    revision before one that is as young may be about to pin it.
+    If a snapshot names a deleted tar, its samples are read from the newest revision (storage/revised.py).
+
+    Args:
+        since: time of the storage; all revisions of a shard that was revised later are kept, because a training that
+            read an earlier one may still pin it
     """
     store, named, with_images = inventory.store, set(), set()
     withdrawn = read_withdrawn(store)
@@ -56,31 +59,30 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
             young = revisions[max(revisions)].modified >= since
             if len(revisions) == 1 or not (young or withdrawn):
                 continue
-            *earlier, newest = catalog.each(stage, manifest_names(revisions), ["url", "sha256", "status"])
+            *earlier, newest = catalog.manifests(stage, manifest_names(revisions), ["url", "sha256", "status"])
             if young:
-                named |= {one.tar for one in earlier}
+                named |= {manifest.tar for manifest in earlier}
             if withdrawn and not any(withdrawn.contains(newest.ok()).to_pylist()):
-                with_images |= {one.tar for one in earlier if any(withdrawn.contains(one.ok()).to_pylist())} - {
-                    newest.tar
-                }
+                having = [manifest for manifest in earlier if any(withdrawn.contains(manifest.ok()).to_pylist())]
+                with_images |= {manifest.tar for manifest in having} - {newest.tar}
     return named, with_images
 
 
-def _remove(store: ObjectStore, what: str, info: ObjectInfo) -> bool:
-    """Delete something after another look; False if it stays, because it was written again or is named now."""
-    if what == _INTERRUPTED:
+def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
+    """Delete a file after a last check. Return False if it is kept, since it was written again or is in use now."""
+    if kind == _INTERRUPTED:
         Path(info.path).unlink(missing_ok=True)
         return True
     if info not in store.list(info.path):  # deleted, or with a new date: a writer uses it now
         return False
-    if (tar := TAR.fullmatch(info.path)) and _names(store, *tar.groups(), info.path):
-        return False  # by a writer that paused for the whole grace time
+    if (tar := TAR.fullmatch(info.path)) and _is_committed(store, *tar.groups(), info.path):
+        return False  # committed by a writer that paused for the whole grace time
     store.delete(info.path)
     return True
 
 
-def _names(store: ObjectStore, dataset: str, stage: str, shard: str, path: str) -> bool:
-    """Whether the manifest of the shard names this tar."""
+def _is_committed(store: ObjectStore, dataset: str, stage: str, shard: str, path: str) -> bool:
+    """Return True if the manifest of the shard names this tar."""
     try:
         return Catalog(store, dataset).headers(stage, [shard])[shard].tar == path
     except ObjectMissing:
@@ -88,20 +90,20 @@ def _names(store: ObjectStore, dataset: str, stage: str, shard: str, path: str) 
 
 
 def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
-    """A line for each thing that may be deleted; with `delete` it is deleted, unless a last check finds it in use."""
-    found = [(what, info) for what, info in find_garbage(store, grace) if not delete or _remove(store, what, info)]
-    if not found:
+    """List the files that may be deleted, as lines of text. With `delete`, delete those that are still unused."""
+    garbage = [(kind, info) for kind, info in find_garbage(store, grace) if not delete or _remove(store, kind, info)]
+    if not garbage:
         return ["nothing to delete"]
     rows = [
         (
-            what,
+            kind,
             megabytes(info.size),
             date_of(info.modified),
-            info.path if what == _INTERRUPTED else store.uri(info.path),
+            info.path if kind == _INTERRUPTED else store.uri(info.path),
         )
-        for what, info in found
+        for kind, info in garbage
     ]
-    things = "1 thing" if len(rows) == 1 else f"{len(rows):,} things"
+    files = "1 file" if len(rows) == 1 else f"{len(rows):,} files"
     done = "deleted" if delete else "to delete: run again with --delete"
-    size = megabytes(sum(info.size for _, info in found))
-    return [*aligned(("what", "MB", "written (UTC)", "where"), rows), f"{things}, {size} MB {done}"]
+    size = megabytes(sum(info.size for _, info in garbage))
+    return [*aligned(("what", "MB", "written (UTC)", "where"), rows), f"{files}, {size} MB {done}"]

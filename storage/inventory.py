@@ -1,4 +1,4 @@
-"""One listing of a root: its shards, snapshots, tars and checkpoints, and the tables of `vlbert catalog status`."""
+"""Inventory of a root, from one listing of its objects, and the tables that `vlbert catalog status` prints."""
 
 import re
 from collections import Counter, defaultdict
@@ -20,71 +20,72 @@ _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 
 
 class Inventory:
-    """One listing of a root, by kind of object."""
+    """The manifests, snapshots, tars and checkpoints of a root, or the shards of one dataset, from one listing."""
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):
         self.store, self.dataset = store, dataset
-        # By dataset and stage, then by shard: its revisions by number. `manifest_names` has them in order.
+        # (dataset, stage) -> shard -> revision number -> manifest; manifest_names() sorts the revisions
         self.manifests: dict[tuple[str, str], dict[str, dict[int, ObjectInfo]]] = defaultdict(lambda: defaultdict(dict))
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
         for info in store.list("" if dataset is None else f"{dataset}/"):
-            if found := _MANIFEST.fullmatch(info.path):
-                self.manifests[found[1], found[2]][found[3]][int(found[4] or 1)] = info
-            elif found := _SNAPSHOT.fullmatch(info.path):
-                self.snapshots[found[1], found[2]][found[3]] = info
+            if match := _MANIFEST.fullmatch(info.path):
+                self.manifests[match[1], match[2]][match[3]][int(match[4] or 1)] = info
+            elif match := _SNAPSHOT.fullmatch(info.path):
+                self.snapshots[match[1], match[2]][match[3]] = info
             elif TAR.fullmatch(info.path):
                 self.tars[info.path] = info
         self.states = _states(store) if dataset is None else {}
         if dataset is not None and not self.manifests:
-            raise ValueError(f"{store.uri(dataset)} holds no committed shard; `status` lists the datasets")
+            raise ValueError(f"{store.uri(dataset)} has no committed shard; `vlbert catalog status` lists the datasets")
 
     def headers(self, dataset: str, stage: str) -> Iterator[Header]:
-        """The headers of the newest revision of each shard of a stage."""
+        """Return an iterator over the header of each shard's newest revision, for one stage."""
         shards = self.manifests[dataset, stage]
-        return Catalog(self.store, dataset).each(stage, [manifest_names(shards[shard])[-1] for shard in sorted(shards)])
+        names = [manifest_names(shards[shard])[-1] for shard in sorted(shards)]
+        return Catalog(self.store, dataset).manifests(stage, names)
 
     def pins(self) -> set[tuple[str, str, str]]:
-        """Dataset, stage and id of each snapshot that a checkpoint names."""
+        """Return dataset, stage and id of each snapshot that a checkpoint names."""
         while True:
             try:
                 return {pin for steps in self.states.values() for path in steps.values() for pin in self._pins_of(path)}
-            except ObjectMissing:  # a running training has removed one since the listing, after it wrote a newer one
+            except ObjectMissing:  # a running training has replaced a checkpoint since the listing
                 self.states = _states(self.store)
 
     def _pins_of(self, path: str) -> Iterator[tuple[str, str, str]]:
         state: dict | None = read_state(self.store, path.removesuffix(f"/{STATE}"))
         try:
-            while state:  # so that the way back to what it started from stays
+            while state:  # follow init_from, so that the data of earlier trainings is kept as well
                 for used in (state.get("data"), state.get("held_out")):
-                    # A detector's training reads no shards: its `data` is the hash of its annotations.
+                    # Detector training reads no shards: its `data` is a hash of the annotations.
                     for data in used if isinstance(used, list) else []:
                         for entry in data.get("snapshots", [data]):
                             yield data["dataset"], data["stage"], entry["snapshot"]
                 state = state.get("init_from")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.store.uri(path)} is not a state that this code can read ({error!r}); remove the "
-                "checkpoint's folder if it is not needed"
+                f"{self.store.uri(path)} is not a valid checkpoint state ({error!r}); remove the checkpoint's folder "
+                "if it is not needed"
             ) from error
 
 
 def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
-    """The path of the state.json of each checkpoint, by run and step."""
+    """Return the paths of all checkpoints' state.json, by run and step."""
     states: dict[str, dict[int, str]] = defaultdict(dict)
     for info in store.list("runs/"):
-        if found := _STATE.fullmatch(info.path):
-            states[found[1]][int(found[2])] = info.path
+        if match := _STATE.fullmatch(info.path):
+            states[match[1]][int(match[2])] = info.path
     return states
 
 
 def manifest_names(revisions: dict[int, ObjectInfo]) -> list[str]:
-    """The names of the manifests of a shard (Header.name), the newest last."""
+    """Return the names of a shard's manifests (`Header.name`), oldest first."""
     return [revisions[number].path.rpartition("/")[2].removesuffix(".parquet") for number in sorted(revisions)]
 
 
 def status(store: ObjectStore) -> list[str]:
-    """Stages and snapshots, and whether a checkpoint pins them, as tables."""
+    """Return the lines of two tables: stages with rows by status, and snapshots with whether a checkpoint pins them."""
     inventory = Inventory(store)
     stages, snapshots, pinned = [], [], inventory.pins()
     for dataset, stage in sorted(inventory.manifests):
@@ -94,8 +95,8 @@ def status(store: ObjectStore) -> list[str]:
             statuses.update(header.statuses)
         by_status = ", ".join(f"{name} {count:,}" for name, count in sorted(statuses.items()))
         stages.append((dataset, stage, f"{len(shards):,}", f"{statuses.total():,}", megabytes(size), by_status))
-    for (dataset, stage), found in sorted(inventory.snapshots.items()):
-        for info in sorted(found.values(), key=lambda info: (info.modified, info.path)):
+    for (dataset, stage), infos in sorted(inventory.snapshots.items()):
+        for info in sorted(infos.values(), key=lambda info: (info.modified, info.path)):
             snapshot, _ = read_snapshot(store, info.path)
             counts = f"{len(snapshot.shards):,}", f"{snapshot.ok_rows:,}"
             used = "yes" if (dataset, stage, snapshot.id) in pinned else "no"

@@ -1,6 +1,6 @@
-"""The manifest of one shard: its fields, the checks of rows against samples, and its bytes.
+"""Manifest of one shard: its fields and its bytes.
 
-The layout is a contract, docs/formats.md; storage/catalog commits and reads manifests.
+The layout is a contract (docs/formats.md). storage/catalog commits and reads manifests.
 """
 
 import io
@@ -25,44 +25,45 @@ SCHEMA = pa.schema(
         pa.field("status", pa.string(), nullable=False),
         pa.field("detail", pa.string(), nullable=False),
         pa.field("url", pa.string(), nullable=False),
-        # Null where the status is not ok; num_regions also where the stage has no regions.
+        # Null if the status is not ok; num_regions is also null in stages without regions.
         pa.field("offset", pa.int64()),
         pa.field("length", pa.int32()),
         pa.field("width", pa.int32()),
         pa.field("height", pa.int32()),
         pa.field("num_regions", pa.int32()),
         pa.field("sha256", pa.string()),  # of the image as it was downloaded
-        pa.field("license", pa.string()),  # null where none was kept
+        pa.field("license", pa.string()),  # null if the list has none
     ]
 )
-_NULLS = (None,) * 6  # offset, length, width, height, num_regions, sha256 of a row that is not ok
+_NULLS = (None,) * 6  # offset, length, width, height, num_regions and sha256 of a row that is not ok
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one input row; detail has more about the status, license what its list says of it."""
+    """The result of one input row."""
 
     row: int
     key: str
     status: str
-    detail: str = ""
+    detail: str = ""  # explains the status
     url: str = ""
-    license: str | None = None
+    license: str | None = None  # as in the caption list
 
 
 @dataclass(frozen=True)
 class Header:
     """The fields of a manifest that describe its shard as a whole.
 
-    tar         path of the tar relative to the root; None if no row is ok
-    tar_sha256  of the tar, 64 hex; "" if there is none
-    tar_bytes   size of the tar; 0 if there is none
-    content     sha256 of the tar before any of its samples was withdrawn. It changes when a revision has other samples,
-                and then stages that read the shard before are pending
-    statuses    rows by status
-    meta        what the stage recorded: source, config, config_hash, "random_init", ...
-    sha256      of the manifest's own bytes, 64 hex
-    revision    1, and one more each time that rows of the shard were requested again or withdrawn
+    Attributes:
+        tar: path of the tar relative to the root; None if no row is ok
+        tar_sha256: sha256 of the tar, 64 hex digits; "" if there is no tar
+        tar_bytes: size of the tar; 0 if there is no tar
+        content: sha256 of the tar before any sample was withdrawn; if a revision changes it, the shard becomes pending
+            in the stages that were made from it
+        statuses: number of rows by status
+        meta: metadata of the stage: source, config, config_hash, "random_init", ...
+        sha256: sha256 of the manifest's bytes, 64 hex digits
+        revision: 1, plus 1 for each time that rows of the shard were requested again or withdrawn
     """
 
     shard: str
@@ -78,7 +79,7 @@ class Header:
 
     @property
     def name(self) -> str:
-        """The name of the manifest's file without its extension: 00002, then 00002.r2, 00002.r3, ..."""
+        """Name of the manifest's file without its extension: 00002, then 00002.r2, 00002.r3, ..."""
         return self.shard if self.revision == 1 else f"{self.shard}.r{self.revision}"
 
     @property
@@ -86,31 +87,33 @@ class Header:
         return self.statuses.get(OK, 0)
 
     def as_source(self) -> dict[str, str]:
-        """What a stage that read this shard records as meta["source"], for `Catalog.pending`."""
+        """Return the meta["source"] of shards that are made from this one. `Catalog.pending` reads it."""
         return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256, "content": self.content}
 
 
 @dataclass(frozen=True)
 class Manifest(Header):
-    """One committed shard: its header, and its rows as a table (SCHEMA, or the columns of it that were read)."""
+    """The header and the rows of a committed shard. The table has all columns of SCHEMA, or those that were read."""
 
     table: pa.Table
 
     def rows(self) -> list[Row]:
-        """Its rows, as commit_shard takes them."""
-        names = [each.name for each in fields(Row)]
+        """Return the rows in the form that `commit_shard` takes."""
+        names = [field.name for field in fields(Row)]
         return [Row(**line) for line in self.table.select(names).to_pylist()]
 
     def ok(self) -> pa.Table:
-        """The rows that are ok."""
+        """Return the rows that are ok."""
         return self.table.filter(pc.equal(self.table["status"], OK))
 
 
 def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
-    """The manifest; spans and facts (width, height, regions, sha256) are those of the ok rows, `metadata` holds stage,
-    shard, tar and meta.
+    """Return the bytes of a manifest: the same for the same arguments and the same version of pyarrow.
 
-    The same arguments give the same bytes (under one version of pyarrow, which writes its name into them).
+    Args:
+        spans: position in the tar of each ok row
+        facts: width, height, number of regions and sha256 of each ok row
+        metadata: the other fields of the header: stage, shard, tar, tar_sha256, tar_bytes, content and meta
     """
     header = {
         **metadata,
@@ -127,7 +130,7 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
 
 
 def table_bytes(table: pa.Table, header: dict) -> bytes:
-    """The manifest with these rows, a table of SCHEMA, and this header."""
+    """Return the bytes of a manifest with these rows, a table of SCHEMA, and this header."""
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sink = io.BytesIO()
     with pq.ParquetWriter(

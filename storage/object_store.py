@@ -1,7 +1,7 @@
-"""Named, immutable byte strings below one root: a local folder or `s3://bucket/prefix`. The only user of boto3.
+"""Object stores: named, immutable objects in a local folder or under `s3://bucket/prefix`. The only user of boto3.
 
-A put is atomic: readers see the whole object or none. The commit of a shard needs `put(..., if_absent=True)`: of any
-number of writers, on any number of machines, exactly one gets True.
+A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`, which returns
+True to exactly one of any number of writers, on any number of machines.
 """
 
 import contextlib
@@ -22,91 +22,90 @@ from typing import Any, BinaryIO
 from storage.programs import require
 from storage.redact import redacted
 
-# Temporary files of `put`, `check` and `now` in a folder: a name, the process and a random number.
+# Temporary files of `put`, `check` and `now` in a folder: a name, the process id and a random number.
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}")
-_REQUESTS = 7  # attempts of one request, by botocore: if one in ten fails, one in ten million fails for good
-_FOLDERS = 100  # attempts to make a folder that others remove at the same time
-_ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that ends early
-_PIECE = 2**24  # bytes of an object that a stream fetches at a time
-# Servers do not tell wrong credentials, expired ones and those without a right from each other.
+_REQUESTS = 7  # botocore's attempts per request; if one in ten fails, one in ten million fails for good
+_FOLDERS = 100  # attempts to make a folder that other processes remove at the same time
+_ATTEMPTS = 5  # attempts of a conditional put that S3 answers with 409, and of a download that ends early
+_CHUNK = 2**24  # bytes that a stream fetches with one request
+# Servers do not distinguish between wrong credentials, expired ones and missing permissions.
 _HINT = (
-    "Check the network, AWS_ENDPOINT_URL, that the bucket exists, and the credentials (AWS_ACCESS_KEY_ID, ~/.aws), "
-    "whose session token may have expired or lack a right (s3:PutObject for writers), then run again: what is "
-    "committed stays"
+    "Check the network, AWS_ENDPOINT_URL, that the bucket exists, and the credentials (AWS_ACCESS_KEY_ID, ~/.aws): "
+    "the session token may have expired or lack a permission (writers need s3:PutObject). Then run again: committed "
+    "shards are kept"
 )
 
-# What can be put.
-Content = bytes | Path
+Content = bytes | Path  # an object's bytes, or a file that holds them
 
 
 class ObjectMissing(KeyError):
-    """There is no object of this name."""
+    """Raised for an object that does not exist."""
 
     def __str__(self) -> str:
         return self.args[0]  # KeyError would print the message in quotes
 
 
 class StorageUnreachable(ConnectionError):
-    """The root cannot be used, a disk is full, or the server refused; http_status: the status of its answer."""
+    """Raised if the storage cannot be used, a disk is full or a server refuses a request."""
 
     def __init__(self, message: str, http_status: int | None = None):
         super().__init__(message)
-        self.http_status = http_status
+        self.http_status = http_status  # of the server's answer; None without an answer
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """path is relative to the root, size in bytes, modified in seconds since 1970."""
+    """Name, size and date of an object."""
 
-    path: str
-    size: int
-    modified: float
+    path: str  # relative to the root
+    size: int  # bytes
+    modified: float  # seconds since 1970
 
 
-def _checked(path: str) -> str:
-    """The path itself, if it stays below the root and `list` would show it."""
+def _check_path(path: str) -> str:
+    """Return the path. Raises ValueError if it leaves the root or `list` would skip it."""
     if not path or "\\" in path or "\0" in path or any(not part or part.startswith(".") for part in path.split("/")):
         raise ValueError(
-            f"{path!r} is not a valid name of an object: it must be relative to the root, with no empty part and "
-            "no part that begins with a dot"
+            f"{path!r} is not a valid object name: it must be relative to the root, without empty parts or parts that "
+            "begin with a dot"
         )
     return path
 
 
-def _checked_prefix(prefix: str) -> str:
+def _check_prefix(prefix: str) -> str:
     if prefix:
-        _checked(prefix.removesuffix("/"))
+        _check_path(prefix.removesuffix("/"))
     return prefix
 
 
-def _hidden(path: str) -> bool:
-    """Whether some part begins with a dot: temporary files, and files of other programs."""
+def _is_hidden(path: str) -> bool:
+    """Return True if a part begins with a dot, as in temporary files and files of other programs."""
     return path.startswith(".") or "/." in path
 
 
 class LocalStore:
-    """Objects as files of one folder. S3Store has the same methods.
+    """A store that keeps objects as files of one folder. S3Store has the same methods.
 
-    Paths are relative with `/` between the parts; no part begins with a dot (ValueError).
+    Paths are relative to the root, with `/` between the parts. A part that begins with a dot raises ValueError.
     """
 
     def __init__(self, root: str):
         if not root:
-            raise ValueError("the root of the storage is empty: name a folder or s3://bucket/prefix")
+            raise ValueError("the storage root is empty: name a folder or s3://bucket/prefix")
         self.root = root
         self._folder = Path(root).expanduser().absolute()
 
     def check(self, write: bool) -> None:
-        """Make the folder, write one file into it and link it as a commit does; StorageUnreachable says what failed.
+        """Make the folder and check that a file in it can be written and linked, as commits do.
 
-        Without `write`, only list it.
+        Without `write`, only list the folder. Raises StorageUnreachable if a step fails.
         """
         if not write:
             try:
                 os.scandir(self._folder).close()
             except OSError as error:
                 raise StorageUnreachable(
-                    f"cannot read the folder {self._folder}: {error}. Name the root to which the data were written"
+                    f"cannot read the folder {self._folder}: {error}. Name the root that the data was written to"
                 ) from error
             return
         try:
@@ -122,7 +121,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _probe(self) -> Iterator[Path]:
-        """A new empty file of the folder."""
+        """Context manager: a new empty file in the folder, removed at the end."""
         probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             probe.write_bytes(b"")
@@ -132,11 +131,11 @@ class LocalStore:
                 probe.unlink()
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-        """Write the object atomically; False (only with if_absent) if it existed already.
+        """Write an object atomically. Return False if `if_absent` is set and the object already exists.
 
-        StorageUnreachable, with nothing changed, if it cannot be written.
+        Raises StorageUnreachable, with nothing changed, if it cannot be written.
         """
-        with _changing(file := self._file(path)):
+        with _write_errors(file := self._file(path)):
             return self._put(file, data, if_absent)
 
     def _put(self, file: Path, data: Content, if_absent: bool) -> bool:
@@ -145,7 +144,7 @@ class LocalStore:
         # In the same folder, so that the rename stays within one file system; with a dot, so that `list` skips it.
         temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            with _opened_new(temporary) as out:
+            with _open_new(temporary) as out:
                 if isinstance(data, Path):
                     with data.open("rb") as source:
                         shutil.copyfileobj(source, out, 1 << 20)
@@ -155,7 +154,7 @@ class LocalStore:
                 os.fsync(out.fileno())
             if if_absent:
                 try:
-                    os.link(temporary, file)  # unlike a rename, it fails if the name is taken
+                    os.link(temporary, file)  # fails if the name is taken, unlike a rename
                 except FileExistsError:
                     return False
             else:
@@ -167,39 +166,39 @@ class LocalStore:
         return True
 
     def get(self, path: str) -> bytes:
-        """The whole object; ObjectMissing if there is none, StorageUnreachable if it cannot be read."""
-        with self._reading(path) as file:
+        """Return an object's bytes. Raises ObjectMissing or, if the object cannot be read, StorageUnreachable."""
+        with self._open(path) as file:
             return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; errors as `get`, and ValueError if the object ends before."""
-        with self._reading(path) as file:
+        """Return `length` bytes from `offset`. Raises the errors of `get`, or ValueError if the object ends before."""
+        with self._open(path) as file:
             data = os.pread(file.fileno(), length, offset)
-        return _whole_range(data, self.uri(path), offset, length)
+        return _check_range(data, self.uri(path), offset, length)
 
     def exists(self, path: str) -> bool:
-        """Return whether the object exists."""
+        """Return True if the object exists."""
         return self._file(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose path begins with `prefix` (as a string, not as a folder), sorted by path."""
-        above = _checked_prefix(prefix).rpartition("/")[0]  # the deepest folder that contains every match
-        found = []
+        """Yield the objects whose paths begin with the string `prefix` (not only folders), sorted by path."""
+        parent = _check_prefix(prefix).rpartition("/")[0]  # the deepest folder that contains every match
+        paths = []
 
-        def refuse(error: OSError) -> None:  # os.walk would skip what it cannot read, as if its objects did not exist
+        def refuse(error: OSError) -> None:  # os.walk skips unreadable folders, as if their objects did not exist
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise StorageUnreachable(
                     f"cannot list the folder {error.filename}: {error}. Make it readable for this user"
                 ) from error
 
-        for folder, folders, names in os.walk(self._folder / above, onerror=refuse):
+        for folder, folders, names in os.walk(self._folder / parent, onerror=refuse):
             folders[:] = [name for name in folders if not name.startswith(".")]
             relative = os.path.relpath(folder, self._folder)
             for name in names:
                 path = name if relative == "." else f"{relative}/{name}"
                 if not name.startswith(".") and path.startswith(prefix):
-                    found.append(path)
-        for path in sorted(found):
+                    paths.append(path)
+        for path in sorted(paths):
             try:
                 status = os.stat(self._folder / path)
             except FileNotFoundError:
@@ -207,19 +206,19 @@ class LocalStore:
             yield ObjectInfo(path, status.st_size, status.st_mtime)
 
     def delete(self, path: str) -> None:
-        """Remove the object; no error if it does not exist."""
+        """Delete an object. An object that does not exist is not an error."""
         self._remove(self._file(path))
 
     def local_path(self, path: str) -> Path | None:
-        """The object as a file of this machine, None on S3."""
+        """Return the path of the object's local file, or None on S3."""
         return self._file(path)
 
     def uri(self, path: str = "") -> str:
-        """The full name, for messages and reports."""
+        """Return the full name of an object, or of the root, for messages and reports."""
         return str(self._file(path) if path else self._folder)
 
     def now(self) -> float:
-        """Seconds since 1970 by the clock that dates the objects; by this machine's if a folder is not writable."""
+        """Return seconds since 1970 by the clock that dates objects, or by this machine's if nothing can be written."""
         try:
             with self._probe() as probe:
                 return probe.stat().st_mtime
@@ -227,9 +226,9 @@ class LocalStore:
             return time.time()
 
     def leftovers(self) -> Iterator[ObjectInfo]:
-        """Temporary files of killed writers, and of active ones; only their age tells which. A bucket has none.
+        """Yield the temporary files of killed and active writers, with absolute local paths. A bucket has none.
 
-        Their paths are those of files of this machine.
+        Only the age of a file distinguishes a killed writer from an active one.
         """
         for file in self._folder.rglob(".*"):
             if _TEMPORARY.fullmatch(file.name):
@@ -238,22 +237,21 @@ class LocalStore:
                     yield ObjectInfo(str(file), status.st_size, status.st_mtime)
 
     def _remove(self, file: Path) -> None:
-        """Remove the file and, if it was the last one, its folder: a bucket has no empty folders either."""
-        with _changing(file):
+        """Remove the file, and its folder if that is empty then: a bucket has no empty folders either."""
+        with _write_errors(file):
             try:
                 file.unlink()
             except FileNotFoundError:
                 return  # another writer may have just made the folder for its own file
         if file.parent != self._folder:
-            with contextlib.suppress(OSError):  # it holds others
+            with contextlib.suppress(OSError):  # the folder is not empty
                 file.parent.rmdir()
 
     def _file(self, path: str) -> Path:
-        return self._folder / _checked(path)
+        return self._folder / _check_path(path)
 
     @contextlib.contextmanager
-    def _reading(self, path: str) -> Iterator[BinaryIO]:
-        """The object's file, open; ObjectMissing if there is none, StorageUnreachable if it cannot be read."""
+    def _open(self, path: str) -> Iterator[BinaryIO]:
         try:
             with self._file(path).open("rb") as file:
                 yield file
@@ -267,27 +265,27 @@ class LocalStore:
 
 
 @contextlib.contextmanager
-def _changing(file: Path) -> Iterator[None]:
-    """StorageUnreachable names a file that cannot be written or removed."""
+def _write_errors(file: Path) -> Iterator[None]:
+    """Context manager: turns OSError into StorageUnreachable that names the file and what to do."""
     try:
         yield
     except OSError as error:
         raise StorageUnreachable(
-            f"cannot write or remove {file}: {error}. Free disk space (`vlbert catalog gc` lists what may "
-            "be deleted) or make it writable for this user, then run again: what is committed stays"
+            f"cannot write or remove {file}: {error}. Free disk space (`vlbert catalog gc` lists what may be deleted) "
+            "or make the file writable for this user, then run again: committed shards are kept"
         ) from error
 
 
-def _opened_new(file: Path) -> BinaryIO:
-    """Make the file and the folders above it, whose entries survive a power cut."""
+def _open_new(file: Path) -> BinaryIO:
+    """Create a file and its parent folders, and sync the folders so that they survive a power failure."""
     for left in reversed(range(_FOLDERS)):
         made = [folder for folder in file.parents if not folder.is_dir()]
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             opened = file.open("xb")
             break
-        # Another process removed the last file of the folder, and the folder with it: before the file was made, or
-        # while mkdir looked whether what stands there is a folder.
+        # Another process removed the last file of the folder, and the folder with it, before the file was created or
+        # while mkdir checked whether the path is a folder.
         except (FileNotFoundError, FileExistsError):
             if not left or file.exists():
                 raise
@@ -297,8 +295,8 @@ def _opened_new(file: Path) -> BinaryIO:
 
 
 @functools.cache
-def _loader() -> Any:
-    """botocore's descriptions of services, read once a process, because reading them takes 0.2 s a client."""
+def _create_loader() -> Any:
+    """Create botocore's loader of service descriptions, once per process: loading them takes 0.2 s per client."""
     from botocore.loaders import create_loader
 
     return create_loader(os.environ.get("AWS_DATA_PATH"))
@@ -312,26 +310,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _whole_range(data: bytes, where: str, offset: int, length: int) -> bytes:
+def _check_range(data: bytes, uri: str, offset: int, length: int) -> bytes:
     if len(data) != length:
         raise ValueError(
-            f"{where} ends before byte {offset + length}: asked for {length} bytes from {offset}, got {len(data)}. "
-            "The object is not the one that its index describes; write the shard again"
+            f"{uri} ends before byte {offset + length}: asked for {length} bytes from {offset}, got {len(data)}. "
+            "The object does not match its index; write the shard again"
         )
     return data
 
 
 def _endpoint() -> str:
-    """The endpoint of the environment, for messages."""
+    """Return the endpoint that the environment sets, for messages."""
     given = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return redacted(given) if given else "the default endpoint"
 
 
 class S3Store:
-    """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...).
-
-    Requests and downloads carry checksums only where S3 requires them.
-    """
+    """A store of objects in a bucket. boto3 finds endpoint, region and credentials (AWS_ENDPOINT_URL, ~/.aws, ...)."""
 
     def __init__(self, root: str):
         require("boto3", f"the root {root}")
@@ -340,17 +335,17 @@ class S3Store:
         if not self.bucket:
             raise ValueError(f"{root!r} names no bucket: write s3://bucket/prefix")
         prefix = prefix.strip("/")
-        self._prefix = f"{_checked(prefix)}/" if prefix else ""
-        self._clients = {}  # process id -> client: a connection must not be shared with a fork
+        self._prefix = f"{_check_path(prefix)}/" if prefix else ""
+        self._clients = {}  # process id -> client; a fork must not share a connection
 
     def __reduce__(self) -> tuple:
         return S3Store, (self.root,)  # a client cannot be pickled; its settings come from the environment
 
     def check(self, write: bool) -> None:
-        """Request the bucket, with short timeouts; StorageUnreachable names bucket, endpoint and what to do.
+        """Request the bucket, with short timeouts. Raises StorageUnreachable that names the endpoint and what to do.
 
-        With `write`, check that a conditional write of an existing object is refused. That object, `.probe`, stays
-        (`list` skips it), so that later checks are one request.
+        With `write`, check that the server refuses a conditional write of an existing object. That object, `.probe`,
+        is kept, so that later checks need one request. `list` skips it.
         """
         with self._errors("head_bucket", ""):
             client = self._new_client(connect_timeout=3, read_timeout=5, attempts=3)
@@ -359,7 +354,7 @@ class S3Store:
             self._check_conditions()
 
     def _check_conditions(self) -> None:
-        for _ in range(2):  # the first may find no object
+        for _ in range(2):  # the first write succeeds if there is no object yet
             try:
                 self._call("put_object", ".probe", Key=f"{self._prefix}.probe", Body=b"", IfNoneMatch="*")
             except StorageUnreachable as error:
@@ -369,8 +364,8 @@ class S3Store:
                     break
                 raise
         raise StorageUnreachable(
-            f"{_endpoint()} does not honour If-None-Match: it wrote {self.uri('.probe')} twice or refused to, so two "
-            "writers could overwrite each other's commits. Use an endpoint with conditional writes"
+            f"{_endpoint()} does not honour If-None-Match: it wrote {self.uri('.probe')} twice or refused the header, "
+            "so two writers could overwrite each other's commits. Use an endpoint with conditional writes"
         )
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
@@ -385,8 +380,8 @@ class S3Store:
         return True
 
     def _put_if_absent(self, path: str, data: Content) -> bool:
-        """One PUT with `If-None-Match: *`, repeated if S3 answers 409 because of two at the same time."""
-        # Botocore repeats a request whose answer was lost, and then finds its own object; the mark identifies it.
+        """Put with `If-None-Match: *`, again if S3 answers 409 because of two puts at the same time."""
+        # botocore repeats a request if its answer was lost, and then finds its own object; the mark identifies it.
         mark = secrets.token_hex(16)
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
@@ -406,7 +401,7 @@ class S3Store:
         try:
             return self._call("head_object", path, Key=self._key(path)).get("Metadata", {}).get("writer")
         except ObjectMissing:
-            return None  # deleted since, to be made again
+            return None  # deleted since
 
     def get(self, path: str) -> bytes:
         return self._read(path)
@@ -420,7 +415,7 @@ class S3Store:
             if error.http_status != 416:
                 raise
             data = b""
-        return _whole_range(data, self.uri(path), offset, length)
+        return _check_range(data, self.uri(path), offset, length)
 
     def exists(self, path: str) -> bool:
         try:
@@ -430,20 +425,20 @@ class S3Store:
         return True
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        whole = self._prefix + _checked_prefix(prefix)
-        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=whole)
+        key = self._prefix + _check_prefix(prefix)
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=key)
         with self._errors("list_objects_v2", prefix):
             for page in pages:
                 for entry in page.get("Contents", []):
                     path = entry["Key"].removeprefix(self._prefix)
-                    if path and not _hidden(path):
+                    if path and not _is_hidden(path):
                         yield ObjectInfo(path, entry["Size"], entry["LastModified"].timestamp())
 
     def delete(self, path: str) -> None:
         self._call("delete_object", path, Key=self._key(path))
 
     def local_path(self, path: str) -> Path | None:
-        _checked(path)
+        _check_path(path)
         return None
 
     def uri(self, path: str = "") -> str:
@@ -454,12 +449,12 @@ class S3Store:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def leftovers(self) -> Iterator[ObjectInfo]:
-        return iter(())  # unfinished uploads in parts go by a lifecycle rule of the bucket: docs/clusters.md
+        return iter(())  # a lifecycle rule of the bucket removes unfinished multipart uploads: docs/clusters.md
 
     def _key(self, path: str) -> str:
-        return self._prefix + _checked(path)
+        return self._prefix + _check_path(path)
 
-    def _client(self) -> Any:  # boto3 makes the class at run time
+    def _client(self) -> Any:  # Any, because boto3 makes the class at run time
         if os.getpid() not in self._clients:
             self._clients = {os.getpid(): self._new_client(connect_timeout=10, read_timeout=60, attempts=_REQUESTS)}
         return self._clients[os.getpid()]
@@ -473,22 +468,22 @@ class S3Store:
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
             retries={"mode": "standard", "total_max_attempts": attempts},
-            # botocore sends checksums that S3 does not require over https as a trailer, which Ceph and others refuse.
+            # Over https, botocore sends optional checksums as a trailer, which Ceph and other servers refuse.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
         session = Session()
-        session.register_component("data_loader", _loader())
+        session.register_component("data_loader", _create_loader())
         return boto3.session.Session(botocore_session=session).client("s3", config=config)
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
-        """One request."""
+        """Send one request for this bucket."""
         with self._errors(operation, path):
             return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
 
     @contextlib.contextmanager
     def _errors(self, operation: str, path: str) -> Iterator[None]:
-        """botocore's errors become ours."""
+        """Context manager: turns botocore's errors into ObjectMissing and StorageUnreachable."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
@@ -509,10 +504,10 @@ class S3Store:
             body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
             try:
                 return body.read()
-            except BotoCoreError as error:  # botocore repeats requests, but not after a body that ends early
+            except BotoCoreError as error:  # botocore does not repeat a request if its body ends early
                 if attempt == _ATTEMPTS - 1:
                     raise StorageUnreachable(
-                        f"{self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
+                        f"the download of {self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
                     ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -521,10 +516,10 @@ ObjectStore = LocalStore | S3Store
 
 
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
-    """The objects under a folder (made if it does not exist) or `s3://bucket/prefix`, after a check.
+    """Open and check the store of a folder (created if missing) or `s3://bucket/prefix`.
 
-    With `write`, the check is a conditional write, which commits need. write=False is for readers: nothing is written.
-    StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
+    With `write`, check conditional writes, which commits need. Without, for readers, nothing is written. Raises
+    StorageUnreachable, naming the folder or the bucket and its endpoint, if the check fails.
     """
     if "://" in root and not root.startswith("s3://"):
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
@@ -534,13 +529,13 @@ def open_store(root: str, *, write: bool = True) -> ObjectStore:
 
 
 class Ranges(io.RawIOBase):
-    """A read-only file over the range requests of an object."""
+    """A read-only file object that fetches byte ranges of an object."""
 
     def __init__(self, store: ObjectStore, path: str):
-        found = next(store.list(path), None)
-        if found is None or found.path != path:
+        info = next(store.list(path), None)
+        if info is None or info.path != path:
             raise ObjectMissing(f"there is no object {path} under {store.root}")
-        self._store, self._path, self._size, self._position = store, path, found.size, 0
+        self._store, self._path, self._size, self._position = store, path, info.size, 0
 
     def readable(self) -> bool:
         return True
@@ -563,6 +558,6 @@ class Ranges(io.RawIOBase):
 
 
 def open_object(store: ObjectStore, path: str) -> BinaryIO:
-    """Open the object for reading: its file, or a stream of pieces from the bucket. Raises OSError or ObjectMissing."""
+    """Open an object for reading, as a local file or as a stream from the bucket. Raises OSError or ObjectMissing."""
     file = store.local_path(path)
-    return io.BufferedReader(Ranges(store, path), _PIECE) if file is None else file.open("rb")
+    return io.BufferedReader(Ranges(store, path), _CHUNK) if file is None else file.open("rb")

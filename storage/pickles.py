@@ -1,7 +1,7 @@
-"""Reads pickles that others wrote: plain values, and numpy's arrays and numbers.
+"""Safe reading of untrusted pickles of plain values and of numpy's arrays and numbers.
 
-A pickle may call whatever it names. Here a name stands for a function of this file, or the pickle is refused; nothing
-that it names is imported.
+A pickle may call any object that it names. This reader maps the allowed names to functions of this file, refuses all
+others, and imports nothing.
 """
 
 import io
@@ -18,11 +18,11 @@ from storage.safe_json import printable, short_repr
 
 
 class UnsafePickle(ValueError):
-    """Says what a pickle names that no plain value and no array needs."""
+    """Raised for a pickle that uses a name which plain values and arrays do not need."""
 
 
 class _Dtype:
-    """Stands for numpy.dtype: numpy's own can be given a state with which it takes bytes for pointers."""
+    """A stand-in for numpy.dtype. A pickle can give numpy's own a state that makes it read bytes as pointers."""
 
     def __init__(self, kind: str, *_: Any):
         if not re.fullmatch(r"[fiu][1248]|b1", kind):
@@ -37,7 +37,7 @@ class _Dtype:
 
 
 class _Array(np.ndarray):
-    """An array whose bytes are numbers."""
+    """A stand-in for numpy.ndarray that accepts only arrays of numbers."""
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, dtype, columns_first, raw = state
@@ -72,13 +72,13 @@ def _no_bytes() -> bytes:
 
 STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
-    # How Python 3 pickles bytes for Python 2, and bytes of no length.
+    # Python 3 pickles bytes for Python 2 with the first name, and empty bytes with the second.
     ("_codecs", "encode"): _encode,
     ("__builtin__", "bytes"): _no_bytes,
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
 }
-for _core in ("numpy.core", "numpy._core"):  # before its version 2, and since
+for _core in ("numpy.core", "numpy._core"):  # numpy 1 and numpy 2
     STAND_INS |= {
         (f"{_core}.multiarray", "_reconstruct"): _reconstruct,
         (f"{_core}.multiarray", "scalar"): _scalar,
@@ -90,20 +90,21 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STAND_INS:
             raise UnsafePickle(printable(f"{module}.{name}"[:100]))
-        # A new object each time: a pickle may set attributes of what it names.
+        # A new object each time, because a pickle may set attributes of the objects that it names.
         return partial(STAND_INS[module, name])
 
 
 def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
-    """Return the value of a pickle of any protocol; `encoding` is that of Python 2's plain strings.
+    """Return the value of a pickle of any protocol. `encoding` is for Python 2's byte strings.
 
     Raises:
-        UnsafePickle: The pickle names something else than STAND_INS.
-        ValueError: It is cut off, or no pickle; the message has no subject.
+        UnsafePickle: the pickle uses a name that is not in STAND_INS
+        ValueError: the data is truncated or not a pickle; the message starts with "is", for the caller to add the file
     """
     try:
         return _Unpickler(io.BytesIO(data), encoding=encoding).load()
     except UnsafePickle:
         raise
-    except Exception as error:  # of any kind: a pickle is a program
-        raise ValueError(f"is no pickle, or is cut off: {type(error).__name__}: {printable(error)[:200]}") from error
+    except Exception as error:  # a pickle is a program and can raise anything
+        reason = f"{type(error).__name__}: {printable(error)[:200]}"
+        raise ValueError(f"is not a pickle or is truncated: {reason}") from error

@@ -1,4 +1,4 @@
-"""What all commands share: how they are called, how they end, and the packages that only some of them need."""
+"""Shared parts of all commands: arguments, exit statuses, and checks for optional packages."""
 
 import importlib.util
 import signal
@@ -11,21 +11,20 @@ import tyro
 # The arguments of many commands.
 Positional = tyro.conf.Positional
 Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
-Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder of the root, as captions")]
+Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder of the root, such as captions")]
 Checkpoint = Annotated[
     str,
     Positional,
     tyro.conf.arg(metavar="CHECKPOINT", help="ROOT/runs/RUN, ROOT/runs/RUN/step-* or /best, or a folder"),
 ]
-# Of a parameter that is a dataclass: its fields stand on the command line without a prefix.
+# For a parameter that is a dataclass: its fields are options without a prefix.
 Flat = tyro.conf.arg(name="")
 
 
 class Command:
-    """The `main` of a command: it calls a function with what the command line says.
+    """The `main` of a command: calls a function, or that of the subcommand, with arguments from the command line.
 
-    Several functions are called by their names, the command's first argument. ValueError, OSError and the errors that
-    are `expected` end it with one line and status 1, and Ctrl-C with 130.
+    ValueError, OSError and the `expected` errors end the command with one line and status 1, Ctrl-C with status 130.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Command:
                 tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
-        except BrokenPipeError:  # nobody reads the output: vlbert/commands.py ends as the shell has it
+        except BrokenPipeError:  # nobody reads the output; vlbert/commands.py handles it as shell tools do
             raise
         except self.expected as error:
             sys.exit(f"{self.program}: {error}")
@@ -53,10 +52,10 @@ class Command:
 
 
 class PackageMissing(ImportError, ValueError):
-    """A package is not installed that only some programs need."""
+    """Raised if an optional package is not installed."""
 
 
 def require(package: str, purpose: str, extra: str = "pipeline") -> None:
-    """Raises PackageMissing if the package is not installed. extra: that of pyproject.toml which brings it."""
+    """Raise PackageMissing if a package is not installed, naming the extra of pyproject.toml that installs it."""
     if importlib.util.find_spec(package) is None:
         raise PackageMissing(f"{purpose} needs {package}, which is not installed: pip install 'vlbert[{extra}]'")

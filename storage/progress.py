@@ -1,22 +1,19 @@
-"""Lines of progress of a stage: collecting and detecting, as programs and as flows."""
+"""Progress lines of the collect and detect stages."""
 
 from collections import Counter
 from collections.abc import Mapping
 
 
 def progress_line(name: str, done: int, total: int, unit: str, counts: Mapping[str, int], seconds: float) -> str:
-    """How much of a dataset is done, the counts (such as rows by status), the rate, and the time that the rest takes.
-
-    seconds: since the first of `total` was begun.
-    """
-    what = ", ".join(f"{count:,} {one}" for one, count in Counter(counts).most_common())
+    """Format how much is done after `seconds`, the counts (such as rows by status), the rate and the remaining time."""
+    breakdown = ", ".join(f"{count:,} {label}" for label, count in Counter(counts).most_common())
     rate = done / seconds if seconds > 0 else 0.0
     left = f", {clock((total - done) / rate)} left" if rate else ""
-    return f"{name}: {done:,} of {total:,} {unit}: {what}; {rate:,.1f} {unit}/s, {clock(seconds)} gone{left}"
+    return f"{name}: {done:,} of {total:,} {unit}: {breakdown}; {rate:,.1f} {unit}/s, {clock(seconds)} elapsed{left}"
 
 
 def clock(seconds: float) -> str:
-    """0:07, 12:34 or 1:02:03."""
+    """Format a duration as 0:07, 12:34 or 1:02:03."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,7 +1,7 @@
-"""How an older snapshot is read after samples were withdrawn: from the newest revisions of their shards.
+"""Reading of an older snapshot after samples were withdrawn, from the newest revisions of its shards.
 
-Revisions that withdraw samples keep the others byte for byte, so a run that is pinned to the snapshot goes on with the
-same samples at other offsets. Those that were withdrawn are unreadable.
+Revisions that withdraw samples keep the others byte for byte. So a run pinned to the snapshot continues with the same
+samples at other offsets, except the withdrawn ones, which are unreadable.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from storage.snapshots import ShardIndex, read_columns, shard_of
 from storage.withdrawn import read_withdrawn
 
 
-def apply_revisions(index: ShardIndex, gone: bool) -> ShardIndex:
-    """The index of a snapshot as it can be read now; its arrays are this process's own then.
+def apply_revisions(index: ShardIndex, tars_missing: bool) -> ShardIndex:
+    """Return an index that reads shards with withdrawn samples from their newest revision.
 
-    Shards that lost a sample since are read from their newest revision. gone: a tar is, perhaps of a withdrawal that
-    was taken back later.
+    Returns `index` itself if nothing was withdrawn, unless `tars_missing`: a withdrawal that was undone later may have
+    removed tars.
     """
     store = index.store
-    if not gone and not read_withdrawn(store):
+    if not tars_missing and not read_withdrawn(store):
         return index
     dataset, _, stage = index.folder.partition("/")
     catalog = Catalog(store, dataset)
@@ -39,17 +39,17 @@ def apply_revisions(index: ShardIndex, gone: bool) -> ShardIndex:
     first = np.searchsorted(index.shard, np.arange(len(index.tars) + 1, dtype=np.uint32)).tolist()
     tars, sha256, sizes = list(index.tars), list(index.tar_sha256), list(index.tar_bytes)
     offset, length, withdrawn = index.offset.copy(), index.length.copy(), {}
-    manifests = catalog.each(stage, list(revised.values()), ["key", "status", "offset", "length"])
+    manifests = catalog.manifests(stage, list(revised.values()), ["key", "status", "offset", "length"])
     for number, manifest in zip(revised, manifests, strict=True):
-        places = {row["key"]: row for row in manifest.ok().to_pylist()}
-        own = dict(enumerate(islice(keys, first[number + 1] - first[number]), first[number]))
-        lost = {i: key for i, key in own.items() if key not in places}
+        rows = {row["key"]: row for row in manifest.ok().to_pylist()}
+        shard_keys = dict(enumerate(islice(keys, first[number + 1] - first[number]), first[number]))
+        lost = {i: key for i, key in shard_keys.items() if key not in rows}
         if not lost:
             continue
         withdrawn |= lost
-        for i in own.keys() - lost.keys():
-            offset[i], length[i] = places[own[i]]["offset"], places[own[i]]["length"]
-        tars[number] = manifest.tar or tars[number]  # of which no sample is read
+        for i in shard_keys.keys() - lost.keys():
+            offset[i], length[i] = rows[shard_keys[i]]["offset"], rows[shard_keys[i]]["length"]
+        tars[number] = manifest.tar or tars[number]  # without a new tar, all samples of the old one are withdrawn
         sha256[number], sizes[number] = manifest.tar_sha256, manifest.tar_bytes
     return dataclasses.replace(
         index,

@@ -1,7 +1,7 @@
-"""Reads JSON that others wrote, and makes other people's texts fit for messages.
+"""Safe reading of untrusted JSON, and safe printing of untrusted text.
 
-Every JSON file that the program reads goes through `parse_json`. Every text of such a file in a message, a log or an
-artifact goes through `printable` or `short_repr`.
+The program reads every JSON file with `parse_json`. Text from such files is passed through `printable` or `short_repr`
+before it is put into a message, a log or an artifact.
 """
 
 import json
@@ -17,39 +17,38 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 
 def parse_json(
     data: bytes | bytearray | memoryview | str,
-    where: str,
+    location: str,
     wanted: type | tuple[type, ...] = dict,
     fix: str = "write or fetch it again",
 ) -> Any:
     """Return the value of a JSON text in UTF-8, with or without a byte order mark.
 
-    NaN and Infinity are read as Python writes them; whoever asks for a number checks that it is finite.
+    NaN and Infinity are accepted, as Python writes them; a caller that needs finite numbers must check them.
 
     Args:
-        data: The text.
-        where: The file, and the line or member of it, for messages.
-        wanted: The type of the value, or several; object: any.
-        fix: What to do about a text that is not JSON, for messages.
+        location: file, and line or member of the file, for messages
+        wanted: allowed type of the value, or several; `object` allows any
+        fix: hint for messages: what to do about an invalid text
 
     Raises:
-        ValueError: Names `where`. The text is not JSON or not UTF-8, nested too deep, or of another type.
+        ValueError: the text is not JSON or not UTF-8, is nested too deep or has another type; names `location`
     """
     try:
         text = (data if isinstance(data, str) else str(data, "utf-8")).removeprefix("\ufeff")
         value = json.loads(text)
-    except RecursionError:  # without the traceback of all the levels
-        raise ValueError(f"{printable(where)} is nested too deep; {fix}") from None
+    except RecursionError:  # without the traceback of all levels
+        raise ValueError(f"{printable(location)} is nested too deep; {fix}") from None
     except ValueError as error:
-        raise ValueError(f"{printable(where)} is not JSON, or is torn: {printable(error)[:200]}; {fix}") from error
+        raise ValueError(f"{printable(location)} is not JSON, or is torn: {printable(error)[:200]}; {fix}") from error
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-    if wanted is not object and type(value) not in kinds:  # by type(): true is no number
+    if wanted is not object and type(value) not in kinds:  # not isinstance: true is not a number
         names = " or ".join(_NAMES[kind] for kind in kinds)
-        raise ValueError(f"{printable(where)} holds {_NAMES[type(value)]}, not {names}; {fix}")
+        raise ValueError(f"{printable(location)} holds {_NAMES[type(value)]}, not {names}; {fix}")
     return value
 
 
 def printable(text: object) -> str:
-    """str(text) on one line; characters that control a terminal or reverse text are escaped."""
+    """Return str(text) on one line, with characters escaped that control a terminal or reverse text."""
     text = str(text)
     if text.isprintable():
         return text
@@ -57,6 +56,6 @@ def printable(text: object) -> str:
 
 
 def short_repr(value: object, limit: int = 60) -> str:
-    """The repr of an untrusted value for a message, cut short however large or deep it is."""
+    """Return the repr of an untrusted value, shortened to `limit` characters, however large or deep the value is."""
     text = printable(_SHORT.repr(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

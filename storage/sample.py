@@ -1,7 +1,7 @@
-"""Sample and Regions, which all stages share, and their form as members of a WebDataset tar.
+"""Sample and Regions, which all stages share, and their encoding as members of a WebDataset tar.
 
-The byte-level contract (member names, dtypes, byte order, version) is docs/formats.md. `from_members`
-checks untrusted members, so that readers of a Sample need not. `to_members` writes only what `from_members` accepts.
+The byte-level contract (member names, dtypes, byte order, version) is docs/formats.md. `from_members` checks untrusted
+members, so code that gets a Sample need not. `to_members` writes only what `from_members` accepts.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from storage.safe_json import parse_json, printable, short_repr
 
 SAMPLE_VERSION = 1
 MAX_PIXELS = 100_000_000
-"""The most pixels of a sample's image: decoded, each takes three bytes."""
+"""Maximum number of pixels of a sample's image. A decoded pixel takes three bytes."""
 
-# How each array of Regions is stored in the .mp member: little-endian, C order. `None`: the number of regions.
+# dtype and shape of each array of Regions in the .mp member: little-endian, C order. None: number of regions; -1: any.
 _ARRAYS = {
     "boxes": ("<f4", (None, 4)),
     "scores": ("<f4", (None,)),
@@ -30,25 +30,26 @@ _ARRAYS = {
     "features": ("<f2", (None, -1)),
 }
 _REQUIRED = ("boxes", "scores", "labels")
-_JSON_FIELDS = {"version", "caption", "url", "width", "height", "sha256", "flags"}  # the fields of the .json member
-_EXTRA = {"extra"}  # that it may have
-# More than any .mp member needs. Without limits a few bytes ask for arrays of gigabytes.
+_JSON_FIELDS = {"version", "caption", "url", "width", "height", "sha256", "flags"}  # required in the .json member
+_EXTRA = {"extra"}  # optional
+# More than any .mp member needs. Without limits, a few bytes can request arrays of gigabytes.
 _LIMITS = {"max_map_len": 32, "max_array_len": 3, "max_str_len": 1000, "max_ext_len": 0}
 
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """The N regions of one image, best first.
+    """The N regions of one image, by descending score.
 
-    boxes             float32 [N, 4]      x1 y1 x2 y2 in pixels of the stored image, continuous, 0 <= x1 < x2 <= width
-    scores            float32 [N]         confidence: the largest foreground probability (1 for annotations)
-    labels            int32   [N]         the class, as a column of class_probs (so never `background`)
-    detector          str                 id of the detector with its weights and settings (detectors.Detector.id)
-    background        int                 which column of class_probs is the background
-    class_probs       float16 [N, 1 + C]  the detector's whole distribution, background included; None where not kept
-    attributes        int32   [N]         attribute index; None where the detector has no attribute head
-    attribute_scores  float32 [N]         its probability; None likewise
-    features          float16 [N, D]      precomputed RoI features; None unless asked for
+    Attributes:
+        boxes: float32 [N, 4], x1 y1 x2 y2 in pixels of the stored image, continuous, 0 <= x1 < x2 <= width
+        scores: float32 [N], largest foreground probability (1 for annotations)
+        labels: int32 [N], class as a column of class_probs, and so never `background`
+        detector: id of the detector with its weights and settings (detectors.Detector.id)
+        background: column of the background in class_probs
+        class_probs: float16 [N, 1 + C], all class probabilities, with the background; None if not stored
+        attributes: int32 [N], attribute index; None if the detector has no attribute head
+        attribute_scores: float32 [N], probability of the attribute; None if the detector has no attribute head
+        features: float16 [N, D], precomputed RoI features; None if not stored
     """
 
     boxes: np.ndarray
@@ -69,47 +70,50 @@ class Regions:
                 if name in _REQUIRED:
                     raise ValueError(f"Regions.{name} is missing")
                 continue
-            # Fast on purpose: every sample that a training reads is checked here.
+            # Kept fast, because every sample that training reads is checked here.
             fits = array.ndim == len(shape) and len(array) == n and shape[-1] in (None, -1, array.shape[-1])
             if array.dtype != dtype or not fits:
-                wanted = tuple(n if s is None else s for s in shape)
-                raise ValueError(f"Regions.{name} is {array.dtype} {array.shape}, not {dtype} {wanted}")
+                expected = tuple(n if s is None else s for s in shape)
+                raise ValueError(f"Regions.{name} is {array.dtype} {array.shape}, not {dtype} {expected}")
 
     def __len__(self) -> int:
         return len(self.boxes)
 
     @property
     def num_classes(self) -> int:
-        """C, the number of classes without the background; an error where no distribution was kept."""
+        """C, the number of classes without the background. Raises ValueError if class_probs is None."""
         if self.class_probs is None:
             raise ValueError(f"regions of detector {self.detector} carry no class_probs; use those of another detector")
         return self.class_probs.shape[1] - 1
 
     def class_probs_background_first(self) -> np.ndarray:
-        """float32 [N, 1 + C], background in column 0, whatever the detector's own order: the order of our heads."""
+        """Return class_probs as float32 [N, 1 + C] with the background in column 0, the order of the model's heads."""
         columns = self.num_classes + 1
-        assert self.class_probs is not None  # else there was an error
+        assert self.class_probs is not None  # num_classes has checked it
         order = [self.background] + [c for c in range(columns) if c != self.background]
         return self.class_probs[:, order].astype(np.float32)
 
     def labels_background_first(self) -> np.ndarray:
-        """int32 [N]: `labels` as columns of `class_probs_background_first`."""
+        """Return `labels` renumbered as columns of `class_probs_background_first`, int32 [N]."""
         return np.where(self.labels < self.background, self.labels + 1, self.labels).astype(np.int32)
 
     def take(self, indices: np.ndarray) -> "Regions":
-        """The regions at `indices` (int or bool array), in that order."""
+        """Return the regions at `indices` (an int or bool array), in that order."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return dataclasses.replace(self, **{k: None if a is None else a[indices] for k, a in arrays.items()})
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image with its caption, and its regions once they were detected.
+    """An image with its caption and, in region stages, its regions.
 
-    image is a complete JPEG file (RGB or grey, EXIF orientation already applied); width and height are its pixels.
-    sha256 is that of the bytes as they came from the web, before they were normalised into `image`.
-    flags say what normalising did ("exif_rotated", "resized", ...).
-    extra has the further columns of the list that were asked for (`columns` of collecting), by name; None for none.
+    Attributes:
+        image: complete JPEG file, RGB or grey, with its EXIF orientation already applied
+        width: width of `image` in pixels
+        height: height of `image` in pixels
+        sha256: sha256 of the downloaded bytes, before they were normalised into `image`
+        flags: what normalising did ("exif_rotated", "resized", ...)
+        extra: values of further list columns by name (`columns` of collecting); None if there are none
     """
 
     key: str
@@ -125,7 +129,7 @@ class Sample:
 
 
 class BadSample(ValueError):
-    """A sample that breaks a rule of docs/formats.md: the message, and its key."""
+    """Raised for, or returned in place of, a sample that breaks a rule of docs/formats.md."""
 
     def __init__(self, message: str, key: str):
         super().__init__(message, key)
@@ -136,14 +140,14 @@ class BadSample(ValueError):
 
 
 def sample_key(url: str, caption: str) -> str:
-    """First 20 hex digits of sha256(url, NUL, caption): the same row has the same key in every run."""
+    """Return the first 20 hex digits of sha256(url, NUL, caption). The same row has the same key in every run."""
     return hashlib.sha256(url.encode() + b"\0" + caption.encode()).hexdigest()[:20]
 
 
 def to_members(sample: Sample) -> dict[str, bytes]:
-    """Extension -> bytes, in the order of the tar: jpg, json, and mp if there are regions.
+    """Encode a sample as extension -> bytes, in tar order: jpg, json, and mp if there are regions.
 
-    BadSample, a ValueError, names the sample and the field that from_members would refuse.
+    Raises BadSample if `from_members` would refuse a field.
     """
     check_sample(sample)
     metadata = {
@@ -164,8 +168,10 @@ def to_members(sample: Sample) -> dict[str, bytes]:
 
 
 def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
-    """The inverse of to_members. BadSample, a ValueError, names the sample and the member or field that breaks a rule
-    of docs/formats.md. The JPEG itself is not decoded, so only decoding it may still fail."""
+    """Decode a sample from its members. Raises BadSample if a member or field breaks a rule of docs/formats.md.
+
+    The JPEG is not decoded here, so decoding it may still fail.
+    """
     try:
         for name in ("jpg", "json"):
             if name not in members:
@@ -175,11 +181,11 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             for name in sorted(_JSON_FIELDS - metadata.keys()):
                 raise ValueError(f"{name} is missing in the .json member")
             raise ValueError(
-                f"{short_repr(min(metadata.keys() - _JSON_FIELDS - _EXTRA))} is no field of the .json member"
+                f"{short_repr(min(metadata.keys() - _JSON_FIELDS - _EXTRA))} is not a field of the .json member"
             )
         version, flags = metadata["version"], metadata["flags"]
         if type(version) is not int or version != SAMPLE_VERSION:
-            raise ValueError(f"it is of version {short_repr(version)}, this code reads {SAMPLE_VERSION}")
+            raise ValueError(f"it is of version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
         sample = Sample(
             key=key,
             image=bytes(members["jpg"]),
@@ -199,7 +205,7 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
 
 
 def check_sample(sample: Sample) -> None:
-    """BadSample, a ValueError, names the sample and the field that from_members would refuse."""
+    """Raise BadSample, a ValueError, if `from_members` would refuse a field of the sample."""
     try:
         _check(sample)
         extra = sample.extra or {}
@@ -220,7 +226,7 @@ def _check(sample: Sample) -> None:
         _check_extra(sample.extra)
     size = jpeg_size(sample.image)
     if type(width) is not int or type(height) is not int or (width, height) != size:
-        raise ValueError(f"width and height are {short_repr(width)} and {short_repr(height)}, and its JPEG has {size}")
+        raise ValueError(f"width and height are {short_repr(width)} and {short_repr(height)}, but its JPEG has {size}")
     if width * height > MAX_PIXELS:
         raise ValueError(f"width and height are {width} and {height}: over {MAX_PIXELS} pixels, too large to decode")
     if sample.regions is not None:
@@ -233,14 +239,14 @@ def _check_extra(extra: dict) -> None:
     for name, value in extra.items():
         if type(name) is not str or type(value) not in (str, int, float, bool, type(None)):
             raise ValueError(
-                f"extra has {short_repr(name)} {short_repr(value)}, not a name with a text, number or truth value"
+                f"extra has {short_repr(name)} {short_repr(value)}, not a name with a string, number or boolean"
             )
         if type(value) is float and not math.isfinite(value):
             raise ValueError(f"extra has {short_repr(name)} {value}, which JSON cannot hold")
 
 
 def _check_regions(regions: Regions, width: int, height: int) -> None:
-    """Checks every number, in one pass over each array, because training does this with each sample that it reads."""
+    """Check every number. One pass over each array, because training checks every sample that it reads."""
     detector, background, probs = regions.detector, regions.background, regions.class_probs
     if type(detector) is not str or not detector:
         raise ValueError(f"regions.detector is {short_repr(detector)}, not an id")
@@ -248,7 +254,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     if type(background) is not int or not 0 <= background < columns:
         raise ValueError(f"regions.background is {short_repr(background)}, not a column of {columns}")
     if (regions.attributes is None) != (regions.attribute_scores is None):
-        raise ValueError("regions.attributes and regions.attribute_scores are not both there")
+        raise ValueError("regions have only one of attributes and attribute_scores")
     if not len(regions):
         return
     boxes = regions.boxes
@@ -260,12 +266,13 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     ):
         for number, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
             if not (0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
-                where = f"no area inside the {width} x {height} pixels"
-                raise ValueError(f"regions.boxes[{number}] is {[x1, y1, x2, y2]}, {where}")
+                problem = f"which has no area inside the {width} x {height} pixels"
+                raise ValueError(f"regions.boxes[{number}] is {[x1, y1, x2, y2]}, {problem}")
     labels = regions.labels.tolist()
     if min(labels) < 0 or max(labels) >= columns or background in labels:
         number = next(i for i, label in enumerate(labels) if not 0 <= label < columns or label == background)
-        raise ValueError(f"regions.labels[{number}] is {labels[number]}, not a column of {columns} beside {background}")
+        problem = f"not one of {columns} columns, or it is the background {background}"
+        raise ValueError(f"regions.labels[{number}] is {labels[number]}, {problem}")
     _check_fractions("scores", regions.scores)
     if probs is not None:
         _check_fractions("class_probs", probs)
@@ -276,7 +283,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     features = regions.features
     if features is not None and features.size:
         bits = features.ravel().view(np.uint16)
-        # As integers, infinities and NaNs of either sign are larger than all finite numbers of that sign.
+        # As integers, infinities and NaNs of a sign are larger than all finite numbers of that sign.
         if np.maximum.reduce(bits.view(np.int16)) >= _INFINITY or np.maximum.reduce(bits) >= _MINUS_INFINITY:
             index = np.argwhere(~np.isfinite(features))[0].tolist()
             raise ValueError(f"regions.features{index} is {features[tuple(index)]}")
@@ -288,18 +295,23 @@ _INFINITY, _MINUS_INFINITY = np.array([np.inf, -np.inf], "f2").view("u2").tolist
 
 
 def _check_fractions(name: str, array: np.ndarray) -> None:
-    """ValueError where a number is not from 0 to 1. As whole numbers, those that are negative or not finite are larger
-    than 1: one pass, ten times as fast as comparing them."""
+    """Raise ValueError if a number is not from 0 to 1.
+
+    The bits of a negative or non-finite number, read as an unsigned integer, are larger than those of 1.0. Comparing
+    integers needs one pass and is ten times as fast as comparing floats.
+    """
     if array.size and np.maximum.reduce(array.ravel().view(_UNSIGNED[array.dtype])) > _ONES[array.dtype]:
         index = np.argwhere(~((array >= 0) & (array <= 1) & ~np.signbit(array)))[0].tolist()
         raise ValueError(f"regions.{name}{index} is {array[tuple(index)]}, not from 0 to 1")
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels, from the frame header, which is found as libjpeg finds it. ValueError where there is
-    none, so that what nobody can decode is not taken, and no decoder makes room for another size."""
+    """Return (width, height) in pixels from a JPEG's frame header, which is found in the same way as in libjpeg.
+
+    Raises ValueError if there is none. So files that cannot be decoded are refused, and no decoder finds another size.
+    """
     if data[:2] != b"\xff\xd8":
-        raise ValueError("the .jpg member is no JPEG")
+        raise ValueError("the .jpg member is not a JPEG")
     offset = 2
     try:
         while True:
@@ -308,24 +320,24 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
             while (marker := data[offset]) == 0xFF:
                 offset += 1
             offset += 1
-            if marker == 0 or marker == 1 or 0xD0 <= marker <= 0xD7:  # these have no content
+            if marker == 0 or marker == 1 or 0xD0 <= marker <= 0xD7:  # markers without content
                 continue
             length = data[offset] << 8 | data[offset + 1]
             if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
                 height, width = data[offset + 3] << 8 | data[offset + 4], data[offset + 5] << 8 | data[offset + 6]
                 if not width or not height:
-                    raise ValueError("the .jpg member says that it has no pixels")
+                    raise ValueError("the .jpg member has no pixels according to its header")
                 return width, height
-            if length < 2 or 0xD8 <= marker <= 0xDA:  # a second picture, its end, or its data: no header comes
+            if length < 2 or 0xD8 <= marker <= 0xDA:  # start or end of an image, or its data: no frame header follows
                 break
             offset += length
     except IndexError:
         pass
-    raise ValueError("the .jpg member is torn: no header says its size")
+    raise ValueError("the .jpg member is torn: it has no frame header with a size")
 
 
 def pack_regions(regions: Regions) -> bytes:
-    """msgpack map: version, detector, background, and per array present [dtype, shape, raw little-endian bytes]."""
+    """Encode regions as a msgpack map: version, detector, background, and each array as [dtype, shape, raw bytes]."""
     packed = {"version": SAMPLE_VERSION, "detector": regions.detector, "background": regions.background}
     for name, (dtype, _) in _ARRAYS.items():
         array = getattr(regions, name)
@@ -335,8 +347,10 @@ def pack_regions(regions: Regions) -> bytes:
 
 
 def unpack_regions(data: bytes | memoryview) -> Regions:
-    """The inverse of pack_regions; arrays are read-only. ValueError names the field that is not as it should be; which
-    numbers are in it, from_members checks."""
+    """Decode regions from a msgpack map, with read-only arrays. Raises ValueError if a field has the wrong form.
+
+    The values of the arrays are checked in `from_members`.
+    """
     try:
         packed = msgpack.unpackb(data, **_LIMITS)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -345,14 +359,14 @@ def unpack_regions(data: bytes | memoryview) -> Regions:
         raise ValueError(f"the .mp member holds {short_repr(packed)}, not a map")
     version = packed.pop("version", None)
     if type(version) is not int or version != SAMPLE_VERSION:
-        raise ValueError(f"regions are of version {short_repr(version)}, this code reads {SAMPLE_VERSION}")
+        raise ValueError(f"regions are of version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
     for name in ("detector", "background", *_REQUIRED):
         if name not in packed:
             raise ValueError(f"regions.{name} is missing")
     detector, background = packed.pop("detector"), packed.pop("background")
     unknown = packed.keys() - _ARRAYS.keys()
     if unknown:
-        raise ValueError(f"regions hold unknown arrays {short_repr(sorted(unknown, key=repr))}")
+        raise ValueError(f"regions have unknown arrays {short_repr(sorted(unknown, key=repr))}")
     arrays = {}
     for name, stored in packed.items():
         try:
@@ -361,7 +375,7 @@ def unpack_regions(data: bytes | memoryview) -> Regions:
                 raise ValueError(f"it is stored as {short_repr(dtype)}, not {_ARRAYS[name][0]}")
             sides = type(shape) is list and all(type(side) is int and side >= 0 for side in shape)
             if not sides or len(shape) != len(_ARRAYS[name][1]):
-                raise ValueError(f"its shape is {short_repr(shape)}, not of {len(_ARRAYS[name][1])} sides")
+                raise ValueError(f"its shape is {short_repr(shape)}, not one of {len(_ARRAYS[name][1])} sizes")
             arrays[name] = np.frombuffer(raw, dtype=dtype).reshape(shape)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"regions.{name} cannot be read: {printable(error)}") from error

@@ -1,6 +1,6 @@
-"""Settings as frozen dataclasses: checked when made, read from command lines by tyro, kept as JSON.
+"""Settings as frozen dataclasses: checked on construction, parsed from command lines by tyro, saved as JSON.
 
-A comment beside a field, or the docstring below it, is what `--help` and the flow UI show.
+`--help` and the flow UI show the comment beside a field, or the docstring below it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from tyro import _docstrings  # which has no public name for the words about a field
+from tyro import _docstrings  # tyro has no public function for the description of a field
 
 T = TypeVar("T")
 
@@ -22,31 +22,31 @@ T = TypeVar("T")
 
 
 def check(config: Any, holds: Any, name: str, wanted: str) -> None:
-    """Raises ValueError, which names the field and its value, unless `holds`."""
+    """Raise ValueError, naming the field and its value, unless `holds` is true."""
     if not holds:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises ValueError, which names the field and its value, if a number is not positive; None is."""
+    """Raise ValueError, naming the field and its value, if a number is not positive. None is allowed."""
     for name in names:
         value = getattr(config, name)
         check(config, value is None or value > 0, name, "positive")
 
 
 def check_choices(config: Any) -> None:
-    """Raises ValueError if a field of Literal type has none of its values, or a number is not finite."""
+    """Raise ValueError if a field of Literal type has another value, or if a number is not finite."""
     for name, kind in _types_of(type(config)).items():
         value, alternatives = getattr(config, name), (kind, *typing.get_args(kind))
         numbers = value if isinstance(value, tuple) else (value,)
         check(config, all(math.isfinite(n) for n in numbers if isinstance(n, float)), name, "finite")
-        for choices in [typing.get_args(one) for one in alternatives if typing.get_origin(one) is Literal]:
+        for choices in [typing.get_args(type_) for type_ in alternatives if typing.get_origin(type_) is Literal]:
             fits = value in choices or (value is None and type(None) in alternatives)
             check(config, fits, name, f"one of {', '.join(map(str, choices))}")
 
 
 def _types_of(kind: type[Any]) -> dict[str, Any]:
-    """The annotation of each field of a dataclass. A base class that is none may annotate attributes, too."""
+    """Return the annotation of each dataclass field, but not of attributes of base classes that are not dataclasses."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -61,10 +61,10 @@ def parse(
     default: Any = tyro.MISSING_NONPROP,
     **options: Any,
 ) -> T:
-    """Return `kind` called with, or made of, command-line arguments, as `--data.root vl-root --steps 100`.
+    """Call a function or make a dataclass from command-line arguments such as `--data.root vl-root --steps 100`.
 
-    Fields that no argument names have their value of `default`. With a `program`, help and errors are printed, and end
-    it; without, ValueError is raised, which names the argument.
+    Fields without an argument take their value from `default`. With a `program` name, help and errors are printed and
+    the process exits. Without, an error raises ValueError that names the argument.
     """
     make = functools.partial(tyro.cli, kind, args=arguments, default=default, use_underscores=True, **options)
     if program is not None:
@@ -74,27 +74,27 @@ def parse(
         with contextlib.redirect_stderr(printed):
             return make(prog="", add_help=False)
     except SystemExit:
-        raise ValueError(_text_of_box(printed.getvalue())) from None
+        raise ValueError(_unbox(printed.getvalue())) from None
 
 
 def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
-    """Return what `parse` returns, and the arguments that name none of its fields."""
+    """Return the result of `parse`, and the arguments that name no field."""
     return parse(kind, arguments, *more, return_unknown_args=True, **options)  # ty: ignore[invalid-explicit-return]
 
 
-def _text_of_box(printed: str) -> str:
-    """What tyro prints in a box, as one line without the box's title."""
+def _unbox(printed: str) -> str:
+    """Return the text that tyro prints in a box as one line, without the title of the box."""
     _, *lines = [line.strip("│ ") for line in printed.splitlines() if any(map(str.isalnum, line))] or [""]
     return " ".join(lines).partition(" For full helptext")[0]
 
 
-def _weights(texts: list[str]) -> dict[str, float | None]:
-    found = {}
+def _parse_weights(texts: list[str]) -> dict[str, float | None]:
+    weights = {}
     for name, separator, weight in (text.partition(":") for text in texts):
-        if name in found:
-            raise ValueError(f"{name} is there twice; name each once")
-        found[name] = float(weight) if separator else None
-    return found
+        if name in weights:
+            raise ValueError(f"{name} is given twice; give each name once")
+        weights[name] = float(weight) if separator else None
+    return weights
 
 
 def weight_texts(weights: Mapping[str, float | None]) -> list[str]:
@@ -106,68 +106,68 @@ Weights = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
         metavar="NAME[:WEIGHT] ...",
-        instance_from_str=_weights,
+        instance_from_str=_parse_weights,
         is_instance=lambda value: isinstance(value, Mapping),
         str_from_instance=weight_texts,
     ),
 ]
-"""Names, each with its weight or without: on a command line `cc3m:3.0 sbu:0.8`."""
+"""Names with optional weights, such as `cc3m:3.0 sbu:0.8` on a command line."""
 
 
 def override(config: T, arguments: Sequence[str]) -> T:
-    """Return the config with command-line arguments applied, all at once: fields that belong together change together.
+    """Return the config with all command-line arguments applied at once, so that dependent fields change together.
 
-    Raises ValueError, which names the argument, if there is no such field or its value does not fit.
+    Raises ValueError that names the argument if there is no such field or its value does not fit.
     """
     return parse(type(config), arguments, default=config) if arguments else config
 
 
 def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the dotted fields of the config that command-line arguments name, each with the config's value of it."""
-    found = {}
+    """Return the dotted fields that the command-line arguments name, with their values in the config."""
+    fields = {}
     for argument in arguments:
         path = argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
         for name in (path, re.sub(r"(^|\.)no_(\w+)$", r"\1\2", path)):
             with contextlib.suppress(AttributeError):
-                found[name] = functools.reduce(getattr, name.split("."), config)
-    return found
+                fields[name] = functools.reduce(getattr, name.split("."), config)
+    return fields
 
 
 def as_arguments(values: Mapping[str, Any]) -> list[str]:
-    """Return the command line that sets these dotted fields."""
-    found = []
+    """Return the command-line arguments that set these dotted fields."""
+    arguments = []
     for path, value in values.items():
         parent, _, name = path.rpartition(".")
         if isinstance(value, bool):
-            found.append(f"--{path}" if value else f"--{parent + '.' if parent else ''}no_{name}")
+            arguments.append(f"--{path}" if value else f"--{parent + '.' if parent else ''}no_{name}")
         elif isinstance(value, Mapping):
-            found += [f"--{path}", *weight_texts(value)]
+            arguments += [f"--{path}", *weight_texts(value)]
         elif isinstance(value, tuple | list):
-            found += [f"--{path}", *map(str, value)]
+            arguments += [f"--{path}", *map(str, value)]
         else:
-            found.append(f"--{path}={value}")
-    return found
+            arguments.append(f"--{path}={value}")
+    return arguments
 
 
 def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str, Any]:
-    """Return the dotted plain fields that differ from `base`, or from their defaults, each with its value.
+    """Return the dotted plain fields that differ from `base`, or from their defaults, with their values.
 
-    override(base, as_arguments(...)) of them gives the config again.
+    `override(base, as_arguments(changed_fields(config, base)))` gives the config again.
     """
-    found = {}
+    changes = {}
     for field in dataclasses.fields(config):
         path, value = f"{prefix}{field.name}", getattr(config, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         before = default if base is None else getattr(base, field.name)
         if dataclasses.is_dataclass(value):
-            found |= changed_fields(value, before if dataclasses.is_dataclass(before) else None, f"{path}.")
+            changes |= changed_fields(value, before if dataclasses.is_dataclass(before) else None, f"{path}.")
         elif value != before:
-            found[path] = value
-    return found
+            changes[path] = value
+    return changes
 
 
 def override_values(config: Any, values: dict[str, Any]) -> Any:
-    """The config with every dotted field of `values` set, all at once; KeyError names one that does not exist."""
+    """Return the config with all dotted fields of `values` set at once. Raises KeyError for an unknown field."""
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")
@@ -185,72 +185,73 @@ def override_values(config: Any, values: dict[str, Any]) -> Any:
 
 
 def to_json(config: Any) -> dict:
-    """The config as nested dicts of plain values, for config.json and reports."""
+    """Return the config as nested dicts of plain values, for config.json and reports."""
     return dataclasses.asdict(config)
 
 
-def from_json(kind: type, values: dict, where: str) -> Any:
-    """The inverse of to_json for the dataclass `kind`. A field that is missing is younger than the file and takes its
-    default; ValueError names `where` and the fields that we do not know."""
+def from_json(kind: type, values: dict, location: str) -> Any:
+    """Make the dataclass `kind` from the dicts of `to_json`. A field that is missing in them gets its default.
+
+    Raises ValueError that names `location` and the field if a field is unknown or its value has another type.
+    """
     types = _types_of(kind)
     unknown = sorted(values.keys() - types.keys())
     if unknown:
-        raise ValueError(
-            f"{where}: {kind.__name__} has no field {', '.join(unknown)}; the file is of another version of this code"
-        )
+        names = ", ".join(unknown)
+        raise ValueError(f"{location}: {kind.__name__} has no field {names}; another version of this code wrote it")
 
     def value(name: str) -> Any:
-        found, wanted = values[name], types[name]
-        if dataclasses.is_dataclass(wanted) and isinstance(found, dict):
-            return from_json(wanted, found, where)
-        if dataclasses.is_dataclass(wanted) or not _fits(found, wanted):
-            raise ValueError(f"{where}: {kind.__name__}.{name} is {found!r}, which is no {wanted}; the file is damaged")
-        return tuple(found) if isinstance(found, list) else found
+        item, expected = values[name], types[name]
+        if dataclasses.is_dataclass(expected) and isinstance(item, dict):
+            return from_json(expected, item, location)
+        if dataclasses.is_dataclass(expected) or not _fits(item, expected):
+            raise ValueError(f"{location}: {kind.__name__}.{name} is {item!r}, not {expected}; the file is damaged")
+        return tuple(item) if isinstance(item, list) else item
 
     return kind(**{name: value(name) for name in values})
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value from JSON may be that of a field with this annotation."""
-    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
+def _fits(value: Any, expected: Any) -> bool:
+    """Return True if a value from JSON fits a field with this annotation."""
+    kind, inner = typing.get_origin(expected), typing.get_args(expected)
     if kind is Literal:
         return value in inner
     if kind is tuple:
         return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     if kind is Mapping:
-        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
-    if inner:  # of several types
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if inner:  # a union
         return any(value is None if option is type(None) else _fits(value, option) for option in inner)
-    if wanted is float:
+    if expected is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return wanted is Any or type(value) is wanted
+    return expected is Any or type(value) is expected
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dicts as one with dotted names; sequences as lists, as JSON gives them back."""
-    found = {}
+    """Flatten nested dicts into one with dotted names, and turn tuples into lists, as after a JSON round trip."""
+    flattened = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
+            flattened |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return found
+            flattened[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return flattened
 
 
 def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
-    """(name, now, before) of the fields that both have and that differ; one that a file lacks is younger than it."""
+    """Return (name, now, before) of the fields that differ. Fields missing in `before` are newer, and are skipped."""
     return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- descriptions -----------------------------------------------------------------------------------------------------
 
 
 def _describe(form: dict[str, Any], kind: type[Any]) -> None:
     for field in dataclasses.fields(kind):
-        words = _docstrings.get_field_docstring(kind, field.name, ()) or ""
-        form["properties"][field.name]["description"] = " ".join(words.split())
+        description = _docstrings.get_field_docstring(kind, field.name, ()) or ""
+        form["properties"][field.name]["description"] = " ".join(description.split())
 
 
-# For pydantic, with which Prefect reads a flow's parameters: a name that is no field is an error, and the form of the
-# flow UI shows the words.
+# For pydantic, which Prefect uses to read a flow's parameters: an unknown field is an error, and the form of the flow
+# UI shows the descriptions.
 FORM = {"extra": "forbid", "json_schema_extra": _describe}

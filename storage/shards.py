@@ -1,7 +1,7 @@
-"""One shard: a deterministic WebDataset tar of Samples, and the offset of each Sample in it.
+"""Shards: deterministic WebDataset tars of samples, with the offset of each sample in its tar.
 
-The layout is a contract, docs/formats.md. tarfile writes it, and webdataset can read it. The headers are parsed here,
-because training reads one sample with one pread at a random offset, which tarfile and webdataset cannot do.
+The layout is a contract (docs/formats.md). tarfile writes it, and webdataset can read it. This module parses tar
+headers itself, because training reads a sample with one pread at any offset, which tarfile and webdataset cannot do.
 """
 
 import io
@@ -17,15 +17,15 @@ from storage.sample import BadSample, Sample, from_members, to_members
 
 SHARD_VERSION = 1
 EXTENSIONS = ("jpg", "json", "mp")  # in this order within a sample
-_BLOCK = 512  # of a tar: headers and contents begin at multiples of it
-_RECORD = 10240  # a tar is padded to a multiple of it
-_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+=-]*")  # no dot: WebDataset ends the key at the first one
+_BLOCK = 512  # bytes; headers and contents of a tar begin at multiples of it
+_RECORD = 10240  # bytes; a tar is padded to a multiple of it
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+=-]*")  # no dot, because WebDataset ends the key at the first one
 _ZEROS = bytes(_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of a sample: from the first tar header of its members to the end of the last one's padding."""
+    """Byte range of a sample in its tar, from its first member's header to the end of its last member's padding."""
 
     key: str
     offset: int
@@ -33,9 +33,9 @@ class Span:
 
 
 def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
-    """Write the samples, in this order, as one tar. Its bytes depend on nothing else; it appears when it is complete.
+    """Write samples, in this order, as one tar. The write is atomic, and the bytes depend only on the samples.
 
-    ValueError names a key that occurs twice or cannot be part of a member's name.
+    Raises ValueError if a key occurs twice or cannot be part of a member's name.
     """
     import tarfile
 
@@ -43,7 +43,7 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
     seen = set()
     temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        # As webdataset's TarWriter does it, byte for byte; importing that imports torch, which takes 480 MB here.
+        # The same bytes as webdataset's TarWriter, which imports torch (480 MB of memory).
         with temporary.open("wb") as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for sample in samples:
                 if not _KEY.fullmatch(sample.key):
@@ -64,42 +64,42 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
 
 
 def read_shard(data: bytes, name: str = "the shard") -> Iterator[Sample | BadSample]:
-    """The samples of one tar, in order, each or why it is invalid. `name` names the bytes in messages.
+    """Yield the samples of a tar in order, with a BadSample for an invalid one. Messages call the data `name`.
 
-    ValueError names the file, the member and its offset if the tar is torn or not in our layout.
+    Raises ValueError, naming the member and its offset, if the tar is torn or has another layout.
     """
     if not data or len(data) % _RECORD:
         raise ValueError(
-            f"{name} is torn: {len(data)} bytes are no multiple of {_RECORD}; delete it and write the shard again"
+            f"{name} is torn: {len(data)} bytes are not a multiple of {_RECORD}; delete it and write the shard again"
         )
     seen = set()
-    for key, offset, ranges in _groups(data, name, whole=True):
+    for key, offset, ranges in _parse_samples(data, name, whole=True):
         if key in seen:
             raise ValueError(f"{name}: key {key} occurs twice, again at byte {offset}; write the shard again")
         seen.add(key)
         try:
-            yield _sample(data, key, ranges, name)
+            yield _decode_sample(data, key, ranges, name)
         except BadSample as error:
             yield error
 
 
 def read_span(data: bytes, name: str = "the span") -> Sample:
-    """The sample whose bytes [offset, offset + length) are given; ValueError if they are anything else."""
-    return _sample(data, *span_members(data, name), name)
+    """Decode a sample from the bytes of its span. Raises ValueError if they are not exactly one valid sample."""
+    return _decode_sample(data, *span_members(data, name), name)
 
 
 _Ranges = dict[str, tuple[int, int]]  # extension -> start and end of the member's content
 
 
 def span_members(data: bytes, name: str = "the span") -> tuple[str, _Ranges]:
-    """The key of such a sample, and where its members are in the bytes; errors as in read_span."""
-    groups = list(_groups(data, name))
-    if len(groups) != 1:
-        raise ValueError(f"{name}: {len(data)} bytes hold {len(groups)} samples, not one; rebuild the index")
-    return groups[0][0], groups[0][2]
+    """Return the key of the sample in a span, and the byte ranges of its members. Raises the errors of `read_span`."""
+    samples = list(_parse_samples(data, name))
+    if len(samples) != 1:
+        raise ValueError(f"{name}: {len(data)} bytes hold {len(samples)} samples, not one; rebuild the index")
+    return samples[0][0], samples[0][2]
 
 
-def _sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
+def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
     view = memoryview(data)
     try:
         return from_members(key, {extension: view[start:end] for extension, (start, end) in ranges.items()})
@@ -107,9 +107,9 @@ def _sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
         raise BadSample(f"{name}: {error}; write the shard again", key) from error
 
 
-def _groups(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
-    """Per sample its key, the offset of its first header, and its members."""
-    for key, members in itertools.groupby(_members(data, name, whole), key=lambda member: member[0]):
+def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
+    """Yield the key, the offset of the first header and the members of each sample."""
+    for key, members in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
         offsets, ranges = [], {}
         for _, extension, offset, start, end in members:
             if extension in ranges:
@@ -121,27 +121,27 @@ def _groups(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, 
         yield key, offsets[0], ranges
 
 
-def _members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:
-    """Per member its key and extension, the offset of its header, and the start and end of its content.
+def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:
+    """Yield key, extension, offset of the header, and start and end of the content of each member.
 
-    whole: the data must end like a tar, with two blocks of zeros and nothing after them but zeros.
+    With `whole`, the data must end as a tar does: with two blocks of zeros and only zeros after them.
     """
     position = 0
     while position < len(data):
         header = data[position : position + _BLOCK]
         if header == _ZEROS:
             break
-        kind, member, size = _header(header, name, position)
+        kind, member, size = _parse_header(header, name, position)
         start = position + _BLOCK
         end = start + size
         padded_end = end + -size % _BLOCK
         if padded_end > len(data):
             raise ValueError(
-                f"{name} is torn: member {member!r} at byte {position} should end at byte {padded_end}, the data ends "
-                f"at {len(data)}; delete it and write the shard again"
+                f"{name} is torn: member {member!r} at byte {position} should end at byte {padded_end}, but the data "
+                f"ends at {len(data)}; delete it and write the shard again"
             )
         if kind not in (b"0", b"\0"):
-            raise ValueError(f"{name}: {member!r} at byte {position} is no file (tar type {kind!r}); repack the tar")
+            raise ValueError(f"{name}: {member!r} at byte {position} is not a file (tar type {kind!r}); repack the tar")
         key, _, extension = member.partition(".")
         if extension not in EXTENSIONS or not _KEY.fullmatch(key):
             raise ValueError(
@@ -157,15 +157,15 @@ def _members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, in
 
 
 def _octal(field: bytes) -> int:
-    """A number of a tar header; ValueError if it is not one. int() alone would accept a sign and underscores."""
+    """Parse a number of a tar header. Raises ValueError for signs and underscores, too, which int() accepts."""
     digits = field.strip(b" \0")
     if not digits.isdigit():
         raise ValueError(f"{field!r} is not an octal number")
     return int(digits, 8)
 
 
-def _header(header: bytes, name: str, position: int) -> tuple[bytes, str, int]:
-    """Type, name and size of the member whose header this is."""
+def _parse_header(header: bytes, name: str, position: int) -> tuple[bytes, str, int]:
+    """Return the type, name and size of a header's member."""
     try:
         checksum = _octal(header[148:156])
         size = _octal(header[124:136])

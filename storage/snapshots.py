@@ -1,8 +1,8 @@
-"""A snapshot: the ok rows of all shards that a stage had at one moment, compacted into one Parquet file.
+"""Snapshots: each holds the ok rows of all shards of a stage at one moment, in one Parquet file.
 
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet
 
-A training pins one and reads the offsets of its samples from that file alone. docs/formats.md is the contract.
+A training pins a snapshot and reads the offsets of its samples only from that file. docs/formats.md is the contract.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ SNAPSHOT_SCHEMA = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("row", pa.int64(), nullable=False),
-        # Neighbours, so that one range request gets the columns of an index from a row group.
+        # Next to each other, so that one range request reads an index's columns of a row group.
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("length", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
@@ -38,23 +38,19 @@ SNAPSHOT_SCHEMA = pa.schema(
         pa.field("license", pa.string()),
     ]
 )
-FROM_MANIFEST = SNAPSHOT_SCHEMA.names[1:]  # columns of a manifest
-_GROUP = 2**17  # rows of a row group, which are decoded together
+FROM_MANIFEST = SNAPSHOT_SCHEMA.names[1:]  # columns that are copied from a manifest
+_GROUP = 2**17  # rows per row group, which is decoded as a whole
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All shards of a stage at one moment; id is a hash of the manifests, and so of every sample.
+    """All shards of a stage at one moment."""
 
-    manifests: the name of each, 00000 or 00000.r2. random_init: whether the detector of one of them had random weights;
-    None where no manifest tells, as of images.
-    """
-
-    id: str
+    id: str  # hash of the manifests, and so of every sample
     stage: str
-    manifests: tuple[str, ...]
+    manifests: tuple[str, ...]  # names of the manifests, such as 00000 or 00000.r2
     ok_rows: int
-    random_init: bool | None
+    random_init: bool | None  # True if a shard's detector had random weights; None if no manifest records it (images)
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -62,23 +58,26 @@ class Snapshot:
 
 
 def shard_of(manifest: str) -> str:
-    """The shard of a manifest of this name."""
+    """Return the shard that a manifest's name belongs to."""
     return manifest.partition(".")[0]
 
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """The spans of the S samples of a snapshot, by shard and then in the order of the rows: 16 bytes a sample.
+    """Byte ranges of the S samples of a snapshot, by shard and then by row: 16 bytes per sample.
 
-    manifests   the name of the manifest of each tar; shards without a tar are left out
-    tars        path of each tar relative to the root
-    tar_sha256  of each tar, 64 hex
-    tar_bytes   size of each tar
-    shard       uint32 [S]  which of `tars`
-    offset      int64  [S]  bytes
-    length      int32  [S]  bytes: ObjectStore.get_range(tars[shard], offset, length) -> shards.read_span
-    store, path the snapshot's file
-    withdrawn   number -> key of the samples that were withdrawn since; they cannot be read (storage/revised.py)
+    `shards.read_span` decodes a sample from ObjectStore.get_range(tars[shard], offset, length).
+
+    Attributes:
+        manifests: name of each tar's manifest; shards without a tar are left out
+        tars: path of each tar relative to the root
+        tar_sha256: sha256 of each tar, 64 hex digits
+        tar_bytes: size of each tar
+        shard: uint32 [S], index into `tars`
+        offset: int64 [S], bytes
+        length: int32 [S], bytes
+        path: path of the snapshot's file in `store`
+        withdrawn: number -> key of samples withdrawn after the snapshot, which cannot be read (storage/revised.py)
     """
 
     snapshot: Snapshot
@@ -98,16 +97,16 @@ class ShardIndex:
 
     @property
     def folder(self) -> str:
-        """That of the stage, relative to the root."""
+        """Folder of the stage, relative to the root."""
         return self.path.rpartition("/snapshots/")[0]
 
     def urls(self) -> list[str]:
-        """The URL of each sample (of imported images, the file name); a long list, so it is read at each call."""
+        """Read the URL of each sample, or its file name if it was imported. The list is long, so it is not kept."""
         return [url for table in read_columns(self.store, self.path, ["url"]) for url in table["url"].to_pylist()]
 
 
 def _metadata(stage: str, headers: Sequence[Header]) -> dict:
-    """What the footer of a snapshot says: docs/formats.md."""
+    """Make the footer of a snapshot: docs/formats.md."""
     recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
     return {
         "version": SNAPSHOT_VERSION,
@@ -140,9 +139,9 @@ def _snapshot(metadata: Mapping) -> Snapshot:
 
 
 def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]]) -> Snapshot:
-    """Write a snapshot of these shards, each with its ok rows (columns of a manifest), sorted by shard.
+    """Write a snapshot of shards, sorted by name, each with its ok rows as columns of a manifest.
 
-    The same shards give the same bytes under one version of pyarrow, which writes its name into them.
+    The same shards give the same bytes with the same version of pyarrow, which writes its version into the file.
     """
     headers = []
     with pq.ParquetWriter(
@@ -158,7 +157,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     ) as writer:
         waiting, rows = [], 0
         for header, table in shards:
-            # Of the meta, kilobytes a shard, what _metadata needs.
+            # The meta has kilobytes per shard; keep only what _metadata needs.
             meta = {name: value for name, value in header.meta.items() if name == "random_init"}
             headers.append(replace(header, meta=meta))
             number = pa.array(np.full(len(table), int(header.shard), np.int32))
@@ -173,30 +172,30 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
             writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP)
         metadata = _metadata(stage, headers)
         text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
-        of_text = hashlib.sha256(text.encode()).hexdigest()  # for readers of parts of the file
-        writer.add_key_value_metadata({"snapshot": text, "sha256": of_text, OWN_SHA256: BLANK})
+        text_sha256 = hashlib.sha256(text.encode()).hexdigest()  # for readers that do not read the whole file
+        writer.add_key_value_metadata({"snapshot": text, "sha256": text_sha256, OWN_SHA256: BLANK})
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
         write_digest(data)
     return _snapshot(metadata)
 
 
 def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
-    """The footer of a snapshot: the snapshot, and its shards as docs/formats.md has them.
+    """Read the footer of a snapshot: the snapshot, and its shards in the form of docs/formats.md.
 
-    ValueError names a file that is missing, damaged, of another version or under another name.
+    Raises ValueError if the file is missing, damaged, of another version or under another name.
     """
     with _open_parquet(store, path) as file:
-        return _footer(file, store.uri(path), path)
+        return _read_footer(file, store.uri(path), path)
 
 
 def read_index(store: ObjectStore, path: str) -> ShardIndex:
-    """The spans of all samples of a snapshot, from its file alone; errors as of read_snapshot."""
+    """Read the byte ranges of all samples from a snapshot's file. Raises the errors of `read_snapshot`."""
     with _open_parquet(store, path) as file:
-        snapshot, shards = _footer(file, store.uri(path), path)
+        snapshot, shards = _read_footer(file, store.uri(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
         offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
         start = 0
-        for table in _groups(file, store.uri(path), ["offset", "length"]):
+        for table in _read_groups(file, store.uri(path), ["offset", "length"]):
             offset[start : start + len(table)] = table["offset"].to_numpy()
             length[start : start + len(table)] = table["length"].to_numpy()
             start += len(table)
@@ -216,56 +215,56 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """These columns of a snapshot, a row group at a time; errors as of read_snapshot."""
+    """Yield these columns of a snapshot, one table per row group. Raises the errors of `read_snapshot`."""
     with _open_parquet(store, path) as file:
-        yield from _groups(file, store.uri(path), columns)
+        yield from _read_groups(file, store.uri(path), columns)
 
 
-def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+def _read_groups(file: pq.ParquetFile, uri: str, columns: Sequence[str]) -> Iterator[pa.Table]:
     for group in range(file.num_row_groups):
-        with _named(where):
+        with _read_errors(uri):
             table = file.read_row_group(group, columns=list(columns), use_threads=False)
         # The checksums cover a page's content, but not the number of rows in its header.
         if len(table) != min(_GROUP, file.metadata.num_rows - group * _GROUP):
-            raise ValueError(f"{where} is damaged: row group {group} has {len(table)} rows; {_WAY_OUT}")
+            raise ValueError(f"{uri} is damaged: row group {group} has {len(table)} rows; {_HINT}")
         yield table
 
 
-def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list[dict]]:
+def _read_footer(file: pq.ParquetFile, uri: str, path: str) -> tuple[Snapshot, list[dict]]:
     footer = file.metadata.metadata or {}
     text = footer.get(b"snapshot", b"")
     if hashlib.sha256(text).hexdigest().encode() != footer.get(b"sha256"):
-        raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
-    metadata = parse_json(text, where, fix=_WAY_OUT)
-    check_version(metadata.get("version"), SNAPSHOT_VERSION, where)
+        raise ValueError(f"{uri} is damaged: its footer has changed since it was written; {_HINT}")
+    metadata = parse_json(text, uri, fix=_HINT)
+    check_version(metadata.get("version"), SNAPSHOT_VERSION, uri)
     snapshot = _snapshot(metadata)
     if not path.endswith(f"/{snapshot.stage}/snapshots/{snapshot.id}.parquet"):
-        raise ValueError(f"{where} is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
+        raise ValueError(f"{uri} is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
     if file.metadata.num_rows != snapshot.ok_rows or not file.schema_arrow.equals(SNAPSHOT_SCHEMA):
-        raise ValueError(f"{where} is damaged: {file.metadata.num_rows} rows for {snapshot.ok_rows}; {_WAY_OUT}")
+        raise ValueError(f"{uri} is damaged: {file.metadata.num_rows} rows for {snapshot.ok_rows}; {_HINT}")
     return snapshot, metadata["shards"]
 
 
-_WAY_OUT = "put it back as it was, or start another run, which pins a new one"
+_HINT = "put it back as it was, or start another run, which pins a new snapshot"
 
 
 @contextlib.contextmanager
 def _open_parquet(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
-    """A Parquet file of the storage; what goes wrong while it is open is a ValueError that names it."""
+    """Context manager: an open Parquet file of the storage. Raises ValueError that names the file if reading fails."""
     local = store.local_path(path)
-    with _named(store.uri(path)):
-        # pre_buffer: neighbouring columns in one request.
+    with _read_errors(store.uri(path)):
+        # pre_buffer reads neighbouring columns with one request.
         source = {"source": Ranges(store, path), "pre_buffer": True} if local is None else {"source": local}
         yield pq.ParquetFile(**source, memory_map=local is not None, page_checksum_verification=True)
 
 
 @contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
+def _read_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except StorageUnreachable:
         raise
     except (ObjectMissing, FileNotFoundError) as error:
-        raise ValueError(f"{where} is gone; {_WAY_OUT}") from error
+        raise ValueError(f"{uri} is gone; {_HINT}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} is damaged ({error}); {_WAY_OUT}") from error
+        raise ValueError(f"{uri} is damaged ({error}); {_HINT}") from error

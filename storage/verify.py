@@ -1,4 +1,4 @@
-"""Verify: every committed file checked against its digest, and manifests, snapshots and sources against each other."""
+"""Verification of a root: files against their digests, and manifests, snapshots and sources against each other."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,116 +12,119 @@ from storage.runs import STATE, hint, read_state
 from storage.snapshots import read_snapshot, shard_of
 from storage.withdrawn import Withdrawn, read_withdrawn
 
-_READERS = 4  # files hashed at a time
+_READERS = 4  # files hashed in parallel
 _Item = TypeVar("_Item")
 
 
 def verify(inventory: Inventory) -> Iterator[str]:
-    """Every fault of tars, manifests, sources and snapshots. Reads everything; all checkpoints, too, if the inventory
-    is not that of one dataset."""
+    """Yield a message for every fault of tars, manifests, sources and snapshots. Reads every file.
+
+    Checkpoints are checked, too, unless the inventory is of one dataset.
+    """
     store = inventory.store
     if inventory.dataset is None:
         folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
-        yield from _each(lambda folder: _faults_of_checkpoint(store, folder), sorted(folders))
+        yield from _check_each(lambda folder: _check_checkpoint(store, folder), sorted(folders))
     withdrawn = Withdrawn()
     try:
         withdrawn = read_withdrawn(store)
     except ValueError as error:
         yield str(error)
-    checked = _Checked(inventory, withdrawn)
+    checker = _Checker(inventory, withdrawn)
     for (dataset, stage), shards in sorted(inventory.manifests.items()):
-        yield from _each(lambda shard: checked.shard(dataset, stage, shard), sorted(shards))  # noqa: B023
-    for (dataset, stage), found in sorted(inventory.snapshots.items()):
-        yield from _each(lambda info: checked.snapshot(dataset, stage, info), found.values(), 1)  # noqa: B023
+        yield from _check_each(lambda shard: checker.check_shard(dataset, stage, shard), sorted(shards))  # noqa: B023
+    for (dataset, stage), infos in sorted(inventory.snapshots.items()):
+        yield from _check_each(lambda info: checker.check_snapshot(dataset, stage, info), infos.values(), 1)  # noqa: B023
 
 
-def _each(
-    faults_of: Callable[[_Item], Iterable[str]], items: Iterable[_Item], readers: int = _READERS
+def _check_each(
+    check: Callable[[_Item], Iterable[str]], items: Iterable[_Item], readers: int = _READERS
 ) -> Iterator[str]:
-    """The faults of each item, in order, several at a time. A file that is gone or invalid is one."""
+    """Yield the faults of all items, in their order. A missing or invalid file is a fault."""
 
-    def check(item: _Item) -> list[str]:
-        found = []
+    def collect_faults(item: _Item) -> list[str]:
+        faults = []
         try:
-            for fault in faults_of(item):
-                found.append(fault)
+            for fault in check(item):
+                faults.append(fault)
         except (ValueError, ObjectMissing, FileNotFoundError) as error:
-            found.append(str(error))
-        return found
+            faults.append(str(error))
+        return faults
 
     with ThreadPoolExecutor(readers) as pool:
-        for faults in pool.map(check, items):
+        for faults in pool.map(collect_faults, items):
             yield from faults
 
 
-class _Checked:
-    """Checks shards and snapshots, and keeps of them what the checks of others need."""
+class _Checker:
+    """A checker of shards and snapshots. It remembers checked tars and manifests for later checks."""
 
     def __init__(self, inventory: Inventory, withdrawn: Withdrawn):
         self.inventory, self.store, self.withdrawn = inventory, inventory.store, withdrawn
         self._tars: set[str | None] = {None}
-        # By dataset, stage and shard: the sha256 of its revisions; None where one is damaged.
+        # (dataset, stage, shard) -> sha256 of its revisions, or None if one is damaged
         self._manifests: dict[tuple[str, str, str], list[str] | None] = {}
 
-    def shard(self, dataset: str, stage: str, shard: str) -> Iterator[str]:
-        catalog, place = Catalog(self.store, dataset), (dataset, stage, shard)
+    def check_shard(self, dataset: str, stage: str, shard: str) -> Iterator[str]:
+        catalog, key = Catalog(self.store, dataset), (dataset, stage, shard)
         names = manifest_names(self.inventory.manifests[dataset, stage][shard])
-        self._manifests[place] = None
-        revisions = list(catalog.each(stage, names, ["url", "sha256", "status"]))
-        self._manifests[place] = [one.sha256 for one in revisions]
-        newest, where = revisions[-1], catalog.uri(stage, names[-1])
+        self._manifests[key] = None
+        revisions = list(catalog.manifests(stage, names, ["url", "sha256", "status"]))
+        self._manifests[key] = [manifest.sha256 for manifest in revisions]
+        newest, uri = revisions[-1], catalog.uri(stage, names[-1])
         if any(self.withdrawn.contains(newest.ok()).to_pylist()):
-            yield f"{where} has images that were withdrawn; type `vlbert withdraw` again, with the same URLs"
+            yield f"{uri} has images that were withdrawn; type `vlbert withdraw` again, with the same URLs"
         source = newest.meta.get("source", {})
         if "manifest_sha256" in source:
-            theirs = self._manifests.get((dataset, source["stage"], source["shard"]), [])
-            if theirs is not None and source["manifest_sha256"] not in theirs:  # an earlier one is pending, not a fault
-                yield f"{where} was made from another {catalog.uri(source['stage'], source['shard'])} than is there"
+            digests = self._manifests.get((dataset, source["stage"], source["shard"]), [])
+            if digests is not None and source["manifest_sha256"] not in digests:  # an earlier one is pending, no fault
+                yield f"{uri} was made from another version of {catalog.uri(source['stage'], source['shard'])}"
         if newest.tar:
             self._tars.add(newest.tar)
-            if fault := _fault_of(self.store, newest.tar, newest.tar_sha256):
-                yield f"{self.store.uri(newest.tar)} {fault}, and {where} names it"
+            if fault := _check_file(self.store, newest.tar, newest.tar_sha256):
+                yield f"{self.store.uri(newest.tar)} {fault}; {uri} names it"
 
-    def snapshot(self, dataset: str, stage: str, info: ObjectInfo) -> Iterator[str]:
-        store, catalog, where = self.store, Catalog(self.store, dataset), self.store.uri(info.path)
+    def check_snapshot(self, dataset: str, stage: str, info: ObjectInfo) -> Iterator[str]:
+        store, catalog, uri = self.store, Catalog(self.store, dataset), self.store.uri(info.path)
         _, shards = read_snapshot(store, info.path)
         if not has_valid_digest(store.get(info.path)):
-            yield f"{where} is damaged: its bytes differ from those that were written; put it back, or remove it"
+            yield f"{uri} is damaged: its bytes have changed since it was written; restore it from a copy, or remove it"
             return
-        for one in shards:
-            name, revisions = one["manifest"], self.inventory.manifests[dataset, stage].get(shard_of(one["manifest"]))
+        for shard in shards:
+            name = shard["manifest"]
+            revisions = self.inventory.manifests[dataset, stage].get(shard_of(name))
             if not revisions:
-                yield f"{catalog.uri(stage, name)} is gone, and {where} names it; put it back, or run the stage"
-            path = one["tar"] and catalog.path(stage, one["tar"])
+                yield f"{catalog.uri(stage, name)} is gone; {uri} names it. Restore it, or run the stage"
+            path = shard["tar"] and catalog.path(stage, shard["tar"])
             if path in self._tars:
                 continue
-            fault = _fault_of(store, path, one["tar_sha256"])
-            # If it is gone, the samples are read from the newest revision: storage/revised.py.
+            fault = _check_file(store, path, shard["tar_sha256"])
+            # A missing tar is no fault if there is a newer revision to read the samples from: storage/revised.py.
             if fault and (store.exists(path) or not revisions or manifest_names(revisions)[-1] == name):
-                yield f"{store.uri(path)} {fault}, and {where} names it"
+                yield f"{store.uri(path)} {fault}; {uri} names it"
 
 
-def _fault_of(store: ObjectStore, path: str, sha256: str) -> str | None:
-    """What is wrong with a file of this digest."""
+def _check_file(store: ObjectStore, path: str, sha256: str) -> str | None:
+    """Return what is wrong with a file that should have this digest, or None."""
     try:
         with open_object(store, path) as stream:
-            found = sha256_of(stream)
+            actual = sha256_of(stream)
     except (ObjectMissing, FileNotFoundError):
         return "is gone"
     except StorageUnreachable:
         raise
     except OSError as error:
         return f"cannot be read ({error})"
-    return None if found == sha256 else f"is damaged: its sha256 is {found[:12]}..., not {sha256[:12]}..."
+    return None if actual == sha256 else f"is damaged: its sha256 is {actual[:12]}..., not {sha256[:12]}..."
 
 
-def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
-    """Faults of the files of a checkpoint; none if a training has removed it since the listing."""
+def _check_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
+    """Yield the faults of a checkpoint's files. A checkpoint that was removed since the listing has none."""
     try:
         files = read_state(store, path)["files"]
     except ObjectMissing:
         return
-    for name, wanted in sorted(files.items()):
-        fault = _fault_of(store, f"{path}/{name}", wanted["sha256"])
+    for name, entry in sorted(files.items()):
+        fault = _check_file(store, f"{path}/{name}", entry["sha256"])
         if fault and store.exists(f"{path}/{STATE}"):
             yield f"{store.uri(f'{path}/{name}')} {fault}; {hint(store, path)}"

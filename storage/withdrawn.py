@@ -1,9 +1,9 @@
-"""Withdrawn images: URLs and hashes of images that no collection and no snapshot takes any more.
+"""Withdrawn images: URLs and hashes of images that new shards and snapshots must not contain.
 
-    ROOT/withdrawn/<16 hex>.json     URLs, sha256 of the bytes that were downloaded from them, and since when
+    ROOT/withdrawn/<16 hex>.json     URLs, sha256 of the bytes downloaded from them, and the time of the withdrawal
 
-A file is put once and never changed, and holds for all datasets of the root. Every commit of a shard leaves out what is
-withdrawn (storage/catalog/commit.py). To take a withdrawal back, delete its file.
+A file is put once, never changes, and applies to all datasets of the root. Every commit of a shard leaves withdrawn
+images out (storage/catalog/commit.py). To undo a withdrawal, delete its file.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.redact import display_url
 from storage.runs import json_with_digest, read_checked_json
 
-WITHDRAWN = "withdrawn"  # status of a row, and the folder in a root; no dataset has this name
+WITHDRAWN = "withdrawn"  # status of a row, and folder of a root; not allowed as the name of a dataset
 WITHDRAWAL_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """All that is withdrawn: URLs as the lists have them, and sha256 (64 hex) of images as they were downloaded."""
+    """A set of withdrawn images."""
 
-    urls: frozenset[str] = frozenset()
-    sha256: frozenset[str] = frozenset()
+    urls: frozenset[str] = frozenset()  # as in the caption lists
+    sha256: frozenset[str] = frozenset()  # 64 hex digits, of the downloaded bytes
 
     def __bool__(self) -> bool:
         return bool(self.urls or self.sha256)
@@ -40,17 +40,17 @@ class Withdrawn:
         return url in self.urls or sha256 in self.sha256
 
     def contains(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Whether each of these rows, with the columns url and sha256, is withdrawn."""
+        """Return for each row of a table with the columns url and sha256 whether it is withdrawn."""
         return pc.or_(is_in(rows["url"], self.urls), is_in(rows["sha256"], self.sha256))
 
 
 def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()) -> Withdrawn:
-    """Withdraw these URLs and hashes; returns those that were not withdrawn before. ValueError names an invalid URL."""
-    wanted, before = {*urls}, read_withdrawn(store)
-    for url in wanted:
+    """Withdraw URLs and hashes. Return those that were not withdrawn before. Raises ValueError for an invalid URL."""
+    requested, before = {*urls}, read_withdrawn(store)
+    for url in requested:
         if not url.strip() or "\n" in url or any("\ud800" <= letter <= "\udfff" for letter in url):
-            raise ValueError(f"{display_url(url)!r} is not a URL: give each as it stands in the list")
-    new = Withdrawn(frozenset(wanted - before.urls), frozenset(sha256) - before.sha256)
+            raise ValueError(f"{display_url(url)!r} is not a URL: write each URL as in the caption list")
+    new = Withdrawn(frozenset(requested - before.urls), frozenset(sha256) - before.sha256)
     if new:
         content = {"urls": sorted(new.urls), "sha256": sorted(new.sha256)}
         name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -61,29 +61,29 @@ def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()
 
 
 def read_withdrawn(store: ObjectStore) -> Withdrawn:
-    """All withdrawals of a root; one listing, and a request for each file that this process has not read yet.
+    """Read all withdrawals of a root, with one listing and one request per file that this process has not read yet.
 
-    ValueError names a file that is damaged.
+    Raises ValueError if a file is damaged.
     """
-    found = Withdrawn()
+    withdrawn = Withdrawn()
     for info in store.list(f"{WITHDRAWN}/"):
-        with contextlib.suppress(ObjectMissing):  # it was taken back since the listing
-            one = _read(store, info)
-            found = Withdrawn(found.urls | one.urls, found.sha256 | one.sha256)
-    return found
+        with contextlib.suppress(ObjectMissing):  # undone since the listing
+            new = _read(store, info)
+            withdrawn = Withdrawn(withdrawn.urls | new.urls, withdrawn.sha256 | new.sha256)
+    return withdrawn
 
 
 @functools.lru_cache(2**16)
 def _read(store: ObjectStore, info: ObjectInfo) -> Withdrawn:
-    where = store.uri(info.path)
+    uri = store.uri(info.path)
     try:
-        content = read_checked_json(store.get(info.path), where)
+        content = read_checked_json(store.get(info.path), uri)
     except ValueError as error:
         raise ValueError(f"{error}; put it back from a copy, or delete it and withdraw its URLs again") from error
-    check_version(content.get("version"), WITHDRAWAL_VERSION, where)
+    check_version(content.get("version"), WITHDRAWAL_VERSION, uri)
     return Withdrawn(frozenset(content["urls"]), frozenset(content["sha256"]))
 
 
 def is_in(column: pa.ChunkedArray | pa.Array, values: Iterable[str]) -> pa.ChunkedArray | pa.Array:
-    """Whether each value of a column is one of these."""
+    """Return for each value of a column whether it is one of these."""
     return pc.is_in(column, value_set=pa.array(values, pa.string()))

@@ -1,4 +1,4 @@
-"""`vlbert catalog`: what a root holds, whether it is undamaged, and what may be deleted."""
+"""`vlbert catalog`: prints a summary of a root, checks its files, and deletes files that nothing uses."""
 
 import sys
 from collections.abc import Iterable
@@ -12,29 +12,29 @@ from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.programs import Command, Positional, Root
 from storage.verify import verify
 
-OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET", help="only this dataset")]
+OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET", help="check only this dataset")]
 
 
 def print_status(root: Root) -> None:
-    """Print stages, rows by status, and snapshots, with those that checkpoints pin."""
+    """Print the stages, their rows by status, and their snapshots, marking those that checkpoints pin."""
     _print(status(open_store(root, write=False)), root)
 
 
 def verify_files(root: Root, dataset: OnlyDataset = None) -> None:
-    """Check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault."""
+    """Check every tar, manifest, snapshot and checkpoint against its digest. Exits with status 1 if one is damaged."""
     sys.exit(_print_faults(Inventory(open_store(root, write=False), dataset)))
 
 
 def delete_garbage(root: Root, grace: float = 24, delete: bool = False) -> None:
-    """List what nothing names any more.
+    """List the files that no manifest, snapshot or checkpoint uses any more.
 
     Args:
-        grace: hours that things must be old
-        delete: delete them
+        grace: minimum age in hours; younger files are kept
+        delete: delete the listed files
     """
     if not 0 <= grace < float("inf"):
-        raise ValueError(f"--grace is {grace}; give hours, 0 or more")
-    store = open_store(root, write=False)  # deleting raises its own errors
+        raise ValueError(f"--grace is {grace}; set it to a number of hours, 0 or more")
+    store = open_store(root, write=False)  # a delete that is not permitted raises its own error
     _print(collect_garbage(store, grace * 3600, delete), root)
 
 
@@ -43,8 +43,8 @@ def _print(lines: Iterable[str], root: str) -> None:
 
 
 def _print_faults(inventory: Inventory) -> int:
-    """The exit status: 1 if there was a fault, or nothing to check."""
-    shards, snapshots = (sum(map(len, found.values())) for found in (inventory.manifests, inventory.snapshots))
+    """Print the faults and return the exit status: 1 for a fault or if there is nothing to check, else 0."""
+    shards, snapshots = (sum(map(len, names.values())) for names in (inventory.manifests, inventory.snapshots))
     checkpoints = sum(map(len, inventory.states.values())) if inventory.dataset is None else 0
     if not shards + snapshots + checkpoints:
         print(f"nothing is committed under {inventory.store.uri()}", file=sys.stderr)

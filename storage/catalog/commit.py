@@ -1,10 +1,10 @@
-"""Commits a shard: its tar first, then its manifest, which makes it visible."""
+"""Commit of a shard: writes its tar first, then its manifest, which makes it visible."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 
-from storage.catalog import Catalog, readable, temporary_folder
+from storage.catalog import Catalog, require_valid, temporary_folder
 from storage.digests import sha256_of
 from storage.manifests import OK, Header, Row, manifest_bytes
 from storage.sample import Sample
@@ -22,12 +22,16 @@ def commit_shard(
     replaces: Header | None = None,
     content: str | None = None,
 ) -> bool:
-    """Write one shard; False, with nothing changed, if it was committed already or another writer was first.
+    """Write one shard. Return False, and change nothing, if it is committed already or another writer was faster.
 
-    rows hold every input row of the shard once, in ascending order; samples are those of the ok rows, in the same
-    order. Samples that are withdrawn are left out, and their rows get that status. ValueError names the row that breaks
-    this, and nothing becomes visible. `replaces` is the revision that the caller has read: the next revision is written
-    beside it, and readers use that from then on. content: as Header has it, if it is not that of these samples.
+    Withdrawn samples are left out, and their rows get the status `withdrawn`. Raises ValueError, and nothing becomes
+    visible, if a row is out of order or does not match its sample.
+
+    Args:
+        samples: samples of the ok rows, in the order of `rows`
+        rows: every input row of the shard once, in ascending order
+        replaces: revision that the caller has read; the next revision is written beside it and replaces it for readers
+        content: value for `Header.content`; None for that of these samples
     """
     path = catalog.manifest_path(stage, shard)
     if replaces is not None:
@@ -35,14 +39,13 @@ def commit_shard(
         meta = meta | {"replaces": replaces.sha256}
     if catalog.store.exists(path):
         return False
-    where = catalog.store.uri(path)
     withdrawn = read_withdrawn(catalog.store)
-    facts, gone = [], set()
+    facts, withdrawn_keys = [], set()
 
-    def stored() -> Iterator[Sample]:
-        for sample in _matched(samples, rows, stage, where):
+    def stored_samples() -> Iterator[Sample]:
+        for sample in _check_order(samples, rows, stage, catalog.store.uri(path)):
             if withdrawn.has(sample.url, sample.sha256):
-                gone.add(sample.key)
+                withdrawn_keys.add(sample.key)
             else:
                 regions = None if sample.regions is None else len(sample.regions)
                 facts.append((sample.width, sample.height, regions, sample.sha256))
@@ -50,16 +53,16 @@ def commit_shard(
 
     with temporary_folder("commit-") as folder:
         file = folder / f"{shard}.tar"
-        spans = write_shard(stored(), file)
+        spans = write_shard(stored_samples(), file)
         tar, tar_sha256, tar_bytes = None, "", 0
         if spans:
             tar_sha256, tar_bytes = sha256_of(file), file.stat().st_size
             tar = f"{shard}-{tar_sha256[:12]}.tar"
-            # Also if a killed writer left the same tar: with a new date, `gc` does not delete it.
+            # Written even if a killed writer left the same tar: the new date keeps `gc` from deleting it.
             catalog.store.put(catalog.path(stage, tar), file)
-        if gone:
-            lost = dataclasses.replace
-            rows = [lost(r, status=WITHDRAWN) if r.status == OK and r.key in gone else r for r in rows]
+        if withdrawn_keys:
+            replace = dataclasses.replace
+            rows = [replace(r, status=WITHDRAWN) if r.status == OK and r.key in withdrawn_keys else r for r in rows]
         if content is None:
             same = replaces is not None and replaces.tar_sha256 == tar_sha256
             content = replaces.content if same else tar_sha256
@@ -73,43 +76,43 @@ def commit_shard(
             "meta": meta,
         }
         if catalog.store.put(path, manifest_bytes(rows, spans, facts, metadata), if_absent=True):
-            # `gc` may have deleted it, because it had read the old date just before.
+            # `gc` may have deleted the tar, if it had read the old date just before.
             if tar is not None and not catalog.store.exists(catalog.path(stage, tar)):
                 catalog.store.put(catalog.path(stage, tar), file)
-            if read_withdrawn(catalog.store) != withdrawn:  # who withdrew meanwhile did not see this shard
+            if read_withdrawn(catalog.store) != withdrawn:  # a withdrawal in the meantime did not see this shard
                 withdraw_samples(catalog, stage, shard)
             return True
     # The other writer's manifest is final, so a tar that no revision names will never be used.
-    if tar is not None and all(one.tar != catalog.path(stage, tar) for one in catalog.revisions(stage, shard)):
+    if tar is not None and all(header.tar != catalog.path(stage, tar) for header in catalog.revisions(stage, shard)):
         catalog.store.delete(catalog.path(stage, tar))
     return False
 
 
 def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
-    """Write the next revision of a shard without the samples that are withdrawn; False if it has none of them.
+    """Write the next revision of a shard without its withdrawn samples. Return False if it has none.
 
-    The other samples keep their bytes, and stages that were made from the shard stay up to date. ValueError names a tar
-    that is damaged. If another writer commits a revision first, that one leaves them out, too.
+    The other samples keep their bytes, and stages made from the shard stay up to date. If another writer commits a
+    revision first, that revision leaves the samples out, too. Raises ValueError if the tar is damaged.
     """
     manifest = catalog.manifest(stage, shard)
     if not any(read_withdrawn(catalog.store).contains(manifest.ok()).to_pylist()):
         return False
-    samples = map(readable, catalog.read_each(manifest))
+    samples = map(require_valid, catalog.read_each(manifest))
     meta = {name: value for name, value in manifest.meta.items() if name != "replaces"}
     return commit_shard(catalog, stage, shard, samples, manifest.rows(), meta, manifest, manifest.content)
 
 
-def _matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str) -> Iterator[Sample]:
-    """The samples of the ok rows. ValueError names a row that is not in ascending order, or not that of its sample."""
+def _check_order(samples: Iterable[Sample], rows: Sequence[Row], stage: str, uri: str) -> Iterator[Sample]:
+    """Yield the samples. Raises ValueError if a row is not in ascending order or does not match its sample."""
     for before, row in pairwise(rows):
         if row.row <= before.row:
-            raise ValueError(f"{where}: row {row.row} follows row {before.row}; give each row once, in order")
+            raise ValueError(f"{uri}: row {row.row} follows row {before.row}; give each row once, in ascending order")
     detector = stage.partition("/")[2] or None
     for row, sample in zip_longest((row for row in rows if row.status == OK), samples):
-        expected = "no row that is ok" if row is None else f"row {row.row} with key {row.key}"
-        found = "no sample" if sample is None else f"sample {sample.key}"
+        expected = "no further sample" if row is None else f"row {row.row} with key {row.key}"
+        actual = "no sample" if sample is None else f"sample {sample.key}"
         if row is None or sample is None or row.key != sample.key:
-            raise ValueError(f"{where}: where {expected} is due, there is {found}")
+            raise ValueError(f"{uri}: expected {expected}, but got {actual}")
         if (None if sample.regions is None else sample.regions.detector) != detector:
-            raise ValueError(f"{where}: {found} of {expected} has no regions of {stage}")
+            raise ValueError(f"{uri}: {actual} of {expected} has no regions of {stage}")
         yield sample

@@ -1,1 +1,1 @@
-"""How images come in: caption lists and files of others -> shards of the stage `images`."""
+"""Image collection: downloads caption lists or imports local files into shards of the `images` stage."""

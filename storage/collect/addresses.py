@@ -1,7 +1,7 @@
-"""Which addresses may be requested: http and https, ports 80 and 443, public addresses, and those of an allow-list.
+"""Address rules for downloads: http and https, ports 80 and 443, public addresses, and the entries of an allow-list.
 
-A caption list is untrusted. Every address is checked when the connection is made, so that neither a redirect nor a name
-that resolves to another address can lead into a private network.
+Caption lists are untrusted. Every address is checked when the connection is made, so that neither a redirect nor a
+changed DNS answer can lead into a private network.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     import yarl
 
 _PORTS = {80, 443}
-# A URL of only these characters is sent as it is in the list; any other is quoted first.
+# A URL of only these characters is sent unchanged; any other is quoted first.
 _PLAIN_URL = re.compile(r"(?:[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=]|%[0-9A-Fa-f]{2})*")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Not public, though the ipaddress module of some Python 3.11 says so, or though they are routed.
+# Refused although some versions of Python 3.11's ipaddress module call them public, or although they are routed.
 _REFUSED_NETWORKS: tuple[Network, ...] = tuple(
     ipaddress.ip_network(network)
     for network in (
         "100.64.0.0/10",  # shared by carriers (RFC 6598)
-        "168.63.129.16/32",  # the platform service inside Azure
+        "168.63.129.16/32",  # platform service inside Azure
         "192.0.0.0/24",  # protocol assignments (RFC 6890)
         "192.88.99.0/24",  # 6to4 relays (RFC 7526)
-        "64:ff9b:1::/48",  # NAT64 of local use (RFC 8215)
-        "2001::/23",  # protocol assignments, Teredo among them (RFC 2928, 4380)
+        "64:ff9b:1::/48",  # NAT64 for local use (RFC 8215)
+        "2001::/23",  # protocol assignments, with Teredo (RFC 2928, 4380)
         "3fff::/20",  # documentation (RFC 9637)
         "5f00::/16",  # segment routing (RFC 9602)
         "fec0::/10",  # site-local (RFC 3879)
@@ -46,14 +46,14 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 
 
 class AddressGuard:
-    """Checks URLs and addresses: http and https, ports 80 and 443, public addresses, and the allow-list."""
+    """A checker of URLs and addresses: http and https, ports 80 and 443, public addresses, and the allow-list."""
 
     def __init__(self, allowed_hosts: Iterable[str]):
         self.allowed = {entry.lower().replace("[", "").replace("]", "") for entry in allowed_hosts}
-        self.allowed_addresses: set[str] = set()  # address:port of allowed names, as the resolver found them
+        self.allowed_addresses: set[str] = set()  # address:port of allowed names, from the resolver
 
     def check_url(self, url: str) -> "yarl.URL":
-        """The URL as it is sent; Refused if its form, its port or an address written in it is not allowed."""
+        """Parse a URL for sending. Raises Refused if its form, its port or its literal address is not allowed."""
         parsed = parse_url(url)
         host, port = parsed.host, parsed.port
         if f"{host}:{port}" in self.allowed:
@@ -63,21 +63,21 @@ class AddressGuard:
         try:
             address = ipaddress.ip_address(host)
         except ValueError as error:
-            if ":" in host:  # aiohttp connects to some texts that are not IPv6 addresses
+            if ":" in host:  # aiohttp connects to some strings that are not IPv6 addresses
                 raise Refused(Status.BAD_URL, f"[{host[:200]}] is not an address: {error}") from error
-            return parsed  # a name: the resolver and open_socket check its addresses
+            return parsed  # the resolver and open_socket check the addresses of a name
         self.check_address(host, port, address)
         return parsed
 
     def check_address(self, host: str, port: int, address: Address) -> None:
-        """Refused if `address`, which `host` resolves to, is not public and host:port is not in the allow-list."""
+        """Raise Refused if an address of `host` is not public and host:port is not in the allow-list."""
         if f"{host.lower()}:{port}" in self.allowed:
             self.allowed_addresses.add(f"{address}:{port}")
         elif not is_public(address):
             raise Refused(Status.BLOCKED_ADDRESS, f"{host}: {address} is not a public address")
 
     def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
-        """The socket of one connection; the last check of the address that is really connected to."""
+        """Open the socket of a connection, after a last check of its actual address."""
         family, kind, protocol, _, (host, port, *_) = address_info
         if f"{host}:{port}" not in self.allowed_addresses:
             self.check_address(host, port, ipaddress.ip_address(host))
@@ -85,9 +85,9 @@ class AddressGuard:
 
 
 def is_public(address: Address) -> bool:
-    """Whether this is an address of the public internet; forms that contain an IPv4 address are judged by that."""
+    """Return True for an address of the public internet. If an IPv6 address contains an IPv4 address, that decides."""
     if isinstance(address, ipaddress.IPv6Address):
-        if address.scope_id is not None:  # it picks one of this machine's interfaces
+        if address.scope_id is not None:  # selects one of this machine's interfaces
             return False
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _NAT64:
@@ -104,8 +104,8 @@ def is_public(address: Address) -> bool:
 
 
 async def system_lookup(host: str, port: int) -> list[str]:
-    # A daemon thread for each look-up, because one without an answer cannot be ended. In asyncio's few shared threads,
-    # dead names would keep living names waiting, and the program could not end before them.
+    # A daemon thread for each lookup, because a lookup without an answer cannot be cancelled. In asyncio's few shared
+    # threads, dead names would block living ones, and the program could not end before their lookups do.
     answer: concurrent.futures.Future[list[tuple[Any, ...]]] = concurrent.futures.Future()
     threading.Thread(target=_look_up, args=(host, port, answer), name=f"look up {host}", daemon=True).start()
     return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in await asyncio.wrap_future(answer)))
@@ -115,14 +115,14 @@ def _look_up(host: str, port: int, answer: concurrent.futures.Future) -> None:
     answer.set_running_or_notify_cancel()  # from here on, it cannot be cancelled
     try:
         answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG))
-    except Exception as error:  # noqa: BLE001  raised again where the answer is awaited
+    except Exception as error:  # noqa: BLE001  awaiting the answer raises it again
         answer.set_exception(error)
 
 
 def guarded_resolver(guard: AddressGuard) -> Any:
-    """aiohttp's resolver of names, which checks every address that the system finds.
+    """Return a resolver for aiohttp that checks every address of a name.
 
-    aiohttp caches an answer for ten seconds; `open_socket` checks the address of each connection again.
+    aiohttp caches an answer for ten seconds. `open_socket` checks the address of each connection again.
     """
     from aiohttp.abc import AbstractResolver
 
@@ -131,7 +131,7 @@ def guarded_resolver(guard: AddressGuard) -> Any:
             try:
                 addresses = [ipaddress.ip_address(address) for address in await system_lookup(host, port)]
             except UnicodeError as error:  # a label that is empty or over 63 characters
-                raise Refused(Status.BAD_URL, f"host {host!r} is not a name: {error}") from error
+                raise Refused(Status.BAD_URL, f"host {host!r} is not a valid name: {error}") from error
             for address in addresses:
                 guard.check_address(host, port, address)
             return [
@@ -171,10 +171,10 @@ def parse_url(url: str) -> "yarl.URL":
         if not host or not port:
             raise ValueError("no host")
         parsed.raw_host.encode("ascii")
-    except ValueError as error:  # UnicodeError among them; its text may hold a part of a password
+    except ValueError as error:  # also UnicodeError; its text may contain part of a password
         raise Refused(Status.BAD_URL, f"{shown} cannot be parsed") from error
     try:
-        # 2130706433, 0x7f.1 and 0177.0.0.1 are 127.0.0.1 to the system; written out, every check recognises it.
+        # The system resolves 2130706433, 0x7f.1 and 0177.0.0.1 to 127.0.0.1. Dotted, all checks recognise it.
         dotted = socket.inet_ntoa(socket.inet_aton(host))
     except OSError:
         return parsed

@@ -1,9 +1,8 @@
-"""Rows of (caption, url) -> rows with their images and a status each, and shards of them.
+"""Download of caption rows: gives each row its image or a status, and commits shards of them.
 
 A `Downloader` requests every distinct URL once, with one deadline each, from public addresses only, for several shards
-at once. Transient failures are requested once more when all others of the shard are done. A row's failure is a Status.
-Any other error is a bug of this program and is raised. docs/images.md has the settings, the statuses and the address
-rules.
+at once. After a transient failure, a URL is requested once more when all others of the shard are done. A failure of a
+row becomes its Status. Any other error is a bug and is raised. docs/images.md describes settings, statuses and rules.
 """
 
 import asyncio
@@ -26,24 +25,24 @@ from storage.manifests import Header, Row
 from storage.redact import display_url, redacted
 from storage.sample import Sample
 
-_FEW = 16  # URLs of a silent host: one is requested for all shards in progress
-_PROBES = 3  # of more, that are requested to find out whether it answers after all
+_FEW = 16  # fewer waiting URLs of a silent host are probed by one request for all shards in progress
+_PROBES = 3  # URLs requested to find out whether a silent host with more waiting URLs answers again
 
 
 Outcome = SpooledImage | Refused
 
 
 def with_outcome(row: CaptionRow, outcome: Outcome) -> CaptionRow:
-    """The row with its image, or with the status that says why it has none."""
+    """Return the row with its image, or with the status that says why it has none."""
     if isinstance(outcome, SpooledImage):
         return dataclasses.replace(row, status=Status.OK, image=outcome)
-    # A server may send any bytes, which aiohttp keeps as surrogates. No text file can store those.
+    # aiohttp keeps arbitrary bytes from a server as surrogates, which no text file can store.
     detail = redacted(outcome.detail)[:500].encode(errors="backslashreplace").decode()
     return dataclasses.replace(row, status=outcome.status, detail=detail)
 
 
 class Downloader:
-    """Downloads several shards at once, with one set of connections and limits; an async context manager."""
+    """Async context manager that downloads several shards at once, with common connections and limits."""
 
     def __init__(self, settings: DownloadSettings):
         self.settings = settings
@@ -58,11 +57,11 @@ class Downloader:
         self._threads.shutdown(cancel_futures=True)
 
     async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
-        """The rows with their status, in the same order, and their images in the spool."""
+        """Download the images of rows into the spool. Return the rows with their statuses, in the same order."""
         hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
         outcomes: dict[str, Outcome] = {}
-        later: dict[str, dict[str, float]] = {}  # by the host that failed: URLs, and when they may be requested again
-        retried: dict[str, float] = {}  # when that was begun, by host
+        later: dict[str, dict[str, float]] = {}  # host that failed -> URL -> time when it may be requested again
+        retried: dict[str, float] = {}  # host -> start of its latest second pass
 
         async def first(url: str) -> None:
             outcome = outcomes[url] = await self._outcome(url, spool)
@@ -76,7 +75,7 @@ class Downloader:
 
         async def retry(name: str) -> None:
             host, few, retried[name] = hosts.host(name), len(later[name]) < _FEW, loop.time()
-            async with host.probe if few else contextlib.nullcontext():  # a few URLs wait for another shard's probe
+            async with host.probe if few else contextlib.nullcontext():  # wait for a probe by another shard
                 is_known = few and host.failed > retried[name]
                 if hosts.is_silent(name) and host.answered_url:
                     await self._outcome(host.answered_url, spool, second_pass)
@@ -94,26 +93,23 @@ class Downloader:
 
     async def _outcome(self, url: str, spool: Spool, second_pass: float | None = None) -> Outcome:
         try:
-            # The slot is held until the image is stored: if decoding is slower than the network, bodies must not pile
-            # up.
+            # Hold the slot until the image is stored, so that bodies do not pile up if decoding is slow.
             async with self._fetcher.hosts.slot(self._fetcher.host(url)):
                 data = await self._fetcher.fetch(url, second_pass)
                 loop = asyncio.get_running_loop()
-                work = loop.run_in_executor(self._threads, spooled, data, self.settings, spool)
-                del data  # the thread drops it as early as it can
-                return await work
+                outcome = loop.run_in_executor(self._threads, spool_image, data, self.settings, spool)
+                del data  # so that the thread can free it early
+                return await outcome
         except Refused as refused:
             return refused.bare()
         except Exception as error:
             if not resource_error_hint(error):
-                error.add_note(
-                    f"while downloading {display_url(url)}; no status stands for this error, so please report it"
-                )
+                error.add_note(f"while downloading {display_url(url)}; this error has no status, so please report it")
             raise
 
 
-def spooled(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
-    """The stored form of an image file, in the spool, or why there is none."""
+def spool_image(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
+    """Normalise an image file and write it to the spool. Return the spooled image or the Refused error."""
     try:
         return spool.write(normalise(data, settings))
     except Refused as refused:
@@ -121,14 +117,14 @@ def spooled(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
 
 
 def _spread(urls: Sequence[str]) -> Sequence[str]:
-    """One in eight of them, from 1 to 3, from all over the list: URLs that hang are often neighbours."""
+    """Return one in eight of the URLs, from 1 to 3, spread evenly, because URLs that hang are often neighbours."""
     count = min(max(len(urls) // 8, 1), _PROBES)
     return [urls[(2 * i + 1) * len(urls) // (2 * count)] for i in range(count)]
 
 
-async def run_all(works: Iterable[Awaitable[None]]) -> None:
-    """Await all of them at once; if one fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def run_all(awaitables: Iterable[Awaitable[None]]) -> None:
+    """Await all of them at once. If one fails, cancel the others."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -138,7 +134,7 @@ async def run_all(works: Iterable[Awaitable[None]]) -> None:
 
 
 def image_config(settings: ImageSettings) -> tuple[dict[str, int | float], str]:
-    """The settings that decide bytes, by name, and their hash of 12 hex digits."""
+    """Return the settings that decide the stored bytes, by name, and their hash of 12 hex digits."""
     config = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ImageSettings)}
     return config, hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -151,19 +147,18 @@ def commit_images(
     source: Mapping[str, object],
     replaces: Header | None = None,
 ) -> bool:
-    """Commit these rows as a shard of `images`, or as the next revision of one.
+    """Commit rows as a shard of `images`, or as the next revision of one. Return False if another writer was first.
 
-    source: of which list they are, for the manifest. False if another writer was first.
+    The manifest records `source`: the list, and which of its rows these are.
     """
     config, config_hash = image_config(settings)
     meta = {"source": dict(source), "config": config, "config_hash": config_hash}
     table = [Row(row.row, row.key, row.status, row.detail, row.url, license_of(row.extra)) for row in rows]
-    samples = (_sample_of(row, row.image) for row in rows if row.image)
+    samples = (_make_sample(row, row.image) for row in rows if row.image)
     return commit_shard(catalog, "images", shard, samples, table, meta, replaces)
 
 
-def _sample_of(row: CaptionRow, image: SpooledImage) -> Sample:
-    """The row and its image, which is read from its spool."""
+def _make_sample(row: CaptionRow, image: SpooledImage) -> Sample:
     return Sample(
         key=row.key,
         image=image.jpeg,

@@ -1,4 +1,4 @@
-"""URL -> bytes: one deadline for all, a limit on bytes, retries of transient failures, public addresses only."""
+"""Fetching of URLs from public addresses, with a deadline, a byte limit, and retries after transient failures."""
 
 import asyncio
 import importlib.metadata
@@ -30,39 +30,38 @@ _RETRIED = _SERVER_ERRORS | {Status.CONNECT}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
 _MAX_REDIRECTS = 5
-_RETRY_DELAY = 0.5  # seconds before the first retry; doubled for each further one
-# A longer pause would keep a slot from other URLs. Such a URL is requested again when the others are done, unless the
-# server asks for more than the second.
-_LONGEST_PAUSE, _LONGEST_WAIT = 2.0, 30.0
+_RETRY_DELAY = 0.5  # seconds before the first retry, doubled for each further one
+# A longer pause would keep a slot from other URLs: such a URL is requested again when the others are done, if the
+# server does not ask for a longer wait than _MAX_WAIT. Both in seconds.
+_MAX_PAUSE, _MAX_WAIT = 2.0, 30.0
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadSettings(ImageSettings):
-    """How rows are downloaded; the image part is ImageSettings."""
+    """Settings of the download; the base class has those of the images."""
 
     __pydantic_config__ = FORM
 
     deadline: float = 20.0
-    """Seconds for one URL, from the first look-up to the last byte: redirects, retries and their pauses included; the
-    attempt when the others are done has as many. A server may be silent, and a TCP connection or a TLS handshake may
-    take, for half of them."""
+    """seconds for one URL, from the DNS lookup to the last byte, with redirects, retries and pauses, and again in the
+    second pass; at most half of them for silence of the server, and for a TCP connection or a TLS handshake"""
     retries: int = 2
-    """Further attempts at once after a lost connection, 429 or 5xx, as far as the deadline allows, and if it is not 0
-    another one after these and timeouts, when the others are done."""
+    """immediate retries after a lost connection, 429 or 5xx, within the deadline; unless 0, such URLs and those with
+    timeouts get one more attempt in a second pass, after all others"""
     concurrency: int = 64
-    """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes`. A
-    host begins with 8, and has more as long as it answers as fast."""
+    """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes`; each
+    host starts with 8, and gets more while its answers stay as fast"""
     decode_threads: int = 2
-    """Threads that check, decode and encode images, for all shards in progress; each holds one decoded image."""
+    """threads that check, decode and encode images, for all shards in progress; each holds one decoded image"""
     allowed_hosts: tuple[str, ...] = ()
-    """`host:port` entries exempt from the address and port rules, such as "127.0.0.1:8791"; none by default."""
+    """`host:port` entries exempt from the address and port rules, such as "127.0.0.1:8791"; none by default"""
     obey_noindex: bool = True
-    """Refuse an image whose `X-Robots-Tag` says `noindex`, `noimageindex` or `none`; `noai` is obeyed in any case."""
+    """refuse images with an `X-Robots-Tag` of `noindex`, `noimageindex` or `none`; `noai` is always obeyed"""
     obey_robots_txt: bool = True
-    """Read the `robots.txt` of each server first, and request no URL that it forbids for `vlbert-downloader`."""
+    """read the `robots.txt` of each server first, and request no URL that it forbids for `vlbert-downloader`"""
     contact: str = ""
-    """A URL or mail address for the User-Agent, where a site's owner can ask what this is; set it for the open web."""
+    """URL or mail address for the User-Agent, where the owners of sites can ask questions; set it for the open web"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,7 +69,7 @@ class DownloadSettings(ImageSettings):
             check(self, getattr(self, name) > 0, name, "over 0")
         check(self, self.retries >= 0, "retries", "0 or more")
         if not self.contact.isprintable():
-            raise ValueError(f"contact {self.contact!r} has control characters; it is sent in a header")
+            raise ValueError(f"contact {self.contact!r} has control characters, which a header cannot contain")
         for entry in self.allowed_hosts:
             host, _, port = entry.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in entry or "*" in entry:
@@ -78,17 +77,17 @@ class DownloadSettings(ImageSettings):
 
     @property
     def read_timeout(self) -> float:
-        """Seconds for which a server may be silent, and for one TCP connection and TLS handshake."""
+        """Maximum seconds of silence of a server, and of one TCP connection and TLS handshake."""
         return self.deadline / 2
 
     @property
     def user_agent(self) -> str:
-        """The User-Agent: the program's name and, if set, the contact."""
+        """User-Agent with the program's name and version and, if set, the contact."""
         return f"{AGENT}/{importlib.metadata.version('vlbert')}" + (f" (+{self.contact})" if self.contact else "")
 
 
 class Fetcher:
-    """URL -> bytes over one pool of connections; an async context manager."""
+    """Async context manager that fetches URLs over one pool of connections."""
 
     def __init__(self, settings: DownloadSettings):
         self.settings = settings
@@ -103,9 +102,9 @@ class Fetcher:
         self.robots_txt = RobotsTxt(self._fetch_robots_txt)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0,  # Hosts limits the connections; a queue in here would use up deadlines
-                # One answer per connection: bytes that a server sends after it must not be read as the answer to the
-                # next URL. And with thousands of hosts, each would keep one connection open.
+                limit=0,  # Hosts limits the connections; a queue here would use up deadlines
+                # One answer per connection: bytes that a server sends after an answer must not be read as the answer
+                # to the next URL. Also, thousands of hosts would each keep a connection open.
                 force_close=True,
                 resolver=guarded_resolver(self.guard),
                 socket_factory=self.guard.open_socket,
@@ -116,7 +115,7 @@ class Fetcher:
             headers={"User-Agent": settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # a few bytes can unpack to gigabytes: see _decompressor
-            trust_env=False,  # a proxy from the environment would connect for us, unchecked
+            trust_env=False,  # a proxy from the environment would connect to unchecked addresses
         )
         return self
 
@@ -124,17 +123,18 @@ class Fetcher:
         await self.session.close()
 
     def host(self, url: str) -> str:
-        """The host of a URL, with its port; Refused as AddressGuard.check_url."""
+        """Return the host of a URL, with its port. Raises the errors of `AddressGuard.check_url`."""
         return _host_of(self.guard.check_url(url))
 
     async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
-        """The body, within the deadline; Refused says why there is none.
+        """Return the body of a URL. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller holds a slot of the URL's host. second_pass: when that began, by the event loop's clock. It is one
-        attempt; URLs of a silent host are requested, and so is a robots.txt that failed before.
+        The caller must hold a slot of the URL's host. `second_pass` is the start of the second pass by the event loop's
+        clock, and None in the first pass. The second pass makes one attempt, and also requests URLs of silent hosts and
+        each robots.txt that failed before.
         """
         loop = asyncio.get_running_loop()
-        # Waiting for it takes nothing of the deadline: it is not the image's fault.
+        # Before the deadline starts, because waiting for a robots.txt is not the image's fault.
         await self._check_host(self.guard.check_url(url), second_pass)
         end = loop.time() + self.settings.deadline
         retries = self.settings.retries if second_pass is None else 0
@@ -144,22 +144,22 @@ class Fetcher:
             except Refused as error:
                 pause = max(_pause(url, number), error.retry_after or 0.0)
                 more = error.status in _RETRIED and number <= retries and not self.hosts.is_silent(error.host)
-                if not more or pause > _LONGEST_PAUSE or loop.time() + pause >= end:
+                if not more or pause > _MAX_PAUSE or loop.time() + pause >= end:
                     raise
             await asyncio.sleep(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def wait_before_second_pass(self, url: str, refused: Refused) -> float | None:
-        """Seconds until the URL may be requested again; None if it may not."""
+        """Return the seconds until a URL may be requested again, or None if it may not."""
         if refused.status == Status.HOST_TIMEOUT:
             return 0.0
         if refused.retry_after is None or not self.settings.retries:
             return None
         wait = max(_pause(url, self.settings.retries + 1), refused.retry_after)
-        return wait if wait <= _LONGEST_WAIT else None
+        return wait if wait <= _MAX_WAIT else None
 
     async def _attempt(self, url: str, end: float, second_pass: float | None) -> bytes:
-        """One attempt: redirects and body."""
+        """Follow the redirects of a URL and return its body, without retries."""
         address = url
         for _ in range(_MAX_REDIRECTS + 1):
             checked = self.guard.check_url(address)
@@ -171,42 +171,42 @@ class Fetcher:
         raise Refused(Status.TOO_MANY_REDIRECTS, f"more than {_MAX_REDIRECTS}, the last to {display_url(address)}")
 
     async def _check_host(self, url: "yarl.URL", second_pass: float | None) -> None:
-        """Refused if the host is silent in the first pass, or if its robots.txt forbids the URL or cannot be had."""
+        """Raise Refused if robots.txt forbids the URL or is unavailable, or the host is silent in the first pass."""
         host = _host_of(url)
         if second_pass is None and self.hosts.is_silent(host):
-            raise Refused(Status.HOST_TIMEOUT, f"{host} answered no other URL", 0.0, host)
+            raise Refused(Status.HOST_TIMEOUT, f"{host} did not answer other URLs", 0.0, host)
         if self.settings.obey_robots_txt:
             begin = asyncio.get_running_loop().time()
             try:
                 await self.robots_txt.check(url, second_pass)
             except Refused as error:
                 error.host = host
-                self.hosts.ended(host, str(url), begin, None, error)
+                self.hosts.record_end(host, str(url), begin, None, error)
                 raise
 
     async def _request(self, url: "yarl.URL", end: float) -> tuple[str | None, bytes]:
-        """One request: where a redirect leads, or None and the body. What comes of it counts for the host."""
+        """Send one request and record its outcome for the host. Return a redirect's target, or None and the body."""
         loop, host = asyncio.get_running_loop(), _host_of(url)
         begin, seconds = loop.time(), None
 
         async def read(response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
             nonlocal seconds
             seconds = loop.time() - begin
-            return await self._answer(response)
+            return await self._read_answer(response)
 
         try:
             answer = await self._get(url, read, end)
         except Refused as error:
             error.host = host
-            self.hosts.ended(host, str(url), begin, seconds, error)
+            self.hosts.record_end(host, str(url), begin, seconds, error)
             raise
-        self.hosts.ended(host, str(url), begin, seconds)
+        self.hosts.record_end(host, str(url), begin, seconds)
         return answer
 
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """One request: what `read` makes of the answer before `end`; Refused if there is none."""
+        """Send one request and return the result of `read`. Raises Refused if it is not done before `end`."""
         import aiohttp
 
         try:
@@ -215,23 +215,23 @@ class Fetcher:
         except aiohttp.ClientError as error:
             hint = resource_error_hint(error)
             if hint:
-                raise OSError(error.errno, f"{error}, while {display_url(str(url))} was requested; {hint}") from error
+                raise OSError(error.errno, f"{error}, while requesting {display_url(str(url))}; {hint}") from error
             status = _status_of(error)
             text = str(error).replace(str(url), display_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
             lost = status in (Status.CONNECT, Status.TIMEOUT)
             transient = lost or (status == Status.DNS and error.errno == socket.EAI_AGAIN)
             raise Refused(status, detail, 0.0 if transient else None) from error
-        except TimeoutError as error:  # its time is used up, so it is not requested again
+        except TimeoutError as error:  # without a retry, because the deadline has passed
             raise Refused(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
 
-    async def _answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Where a redirect leads, or None and the body."""
+    async def _read_answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+        """Return a redirect's target, or None and the body."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
             check_x_robots_tag(response.headers.getall("X-Robots-Tag", ()), self.settings.obey_noindex)
         if code == 200:
-            return None, await self._body(response, self.settings.max_bytes)
+            return None, await self._read_body(response, self.settings.max_bytes)
         if code in _REDIRECTS:
             location = response.headers.get("Location")
             if not location:
@@ -241,28 +241,28 @@ class Fetcher:
         raise Refused(status, _status_line(response), _retry_after(response) if status in _SERVER_ERRORS else None)
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
-        """The rules of a robots.txt, requested once, within the deadline of an image.
+        """Return the rules of a robots.txt, requested once with the deadline of an image.
 
-        That it came does not count for its host, which may answer this and nothing else.
+        A success does not count as an answer of the host, which may answer only this request.
         """
         address, location = str(url), None
         end = asyncio.get_running_loop().time() + self.settings.deadline
         try:
             for _ in range(_MAX_REDIRECTS + 1):
-                location, body = await self._get(self.guard.check_url(address), self._robots_txt, end)
+                location, body = await self._get(self.guard.check_url(address), self._read_robots_txt, end)
                 if location is None:
                     return Rules(body)
                 address = _join(address, location)
         except Refused as error:
-            # If the server cannot be reached, its images get that as their status, as without robots.txt.
+            # If the server cannot be reached, its images get that status, as if there were no robots.txt.
             if location is None or error.status == Status.ROBOTS_TXT_FAILED:
                 raise
             detail = f"{error.status}: {error.detail}, after a redirect to {display_url(address)}"
             raise Refused(Status.ROBOTS_TXT_FAILED, detail, 0.0) from error
-        return Rules(b"")  # as if there were none: RFC 9309, 2.3.1.2
+        return Rules(b"")  # too many redirects count as a missing robots.txt: RFC 9309, 2.3.1.2
 
-    async def _robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Where a redirect leads, or None and the file; none at all allows everything."""
+    async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+        """Return a redirect's target, or None and the file. A missing file is empty, which allows everything."""
         code, location = response.status, response.headers.get("Location")
         if code in _REDIRECTS and location:
             return location, b""
@@ -271,12 +271,12 @@ class Fetcher:
         if not 200 <= code < 300:
             raise Refused(Status.ROBOTS_TXT_FAILED, _status_line(response), _retry_after(response))
         try:
-            return None, await self._body(response, MAX_BYTES, cut=True)
+            return None, await self._read_body(response, MAX_BYTES, cut=True)
         except Refused as error:
             raise Refused(Status.ROBOTS_TXT_FAILED, f"{error.status}: {error.detail}", 0.0) from error
 
-    async def _body(self, response: "aiohttp.ClientResponse", limit: int, *, cut: bool = False) -> bytes:
-        """The body; of more than `limit` bytes those, if it may be cut, else `too_big`."""
+    async def _read_body(self, response: "aiohttp.ClientResponse", limit: int, *, cut: bool = False) -> bytes:
+        """Return the body. If it has more than `limit` bytes, cut it or raise Refused as `too_big`."""
         import aiohttp
 
         content = response.content
@@ -308,12 +308,12 @@ class Fetcher:
 
 
 def _pause(url: str, attempts: int) -> float:
-    """Seconds before the next attempt, with a jitter that is the same in every run."""
+    """Return the seconds before the next attempt, with a jitter that is the same in every run."""
     return _RETRY_DELAY * 2 ** (attempts - 1) * random.Random(f"{attempts} {url}").uniform(0.5, 1.5)
 
 
 def _host_of(url: "yarl.URL") -> str:
-    # With the port: a server may listen at port 80 and not at 443.
+    # With the port, because a host may answer at port 80 and not at 443.
     return f"{url.host}:{url.port}"
 
 
@@ -325,9 +325,10 @@ def _join(base: str, location: str) -> str:
 
 
 def _status_of(error: "aiohttp.ClientError") -> Status:
-    """The status of an error before the body. Subclasses come before their base classes."""
+    """Return the status of an error that came before the body."""
     import aiohttp
 
+    # Subclasses come before their base classes.
     if isinstance(error, aiohttp.ClientSSLError) or isinstance(error.__cause__, ssl.SSLError):
         return Status.TLS
     if isinstance(error, aiohttp.ClientConnectorDNSError):
@@ -346,15 +347,15 @@ def _status_line(response: "aiohttp.ClientResponse") -> str:
 
 
 def _retry_after(response: "aiohttp.ClientResponse") -> float:
-    """Seconds that a Retry-After header asks for; 0 if it is no number, but a date or anything else."""
+    """Return the seconds of a Retry-After header, or 0 if it is missing or not a number, such as a date."""
     value = response.headers.get("Retry-After", "").strip()
     return float(value) if value.isdecimal() else 0.0
 
 
 def _decompressor(encoding: str) -> "zlib._Decompress | None":
-    """What undoes a content encoding, which some servers use without being asked; None if there is none."""
+    """Return a decompressor for a content encoding, which some servers send unrequested, or None if there is none."""
     if encoding in ("", "identity"):
         return None
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {encoding[:40]!r}, though none was asked for")
-    return zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip or zlib, by the stream's header
+        raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {encoding[:40]!r}, though none was requested")
+    return zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32 detects gzip or zlib from the stream's header

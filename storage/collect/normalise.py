@@ -1,7 +1,7 @@
-"""Image bytes as downloaded -> the JPEG that is stored, or the reason why there is none.
+"""Normalisation of downloaded image files to the JPEGs that are stored.
 
-A JPEG that needs no change is stored byte for byte. All others are decoded, turned upright, converted to RGB or grey,
-made smaller if they are too large, and encoded once. libjpeg decodes every stored image without a warning.
+A JPEG that needs no change is stored byte for byte. All others are decoded, rotated upright, converted to RGB or grey,
+shrunk if they are too large, and encoded once. libjpeg decodes every stored image without a warning.
 """
 
 import errno
@@ -17,22 +17,22 @@ from PIL import Image, UnidentifiedImageError
 from storage.collect.statuses import Refused, Status
 from storage.settings import FORM, check, check_choices
 
-# The formats that are decoded, with their first bytes. Few on purpose: every decoder reads untrusted bytes.
+# Formats that are decoded, with their first bytes: only a few, because every decoder reads untrusted bytes.
 _MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", "WEBP": b"RIFF", "BMP": b"BM"}
 
-# What Pillow's decoders raise on damaged data (found by fuzzing, tests/storage/test_normalise.py).
+# Errors that Pillow's decoders raise on damaged data (found by fuzzing, tests/storage/test_normalise.py).
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError, IndexError, KeyError, TypeError, OverflowError)
 _DAMAGE += (struct.error, zlib.error)
-Image.init()  # loads all of Pillow's readers now: later, it would skip one that it cannot load
-# The formats that Pillow may open, here and elsewhere. It knows more: for an EPS, it starts Ghostscript.
-STORED_FORMATS = ("JPEG", "PNG")  # an image of a shard
-COLLECTED_FORMATS = tuple(_MAGIC)  # an image of the web
-FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys()))  # an image file of one's own
+Image.init()  # loads all of Pillow's readers now, because later Pillow silently skips a reader that it cannot load
+# Formats that Pillow may open, here and elsewhere. Others are a risk: for an EPS, Pillow starts Ghostscript.
+STORED_FORMATS = ("JPEG", "PNG")  # for images in shards
+COLLECTED_FORMATS = tuple(_MAGIC)  # for images from the web
+FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys()))  # for the user's own image files
 
-# What this machine may run out of, and what to do. These errors are not a row's status.
-_RUN_OUT = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
-_RUN_OUT |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency or decode_threads")
-_RUN_OUT |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there")
+# Errors of exhausted resources, with hints. They are not the fault of a row and so no status.
+_RESOURCE_HINTS = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
+_RESOURCE_HINTS |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency or decode_threads")
+_RESOURCE_HINTS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free disk space there")
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -44,33 +44,33 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# A progressive JPEG is decoded once per scan; encoders write about ten, a file made to take hours has thousands.
+# A progressive JPEG is decoded once per scan. Encoders write about ten; a file crafted to take hours has thousands.
 _MAX_SCANS = 100
 
 
 def resource_error_hint(error: BaseException) -> str:
-    """What to do if this machine has run out of something; "" for every other error."""
-    return _RUN_OUT.get(error.errno, "") if isinstance(error, OSError) else ""
+    """Return a hint if the error means that this machine has run out of a resource, else ""."""
+    return _RESOURCE_HINTS.get(error.errno, "") if isinstance(error, OSError) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Which images are stored, and in which form. Every field decides bytes, so all go into a shard's manifest."""
+    """Settings of the stored images. Every field decides the stored bytes, so manifests record all of them."""
 
     __pydantic_config__ = FORM
 
     max_bytes: int = 20 * 2**20
-    """The largest file that is accepted, as it comes, in bytes."""
+    """maximum size of a downloaded file, in bytes"""
     max_pixels: int = 50_000_000
-    """The most pixels that are decoded, from the file's header; decoding takes up to 25 bytes of memory for each."""
+    """maximum pixels of an image, from the file's header; decoding takes up to 25 bytes of memory per pixel"""
     max_side: int = 1024
-    """The longer side of a stored image is at most this, in pixels."""
+    """maximum longer side of a stored image, in pixels; larger images are shrunk"""
     min_side: int = 32
-    """An image whose shorter side is under this, in pixels, is refused."""
+    """minimum shorter side, in pixels; smaller images are refused"""
     max_aspect: float = 8.0
-    """An image whose longer side is more than this times the shorter is refused: a banner or a rule."""
+    """maximum ratio of the longer to the shorter side; images such as banners and lines are refused"""
     jpeg_quality: int = 95
-    """libjpeg's quality, 1..100, of images that have to be encoded anew."""
+    """libjpeg's quality, 1..100, for images that are encoded again"""
 
     def __post_init__(self):
         check_choices(self)
@@ -80,14 +80,14 @@ class ImageSettings:
         check(self, self.max_aspect >= 1, "max_aspect", "at least 1: the longer over the shorter side")
         if self.max_side < self.min_side * self.max_aspect:
             raise ValueError(
-                f"max_side {self.max_side} is under min_side {self.min_side} x max_aspect {self.max_aspect}: "
-                "making a long image smaller would bring its shorter side under min_side; raise max_side"
+                f"max_side {self.max_side} is less than min_side {self.min_side} x max_aspect {self.max_aspect}, so "
+                "shrinking a long image would bring its shorter side below min_side; raise max_side"
             )
 
 
 @dataclass(frozen=True)
 class NormalisedImage:
-    """A JPEG as it is stored, its size in pixels, the original's sha256, and what was changed: docs/images.md."""
+    """A JPEG to store, with its size in pixels, the sha256 of the downloaded file, and the changes (docs/images.md)."""
 
     jpeg: bytes
     width: int
@@ -97,7 +97,7 @@ class NormalisedImage:
 
 
 def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
-    """The stored form of an image file; Refused says why there is none. Equal input gives equal output."""
+    """Convert an image file to the JPEG to store. Raises Refused if it cannot be. Equal input gives equal output."""
     if len(data) > settings.max_bytes:
         raise Refused(Status.TOO_BIG, f"{len(data)} bytes, more than {settings.max_bytes}")
     image = _open(data)
@@ -105,20 +105,20 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
     _check_size(width, height, settings)
     flags = []
     try:
-        # Pillow's name for a JPEG with several images is MPO; its first image is an ordinary JPEG.
+        # Pillow calls a JPEG with several images MPO. Its first image is an ordinary JPEG.
         if image.format in ("JPEG", "MPO"):
             flags += _jpeg_flags(data, image)
         else:
             flags.append(image.format.lower())
             if getattr(image, "is_animated", False):
                 flags.append("animated")
-            if image.format == "PNG" and data[24] == 16:  # IHDR's bit depth; Pillow itself reduces colour to 8 bits
+            if image.format == "PNG" and data[24] == 16:  # IHDR's bit depth; Pillow reduces colour images to 8 bits
                 flags.append("16_bit")
             image.load()
-        orientation, readable = _orientation(image)
+        orientation, readable = _read_orientation(image)
         flags += [] if readable else ["exif_unreadable"]
-        needs = set(flags) - {"exif_unreadable"} or orientation != 1 or max(image.size) > settings.max_side
-        if not needs and image.mode in ("RGB", "L"):
+        must_change = set(flags) - {"exif_unreadable"} or orientation != 1 or max(image.size) > settings.max_side
+        if not must_change and image.mode in ("RGB", "L"):
             return NormalisedImage(data, width, height, hashlib.sha256(data).hexdigest(), tuple(flags))
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -134,16 +134,16 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
     if max(image.size) > settings.max_side:
         scale = settings.max_side / max(image.size)
         size = tuple(max(1, round(side * scale)) for side in image.size)
-        image = image.resize(size, Image.Resampling.LANCZOS)  # in Pillow, antialiased wherever it reduces
+        image = image.resize(size, Image.Resampling.LANCZOS)  # Pillow antialiases when it shrinks
         flags.append("resized")
-    image.info = {}  # else a comment in it would be written again
+    image.info = {}  # do not write a comment of the file again
     file = io.BytesIO()
     image.save(file, "JPEG", quality=settings.jpeg_quality, subsampling="4:2:0", optimize=False)
     return NormalisedImage(file.getvalue(), *image.size, hashlib.sha256(data).hexdigest(), tuple(flags))
 
 
 def _open(data: bytes) -> Image.Image:
-    """The image with only its header read. The content tells the format, not the name or the Content-Type."""
+    """Open an image, reading only its header. The bytes decide the format, not the name or the Content-Type."""
     start = data[:16]
     try:
         return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
@@ -157,7 +157,7 @@ def _open(data: bytes) -> Image.Image:
             raise Refused(
                 Status.NOT_IMAGE, f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {start!r}"
             ) from error
-        # Pillow's message holds a memory address.
+        # Pillow's message for UnidentifiedImageError has a memory address.
         reason = "" if isinstance(error, UnidentifiedImageError) else f": {type(error).__name__}: {error}"
         raise Refused(Status.TRUNCATED, f"starts as {names[0]}, but its header cannot be read{reason}") from error
 
@@ -169,16 +169,15 @@ def _check_size(width: int, height: int, settings: ImageSettings) -> None:
     if shorter < settings.min_side:
         raise Refused(Status.BAD_GEOMETRY, f"{width}x{height}: the shorter side is under {settings.min_side}")
     if longer > settings.max_aspect * shorter:
-        raise Refused(
-            Status.BAD_GEOMETRY, f"{width}x{height}: one side is over {settings.max_aspect:g} times the other"
-        )
+        detail = f"{width}x{height}: the longer side is more than {settings.max_aspect:g} times the shorter"
+        raise Refused(Status.BAD_GEOMETRY, detail)
 
 
 def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
-    """["repaired"] if libjpeg warns of stray bytes, [] if not; Refused if data are missing.
+    """Return ["repaired"] if libjpeg warns of stray bytes, else []. Raises ValueError or Refused if data is missing.
 
-    Pillow ignores libjpeg's warnings; simplejpeg, which training uses, does not. All coefficients are decoded here, but
-    only to an eighth of the size and to grey: half the time of a full image.
+    Pillow ignores libjpeg's warnings, but simplejpeg, which training uses, does not. This decodes all coefficients, but
+    only to grey and to an eighth of the size, which takes half the time of a full image.
     """
     import simplejpeg
 
@@ -197,11 +196,11 @@ def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
     return []
 
 
-def _orientation(image: Image.Image) -> tuple[int, bool]:
-    """EXIF orientation 1..8, and whether EXIF could be read; if not, the image is taken as upright."""
+def _read_orientation(image: Image.Image) -> tuple[int, bool]:
+    """Return the EXIF orientation, 1..8, and whether EXIF is readable. Without EXIF, the image counts as upright."""
     exif = Image.Exif()
     try:
-        # Not image.getexif(): it hides errors from opening the JPEG, and it uses XMP, which browsers do not.
+        # Not image.getexif(), which hides errors of the JPEG and uses XMP, which browsers ignore.
         exif.load(image.info.get("exif", b""))
         orientation = exif.get(_ORIENTATION, 1)
     except _DAMAGE:
@@ -210,14 +209,14 @@ def _orientation(image: Image.Image) -> tuple[int, bool]:
 
 
 def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
-    """The decoded image in mode RGB or L; appends to `flags` what was changed."""
+    """Convert a decoded image to mode RGB or L, and append the changes to `flags`."""
     grey = image.mode in ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")
     if image.mode.startswith("I"):
         pixels = np.asarray(image)
         if pixels.min() < 0 or pixels.max() > 65535:
             raise Refused(Status.NOT_IMAGE, f"pixel values {pixels.min()}..{pixels.max()} are not 16-bit grey")
         reduced = np.empty(pixels.shape, dtype=np.uint8)
-        for i, line in enumerate(pixels):  # by line: a 32-bit copy of the image would be large
+        for i, line in enumerate(pixels):  # line by line, because a 32-bit copy of the image would be large
             reduced[i] = (line.astype(np.uint32) + 128) // 257  # 257 = 65535 / 255
         return Image.fromarray(reduced)
     if image.mode in ("P", "PA"):

@@ -1,7 +1,7 @@
-"""What is collected: the settings of a dataset, its rows, and the shards that these make.
+"""Plan of a collection: the settings of a dataset, its rows, and the shards that the rows make.
 
-Before the first download the origin is read into rows (storage/collect/rows.py), unless they are there already. `plan`
-cuts them into parts, and compares these with the shards that are committed.
+Before the first download, the origin is read into rows (storage/collect/rows.py), unless that was done before. `plan`
+cuts the rows into parts and compares these with the committed shards.
 """
 
 import dataclasses
@@ -23,67 +23,67 @@ from storage.object_store import ObjectMissing, ObjectStore
 from storage.programs import Dataset
 from storage.settings import FORM, check, check_choices
 
-MOST_SHARDS = 100_000  # of a catalog: their names have five digits
+MAX_SHARDS = 100_000  # of a dataset, because shard names have five digits
 
 
 @dataclass(frozen=True)
 class CollectSettings:
-    """One dataset's images: where they come from, and how many make a shard."""
+    """Settings for collecting one dataset."""
 
     __pydantic_config__ = FORM
 
     name: Dataset
-    """The dataset: the folder of the root that holds the shards."""
+    """name of the dataset, the folder of the root for its shards"""
     captions: str | None = None
-    """A caption list to download: TSV, CSV, JSON lines, Parquet, JSON, or .gz of one. With `images`, the captions of
-    that folder. Give this, `images` or `webdataset`."""
+    """caption list to download: TSV, CSV, JSON lines, Parquet, JSON, or .gz of one; with `images`, the captions of that
+    folder; set this, `images` or `webdataset`"""
     columns: tuple[str, ...] = ()
-    """Which columns of the list hold the URL, the caption and, if more are named, what is kept with each sample: names,
-    or places from 1 on. None: URL and caption are recognised."""
+    """columns of the list with the URL, the caption and further values to keep with each sample, as names or as numbers
+    from 1 on; none: the columns of URL and caption are detected"""
     images: str | None = None
-    """A local folder of image files to import."""
+    """local folder of image files to import"""
     webdataset: str | None = None
-    """WebDataset tars of others to import, such as img2dataset's: a local folder, or s3://bucket/prefix."""
+    """WebDataset tars to import, such as img2dataset's: a local folder, or s3://bucket/prefix"""
     download: DownloadSettings = DownloadSettings()
-    """How images are fetched, and which are stored in which form."""
+    """settings of the download and of the stored images"""
     rows_per_shard: int = 1000
-    """Rows of the list, or image files, that make one shard."""
+    """rows of the list, or image files, per shard"""
     shards_per_task: int = 10
-    """Shards that are collected, and tried again, together: in a flow, by one Prefect task."""
+    """shards that are collected, and retried, together; in a flow, by one Prefect task"""
     commit_unreachable: bool = False
-    """Commit a shard even if none of its hosts could be reached; set it only if these hosts are gone for good."""
+    """commit a shard even if none of its hosts could be reached; set it only if these hosts are gone for good"""
     retry_statuses: tuple[str, ...] = ()
-    """Statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows in committed shards are requested again, for one run."""
+    """statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows in committed shards are requested again in this run"""
 
     def __post_init__(self):
         if (self.captions is None and self.images is None) == (self.webdataset is None):
             raise ValueError(
-                f"Dataset {self.name}: set captions (a list to download) or images (a local folder; captions are then "
-                "those of its files), or webdataset (tars)"
+                f"Dataset {self.name}: set captions (a list to download), images (a local folder, with captions for "
+                "its files) or webdataset (tars)"
             )
         check_choices(self)
         for name in ("rows_per_shard", "shards_per_task"):
             check(self, getattr(self, name) >= 1, name, "at least 1")
-        asks = self.is_download or not self.retry_statuses
-        check(self, asks, "retry_statuses", "empty: nothing is requested of a server")
-        named = len(self.columns) == len(set(self.columns)) and len(self.columns) != 1
-        check(self, named, "columns", "URL, caption and what is kept beside them, each once")
-        check(self, not self.columns or self.origin != self.images, "columns", "empty where there is no list")
-        self.retried_statuses  # noqa: B018  refuses an unknown status
+        can_retry = self.is_download or not self.retry_statuses
+        check(self, can_retry, "retry_statuses", "empty, because an import requests nothing")
+        are_valid = len(self.columns) == len(set(self.columns)) and len(self.columns) != 1
+        check(self, are_valid, "columns", "the columns of URL, caption and further values to keep, each once")
+        check(self, not self.columns or self.origin != self.images, "columns", "empty, because there is no list")
+        self.retried_statuses  # noqa: B018  raises ValueError for an unknown status
 
     @property
     def retried_statuses(self) -> frozenset[Status]:
-        """The statuses that `retry_statuses` names; ValueError for an unknown one."""
+        """Statuses that `retry_statuses` names. Raises ValueError for an unknown one."""
         return parse_statuses(self.retry_statuses)
 
     @property
     def is_download(self) -> bool:
-        """Whether images are requested from servers."""
+        """True if images are requested from servers."""
         return self.captions is not None and self.images is None
 
     @property
     def origin(self) -> str:
-        """The list, the folder or the bucket."""
+        """Path of the list, or of the folder or bucket of images or tars."""
         return self.captions or self.images or self.webdataset or ""
 
 
@@ -91,37 +91,37 @@ class CollectSettings:
 
 
 def find_columns(settings: CollectSettings) -> Reading:
-    """How the origin is read: a list as `columns` says, or recognised.
+    """Return how to read the origin: a list with the columns of the settings, or with detected ones.
 
-    ValueError names a file that cannot be read, a column that is not there, or says that columns are to be given.
+    Raises ValueError if a file cannot be read, a column does not exist, or the columns cannot be detected.
     """
     if settings.captions:
         return find_reading(Path(settings.captions), settings.columns, of_folder=settings.images is not None)
     if settings.webdataset:
-        TarSet(settings.webdataset)  # refuses a folder without tars
+        TarSet(settings.webdataset)  # raises ValueError for a folder without tars
     return Reading("webdataset" if settings.webdataset else "images", settings.columns)
 
 
 def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
-    """The rows of the origin: those in the dataset's folder if it was read before as it is now, else it is read.
+    """Return the rows of the origin, which is read again only if it has changed.
 
-    ValueError if it has no row.
+    Raises ValueError if it has no rows.
     """
     reading = find_columns(settings)
     id = identify(settings, reading)
     try:
         rows = Rows(store, settings.name, id)
     except ObjectMissing:
-        rows = write_rows(store, settings.name, id, reading, _read(settings, reading))
+        rows = write_rows(store, settings.name, id, reading, _read_origin(settings, reading))
     if not rows.count:
-        raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
+        raise ValueError(f"{settings.origin} has no rows to collect for {settings.name}")
     return rows
 
 
 def identify(settings: CollectSettings, reading: Reading) -> str:
-    """What tells whether the origin is as it was, in 16 hex digits, without reading its rows.
+    """Return a hash of the origin and its reading, 16 hex digits, without reading the rows.
 
-    Of a list its bytes, of a folder the names of its files, of tars their names, sizes and dates.
+    It covers the bytes of a list, the names of a folder's files, or the names, sizes and dates of tars.
     """
     if settings.captions:
         with open(settings.captions, "rb") as stream:
@@ -132,7 +132,7 @@ def identify(settings: CollectSettings, reading: Reading) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(settings: CollectSettings, reading: Reading) -> Iterator[CaptionRow]:
+def _read_origin(settings: CollectSettings, reading: Reading) -> Iterator[CaptionRow]:
     if settings.captions:
         yield from read_rows(Path(settings.captions), reading)
     elif settings.webdataset:
@@ -143,11 +143,11 @@ def _read(settings: CollectSettings, reading: Reading) -> Iterator[CaptionRow]:
 
 
 def image_files(folder: str) -> list[str]:
-    """The names of the image files of a folder, in order; ValueError if it is not a folder."""
+    """Return the sorted names of the image files of a folder. Raises ValueError if it is not a folder."""
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder} is not a folder; name one that holds image files")
+        raise ValueError(f"{folder} is not a folder; name a folder of image files")
     names = sorted(file.name for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
-    return [os.fsencode(name).decode(errors="backslashreplace") for name in names]  # not all are UTF-8
+    return [os.fsencode(name).decode(errors="backslashreplace") for name in names]  # some may not be UTF-8
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -155,21 +155,18 @@ def image_files(folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """One shard to collect: rows [start, stop).
-
-    replaces: sha256 of the committed manifest if some of its rows are requested again; "" if it is not committed yet.
-    """
+    """A shard to collect: rows [start, stop)."""
 
     shard: str
     start: int
     stop: int
-    replaces: str = ""
+    replaces: str = ""  # sha256 of the committed manifest if rows of it are requested again; "" for a new shard
 
 
 def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> list[Part]:
-    """The shards that the rows make, in order, committed ones (`done`, by shard) with the rows that they have.
+    """Return all shards that the rows make, in order. Committed ones (`done`, by shard) keep their rows.
 
-    ValueError if they are more than MOST_SHARDS, or if a committed shard has other rows or other image settings.
+    Raises ValueError for more than MAX_SHARDS, or if a committed shard has other rows or other image settings.
     """
     parts, start = [], 0
     while start < rows.count:
@@ -177,8 +174,8 @@ def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> l
         stop = done[shard].meta["source"]["rows"][1] if shard in done else start + settings.rows_per_shard
         parts.append(Part(shard, start, min(max(stop, start + 1), rows.count)))
         start = parts[-1].stop
-        if len(parts) > MOST_SHARDS:
-            raise ValueError(f"{settings.name} would make more than {MOST_SHARDS} shards: raise rows_per_shard")
+        if len(parts) > MAX_SHARDS:
+            raise ValueError(f"{settings.name} would make more than {MAX_SHARDS} shards: raise rows_per_shard")
     by_shard = {part.shard: part for part in parts}
     for shard, header in done.items():
         _check_committed(settings, rows, header, by_shard.get(shard))
@@ -186,7 +183,7 @@ def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> l
 
 
 def source_of(settings: CollectSettings, rows: Rows, part: Part) -> dict:
-    """What a manifest says of its rows: which of which list, and how that is read."""
+    """Return the "source" of a manifest: the list, the rows of it, and how it is read."""
     source = {"list": f"{Path(settings.origin).name} sha256:{rows.digest(part.start, part.stop)}", "id": rows.id}
     return source | {"rows": [part.start, part.stop], "reading": dataclasses.asdict(rows.reading)}
 
@@ -194,20 +191,19 @@ def source_of(settings: CollectSettings, rows: Rows, part: Part) -> dict:
 def _check_committed(settings: CollectSettings, rows: Rows, header: Header, part: Part | None) -> None:
     before, shard = header.meta["source"], header.shard
     same = part is not None and [part.start, part.stop] == before["rows"]
-    if same and before["id"] != rows.id:  # a list that grew, most likely
+    if same and before["id"] != rows.id:  # most likely, the list grew
         same = source_of(settings, rows, part)["list"].rpartition(":")[2] == before["list"].rpartition(":")[2]
     if not same:
         now = f"rows {part.start} to {part.stop} of {settings.origin}" if part else f"only {rows.count} rows"
         raise ValueError(
-            f"{settings.name}: the list changed under committed shards: shard {shard} holds rows "
-            f"{before['rows'][0]} to {before['rows'][1]} of {before['list']}, now it would be {now}, read as "
-            f"{rows.reading}. Collect the new list as another dataset, or set the old list, columns and rows_per_shard "
-            "again"
+            f"{settings.name}: the list changed under committed shards: shard {shard} has rows {before['rows'][0]} to "
+            f"{before['rows'][1]} of {before['list']}, but now it would have {now}, read as {rows.reading}. Collect "
+            "the new list as another dataset, or restore the old list, columns and rows_per_shard"
         )
-    config, wanted = header.meta["config"], image_config(settings.download)[0]
-    differing = [f"{name} {config[name]}, now {value}" for name, value in wanted.items() if config[name] != value]
+    config, current = header.meta["config"], image_config(settings.download)[0]
+    differing = [f"{name} {config[name]}, now {value}" for name, value in current.items() if config[name] != value]
     if differing:
         raise ValueError(
             f"{settings.name}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
-            "Set them back, or collect another dataset"
+            "Restore them, or collect another dataset"
         )

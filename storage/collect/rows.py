@@ -1,11 +1,11 @@
-"""The rows of what is collected, as Parquet parts in the dataset's folder of the root.
+"""Rows to collect, stored as Parquet parts in the dataset's folder of the root.
 
-    ROOT/<dataset>/images/rows/<id>.parquet           index: its parts, and which rows repeat an earlier one
+    ROOT/<dataset>/images/rows/<id>.parquet           index: the parts, and the rows that repeat an earlier one
     ROOT/<dataset>/images/rows/part-<hash>.parquet    a part: up to PART_ROWS rows
 
-A list, a folder or tars are read once and written as parts, each named by its content. The index comes last, and only
-if there is none. From then on every run and every machine reads these alone, as long as the list is the same. A list
-that grew shares its first parts with what it was. The layout is a contract, docs/formats.md.
+A list, a folder or tars are read once and written as parts, each named by its content. The index is written last, and
+only if there is none. As long as the list does not change, all runs and machines read only these files. A list that
+grew shares its first parts with its earlier version. The layout is a contract (docs/formats.md).
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from storage.digests import BLANK, OWN_SHA256, check_version, has_valid_digest, 
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.sample import sample_key
 
-if TYPE_CHECKING:  # lists of captions are read without decoding images
+if TYPE_CHECKING:  # caption lists are read without importing the image decoders
     from storage.collect.spool import SpooledImage
 
 ROWS_VERSION = 2
 PART_ROWS = 10_000
-_KEY_BYTES = 10  # of a sample's key
-_KEPT_PARTS = 4  # in memory: shards that are collected together lie in one or two
+_KEY_BYTES = 10  # bytes of a sample's key
+_KEPT_PARTS = 4  # parts in memory; the shards that are collected together lie in one or two
 _PART = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -46,7 +46,7 @@ _PART = pa.schema(
         pa.field("size", pa.int64()),
     ]
 )
-_IDENTITY = ("url", "caption", "extra")  # what makes a row another one
+_IDENTITY = ("url", "caption", "extra")  # columns that a row's digest covers
 _INDEX = pa.schema([pa.field("row", pa.int64(), nullable=False), pa.field("first", pa.int64(), nullable=False)])
 
 Scalar = str | int | float | bool | None
@@ -55,23 +55,18 @@ Extra = dict[str, Scalar]  # further columns of a row, by name
 
 @dataclass(frozen=True)
 class Reading:
-    """How an origin is read.
+    """Format and columns of an origin."""
 
-    form     tsv, csv, jsonl, json, parquet, webdataset or images
-    columns  of the URL, the caption, and of those that are kept beside them; of tars as they are given
-    header   whether the first line has their names (TSV and CSV)
-    """
-
-    form: str
-    columns: tuple[str, ...] = ()
-    header: bool = False
+    form: str  # tsv, csv, jsonl, json, parquet, webdataset or images
+    columns: tuple[str, ...] = ()  # URL, caption, and further ones to keep; of tars, those of the settings
+    header: bool = False  # whether the first line has the names of the columns (TSV and CSV)
 
     def __str__(self) -> str:
         header = " with a header" if self.header else ""
         return f"{self.form}{header}, columns {', '.join(self.columns)}" if self.columns else self.form
 
     def location(self, origin: str, row: int) -> str:
-        """The place of a row, for messages: FILE:LINE where a line is a row."""
+        """Return the place of a row, for messages: FILE:LINE in formats with one row per line."""
         if self.form in ("tsv", "jsonl"):
             return f"{origin}:{row + 1 + self.header}"
         return f"{origin}, row {row + 1}"
@@ -79,7 +74,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an image lies in a tar; offset and size are in bytes."""
+    """Position of an image in a tar; offset and size are in bytes."""
 
     tar: str
     offset: int
@@ -88,22 +83,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CaptionRow:
-    """A row of what is collected: `row` is its number there, from 0 and without the header.
+    """A row of a caption list, a folder or tars, before or after it is collected."""
 
-    caption and url stand as the file has them. `extra` has the further columns that are kept, None for none. `status`
-    says what became of it, a Status, "" while that is open, and `detail` more. `place` is that of an image in a tar,
-    `image` is there if the status is ok.
-    """
-
-    row: int
-    caption: str
-    url: str
-    extra: Extra | None = None
+    row: int  # its number, from 0 and without the header
+    caption: str  # as in the file
+    url: str  # as in the file
+    extra: Extra | None = None  # further columns; None if there are none
     key: str = ""
-    status: str = ""
-    detail: str = ""
-    place: Place | None = None
-    image: "SpooledImage | None" = None
+    status: str = ""  # a Status; "" before the row is collected
+    detail: str = ""  # explains the status
+    place: Place | None = None  # of an image in a tar
+    image: "SpooledImage | None" = None  # if the status is ok
 
     def __post_init__(self):
         if not self.key:
@@ -111,23 +101,26 @@ class CaptionRow:
 
 
 class Rows:
-    """The rows of one origin, as its index and its parts in the root have them.
+    """The stored rows of one origin.
 
-    `reading` says how it was read. `unreadable` has the rows with a status, `repeated` those whose URL and caption an
-    earlier row has, ascending, and `firsts` the first one with them.
+    Attributes:
+        reading: format and columns of the origin
+        unreadable: numbers of the rows that have a status
+        repeated: ascending numbers of the rows that repeat the URL and caption of an earlier row
+        firsts: for each of `repeated`, the first row with the same URL and caption
     """
 
     def __init__(self, store: ObjectStore, dataset: str, id: str):
-        """ObjectMissing if there is no index of this id; ValueError if it is damaged."""
+        """Read the index. Raises ObjectMissing if there is none with this id, ValueError if it is damaged."""
         self._store, self._folder = store, _folder(dataset)
         path = f"{self._folder}/{id}.parquet"
-        data, self._where = store.get(path), store.uri(path)
+        data, self._uri = store.get(path), store.uri(path)
         if not has_valid_digest(data):
-            raise self._damaged(self._where)
-        # Arrow's threads abort a process that ends soon after: https://github.com/apache/arrow/issues/34314
+            raise self._damaged(self._uri)
+        # Arrow's threads can abort a process that ends soon after: https://github.com/apache/arrow/issues/34314
         table = pq.read_table(io.BytesIO(data), use_threads=False)
         header = json.loads(table.schema.metadata[b"rows"])
-        check_version(header["version"], ROWS_VERSION, self._where)
+        check_version(header["version"], ROWS_VERSION, self._uri)
         self.id, self.count, self._parts = id, header["count"], header["parts"]
         self.unreadable: list[int] = header["unreadable"]
         self.reading = Reading(**header["reading"] | {"columns": tuple(header["reading"]["columns"])})
@@ -135,16 +128,16 @@ class Rows:
         self._part = functools.lru_cache(_KEPT_PARTS)(self._read_part)
 
     def read(self, start: int, stop: int) -> list[CaptionRow]:
-        """Rows [start, stop)."""
-        return list(itertools.starmap(_row_of, enumerate(self._table(start, stop).to_pylist(), start)))
+        """Return the rows [start, stop)."""
+        return list(itertools.starmap(_make_row, enumerate(self._table(start, stop).to_pylist(), start)))
 
     def duplicates(self, start: int, stop: int) -> dict[int, int]:
-        """Of rows [start, stop) those that repeat an earlier one, and the first one with the same URL and caption."""
+        """Map each of the rows [start, stop) that repeats an earlier one to the first with the same URL and caption."""
         part = slice(*np.searchsorted(self.repeated, [start, stop]))
         return dict(zip(self.repeated[part].tolist(), self.firsts[part].tolist(), strict=True))
 
     def digest(self, start: int, stop: int) -> str:
-        """The sha256 of what rows [start, stop) say."""
+        """Return the sha256 of the content of rows [start, stop)."""
         columns = self._table(start, stop).select(_IDENTITY).to_pydict()
         return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
 
@@ -163,12 +156,12 @@ class Rows:
             raise self._damaged(self._store.uri(path))
         return pq.read_table(io.BytesIO(data), use_threads=False).replace_schema_metadata(None)
 
-    def _damaged(self, where: str) -> ValueError:
-        return ValueError(f"{where} is damaged or gone; delete {self._where}, and run again")
+    def _damaged(self, uri: str) -> ValueError:
+        return ValueError(f"{uri} is damaged or gone; delete {self._uri}, and run again")
 
 
 def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows: Iterable[CaptionRow]) -> Rows:
-    """Write the parts of these rows, and last their index, under this id; what is there already stays."""
+    """Write the parts of the rows and then their index, under this id. Existing files are kept."""
     rows, keys, names, unreadable = iter(rows), bytearray(), [], []
     while part := list(itertools.islice(rows, PART_ROWS)):
         unreadable += [row.row for row in part if row.status]
@@ -179,14 +172,14 @@ def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows
             for row in part
         ]
         columns = [pa.array(column, field.type) for column, field in zip(zip(*lines, strict=True), _PART, strict=True)]
-        data = _parquet(pa.Table.from_arrays(columns, schema=_PART))
+        data = _to_parquet(pa.Table.from_arrays(columns, schema=_PART))
         names.append(_hash(data))
         store.put(f"{_folder(dataset)}/part-{names[-1]}.parquet", data, if_absent=True)
-    repeated, firsts = _repeated(keys, unreadable)
+    repeated, firsts = _find_repeated(keys, unreadable)
     header = {"version": ROWS_VERSION, "count": len(keys) // _KEY_BYTES, "unreadable": unreadable, "parts": names}
     header["reading"] = dataclasses.asdict(reading)
     schema = _INDEX.with_metadata({"rows": json.dumps(header), OWN_SHA256: BLANK})
-    index = bytearray(_parquet(pa.Table.from_arrays([pa.array(repeated), pa.array(firsts)], schema=schema)))
+    index = bytearray(_to_parquet(pa.Table.from_arrays([pa.array(repeated), pa.array(firsts)], schema=schema)))
     write_digest(index)
     store.put(f"{_folder(dataset)}/{id}.parquet", bytes(index), if_absent=True)
     return Rows(store, dataset, id)
@@ -196,13 +189,13 @@ def _folder(dataset: str) -> str:
     return f"{dataset}/images/rows"
 
 
-def _row_of(number: int, line: dict) -> CaptionRow:
+def _make_row(number: int, line: dict) -> CaptionRow:
     place = None if line["tar"] is None else Place(line["tar"], line["offset"], line["size"])
     extra = None if line["extra"] is None else json.loads(line["extra"])
     return CaptionRow(number, line["caption"], line["url"], extra, line["key"], line["status"], line["detail"], place)
 
 
-def _parquet(table: pa.Table) -> bytes:
+def _to_parquet(table: pa.Table) -> bytes:
     out = io.BytesIO()
     pq.write_table(table, out, compression="zstd", use_dictionary=["status", "detail", "tar"], version="2.6")
     return out.getvalue()
@@ -212,10 +205,10 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows whose key an earlier row has, ascending, and the first row with that key; unreadable rows have none."""
+def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows, ascending, that repeat an earlier key, and the first row with each key. Skip unreadable rows."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
-    order = np.argsort(table, kind="stable")  # equal keys side by side, the earliest row first
+    order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
     order = order[~np.isin(order, unreadable)]
     new = np.ones(len(order), dtype=bool)
     new[1:] = table[order[1:]] != table[order[:-1]]

@@ -1,9 +1,9 @@
-"""Collect: turn a caption list, or images that are there already, into shards of the stage `images`.
+"""Collect: downloads a caption list, or imports local images, into shards of the `images` stage.
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
-downloaded again. A list may grow: its new rows make new shards. If rows of committed shards changed in the list, that
-is an error, because one dataset would mix two lists. Any number of these may run at once, on any machines that read
-the same list: each claims the shards that it is at work on (storage/claims.py), and waits at the end for the others.
+downloaded again. A list may grow: its new rows make new shards. If the list changed in rows of committed shards, that
+is an error, because one dataset would mix two lists. Any number of processes may run at once, on any machines that read
+the same list. Each claims the shards that it works on (storage/claims.py), and waits for the others at the end.
 
     vlbert collect ROOT DATASET --captions LIST
 """
@@ -39,49 +39,42 @@ from storage.redact import display_url
 from storage.withdrawn import Withdrawn, read_withdrawn
 
 IMAGES = "images"
-SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
-# Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
+SHARDS_AT_ONCE = 5  # shards of a group in parallel: while one waits for slow servers, the others continue
+# Fewer rows on fewer hosts may all be gone. With more, the cause is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
-_REPORT_SECONDS = 10.0  # between two lines of progress, at least
+_REPORT_SECONDS = 10.0  # minimum seconds between two lines of progress
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
-    Status.BAD_URL: "Name the column of the URLs first under columns; for names of files, give their folder as images",
+    Status.BAD_URL: "Set columns to the columns of URL and caption; for file names, set images to their folder",
     **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),
 }
 
 
 @dataclass(frozen=True)
 class Group:
-    """Shards that are collected together.
-
-    list_id     of their rows in the dataset's folder
-    before      rows by status of the run's earlier groups
-    rows        of the whole run
-    started     when that was, by time.monotonic
-    has_images  whether the dataset has an ok row; until then, a shard without one is not committed
-    """
+    """Shards that are collected together."""
 
     parts: tuple[Part, ...]
-    list_id: str
-    before: dict[str, int]
-    rows: int
-    has_images: bool = True
-    started: float = dataclasses.field(default_factory=time.monotonic)
+    list_id: str  # id of the stored rows
+    before: dict[str, int]  # rows by status of the run's earlier groups
+    rows: int  # number of rows of the whole run
+    has_images: bool = True  # whether the dataset has an ok row; until then, shards without one are not committed
+    started: float = dataclasses.field(default_factory=time.monotonic)  # start of the run, by time.monotonic
 
 
 @dataclass(frozen=True)
 class Collected:
-    """A dataset's shards and rows by status, and how many shards this run committed that were not there before."""
+    """The result of collecting a dataset."""
 
     dataset: str
     shards: int
-    new_shards: int
-    counts: dict[str, int]
+    new_shards: int  # shards that this run committed and that did not exist before
+    counts: dict[str, int]  # rows of the dataset by status
     seconds: float
 
 
 class NothingStored(ValueError):
-    """No row of the whole dataset is ok, so nothing was committed; the message says what to do."""
+    """Raised if no row of a dataset is ok, so that nothing was committed."""
 
 
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
@@ -93,9 +86,9 @@ def collect(
     log: Callable[[str], None] = print,
     run_group: Callable[[str, CollectSettings, Group, OnCommit], dict[str, int]] | None = None,
 ) -> Collected:
-    """Download or import the missing shards of the dataset; `run_group` may wrap `collect_group`, as the flow does.
+    """Download or import the missing shards of a dataset, group by group with `run_group` (default: `collect_group`).
 
-    NothingStored if no row of the dataset is ok, committed ones included.
+    Raises NothingStored if no row of the dataset, also of its committed shards, is ok.
     """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, log=log)
@@ -103,19 +96,19 @@ def collect(
     catalog = Catalog(open_store(root), settings.name)
     headers = catalog.headers(IMAGES)
 
-    def say(line: str) -> None:
+    def log_line(line: str) -> None:
         log(f"{settings.name}: {line}")
 
     listed = prepare_rows(catalog.store, settings)
     parts = plan(settings, listed, headers)
     missing = [part for part in parts if part.shard not in headers]
-    retries = [  # committed shards with rows that are requested again
+    retries = [  # committed shards with rows to request again
         dataclasses.replace(part, replaces=headers[part.shard].sha256)
         for part in parts
         if part.shard in headers and settings.retried_statuses & headers[part.shard].statuses.keys()
     ]
     missing += retries
-    _say_what_is_to_do(settings, listed, len(missing), len(parts), say)
+    _log_plan(settings, listed, len(missing), len(parts), log_line)
     has_images = any(header.ok_rows for header in headers.values())
 
     claims = Claims(catalog.store, catalog.path(IMAGES, ""))
@@ -131,33 +124,28 @@ def collect(
             group = Group(together, listed.id, dict(counts), rows, has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             has_images = has_images or counts[Status.OK] > 0
-            say(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")
-        left = claims.wait([part.shard for part in missing], pending, say, for_all=True)
+            log_line(f"{first + len(together)} of {len(missing)} shards collected: {_by_status(counts)}")
+        left = claims.wait([part.shard for part in missing], pending, log_line, for_all=True)
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
-        if missing and not has_images and counts.total() == rows:  # none of them was another worker's
+        if missing and not has_images and counts.total() == rows:  # no shard was another worker's
             raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
-            say(f"{len(missing)} shards that had no image, or another worker, are collected again")
+            log_line(f"collecting {len(missing)} shards again that had no image or were another worker's")
     new = len(new_shards - headers.keys())
     return Collected(settings.name, len(parts), new, catalog.counts(IMAGES), time.monotonic() - started)
 
 
-def _say_what_is_to_do(
-    settings: CollectSettings, listed: Rows, missing: int, shards: int, say: Callable[[str], None]
-) -> None:
+def _log_plan(settings: CollectSettings, listed: Rows, missing: int, shards: int, log: Callable[[str], None]) -> None:
     if not missing:
-        say(f"nothing to download: all {shards} shards are committed")
+        log(f"nothing to download: all {shards} shards are committed")
         return
-    say(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}, read as {listed.reading}")
+    log(f"{missing} of {shards} shards to collect, {listed.count} rows in {settings.origin}, read as {listed.reading}")
     if listed.unreadable:
         (row,) = listed.read(listed.unreadable[0], listed.unreadable[0] + 1)
-        say(f"{len(listed.unreadable)} rows cannot be collected, the first: {row.status}: {row.detail}")
+        log(f"{len(listed.unreadable)} rows cannot be collected, the first: {row.status}: {row.detail}")
     if settings.is_download and not settings.download.contact and not settings.download.allowed_hosts:
-        say(
-            "warning: no contact is set, so the servers' owners cannot ask what this is; set download.contact to a URL "
-            "or a mail address"
-        )
+        log("warning: set download.contact to a URL or mail address, so that the servers' owners can ask questions")
 
 
 def _by_status(counts: Mapping[str, int]) -> str:
@@ -165,15 +153,15 @@ def _by_status(counts: Mapping[str, int]) -> str:
 
 
 def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str, int], part: Part) -> str:
-    """The message if no row is ok; `part` is a shard that was not committed."""
+    """Return the message for a dataset without an ok row. `part` is a shard that was not committed."""
     status = Status(Counter(counts).most_common(1)[0][0])
     (row,) = listed.read(part.start, part.start + 1)
     hints = [f"{status}: {status.meaning} (docs/images.md)", row.detail]
     if settings.is_download and status in _HINTS:
-        place = listed.reading.location(settings.origin, row.row)
-        hints += [_HINTS[status], f"{place} has {display_url(row.url)!r} as its URL"]
+        location = listed.reading.location(settings.origin, row.row)
+        hints += [_HINTS[status], f"{location} has {display_url(row.url)!r} as its URL"]
     return (
-        f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
+        f"{settings.name}: no row of {settings.origin} has an image ({_by_status(counts)}); nothing was committed. "
         f"{'; '.join(filter(None, hints))}. Then run again"
     )
 
@@ -185,11 +173,11 @@ def collect_group(
     on_commit: OnCommit = lambda shard: None,
     log: Callable[[str], None] = print,
 ) -> dict[str, int]:
-    """Collect these shards, a few at a time, and commit each when it is complete; the group's rows by status.
+    """Collect the shards of a group, a few at a time, and commit each when it is complete. Return its rows by status.
 
-    A shard that another worker has claimed or committed is skipped. ConnectionError if no host of a shard could be
-    reached; that shard is not committed. A shard without an image is committed only once the dataset or this group has
-    one.
+    Shards that another worker has claimed or committed are skipped. A shard without an image is committed only if the
+    dataset or this group already has one. Raises ConnectionError, without committing a shard, if none of its hosts can
+    be reached.
     """
     catalog = Catalog(open_store(root), settings.name)
     rows = Rows(catalog.store, settings.name, group.list_id)
@@ -199,18 +187,16 @@ def collect_group(
             "not committed; run again"
         )
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
-        collecting = _Group(catalog, settings, group, rows, on_commit, log, claims, read_withdrawn(catalog.store))
-        asyncio.run(collecting.collect())
-        return collecting.count()
+        collector = _GroupCollector(
+            catalog, settings, group, rows, on_commit, log, claims, read_withdrawn(catalog.store)
+        )
+        asyncio.run(collector.collect())
+        return collector.count()
 
 
 @dataclass
-class _Group:
-    """A group while it is collected: commits its shards, and logs a line of progress from time to time.
-
-    Files are read and written in a thread, so that the other shards go on. counts: rows by status of each shard that is
-    done. due: when the next line is.
-    """
+class _GroupCollector:
+    """A collector of the shards of one group. It reads and writes files in a thread, so that other shards continue."""
 
     catalog: Catalog
     settings: CollectSettings
@@ -220,15 +206,15 @@ class _Group:
     log: Callable[[str], None]
     claims: Claims
     withdrawn: Withdrawn
-    counts: dict[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    due: float = dataclasses.field(default_factory=lambda: time.monotonic() + _REPORT_SECONDS)
+    counts: dict[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)  # shard -> rows by status, if done
+    due: float = dataclasses.field(default_factory=lambda: time.monotonic() + _REPORT_SECONDS)  # of the next line
 
     def count(self) -> dict[str, int]:
-        """Rows by status."""
+        """Return the rows by status of all finished shards."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
-    def done(self, part: Part, counts: Mapping[str, int]) -> None:
-        """A shard is done, with these rows by status."""
+    def finish(self, part: Part, counts: Mapping[str, int]) -> None:
+        """Record a finished shard and its rows by status, and log the progress if a line is due."""
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
             counts = Counter(self.group.before) + Counter(self.count())
@@ -237,67 +223,67 @@ class _Group:
             self.due = time.monotonic() + _REPORT_SECONDS
 
     async def collect(self) -> None:
-        """All shards: downloads of a few at a time, imports one by one."""
+        """Collect all shards: downloads a few at a time, imports one by one."""
         is_download, download = self.settings.is_download, self.settings.download
         free = asyncio.Semaphore(SHARDS_AT_ONCE if is_download else 1)
 
-        async def claimed(part: Part) -> None:
+        async def claim_and_collect(part: Part) -> None:
             async with free:
                 if await self.in_thread(self.claims.take, [part.shard]):
                     try:
                         with Spool() as spool:
-                            await self.one(part, downloader, spool)
+                            await self.collect_shard(part, downloader, spool)
                     finally:
                         await self.in_thread(self.claims.release, part.shard)
 
         with ThreadPoolExecutor(1, thread_name_prefix="files") as self.files:
             async with Downloader(download) if is_download else contextlib.nullcontext() as downloader:
-                await run_all(claimed(part) for part in self.group.parts)
+                await run_all(claim_and_collect(part) for part in self.group.parts)
 
-    async def in_thread(self, work: Callable, *arguments: object) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.files, work, *arguments)
+    async def in_thread(self, function: Callable, *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.files, function, *arguments)
 
-    async def one(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
-        """One shard, from its rows to its commit."""
-        if committed := await self.in_thread(self.committed, part):
-            self.done(part, committed)
+    async def collect_shard(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
+        """Collect a shard, from its rows to its commit."""
+        if committed := await self.in_thread(self.count_committed, part):
+            self.finish(part, committed)
             return
         rows = await self.in_thread(self.rows.read, part.start, part.stop)
-        replaces, before = await self.in_thread(self.results_before, part, rows, spool)
-        results = before | self.settled(part, rows)
+        replaces, before = await self.in_thread(self.read_committed, part, rows, spool)
+        results = before | self.settle_rows(part, rows)
         retried = self.settings.retried_statuses
         left = [row for row in rows if row.row not in results or results[row.row].status in retried]
         if downloader is None:
-            found = await self.in_thread(self.imported, left, spool)
+            collected = await self.in_thread(self.import_rows, left, spool)
         else:
-            found = await downloader.download(left, spool)
+            collected = await downloader.download(left, spool)
             if not self.settings.commit_unreachable and not replaces:
-                check_network(part, found, self.settings)
-        for row in found:  # one whose host could not be reached again keeps its result from before
+                check_network(part, collected, self.settings)
+        for row in collected:  # a retried row whose host is still unreachable keeps its earlier result
             if row.row not in results or row.status not in UNREACHABLE:
                 results[row.row] = row
         statuses = Counter(row.status for row in results.values())
-        self.done(part, statuses)
+        self.finish(part, statuses)
         if replaces:
-            wanted = any(results[number].status != row.status for number, row in before.items())
-        else:  # not a new shard without an image while its dataset has none
-            gone = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
-            wanted = bool(self.group.has_images or gone or self.count().get(Status.OK))
-        if wanted:
+            must_commit = any(results[number].status != row.status for number, row in before.items())
+        else:  # a new shard without an image is not committed while its dataset has none
+            unreachable = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
+            must_commit = bool(self.group.has_images or unreachable or self.count().get(Status.OK))
+        if must_commit:
             await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
-    def committed(self, part: Part) -> dict[str, int]:
-        """Rows by status if another process, or an earlier attempt, has committed the shard; else {}."""
+    def count_committed(self, part: Part) -> dict[str, int]:
+        """Return the rows by status if another process or an earlier attempt has committed the shard, else {}."""
         try:
             (header,) = self.catalog.headers(IMAGES, [part.shard]).values()
         except ObjectMissing:
             return {}
         return {} if header.sha256 == part.replaces else header.statuses
 
-    def results_before(
+    def read_committed(
         self, part: Part, rows: Sequence[CaptionRow], spool: Spool
     ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """The committed manifest if some of its rows are requested again, and the rows as it has them, by number."""
+        """Return the committed manifest and its rows by number, or None and {} if no rows are requested again."""
         if not part.replaces:
             return None, {}
         manifest = self.catalog.manifest(IMAGES, part.shard)
@@ -311,8 +297,8 @@ class _Group:
             results[row.row] = dataclasses.replace(row, status=line["status"], detail=line["detail"], image=image)
         return manifest, results
 
-    def settled(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
-        """The rows for which nothing is requested, by number: withdrawn, unreadable or repeated ones."""
+    def settle_rows(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
+        """Return the rows that need no request, by number: withdrawn, unreadable and repeated ones."""
         results, firsts = {}, self.rows.duplicates(part.start, part.stop)
         for row in rows:
             if row.url in self.withdrawn.urls:
@@ -324,19 +310,19 @@ class _Group:
                 results[row.row] = dataclasses.replace(row, status=Status.DUPLICATE, detail=detail)
         return results
 
-    def imported(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
-        """The rows with their images of a folder or of tars; the first file that is missing is logged."""
+    def import_rows(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
+        """Import the images of rows from a folder or from tars, and log the first missing file. Return the rows."""
         settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
             images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)
         else:
             images = TarSet(settings.origin).read(dict.fromkeys(row.place for row in rows if row.place), limit)
-        found = import_images(rows, images, settings.download, spool)
-        missing = [row for row in found if row.status == Status.MISSING_FILE]
+        imported = import_images(rows, images, settings.download, spool)
+        missing = [row for row in imported if row.status == Status.MISSING_FILE]
         if missing:
-            more, place = len(missing) - 1, self.rows.reading.location(settings.origin, missing[0].row)
-            self.log(f"{settings.name}: {place}: missing_file, and {more} more of the shard: {missing[0].detail}")
-        return found
+            more, location = len(missing) - 1, self.rows.reading.location(settings.origin, missing[0].row)
+            self.log(f"{settings.name}: {location}: missing_file, and {more} more of the shard: {missing[0].detail}")
+        return imported
 
     def commit(self, part: Part, rows: Sequence[CaptionRow], replaces: Header | None) -> None:
         source = source_of(self.settings, self.rows, part)
@@ -345,7 +331,7 @@ class _Group:
 
 
 def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSettings) -> None:
-    """ConnectionError if every requested row is UNREACHABLE, and these are at least 20 rows or of five hosts."""
+    """Raise ConnectionError if all requested rows are UNREACHABLE and are at least 20, or on at least five hosts."""
     requested = [row for row in rows if row.status not in NOT_REQUESTED]
     hosts = {urlsplit(row.url).hostname for row in requested}
     few = len(hosts) < _FEW_HOSTS and len(requested) < _FEW_ROWS
@@ -363,7 +349,7 @@ def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSetti
 
 
 def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> None:
-    """Download a caption list, or import images, into shards; goes on where it was stopped.
+    """Download a caption list, or import images, into shards. An interrupted run continues where it stopped.
 
     vlbert collect ROOT DATASET --captions LIST --download.contact me@example.org
     """

@@ -1,4 +1,4 @@
-"""Images of shards in progress: in a temporary file instead of in memory."""
+"""Temporary file that holds the images of shards in progress, instead of memory."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ from storage.collect.normalise import NormalisedImage
 
 @dataclass(frozen=True)
 class SpooledImage:
-    """A NormalisedImage whose bytes are in a Spool; `jpeg` reads them while the spool is open."""
+    """A normalised image with its bytes in a Spool."""
 
     spool: "Spool"
     offset: int
@@ -22,20 +22,20 @@ class SpooledImage:
 
     @property
     def jpeg(self) -> bytes:
-        """The bytes of the JPEG."""
+        """Bytes of the JPEG, readable while the spool is open."""
         return self.spool.read(self.offset, self.length)
 
 
 class Spool:
-    """A temporary file without a name, which ends with the process at the latest; a context manager.
+    """Context manager: a temporary file in TMPDIR, as large as the images of the shards in progress.
 
-    It is in TMPDIR and as large as the images of the shards in progress. Threads may share it.
+    The file has no name, so it disappears with the process at the latest. Threads may share it.
     """
 
     def __init__(self) -> None:
         self._end = 0
-        # Also held while the file is closed: a thread that is still decoding must not write into another file that gets
-        # the same descriptor.
+        # Also held while the file is closed, because a thread that is still decoding must not write into another file
+        # that gets the same descriptor.
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Spool":
@@ -47,7 +47,7 @@ class Spool:
             self._file.close()
 
     def write(self, image: NormalisedImage) -> SpooledImage:
-        """Write the image's bytes; OSError names the folder if it is full."""
+        """Write the bytes of an image. Raises OSError that names the folder if it is full."""
         left = memoryview(image.jpeg)
         with self._lock:
             offset = self._end
@@ -66,7 +66,7 @@ class Spool:
         return SpooledImage(self, offset, len(image.jpeg), *size, image.sha256, image.flags)
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes of one image; ValueError if the spool is closed."""
+        """Return the bytes of an image. Raises ValueError if the spool is closed."""
         with self._lock:
             data = os.pread(self._file.fileno(), length, offset)
         assert len(data) == length, f"{len(data)} of {length} bytes at {offset} of the spool"

@@ -1,4 +1,4 @@
-"""What can become of a row: each status with the sentence that people read, and the error that carries one."""
+"""Statuses of rows, each with a sentence that explains it, and the error that carries a status."""
 
 from enum import StrEnum
 from http import HTTPStatus
@@ -10,7 +10,7 @@ _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class Status(StrEnum):
-    """What became of a row, with its meaning in a sentence. HTTP_400 to HTTP_599 are members, too."""
+    """The outcome of a row, with an explanation. HTTP_400 to HTTP_599 are members, too."""
 
     _ignore_ = ("code", "members")
     meaning: str
@@ -22,49 +22,49 @@ class Status(StrEnum):
 
     OK = manifests.OK, "the image is stored"
     DUPLICATE = "duplicate", "an earlier row of the list has the same URL and caption"
-    WITHDRAWN = withdrawn.WITHDRAWN, "its URL, or the same image from another one, was withdrawn: `vlbert withdraw`"
-    BAD_ROW = "bad_row", "the row of the list cannot be read, or has no URL and caption in its columns"
-    BAD_URL = "bad_url", "not an absolute http(s) URL with a host and without user name, or one that cannot be parsed"
+    WITHDRAWN = withdrawn.WITHDRAWN, "its URL, or the same image at another URL, was withdrawn with `vlbert withdraw`"
+    BAD_ROW = "bad_row", "the row of the list cannot be read, or has no URL or no caption in its columns"
+    BAD_URL = "bad_url", "not an absolute http(s) URL with a host and without a user name, or it cannot be parsed"
     BLOCKED_ADDRESS = (
         "blocked_address",
         "the host is, or resolves to, an address that is not public, or the port is neither 80 nor 443",
     )
     DNS = "dns", "the host name does not resolve"
-    CONNECT = "connect", "no connection, or the connection was lost before an answer came"
-    TLS = "tls", "the TLS handshake failed, or the certificate does not hold for this host"
+    CONNECT = "connect", "the connection failed, or was lost before an answer came"
+    TLS = "tls", "the TLS handshake failed, or the certificate is not valid for this host"
     TIMEOUT = "timeout", "the deadline passed, or the server was silent or too slow for too long"
     HOST_TIMEOUT = (
         "host_timeout",
-        "not requested: its host had answered no other URL, and did not until the shard was done",
+        "not requested, because its host did not answer other URLs until the shard was done",
     )
-    NOAI = "noai", "its `X-Robots-Tag` forbids training with it: `noai` or `noimageai`"
+    NOAI = "noai", "its `X-Robots-Tag` forbids training: `noai` or `noimageai`"
     NOINDEX = (
         "noindex",
-        "its `X-Robots-Tag` asks for no index: `noindex`, `noimageindex` or `none` (`download.obey_noindex`)",
+        "its `X-Robots-Tag` forbids an index: `noindex`, `noimageindex` or `none` (`download.obey_noindex`)",
     )
     ROBOTS_TXT = (
         "robots_txt",
-        "the `robots.txt` of its server, or of one on its way, forbids it (`download.obey_robots_txt`)",
+        "the `robots.txt` of its server, or of a server that redirects to it, forbids it (`download.obey_robots_txt`)",
     )
     ROBOTS_TXT_FAILED = (
         "robots_txt_failed",
-        "`robots.txt` is unavailable (429, 5xx or half a file): for now, that forbids all URLs of its server",
+        "`robots.txt` is unavailable (429, 5xx, incomplete): all URLs of its server are forbidden for now",
     )
-    BAD_RESPONSE = "bad_response", "the answer is not HTTP, or its content encoding cannot be undone"
+    BAD_RESPONSE = "bad_response", "the answer is not HTTP, or its content encoding cannot be decoded"
     TOO_MANY_REDIRECTS = "too_many_redirects", "more than five redirects"
     TOO_BIG = "too_big", "more bytes than `max_bytes`, announced or sent"
-    SHORT_BODY = "short_body", "the connection ended before the whole announced body had come"
-    MISSING_FILE = "missing_file", "a local image that is not there, is no regular file or cannot be read (import only)"
+    SHORT_BODY = "short_body", "the connection ended before the announced end of the body"
+    MISSING_FILE = "missing_file", "a local image is missing, is not a regular file or cannot be read (import only)"
     BAD_CAPTION = (
         "bad_caption",
-        "the caption of an image of a tar is missing, too long or cannot be read (import only)",
+        "the caption of an image in a tar is missing, too long or cannot be read (import only)",
     )
-    NOT_IMAGE = "not_image", "not an image in a format that is read: JPEG, PNG, GIF, WebP, BMP"
+    NOT_IMAGE = "not_image", "not an image in a supported format: JPEG, PNG, GIF, WebP, BMP"
     TRUNCATED = "truncated", "the image file ends early or is damaged"
-    TOO_MANY_PIXELS = "too_many_pixels", "more pixels than `max_pixels`, or made to be costly to decode"
+    TOO_MANY_PIXELS = "too_many_pixels", "more pixels than `max_pixels`, or crafted to be costly to decode"
     BAD_GEOMETRY = (
         "bad_geometry",
-        "the shorter side is under `min_side`, or one side over `max_aspect` times the other",
+        "the shorter side is less than `min_side`, or the longer side more than `max_aspect` times the shorter",
     )
     HTTP_OTHER = "http_other", "an HTTP status other than 200 that is not 4xx or 5xx, or a redirect without a target"
 
@@ -74,33 +74,37 @@ class Status(StrEnum):
 
     @classmethod
     def of_http(cls, code: int) -> "Status":
-        """The status of an answer that is neither an image nor a redirect."""
+        """Return the status for the HTTP code of an answer that is neither an image nor a redirect."""
         return cls(f"http_{code}") if 400 <= code < 600 else cls.HTTP_OTHER
 
 
-UNREACHABLE = {Status.DNS, Status.CONNECT, Status.TIMEOUT, Status.HOST_TIMEOUT}  # also while this machine is offline
+UNREACHABLE = {Status.DNS, Status.CONNECT, Status.TIMEOUT, Status.HOST_TIMEOUT}  # the statuses of an offline machine
 NOT_REQUESTED = {Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW, Status.BAD_URL, Status.BLOCKED_ADDRESS}
-_NEVER_AGAIN = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW}  # what no request would change
+_FINAL = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW}  # no request would change them
 
 
 def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
-    """The statuses of failed rows that these names, or `http_4xx` and `http_5xx`, mean; ValueError for another name."""
-    failed, found = set(Status) - _NEVER_AGAIN, set()
+    """Return the retryable statuses with these names. `http_4xx` and `http_5xx` stand for all of their class.
+
+    Raises ValueError for any other name.
+    """
+    retryable, statuses = set(Status) - _FINAL, set()
     for name in names:
-        classes = name[:6] if name in ("http_4xx", "http_5xx") else None
-        matching = {one for one in failed if one == name or (classes and one.startswith(classes))}
+        prefix = name[:6] if name in ("http_4xx", "http_5xx") else None
+        matching = {status for status in retryable if status == name or (prefix and status.startswith(prefix))}
         if not matching:
-            known = sorted(one for one in failed if not one.removeprefix("http_").isdecimal())
-            raise ValueError(f"retry_statuses names {name!r}, must be of {', '.join(known)}, http_4xx, http_5xx, ...")
-        found |= matching
-    return frozenset(found)
+            known = sorted(status for status in retryable if not status.removeprefix("http_").isdecimal())
+            raise ValueError(f"retry_statuses names {name!r}; use {', '.join(known)}, http_4xx, http_5xx, ...")
+        statuses |= matching
+    return frozenset(statuses)
 
 
 class Refused(Exception):
-    """An image that is not stored: its status, and more about it in `detail`.
+    """Raised for an image that is not stored, with its status and a detail.
 
-    retry_after  seconds, at least, after which another attempt may succeed; None: none will
-    host         that failed, after redirects
+    Attributes:
+        retry_after: minimum seconds until another attempt may succeed; None if no attempt will
+        host: the host that failed, after redirects
     """
 
     def __init__(self, status: Status, detail: str, retry_after: float | None = None, host: str = ""):
@@ -108,6 +112,6 @@ class Refused(Exception):
         self.status, self.detail, self.retry_after, self.host = status, detail, retry_after, host
 
     def bare(self) -> Self:
-        """The same without its traceback, whose frames hold the image's bytes."""
+        """Return the error without its traceback, which would keep the image's bytes in memory."""
         self.__traceback__ = self.__cause__ = self.__context__ = None
         return self

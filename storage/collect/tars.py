@@ -1,7 +1,7 @@
-"""WebDataset tars of others, img2dataset's among them: KEY.jpg (or another image) beside KEY.txt, KEY.json or both.
+"""Import of WebDataset tars, such as img2dataset's: KEY.jpg (or another image) with KEY.txt, KEY.json or both.
 
-The webdataset library groups the members into samples, their contents not read: of a text MAX_MEMBER bytes are read, of
-an image only where it lies.
+The webdataset library groups the members into samples without reading their contents. Of a text at most MAX_MEMBER
+bytes are read, of an image only its position.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from storage.object_store import open_object, open_store
 from storage.programs import require
 from storage.safe_json import parse_json, printable, short_repr
 
-MAX_MEMBER = 2**20  # bytes of a .txt or .json in a tar
-_END = 1024  # bytes of zeros at the end of a tar, at least
-_LIKE_IMAGES = (*IMAGE_SUFFIXES, ".tif", ".tiff", ".avif", ".heic", ".jxl", ".svg")  # of which the last are not read
+MAX_MEMBER = 2**20  # maximum bytes of a .txt or .json in a tar
+_END = 1024  # minimum bytes of zeros at the end of a tar
+_ALL_IMAGES = (*IMAGE_SUFFIXES, ".tif", ".tiff", ".avif", ".heic", ".jxl", ".svg")  # also unsupported formats
 _META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
-_Members = dict[str, tarfile.TarInfo]  # of a sample, by extension in small letters
+_Members = dict[str, tarfile.TarInfo]  # lower-case extension -> member of a sample
 
 
 class TarSet:
@@ -32,28 +32,28 @@ class TarSet:
     def __init__(self, root: str):
         require("webdataset", "importing tars")
         if "://" not in root and not Path(root).is_dir():
-            raise ValueError(f"{root} is not a folder; name one that holds tars, or s3://bucket/prefix")
+            raise ValueError(f"{root} is not a folder; name a folder of tars, or s3://bucket/prefix")
         self._store = open_store(root, write=False)
         self._tars = [info for info in self._store.list() if info.path.endswith(".tar")]
         if not self._tars:
-            raise ValueError(f"{root} holds no .tar")
+            raise ValueError(f"{root} contains no .tar file")
 
     @property
     def identity(self) -> list:
-        """What tells whether these are the same tars: their names, sizes and dates."""
+        """Names, sizes and dates of the tars, which change if a tar changes."""
         return [[info.path, info.size, info.modified] for info in self._tars]
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
-        """A row for each image, and for each sample without one; ValueError names a tar that is torn or damaged."""
+        """Yield a row for each image and for each sample without one. Raises ValueError at a torn or damaged tar."""
         numbers = itertools.count()
         for tar in self._tars:
             with open_object(self._store, tar.path) as stream:
-                for key, members in samples_of(stream, self._store.uri(tar.path)):
-                    for fields in _rows_of(tar.path, _utf8(key), members, reading, stream):
+                for key, members in group_samples(stream, self._store.uri(tar.path)):
+                    for fields in _make_rows(tar.path, _utf8(key), members, reading, stream):
                         yield CaptionRow(next(numbers), *fields)
 
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes]]:
-        """The bytes of these images, at most `limit` + 1 of each, in their order."""
+        """Yield at most `limit` + 1 bytes of each of these images, in their order."""
         for tar, images in itertools.groupby(places, key=lambda place: place.tar):
             with open_object(self._store, tar) as stream:
                 for place in images:
@@ -61,53 +61,56 @@ class TarSet:
                     yield place, stream.read(min(place.size, limit + 1))
 
 
-def samples_of(stream: BinaryIO, where: str) -> Iterator[tuple[str, _Members]]:
-    """Key and members of each sample, as webdataset groups them, their contents not read; ValueError names the tar."""
+def group_samples(stream: BinaryIO, uri: str) -> Iterator[tuple[str, _Members]]:
+    """Yield the key and the members of each sample, grouped by webdataset, without reading their contents.
+
+    Raises ValueError if the tar is compressed, torn or damaged.
+    """
     from webdataset.tariterators import group_by_keys
 
-    members = ({"fname": one.name, "data": one, "__url__": where} for one in _members(stream))
+    files = ({"fname": member.name, "data": member, "__url__": uri} for member in _read_members(stream))
     try:
-        for sample in group_by_keys(members):
-            yield sample["__key__"], {name: one for name, one in sample.items() if isinstance(one, tarfile.TarInfo)}
+        for sample in group_by_keys(files):
+            members = {name: value for name, value in sample.items() if isinstance(value, tarfile.TarInfo)}
+            yield sample["__key__"], members
     except ValueError as error:
-        raise ValueError(f"{where} cannot be read: {printable(error.args[0])}; copy or write it again") from error
+        raise ValueError(f"{uri} cannot be read: {printable(error.args[0])}; copy or write it again") from error
 
 
-def _members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The files of a tar; ValueError if it is packed, torn or damaged."""
+def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=stream, mode="r:") as members:
             while (member := members.next()) is not None:
-                members.members.clear()  # which would grow with the tar
+                members.members.clear()  # or the list would grow with the tar
                 if member.isreg() and not member.issparse() and not _META.match(member.name):
                     yield member
             end = members.offset
     except tarfile.TarError as error:
-        raise ValueError(f"it is torn, or no unpacked tar: {error}") from error
+        raise ValueError(f"it is torn, compressed or not a tar: {error}") from error
     stream.seek(end)
     blocks = iter(lambda: stream.read(1 << 20), b"")
     zeros = sum(len(block) if not any(block) else -math.inf for block in blocks)
-    if zeros < _END:  # tarfile takes a damaged header, and the end of the file, for the end of the tar
+    if zeros < _END:  # tarfile mistakes a damaged header, and the end of the file, for the end of the tar
         raise ValueError(f"it is damaged at byte {end} or ends early")
 
 
-def _rows_of(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
-    """The fields of a sample's rows, as CaptionRow has them: of its first image, else of each image that is not read.
+def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
+    """Yield the fields of CaptionRow for a sample's first image, or else for each image that cannot be read.
 
     The URL is the image's name in the tar if none is stored.
     """
     url, text, extra, fault = None, "", None, ""
     try:
-        fields = _fields_of(members, stream)
+        fields = _read_fields(members, stream)
         names = reading.columns or _recognise(fields)
         url, text = (fields.get(name) for name in names[:2])
         if not isinstance(text, str):
-            fault = "no caption" if text is None else f"{short_repr(names[1])} is {short_repr(text)}, not a text"
+            fault = "no caption" if text is None else f"{short_repr(names[1])} is {short_repr(text)}, not a string"
         extra = {name: scalar(fields.get(name), name) for name in names[2:]} or None
     except ValueError as error:
         fault = printable(error)
-    image = next((one for extension, one in members.items() if f".{extension}" in IMAGE_SUFFIXES), None)
-    unread = [_utf8(one.name) for one in members.values() if one.name.lower().endswith(_LIKE_IMAGES)]
+    image = next((member for extension, member in members.items() if f".{extension}" in IMAGE_SUFFIXES), None)
+    unread = [_utf8(member.name) for member in members.values() if member.name.lower().endswith(_ALL_IMAGES)]
 
     def row(name: str, status: str, detail: str, place: Place | None = None) -> tuple:
         address = url if isinstance(url, str) else f"{tar}/{name}"
@@ -118,13 +121,13 @@ def _rows_of(tar: str, key: str, members: _Members, reading: Reading, stream: Bi
         yield row(_utf8(image.name), status, detail, Place(tar, image.offset_data, image.size))
     elif unread:
         for name in unread:
-            yield row(name, Status.MISSING_FILE, f"{tar} has no image {key}; {name} is none that is read")
+            yield row(name, Status.MISSING_FILE, f"{tar} has no image {key}; {name} is not read as an image")
     elif not members.keys().isdisjoint(("txt", "json")):
         yield row(key, Status.MISSING_FILE, f"{tar} has no image {key}")
 
 
-def _fields_of(members: _Members, stream: BinaryIO) -> dict[str, Any]:
-    """What KEY.json says, and KEY.txt as `txt`; ValueError if one of them cannot be read."""
+def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
+    """Return the fields of KEY.json, and KEY.txt as `txt`. Raises ValueError if one of them cannot be read."""
     fields = {}
     for extension in ("json", "txt"):
         if (member := members.get(extension)) is None:
@@ -141,7 +144,7 @@ def _fields_of(members: _Members, stream: BinaryIO) -> dict[str, Any]:
 
 
 def _recognise(fields: Iterable[str]) -> tuple[str, ...]:
-    """The fields of URL and caption, "" for none, and of the licence."""
+    """Return the names of the fields with URL and caption ("" if there is none), and with the licence if any."""
     by_lower = {name.lower(): name for name in fields}
     url, caption = (
         next((by_lower[name] for name in known if name in by_lower), "") for known in (URLS, ("txt", *CAPTIONS))
@@ -150,5 +153,5 @@ def _recognise(fields: Iterable[str]) -> tuple[str, ...]:
 
 
 def _utf8(name: str) -> str:
-    """Of a member's name, which need not be UTF-8."""
+    """Escape the bytes of a member's name that are not UTF-8."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")

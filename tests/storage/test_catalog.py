@@ -97,7 +97,7 @@ def test_readers_see_the_newest_revision_and_earlier_ones_stay(catalog):
     revisions = catalog.revisions("images", "00000")
     assert [one.revision for one in revisions] == list(range(1, 12))
     assert [one.meta.get("replaces") for one in revisions] == [None, *(one.sha256 for one in revisions[:-1])]
-    (again,) = catalog.each("images", [revisions[0].name], first.table.column_names)
+    (again,) = catalog.manifests("images", [revisions[0].name], first.table.column_names)
     assert again == first
     assert catalog.shards("images") == ["00000", "00001"]
     assert all(catalog.store.get(name) == data for name, data in before.items())
@@ -162,12 +162,8 @@ CHANGED = dataclasses.replace
 @pytest.mark.parametrize(
     ("samples", "rows", "message"),
     [
-        (SAMPLES[1:], ROWS, f"where row 0 with key {SAMPLES[0].key} is due, there is sample {SAMPLES[1].key}"),
-        (
-            [*SAMPLES, seeded_sample(99)],
-            ROWS,
-            f"where no row that is ok is due, there is sample {seeded_sample(99).key}",
-        ),
+        (SAMPLES[1:], ROWS, f"row 0 with key {SAMPLES[0].key}, but got sample {SAMPLES[1].key}"),
+        ([*SAMPLES, seeded_sample(99)], ROWS, f"no further sample, but got sample {seeded_sample(99).key}"),
         (SAMPLES, [ROWS[1], ROWS[0], *ROWS[2:]], "row 0 follows row 1"),
     ],
 )
@@ -241,9 +237,9 @@ def test_invalid_manifests_are_named(local):
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
         (sealed_parquet(table, {}), "is damaged or not a manifest"),
-        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 5: use the code"),
+        (rewritten(table, {**header, "version": 1}), "is of version 1, but this code reads 5: use the code"),
         (b'{"version": 1}', "is damaged or not a manifest"),
-        (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
+        (rewritten(table, {**header, "shard_version": 2}), "is of version 2, but this code reads 1: use the code"),
     ]:
         local.store.put("captions/images/00001.parquet", wrong)
         with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:

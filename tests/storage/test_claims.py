@@ -73,8 +73,8 @@ def test_of_two_that_find_a_dead_claim_the_later_one_leaves_the_new_claim_alone(
     store.put(FIRST, b"\xff of another program")
     os.utime(tmp_path / FIRST, (time.time() - age,) * 2)
     one, other = claims_of(store), claims_of(store)
-    before, live = other._live(), other._live
-    monkeypatch.setattr(other, "_live", lambda shard="": live(shard) if shard else before)  # both saw the same
+    before, live = other._find_live(), other._find_live
+    monkeypatch.setattr(other, "_find_live", lambda shard="": live(shard) if shard else before)  # both saw the same
     assert (one.take(["00000"]), other.take(["00000"])) == ("00000", None)
     assert store.get(FIRST) == one._content
 
@@ -120,7 +120,7 @@ def test_claims_are_renewed_within_with_though_a_renewal_fails_and_not_after_a_r
         claims.take(["00000"])
         os.utime(tmp_path / FIRST, (1e9, 1e9))
         deadline = time.monotonic() + 30
-        while not claims._live()["00000"] and time.monotonic() < deadline:
+        while not claims._find_live()["00000"] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert claims_of(store).take(["00000"]) is None
         claims.release("00000")

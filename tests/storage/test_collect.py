@@ -130,8 +130,8 @@ def test_a_list_that_changed_under_committed_shards_is_an_error(demo_data: DemoD
     lines = demo_data.train_tsv.read_text().splitlines(keepends=True)
     changed = tmp_path / "changed.tsv"
     for new, what in (
-        ([*lines[:15], "another " + lines[15], *lines[16:]], "shard 00001 holds rows 10 to 20"),
-        (lines[:31], "shard 00003 holds rows 30 to 32"),
+        ([*lines[:15], "another " + lines[15], *lines[16:]], "shard 00001 has rows 10 to 20"),
+        (lines[:31], "shard 00003 has rows 30 to 32"),
     ):
         changed.write_text("".join(new))
         with pytest.raises(ValueError, match=what):
@@ -263,7 +263,7 @@ def closed_port() -> str:
         ([f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5)], "download.allowed_hosts"),
         (["a\tno", "b\taddress"], "list.tsv:1 has 'no' as its URL"),
         (["a\thttp://user:secret@127.0.0.1:9/?key=secret"], "bad_url"),
-        ([], "list.tsv holds no row"),
+        ([], "list.tsv has no readable row"),
         (None, "not_image"),
     ],
 )

@@ -154,8 +154,8 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
         ["latin of a.tar", "'utf-8' codec can't decode byte 0xe9 in position 3"],
         ["long of a.tar", ".txt has 1048577 bytes"],
         ["brace of a.tar", ".json is not JSON"],
-        ["a.tar has no image 22", "22.01.jpg is none that is read"],
-        ["a.tar has no image scan", "scan.tiff is none that is read"],
+        ["a.tar has no image 22", "22.01.jpg is not read as an image"],
+        ["a.tar has no image scan", "scan.tiff is not read as an image"],
         ["a.tar has no image link"],
     ]
     assert [(one.caption, one.image) for one in samples_in(tmp_path / "root")[1:]] == [("a caption", image_bytes(5))]
@@ -193,10 +193,10 @@ def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
 @pytest.mark.parametrize(
     ("tars", "columns", "named"),
     [
-        ({}, (), "tars holds no .tar"),
+        ({}, (), "tars contains no .tar file"),
         ({"a": tar_of(with_text("a", 0)), "b": tar_of(with_text("b", 1))[:-9000]}, (), r"b\.tar .* it is torn"),
         ({"a": without_end(tar_of(with_text("a", 0)))}, (), r"a\.tar .* ends early"),
-        ({"a": gzip.compress(tar_of(with_text("a", 0)), mtime=0)}, (), r"a\.tar .* no unpacked tar"),
+        ({"a": gzip.compress(tar_of(with_text("a", 0)), mtime=0)}, (), r"a\.tar .* compressed or not a tar"),
         ({"a": tar_of([*with_text("a", 0), *with_text("a", 0)])}, (), r"a\.tar .* a\.jpg: duplicate file name"),
         ({"a": tar_of(with_json("a", 0, "jpg"))}, ("url", "alt"), "bad_caption.* a of a.tar: no caption"),
     ],

@@ -103,9 +103,9 @@ def test_pins_skip_checkpoints_that_a_training_removes_meanwhile(local):
     ("arguments", "named"),
     [
         (["status", "ROOT/typo"], "cannot read the folder ROOT/typo: "),
-        (["verify", "ROOT", "typo"], "typo holds no committed shard"),
+        (["verify", "ROOT", "typo"], "typo has no committed shard"),
         (["verify", "ROOT"], "nothing is committed under ROOT"),
-        (["gc", "ROOT", "--grace=nan"], "--grace is nan; give hours"),
+        (["gc", "ROOT", "--grace=nan"], "--grace is nan"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path, capsys, arguments, named):
@@ -197,7 +197,7 @@ def test_verify_reports_every_fault_and_goes_on(copied):
     expected = [
         f"{unreadable} cannot be read ([Errno 5]",
         "images/00001.parquet is damaged",
-        f"{gone} is gone, and",
+        f"{gone} is gone;",
         f"{changed} is damaged",
     ]
     for fault, part in zip(faults_of(copied), expected, strict=True):
@@ -213,7 +213,7 @@ def test_a_snapshot_without_its_tars_is_a_fault(local, capsys):
     commit_again(local, 0)
     source, snapshot = faults_of(local)
     assert f"{REGIONS}/00000.parquet was made from another" in source
-    assert ".tar is gone, and" in snapshot
+    assert ".tar is gone;" in snapshot
     with pytest.raises(SystemExit) as ended:
         main(["verify", local.store.root])
     assert ended.value.code == 1
@@ -251,7 +251,7 @@ def test_gc_deletes_what_nothing_names_and_is_old(local, capsys):
     before = {info.path for info in store.list()}
     assert {info.path for _, info in find_garbage(store, 24 * HOUR)} == {str(hidden), *expected}
     main(["gc", store.root])
-    assert capsys.readouterr().out.splitlines()[-1] == "3 things, 0.0 MB to delete: run again with --delete"
+    assert capsys.readouterr().out.splitlines()[-1] == "3 files, 0.0 MB to delete: run again with --delete"
     assert ({info.path for info in store.list()}, hidden.exists()) == (before, True)
     main(["gc", store.root, "--delete"])
     assert before - {info.path for info in store.list()} == expected

@@ -117,13 +117,13 @@ BROKEN[20:60] = bytes(40)
 @pytest.mark.parametrize(
     ("name", "data", "columns", "named"),
     [
-        ("a.parquet", parquet(**columns(text=CAPTIONS)), "", "columns url, caption, text, several"),
-        ("a.parquet", parquet(picture=URLS, words=CAPTIONS), "", "picture, words, none that is known"),
+        ("a.parquet", parquet(**columns(text=CAPTIONS)), "", "columns url, caption, text, more than one"),
+        ("a.parquet", parquet(picture=URLS, words=CAPTIONS), "", "picture, words, none with a known name"),
         ("a.parquet", parquet(**columns()), "url,title", "no column 'title'; it has url, caption"),
         ("a.parquet", BROKEN, "", r"a\.parquet cannot be read"),
-        ("a.json", b"[]", "", r"a\.json holds no row"),
-        ("a.json", b'{"image_urls": ["u"], "captions": []}', "", "columns of one length.*docs/images.md"),
-        ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "1, 2, 3, 4, none .* or as the first line has them: .'a', 'b'"),
+        ("a.json", b"[]", "", r"a\.json has no readable row"),
+        ("a.json", b'{"image_urls": ["u"], "captions": []}', "", "columns of equal length.*docs/images.md"),
+        ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "1, 2, 3, 4, none .* or to names in its first line: .'a', 'b'"),
         ("a.tsv", tsv(("url", "caption", "caption"), ("a", "b", "c")), "url,caption", "'caption'; it has url, 2, 3"),
         ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9, mtime=0)[:-20], "", r"a\.tsv\.gz cannot be read"),
     ],
@@ -143,16 +143,16 @@ GOOD = OBJECTS[0]
 @pytest.mark.parametrize(
     ("name", "data", "columns", "bad", "named"),
     [
-        ("a.tsv", b"a\thttp://x/0\nno tab\nb\thttp://x/1\n", "", [1], r"a\.tsv:2: 1 columns, and 2 .*'no tab'.*remove"),
+        ("a.tsv", b"a\thttp://x/0\nno tab\nb\thttp://x/1\n", "", [1], r"a\.tsv:2: 1 columns, but 2 .*'no tab'.*remove"),
         ("a.tsv", b"a\thttp://x/0\ncaf\xe9\thttp://x/1\n", "", [1], r"a\.tsv:2: not UTF-8; convert"),
-        ("a.csv", b"url,caption\nu,c\nu,c,x\n", "", [1], r"a\.csv, row 2: 3 columns, and 2 are expected"),
-        ("a.csv", b"url,caption\nu,c\ru,c\nu,c\n", "", [0], r"a\.csv, row 1: .*write quotes and ends of lines"),
+        ("a.csv", b"url,caption\nu,c\nu,c,x\n", "", [1], r"a\.csv, row 2: 3 columns, but 2 are expected"),
+        ("a.csv", b"url,caption\nu,c\ru,c\nu,c\n", "", [0], r"a\.csv, row 1: .*correct the row's quotes"),
         ("a.csv", b'url,caption\nu,c\nu,"c\nu,c\n', "", [1], r"a\.csv, row 2: unexpected end of data"),
-        ("a.jsonl", lines(GOOD, {"url": "u", "caption": 7}, GOOD), "", [1], r"a\.jsonl:2: 'caption' is 7, not a text"),
+        ("a.jsonl", lines(GOOD, {"url": "u", "caption": 7}, GOOD), "", [1], r"a\.jsonl:2: 'caption' is 7, not a str"),
         ("a.jsonl", lines(GOOD, {**GOOD, "x": [1]}), "url,caption,x", [1], r"a\.jsonl:2: 'x' is \[1\]"),
         ("a.jsonl", lines(GOOD) + b"{\n[1]\n" + lines(GOOD), "", [1, 2], r"a\.jsonl:2: the line is not JSON"),
         ("a.json", json.dumps([GOOD, 7]).encode(), "", [1], r"a\.json, row 2: 7 is not an object"),
-        ("a.parquet", parquet(url=URLS, n=[1] * 5), "url,n", [*range(5)], r"a\.parquet, row 1: 'n' is 1, not a text"),
+        ("a.parquet", parquet(url=URLS, n=[1] * 5), "url,n", [*range(5)], r"a\.parquet, row 1: 'n' is 1, not a str"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_one_with_a_status(

@@ -123,10 +123,10 @@ def test_invalid_paths_are_refused(store, path):
         lambda path: store.put(path, b"x", if_absent=True),
         lambda path: store.get_range(path, 0, 1),
     ):
-        with pytest.raises(ValueError, match="is not a valid name of an object"):
+        with pytest.raises(ValueError, match="is not a valid object name"):
             use(path)
     if path:
-        with pytest.raises(ValueError, match="is not a valid name of an object"):
+        with pytest.raises(ValueError, match="is not a valid object name"):
             list(store.list(path))
     assert paths(store) == []
 
@@ -237,7 +237,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("root", ["gs://bucket/x", "", "s3://", "s3://bucket/../x"])
 def test_invalid_roots_are_refused(root):
-    with pytest.raises(ValueError, match="s3://bucket|names no bucket|is not a valid name"):
+    with pytest.raises(ValueError, match="s3://bucket|names no bucket|is not a valid object name"):
         open_store(root)
 
 

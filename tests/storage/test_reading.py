@@ -50,8 +50,8 @@ def test_joined_requests_are_bounded(tmp_path):
     large = [with_bytes(tiny_sample(i), os.urandom(3 << 20)) for i in range(5)]
     commit_samples(tmp_path, "captions", large)
     samples = samples_of(open_store(str(tmp_path)))
-    assert [len(places) for places in samples._neighbours([0, 1, 2, 3, 4])] == [2, 2, 1]
-    assert [len(places) for places in samples._neighbours([0, 2, 4])] == [1, 1, 1], "3 MB are no small gap"
+    assert [len(places) for places in samples._group_neighbours([0, 1, 2, 3, 4])] == [2, 2, 1]
+    assert [len(places) for places in samples._group_neighbours([0, 2, 4])] == [1, 1, 1], "3 MB are no small gap"
     assert [identity(sample) for sample in samples.samples([4, 0, 3, 1])] == [identity(large[i]) for i in (4, 0, 3, 1)]
 
 
@@ -86,9 +86,7 @@ def test_a_missing_tar_is_an_error_of_the_run(tmp_path):
     samples = samples_of(open_store(str(tmp_path)))
     (tmp_path / samples.index.tars[0]).unlink()
     for numbers in ([0, 1], [0]):
-        with pytest.raises(
-            ObjectMissing, match=r"captions/regions/.*\.tar .*start the run again, and it reads the newest"
-        ):
+        with pytest.raises(ObjectMissing, match=r"captions/regions/.*\.tar .*Start the run again"):
             samples.samples(numbers)
 
 
@@ -112,7 +110,7 @@ def test_a_read_is_repeated_while_the_server_is_away_but_not_if_it_refuses(folde
     assert identity(patient.sample(3)) == written[3]
     assert len(pauses) == 3
     assert all(0.5 <= pause <= 30 for pause in pauses)
-    assert capfd.readouterr().err == "reading waits for the storage, at most 300 s: it failed\n"
+    assert capfd.readouterr().err == "waiting for the storage, for at most 300 s: it failed\n"
     for samples, status in ((patient, 403), (impatient, None)):
         store.statuses = [status]
         with pytest.raises(StorageUnreachable):
@@ -150,7 +148,7 @@ def test_descriptors_are_kept_and_bounded(tmp_path, written):
     del samples
     assert open_tars() == 0  # a reader that is gone keeps none
     samples = samples_of(open_store(str(tmp_path)))
-    samples._most_files = 3
+    samples._max_files = 3
     for i in np.random.default_rng(0).permutation(COUNT).tolist():
         assert identity(samples.sample(i)) == written[i]
     assert open_tars() == 3

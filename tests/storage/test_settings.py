@@ -95,7 +95,7 @@ def test_a_configuration_may_lack_fields_but_not_have_others():
     values = to_json(ModelConfig())
     del values["num_heads"]
     assert from_json(ModelConfig, values, "config.json") == ModelConfig(), "a younger field has its default"
-    with pytest.raises(ValueError, match="config.json: ModelConfig has no field eyes; the file is of another version"):
+    with pytest.raises(ValueError, match="config.json: ModelConfig has no field eyes; another version"):
         from_json(ModelConfig, values | {"eyes": 2}, "config.json")
 
 

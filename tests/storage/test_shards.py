@@ -126,8 +126,8 @@ def with_member(name: str, data: bytes) -> bytes:
         (tar_of([("other.json", b"{}")]), r"sample other: there is no \.jpg member"),
         (tar_of(ONE + TWO + ONE), f"key {KEY} occurs twice, again at byte"),
         (tar_of(ONE + ONE), rf"member {KEY}\.jpg at byte \d+ occurs twice"),
-        (tar_of([("key.jpg", b"")], type=tarfile.SYMTYPE, linkname="elsewhere"), r"'key\.jpg' at byte 0 is no file"),
-        (tar_of([(LONG, b"x")], tarfile.GNU_FORMAT), "is no file"),
+        (tar_of([("key.jpg", b"")], type=tarfile.SYMTYPE, linkname="elsewhere"), r"'key\.jpg' at byte 0 is not a file"),
+        (tar_of([(LONG, b"x")], tarfile.GNU_FORMAT), "is not a file"),
         (with_member(f"{KEY}.json", b"{"), rf"sample {KEY}: the \.json member"),
     ],
 )

@@ -95,7 +95,7 @@ def test_each_url_and_hash_is_withdrawn_once(catalog):
 
 @pytest.mark.parametrize("url", ["", "http://example.org/a\nb"])
 def test_what_is_no_url_is_refused(local, url):
-    with pytest.raises(ValueError, match="is not a URL: give each as it stands in the list"):
+    with pytest.raises(ValueError, match="is not a URL: write each URL as in the caption list"):
         withdraw(local.store, ["http://example.org/good.jpg", url])
     assert not list(local.store.list())
 
@@ -166,7 +166,7 @@ def test_revisions_lose_the_samples_and_keep_the_others_byte_for_byte(local):
     for info in [*store.list("withdrawn/")]:  # taken back too late
         store.delete(info.path)
     check_read(opened(store, before[REGIONS].id), samples, gone)
-    with pytest.raises(ObjectMissing, match="start the run again, and it reads the newest revisions"):
+    with pytest.raises(ObjectMissing, match="Start the run again to read the newest revisions"):
         running.sample(0)
 
 

@@ -129,7 +129,9 @@ def test_a_checkpoint_of_another_version_is_refused_and_never_offered_for_remova
         name = f"runs/run/step-{step:07d}/state.json"
         store.put(name, json_with_digest({"version": version, "step": step, "files": {}}))
         where = store.uri(name)
-        named.append(f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}: use the code that wrote")
+        named.append(
+            f"{where} is of version {version}, but this code reads {CHECKPOINT_VERSION}: use the code that wrote"
+        )
     for read in (read_checkpoint, open_folder, read_state):
         with pytest.raises(ValueError, match=re.escape(named[1])):
             read(store, "runs/run/step-0000200")

@@ -158,7 +158,7 @@ def test_withdrawn_images_are_not_counted(tmp_path):
     assert "# captions\n\n5 images with captions" in card
     assert [row[4] for row in table(card, "stage", "shards")] == ["not recorded 4, CC BY 4.0 1"]
     assert {row[1]: row[2] for row in table(card, "stage", "status")} == {"ok": "5", "withdrawn": "1"}
-    with pytest.raises(SystemExit, match="nothing holds no committed shard"):
+    with pytest.raises(SystemExit, match="nothing has no committed shard"):
         main(["data", str(tmp_path), "nothing"])
 
 

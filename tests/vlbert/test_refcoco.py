@@ -117,7 +117,7 @@ WRONG_FILES = [
         refs(lambda refs: refs[3]["sentences"][1].update(sent_id=30)),
         r"1 ids of sentences of .*refs\(unc\).p are repeated, such as 30",
     ),
-    (content("refs(unc).p", b"(lp0\n(dp1\nS'a'\n"), r"refs\(unc\).p is no pickle, or is cut off: .*fetch it again"),
+    (content("refs(unc).p", b"(lp0\n(dp1\nS'a'\n"), r"refs\(unc\).p is not a pickle or is truncated: .*fetch it again"),
     (content("refs(unc).p", pickle.dumps([print])), r"refs\(unc\).p wants to load builtins.print"),
     (instances("annotations", bbox=[1, 2, 3, float("nan")]), INSTANCES + r"annotations\[0\]: .*is not finite"),
     (instances("annotations", id=1), "1 ids of annotations of .*instances.json are repeated, such as 1"),
