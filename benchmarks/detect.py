@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import in_turns, parser, shown, write_json
 from benchmarks.synthetic import drawn_sample
-from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class, inference_settings
+from detectors.detect import DetectorSettings, FasterRCNNDetector, inference_settings, network_class
 from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
 from storage.sample import Regions, Sample
