@@ -37,7 +37,7 @@ class TrainingStep:
         with autocast(self.recipe, self.world):
             return self.model(batch)
 
-    def samples_after(self, batch: Batch) -> None:
+    def take(self, batch: Batch) -> None:
         """A step over a batch of the device."""
         total(self.losses(batch)).backward()
         self.update()

@@ -145,7 +145,7 @@ def train_steps(run: Run) -> dict[str, float]:
             averages.add(found, taken=why is None)
             if run.log:
                 run.log.step(done)
-            if skipping.in_a_row >= recipe.max_skipped:
+            if skipping.in_a_row >= recipe.most_skipped:
                 raise too_many_skipped(run, skipping.in_a_row, done, why)
             validated = between_steps(run, done, found.stop_requested, stop, skipping, averages)
             metrics = metrics if validated is None else validated

@@ -14,7 +14,7 @@ class RunSettings:
     steps: int = 250_000  # optimizer steps in all
     random_init: bool = False  # start from random weights; a run without a start is refused unless this is true
     spike: float | None = 5.0  # skip a step whose loss is so many times the mean of the last 100; None: never
-    max_skipped: int = 10  # abort after this many consecutive skipped steps
+    most_skipped: int = 10  # abort after this many consecutive skipped steps
     log_every: int = 20  # steps between progress lines
     # What gets each line of metrics.jsonl, beside that file: tensorboard, or MODULE:FUNCTION of your own
     # (docs/trackers.md); empty: nothing

@@ -223,7 +223,7 @@ def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_end
 def test_the_buffers_of_the_first_process_are_shared_before_each_validation(images, tmp_path, monkeypatch):
     order, sent = [], []
     share = distributed.broadcast_buffers
-    monkeypatch.setattr(distributed, "share_buffers", lambda *given: order.append("shared"))
+    monkeypatch.setattr(distributed, "broadcast_buffers", lambda *given: order.append("shared"))
     monkeypatch.setattr("detectors.train.validate", lambda *given: order.append("validated") or validate(*given))
     train(tiny_recipe(images, tmp_path, steps=2, validate_every=1), ALONE)
     assert order == ["shared", "validated"] * 2

@@ -51,12 +51,12 @@ time.sleep(600)
 # Stands for a run: notes each SIGTERM in a file, and ends with none.
 RUN = """
 import os, signal, sys, time
-from flows.engine import end_with
+from flows.engine import exit_with_parent
 def ended(*_):
     with open(sys.argv[1], "a") as file:
         file.write("SIGTERM ")
 signal.signal(signal.SIGTERM, ended)
-end_with(os.getppid())
+exit_with_parent(os.getppid())
 open(sys.argv[1], "a").close()
 while True:
     time.sleep(0.1)

@@ -95,7 +95,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> 
 
 def test_an_evaluation_that_was_stopped_goes_on_and_writes_the_same(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
-    monkeypatch.setattr(Retrieval, "evaluated_at_once", 2)
+    monkeypatch.setattr(Retrieval, "evaluation_batch_size", 2)
     evaluated(folder, tmp_path / "whole")
     out = tmp_path / "out"
     with monkeypatch.context() as interrupted:
@@ -119,7 +119,7 @@ def test_an_evaluation_that_was_stopped_goes_on_and_writes_the_same(folder, tmp_
 )
 def test_blocks_of_other_settings_and_files_are_not_taken(folder, tmp_path, monkeypatch, change: Callable):
     monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
-    monkeypatch.setattr(Retrieval, "evaluated_at_once", 3)
+    monkeypatch.setattr(Retrieval, "evaluation_batch_size", 3)
     shutil.copytree(folder, tmp_path / "copy")
     with monkeypatch.context() as interrupted:
         count_calls(interrupted, stop_at=1)
@@ -132,7 +132,7 @@ def test_blocks_of_other_settings_and_files_are_not_taken(folder, tmp_path, monk
 
 def test_a_damaged_block_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
-    monkeypatch.setattr(Retrieval, "evaluated_at_once", 3)
+    monkeypatch.setattr(Retrieval, "evaluation_batch_size", 3)
     count_calls(monkeypatch, stop_at=1)
     with pytest.raises(KeyboardInterrupt):
         evaluated(folder, tmp_path / "out")

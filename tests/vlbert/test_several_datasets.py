@@ -89,7 +89,7 @@ def sized(weights: dict[int, float], batch: int, every: int) -> TrainingData:
     """Datasets of which nothing is read: number of examples -> weight."""
     datasets = [TrainingDataset(None, Examples(np.arange(n)), weight=weight) for n, weight in weights.items()]
     config = DataConfig(batch=batch, new_shards_every=every)
-    return TrainingData(datasets, SimpleNamespace(neighbours=0), config, TINY_MODEL.regions, ALONE)
+    return TrainingData(datasets, SimpleNamespace(lookahead=0), config, TINY_MODEL.regions, ALONE)
 
 
 @given(

@@ -61,8 +61,8 @@ class Options:
 
     def __post_init__(self):
         if not (self.serve or self.asked):
-            raise ValueError("--among needs a text" if self.subset else "an image is missing")
-        if len(self.asked) > (most := 1 if self.subset else 2):
+            raise ValueError("--among needs a text" if self.among else "an image is missing")
+        if len(self.asked) > (most := 1 if self.among else 2):
             raise ValueError(f"{self.asked[most]!r} is one too many; --among takes a text alone, in quotes")
 
 
@@ -113,7 +113,7 @@ def rank(options: Options, fields: Sequence[str]) -> None:
     captions = read_lines(options.captions, "--captions") if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _changes(options, fields))
     asked = options.asked[0]
-    found = ranker.images(options.subset, asked) if options.subset else ranker.captions(asked, captions)
+    found = ranker.images(options.among, asked) if options.among else ranker.captions(asked, captions)
     for name, probability in found:
         print(f"  {probability:.3f}  {name}")
 
@@ -132,7 +132,7 @@ def serve_page(options: Options, fields: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """`vlbert predict`: what is no option is a field of the checkpoint's recipe, as --task.folder=vqa."""
     options, fields = parse_known(Options, arguments, "vlbert predict", description=__doc__)
-    run = serve_page if options.serve else rank if options.subset or options.captions else predict_and_draw
+    run = serve_page if options.serve else rank if options.among or options.captions else predict_and_draw
     with warnings.catch_warnings():
         # The manual of `warnings` allows it.
         warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)  # ty: ignore[invalid-assignment]
