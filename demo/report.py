@@ -27,7 +27,7 @@ from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
 from storage.sample import Sample
 from training import distributed
-from training.curves import Lines, draw
+from training.curves import Lines, draw_panels
 from training.log import read_metrics
 from vlbert.evaluation.results_page import draw_answer, render
 from vlbert.tasks import task_of
@@ -79,7 +79,7 @@ def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines
         "steps": log["pretrain"]["validation"][-1]["step"],
         "scenes": held_out_scenes(store, f"regions/{pipeline.pretrained.detector}"),
         "most_boxes": MOST_BOXES,
-        "curves": {title: draw({"": lines}, width=4.6) for title, lines in curves_of(shown, log).items()},
+        "curves": {title: draw_panels({"": lines}, width=4.6) for title, lines in curves_of(shown, log).items()},
         "tasks": [
             {
                 "name": name,

@@ -13,7 +13,7 @@ from storage.object_store import open_store
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
 from storage.settings import as_arguments, named_fields, override_values
-from training.curves import curves
+from training.curves import draw_curves
 from training.log import PROGRESS_LINES, last_metrics, progress_line, read_heartbeat
 
 Log = Callable[[str], object]
@@ -180,7 +180,7 @@ def show_training(stage: str, root: str, run: str, log: Log, training: Callable[
         if beat is not None and beat["losses"] is not None:
             progress += f": {progress_line(beat)}"
             say(f"{run}: {progress}")
-        image = curves(store, run)
+        image = draw_curves(store, run)
         return escaped(progress) + (f"\n\n![curves]({image})" if image else "")
 
     def result() -> str:

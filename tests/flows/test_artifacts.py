@@ -23,7 +23,7 @@ from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import StorageUnreachable, open_store
-from training.curves import curves, draw, lines_of
+from training.curves import draw_curves, draw_panels, select_lines
 
 IMAGES = "images"
 
@@ -72,24 +72,24 @@ def texts(image: str) -> set[str]:
 
 def test_curves_show_losses_and_accuracies_with_their_last_values(tmp_path: Path):
     store = open_store(str(tmp_path))
-    assert curves(store, "r") is None
+    assert draw_curves(store, "r") is None
     lines = [{"kind": "training", "step": step, "loss_words": 1 / step, "data_wait": 0.5} for step in range(1, 21)]
     lines[-1]["learning_rate"] = 0.0002
     lines.append({"kind": "validation", "step": 20, "words_accuracy": 0.5, "accuracy/yes/no": 1.0, "seconds": 3.0})
     lines[-1]["sbu/words_accuracy"] = 0.25
     store.put("runs/r/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-    shown = texts(curves(store, "r"))
+    shown = texts(draw_curves(store, "r"))
     assert {"r: training loss", "loss_words 0.050", "r: validation", "words_accuracy 0.500"} <= shown
     assert {"r: learning rate", "learning_rate 0.0002", "r: validation, sbu", "words_accuracy 0.250"} <= shown
     assert not [text for text in shown if "data_wait" in text or "seconds" in text or "yes/no" in text]
-    assert curves(store, "r") == curves(store, "r"), "no date, no random ids"
+    assert draw_curves(store, "r") == draw_curves(store, "r"), "no date, no random ids"
 
 
 def test_a_line_of_a_chart_is_thinned_and_passes_over_rows_without_the_value():
     rows = [{"step": step, "loss": step} | ({"odd": 1.0} if step % 2 else {}) for step in range(6000)]
-    lines = lines_of(rows, "loss", "odd")
+    lines = select_lines(rows, "loss", "odd")
     assert [len(points) for points in lines.values()] == [6000, 3000]
-    assert len(base64.b64decode(draw({"x": lines}).partition(",")[2])) < 30_000
+    assert len(base64.b64decode(draw_panels({"x": lines}).partition(",")[2])) < 30_000
 
 
 # --- an artifact that grows -------------------------------------------------------------------------------------------
