@@ -20,7 +20,7 @@ from detectors.ground_truth import read_ground_truth
 from detectors.recipes import detector_demo
 from detectors.validate import validate
 from detectors.weights.files import load_weights, read_config
-from flows.settings import make_recipe_of
+from flows.settings import resolve_recipe
 from storage.catalog import Catalog
 from storage.collect.statuses import Status
 from storage.manifests import OK
@@ -84,7 +84,7 @@ def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines
             {
                 "name": name,
                 "about": task,
-                "paper": task_of(make_recipe_of(task.recipe, "", ()).task).paper,
+                "paper": task_of(resolve_recipe(task.recipe, "", ()).task).paper,
                 "count": len(predictions[run_of(name, "with")]),
                 "examples": examples(store, pipeline, name, predictions),
             }

@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
 
-from flows.artifacts import Artifact, reporting, table_of_counts
+from flows.artifacts import Artifact, log_errors, make_counts_table
 from flows.torchrun import Trained, show_training
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
@@ -50,7 +50,7 @@ def cells(table: str) -> list[list[str]]:
 def test_a_table_counts_every_status_and_shows_text_of_the_web_as_plain_words(tmp_path: Path):
     hostile = "[x](javascript:alert(1)) | <b>`\\` http://a.example/_x_\n" + "y" * 300
     rows = [("http_404", hostile), ("http_404", hostile), ("timeout", "")]
-    table = table_of_counts(catalog_of(tmp_path, rows, [("http_404", hostile)]), IMAGES)
+    table = make_counts_table(catalog_of(tmp_path, rows, [("http_404", hostile)]), IMAGES)
     assert table.startswith("4 rows in 2 shards of ")
     assert cells(table)[1:] == [[r"http\_404", "3"], ["timeout", "1"]]
     (first,) = (line for line in table.splitlines() if line.startswith("- "))
@@ -98,7 +98,7 @@ def test_a_line_of_a_chart_is_thinned_and_passes_over_rows_without_the_value():
 def test_an_artifact_changes_at_most_each_fiftieth_of_the_time_that_has_passed(monkeypatch: pytest.MonkeyPatch):
     clock, shown = SimpleNamespace(), []
     monkeypatch.setattr("flows.artifacts.time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr("flows.artifacts.reporting", contextlib.suppress)
+    monkeypatch.setattr("flows.artifacts.log_errors", contextlib.suppress)
     monkeypatch.setattr("flows.artifacts.MarkdownArtifact", Mock())
     monkeypatch.setattr("flows.artifacts.get_client", MagicMock())
     clock.now = 0.0
@@ -123,7 +123,7 @@ def test_a_run_shows_one_artifact_and_no_server_or_storage_that_is_away_fails_it
         artifact.id = uuid.uuid4()  # of no artifact: the server refuses
         artifact.show(lambda: "three", now=True)
         for end in (KeyboardInterrupt(), SystemExit(1), TerminationSignal(signal.SIGTERM)):
-            with pytest.raises(type(end)), reporting():
+            with pytest.raises(type(end)), log_errors():
                 raise end
 
     flow(name="showing")(work)()

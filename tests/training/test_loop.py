@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_waits_for_nothing():
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=40)
     assert ended.returncode == -signal.SIGINT
-    assert ended.stderr.count("Ctrl-C again ends at once") == 1
+    assert ended.stderr.count("Ctrl-C again exits at once") == 1
 
 
 RANK = """

@@ -203,7 +203,7 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
                 os.kill(pid, signal.SIGTERM)
 
     processes = Processes(count=2, threads=1)
-    with pytest.raises(TrainingStopped, match="did not fail, it was told to stop .*resumes from") as stopped:
+    with pytest.raises(TrainingStopped, match="it was stopped by SIGTERM .*resumes from") as stopped:
         trained_by_a_flow(root, "signalled", stop, processes, steps=2000)
     assert stopped.value.__cause__.returncode == TOLD_TO_STOP, "of torchrun, too"
     place = str(stopped.value).rpartition(" ")[2]
@@ -233,7 +233,7 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("ending", "raised", "words"),
     [
-        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "told to stop .*after step 5 of 9"),
+        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "by SIGTERM .*after step 5 of 9"),
         (("vlbert train r: out of memory", 1), ChildFailed, r"  \| vlbert train r: out of memory"),
     ],
 )
