@@ -22,11 +22,11 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
         _check_sources(dataset)
     names = [dataset.name for dataset in datasets]
     _check_unique("datasets", names)
-    _check_unique("runs", [settings.made.run for settings in (pretraining, *finetunings)])
+    _check_unique("runs", [settings.resolved_recipe.run for settings in (pretraining, *finetunings)])
     _check_pretraining(pretraining)
     keeping = {dataset.name for dataset in datasets if dataset.detector.keep_features}
     for name in (*pretraining.datasets, *pretraining.held_out):
-        _check_dataset("pretraining.datasets", name, names, keeping, pretraining.made)
+        _check_dataset("pretraining.datasets", name, names, keeping, pretraining.resolved_recipe)
     for number, settings in enumerate(finetunings):
         setting = f"finetunings[{number}]"
         check_overrides(settings.overrides, finetune.SETTINGS)
@@ -57,7 +57,7 @@ def _check_pretraining(settings: PretrainSettings) -> None:
     _check_exists("pretraining.vocabulary_captions", *settings.vocabulary_captions)
     _check_exists("pretraining.vocabulary", settings.vocabulary)
     check_overrides(settings.overrides, pretrain.SETTINGS)
-    if not isinstance(settings.made.task, PretrainingSettings):
+    if not isinstance(settings.resolved_recipe.task, PretrainingSettings):
         raise ValueError(f"pretraining.recipe {settings.recipe} is not a pre-training recipe; name one of pretrain_*")
 
 

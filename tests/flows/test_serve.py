@@ -41,7 +41,7 @@ def test_a_taken_port_and_a_missing_file_are_refused_before_anything_starts(tmp_
         port = str(other.getsockname()[1])
         found = serve("--port", port, "--deployments", str(PROJECT / "prefect.yaml"), folder=tmp_path)
     assert found.returncode == 1
-    assert f"port {port} is taken; give another, make serve PORT=..." in found.stderr
+    assert f"port {port} is in use; choose another one with make serve PORT=..." in found.stderr
     assert not (tmp_path / ".prefect").exists()
 
 
