@@ -96,7 +96,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
 
 
 def measure_stages(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]") -> tuple[dict, dict]:
-    """Return, by stage, the seconds over all pipeline runs, and the memory of the largest process in bytes.
+    """Return, by stage, the total seconds of all pipeline runs, and the memory of the largest process in bytes.
 
     Later runs skip what earlier ones did. The memory of the download stage is unknown.
     """

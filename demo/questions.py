@@ -136,11 +136,9 @@ def make_item(rng: np.random.Generator, objects: Sequence[Appearance], first: in
     The right answer's colour is in no rationale. So the words alone exclude none of the four answers and, given the
     right answer, none of the four rationales.
     """
-    colours = objects[first].colour, objects[second].colour
-    answers = [[[first], "is", colour, "."] for colour in _four_colours(rng, colours[0], without=())]
-    rationales = [
-        ["because", [second], "is", colour, "."] for colour in _four_colours(rng, colours[1], without=colours[:1])
-    ]
+    answer, other = objects[first].colour, objects[second].colour
+    answers = [[[first], "is", colour, "."] for colour in _four_colours(rng, answer, without=())]
+    rationales = [["because", [second], "is", colour, "."] for colour in _four_colours(rng, other, without=(answer,))]
     orders = [rng.permutation(CHOICES).tolist() for _ in range(2)]
     answers, rationales = (
         [choices[i] for i in order] for choices, order in zip((answers, rationales), orders, strict=True)

@@ -56,11 +56,9 @@ def evaluate_detector(data: DemoData, weights: Path) -> dict[str, Any]:
 
 
 def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines: "Sequence[PipelineResult]") -> Path:
-    """Write ROOT/report.html, and return its path.
+    """Write ROOT/report.html, and return its path. `detector` is the result of evaluate_detector.
 
-    Args:
-        detector: Result of evaluate_detector.
-        pipelines: One result per seed. The first is shown in full, the others only with their numbers.
+    `pipelines` has one result per seed. The first is shown in full, the others only with their numbers.
     """
     store, pipeline, runs = open_store(str(root), write=False), pipelines[0], runs_by_role(pipelines[0])
     seeds = [collect_numbers(each) for each in pipelines]

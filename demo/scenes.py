@@ -94,8 +94,7 @@ def make_caption_scene(rng: np.random.Generator, number: int) -> Scene:
 def draw_task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
     """Draw `number` different appearances, each of which shares its colour or shape with another.
 
-    All follow the same distribution, and the target is chosen afterwards. So without the expression, all objects are
-    equally likely targets.
+    The target is chosen afterwards, so that without the expression all objects are equally likely targets.
     """
     while True:
         colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: 2 + number // 5]]
@@ -130,8 +129,7 @@ def outline(shape: str) -> list[tuple[float, float]]:
 def rasterise(obj: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
     """Rasterise an object into a patch of P x P pixels.
 
-    Returns:
-        The patch's left and top pixel, and float32 [P, P] in 0..1 of the object's coverage and of its dark rim.
+    Returns the patch's left and top pixel, and float32 [P, P] in 0..1 of the object's coverage and of its dark rim.
     """
     size = obj.radius * SHAPE_SCALE[obj.appearance.shape]
     patch = 2 * math.ceil(size + 2) + 1
@@ -178,8 +176,7 @@ def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list
         blend(canvas, left + 2, top + 3, np.asarray(shadow, np.float32) / 255 * 0.35, np.zeros(3, np.float32))
         blend(canvas, left, top, alpha, paint(rng, obj, rim))
         mask = np.zeros(canvas.shape[:2], bool)
-        # `arrange` keeps all pixels of an object inside the image. Only shadows and the empty margins of the patch can
-        # cross the edge.
+        # `arrange` keeps objects inside the image: only shadows and empty margins of the patch can cross the edge.
         rows, columns, part = clip_patch(canvas.shape, left, top, alpha)
         mask[rows, columns] = part >= 0.5
         visible = [pixels & ~mask for pixels in visible] + [mask]

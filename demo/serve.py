@@ -98,10 +98,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class DemoServer(http.server.ThreadingHTTPServer):
     """Context manager: serve the images of the demo data in `folder` on 127.0.0.1, in a thread.
 
-    Raises ValueError if the port is in use.
-
-    Args:
-        port: None: the port in the lists of URLs; 0: any free port.
+    `port` None is the port in the URLs, and 0 is any free port. Raises ValueError if the port is in use.
     """
 
     request_queue_size = 256  # a downloader opens many connections at once

@@ -31,18 +31,13 @@ RETRIEVAL_FILE = "dataset_demo.json"
 
 @dataclass(frozen=True)
 class TaskImage:
-    """An image of the tasks.
-
-    Attributes:
-        annotations: Its annotations in the COCO file, in the order of the scene's objects.
-        expressions: Expressions of RefCOCO+, by the number of the object.
-    """
+    """An image of the tasks."""
 
     number: int
     split: str
     scene: Scene
-    annotations: list[dict]
-    expressions: dict[int, str]
+    annotations: list[dict]  # of the COCO file, in the order of the scene's objects
+    expressions: dict[int, str]  # of RefCOCO+, by the number of the object
 
     @property
     def file_name(self) -> str:

@@ -75,7 +75,7 @@ def runs_by_role(pipeline: "PipelineResult") -> dict[str, str]:
 
 
 def collect_numbers(pipeline: "PipelineResult") -> dict[str, float]:
-    """Return the grounding gap, the metric of each fine-tuning (by task and start), and chance (by task).
+    """Return the grounding gap, the metric of each fine-tuning by task and start, and the chance level by task.
 
     The grounding gap is the accuracy at colour and shape words, minus the accuracy with another image.
     """

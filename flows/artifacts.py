@@ -35,8 +35,7 @@ def stage_logger() -> logging.LoggerAdapter:
 class Artifact:
     """An artifact of this flow run, created by the first `show` and updated by later ones.
 
-    The server stores an event with the whole content for each update. The limits on updates allow about 350 in two
-    days.
+    For each update, the server stores an event with the whole content. About 350 updates are allowed in two days.
     """
 
     def __init__(self, stage: str, name: str):

@@ -79,10 +79,9 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease named by the run's state, if due. Return the lease and the time of its renewal.
+    """Renew the lease named by the run's state for a day, if due. Return the lease and the time of its renewal.
 
-    Args:
-        renewed: The last returned value; (None, 0.0) at first.
+    `renewed` is the last returned value, at first (None, 0.0).
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None

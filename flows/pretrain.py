@@ -32,11 +32,9 @@ def pretrain(
     log: Log = print,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Pre-train on the regions of `detector`. Call it from the main thread only.
+    """Pre-train on the regions of `detector` (None: the only one that exists). Call it from the main thread only.
 
-    Args:
-        work: Folder of this machine for the tokenised corpus.
-        detector: Id of the detector; None: the only one whose regions exist.
+    The tokenised corpus is written to `work`, a folder of this machine.
     """
     check_overrides(settings.overrides, SETTINGS)
     corpus, vocabulary = None, settings.vocabulary

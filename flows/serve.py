@@ -35,9 +35,7 @@ _POLL = 0.5  # seconds between two checks of server and worker
 def serving(
     home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: run the server and a worker, with the deployments of a file.
-
-    This process and its children use that server.
+    """Context manager: run a server, used by this process and its children, a worker, and the deployments of a file.
 
     Args:
         home: Folder for the database and the logs.
@@ -89,8 +87,7 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
         "PREFECT_UI_API_URL": "/api",
         "PREFECT_WORKER_QUERY_SECONDS": str(query_seconds),
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
-        # Concurrency leases survive a restart of the server. Waiting runs ask once a minute, because each request is
-        # stored.
+        # Leases survive a restart of the server. Waiting runs ask only once a minute, because requests are stored.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "60",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_EVENT_RETENTION_OVERRIDES": json.dumps(

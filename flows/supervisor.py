@@ -201,7 +201,6 @@ def _supervise(command: list[str], grace: float) -> None:
 
 
 def _exec_child(command: list[str], prctl: Callable) -> None:
-    """Replace the forked process by `command`."""
     try:
         os.setsid()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

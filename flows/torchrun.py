@@ -57,11 +57,7 @@ def train(
     log: Log,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Train or resume the run of these settings, unless it is complete. `log` and `watch` are those of `torchrun`.
-
-    Args:
-        fields: Fields to set in the recipe, by dotted name.
-    """
+    """Train or resume the run of these settings, with `fields` of the recipe set, unless it is complete."""
     started = time.monotonic()
     from vlbert.resume import find_complete  # here, because it imports torch, which other stages do not need
 
@@ -166,8 +162,7 @@ def torchrun(
 def show_training(stage: str, root: str, run: str, log: Log, training: Callable[[Watch], Trained]) -> Trained:
     """Run `training` and return its result. Show progress and curves in the flow UI meanwhile, and metrics at the end.
 
-    Args:
-        training: Called with a function that updates the shown progress.
+    `training` is called with a function that updates the shown progress.
     """
     artifact = Artifact(stage, run)
 

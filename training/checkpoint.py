@@ -237,10 +237,8 @@ def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
     try:
         return load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        fix = hint(folder.store, folder.path)
-        raise ValueError(
-            f"{folder.uri_of(name)} is truncated or not a safetensors file ({printable(error)}); {fix}"
-        ) from error
+        uri, fix = folder.uri_of(name), hint(folder.store, folder.path)
+        raise ValueError(f"{uri} is truncated or not a safetensors file ({printable(error)}); {fix}") from error
 
 
 def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -33,7 +33,7 @@ def draw_curves(store: ObjectStore, run: str) -> str | None:
 
 
 def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
-    """Select the metrics whose names contain one of `words` from rows of metrics.jsonl.
+    """Select metrics with one of `words` in their names from rows of metrics.jsonl.
 
     Names with a slash (a/b) are skipped: they belong to parts of a split.
     """
@@ -42,12 +42,7 @@ def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
 
 
 def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
-    """Draw titled panels below one another as an SVG in a data: URI. Legends show the last value of each line.
-
-    Args:
-        panels: Lines of each panel, by its title.
-        width: Width of the figure in inches.
-    """
+    """Draw panels (title -> lines) as an SVG in a data: URI, `width` inches wide. Legends show last values."""
     require("matplotlib", "drawing curves", "attention")
     from matplotlib import rc_context  # here, because the import takes half a second
     from matplotlib.figure import Figure

@@ -44,10 +44,8 @@ class SharedFault(ValueError):
 def start(limit: timedelta = TIME_LIMIT) -> World:
     """Join the process group described by torchrun's environment variables, if there is one, and return the World.
 
-    The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends.
-
-    Args:
-        limit: How long ranks wait for one another.
+    The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends. `limit` is how long
+    ranks wait for one another.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         _end_with_parent()
@@ -62,20 +60,14 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when torchrun ends.
-
-    A killed torchrun cannot end its ranks. They would continue to train alongside the ranks of a restart.
-    """
+    """Have the kernel kill this rank if torchrun is killed, so that it does not train alongside a restart's ranks."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != _PARENT:  # torchrun has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def peer_failure(error: BaseException) -> str | None:
-    """Return the message of a failed collective (another rank ended or hangs); None for any other error.
-
-    The message is the first line, without the source file that gloo prefixes.
-    """
+    """Return the message of a failed collective (another rank ended or hangs), without gloo's source file, or None."""
     from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
     return line if from_gloo or isinstance(error, dist.DistError) else None

@@ -30,17 +30,11 @@ _HEARTBEAT_SECONDS = 10.0  # minimum time between heartbeats with the same state
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A sample that could not be read or decoded. Its slot in the batch has weight 0.
+    """A sample that could not be read or decoded. Its slot in the batch has weight 0."""
 
-    Attributes:
-        step: Optimizer step of the batch, from 1; 0 in a validation.
-        key: The sample's key; None if the key could not be read.
-        reason: What is wrong, with the sample's key, or else its file and offset.
-    """
-
-    step: int
-    key: str | None
-    reason: str
+    step: int  # optimizer step of the batch, from 1; 0 in a validation
+    key: str | None  # None if the key could not be read
+    reason: str  # with the sample's key or, without a key, its file and offset
 
 
 class JsonLines:
@@ -194,10 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log unreadable samples (the fields of `Unreadable`), and print the first new one.
-
-        Returns their total number over the run's training steps.
-        """
+        """Log unreadable samples, print the first new one, and return the total number over the training steps."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:

@@ -29,28 +29,18 @@ from training.stopping import Stop, Stopped
 
 @dataclass(eq=False, kw_only=True)
 class Run(ABC):
-    """A training run. Subclasses define its forward pass, validation and checkpoint.
+    """A training run. Subclasses define its forward pass, validation and checkpoint."""
 
-    Attributes:
-        recipe: RunSettings with an `optimizer`.
-        model: The model to train; with several ranks, the loop wraps it in DistributedDataParallel.
-        step: Number of optimizer steps done so far.
-        loop_state: State of the loop in the checkpoint that the run resumes from; None in a new run.
-        log: The log on rank 0, opened before the first step; None on other ranks.
-        metadata: Further fields of the heartbeat, beside the run's progress.
-        unreadable: Unreadable samples of this rank since the last log line.
-    """
-
-    recipe: Any
+    recipe: Any  # RunSettings with an `optimizer`
     world: World
-    model: nn.Module
+    model: nn.Module  # with several ranks, the loop wraps it in DistributedDataParallel
     optimizer: torch.optim.Optimizer
     writer: Writer
-    step: int = 0
-    loop_state: Mapping[str, Any] | None = None
-    log: RunLog | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    unreadable: list[Unreadable] = field(default_factory=list)
+    step: int = 0  # number of optimizer steps done so far
+    loop_state: Mapping[str, Any] | None = None  # from the checkpoint that the run resumes from; None in a new run
+    log: RunLog | None = None  # on rank 0, opened before the first step; None on other ranks
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # additional fields of the heartbeat
+    unreadable: list[Unreadable] = field(default_factory=list)  # samples of this rank since the last log line
 
     loss_weights: ClassVar[Mapping[str, float]] = {}  # by name of the loss; 1 for all others
 
@@ -90,7 +80,7 @@ class Run(ABC):
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         """Queue the checkpoint after `done` steps (training/checkpoint.py). Called on rank 0 only.
 
-        `validation` holds the metrics of a validation after the same step, or is empty.
+        `validation` holds the metrics of a validation after the same step; it is empty if there was none.
         """
 
     @property
@@ -196,11 +186,7 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run the forward and backward passes of a step.
-
-    Returns:
-        The losses of the last part, and for each part the tensor of `sum_losses`.
-    """
+    """Run the forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         syncs = world.size == 1 or number == len(parts) - 1  # ranks exchange gradients after the last part

@@ -69,10 +69,7 @@ class Step:
     def of(
         cls, losses: Losses, parts: Sequence[Tensor], norm: Tensor, weights: Mapping[str, float], world: World
     ) -> "Step":
-        """Build the Step from `parts`, the results of `sum_losses`, and from the losses of the last part.
-
-        Waits for the device, once a step.
-        """
+        """Build the Step from the losses of the last part and `sum_losses` of all parts. Waits for the device."""
         names = [(LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items()]
         *numbers, norm = torch.cat([*parts, norm.detach().double().reshape(1)]).tolist()
         rows = np.reshape(numbers, (len(parts), -1))

@@ -34,9 +34,7 @@ def run_program(
 ) -> None:
     """Run `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun. Errors are printed as one line.
 
-    Args:
-        program: Name of the program in help and errors, such as `vlbert train`.
-        check_complete: Raises ValueError if a required field of the recipe is missing.
+    `program` is its name in messages. `check_complete` raises ValueError if the recipe lacks a required field.
     """
     recipe_name, given = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"

@@ -57,10 +57,8 @@ class LiveNorms:
         self._saved: list[Tensor] = []
 
     def save(self) -> None:
-        """Save a copy of the statistics."""
         self._saved = [buffer.clone() for buffer in self._buffers]
 
     def restore(self) -> None:
-        """Restore the statistics of the last `save`."""
         for buffer, saved in zip(self._buffers, self._saved, strict=True):
             buffer.copy_(saved)

@@ -9,22 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class TrackedRun:
-    """The run that a tracker records.
+    """The run that a tracker records."""
 
-    Attributes:
-        name: Name of the run; a resumed run keeps it.
-        step: Step from which the run resumes; 0 in a new run. Rows of later steps that an earlier process wrote are
-            repeated.
-        steps: Total number of steps.
-        folder: Folder of the run's files on this machine; it may not exist yet.
-        settings: The recipe as nested dicts of plain values.
-    """
-
-    name: str
-    step: int
-    steps: int
-    folder: Path
-    settings: Mapping[str, Any]
+    name: str  # a resumed run keeps its name
+    step: int  # the run resumes from this step and repeats rows of later steps; 0 in a new run
+    steps: int  # total number of steps
+    folder: Path  # folder of the run's files on this machine; it may not exist yet
+    settings: Mapping[str, Any]  # the recipe as nested dicts of plain values
 
 
 # Makes the tracker of a run, on rank 0. A tracker has `log(row)`, called with each line of metrics.jsonl, and
