@@ -1,5 +1,5 @@
-# `make demo` and `make test` need Python 3.11 or newer and make; they set up .venv by themselves, once: with uv where that
-# is on PATH (UV= goes without it), else with pip.
+# `make demo` and `make test` need Python 3.11 or newer and make. The first one creates .venv, with uv if it is on PATH
+# (UV= turns it off), otherwise with pip.
 PYTHON ?= python3
 UV ?= $(shell command -v uv 2> /dev/null)
 VENV := .venv
@@ -14,46 +14,46 @@ export DO_NOT_TRACK := 1
 
 .PHONY: demo demo-full compare ui serve test test-all lint format docs clean
 
-demo: $(VENV)/installed  ## draws images, serves them, runs the whole pipeline on them: 5 to 7 minutes on 2 cores
+demo: $(VENV)/installed  ## draw and serve images, and run the whole pipeline on them: 5 to 7 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root
-demo-full: $(VENV)/installed  ## also trains the detector, adds VCR and takes three seeds: 30 minutes at most
+demo-full: $(VENV)/installed  ## the demo with detector training, VCR and three seeds: 30 minutes at most
 	$(BIN)/python -m demo full --root "$(ROOT)" --seed $(SEED)
 
 compare: ROOT = compare-root
-compare: $(VENV)/installed  ## compares VL-BERT, Unicoder-VL and ViLBERT, three seeds each: 40 minutes at most
+compare: $(VENV)/installed  ## compare VL-BERT, Unicoder-VL and ViLBERT with three seeds each: 40 minutes at most
 	$(BIN)/python -m demo compare --root "$(ROOT)" --seed $(SEED)
 
-ui: $(VENV)/installed  ## the flow UI over a finished demo, and a worker: its deployments can be run again
+ui: $(VENV)/installed  ## start the flow UI and a worker on a finished demo, to run its deployments again
 	$(BIN)/python -m vlbert serve --deployments "$(ROOT)/prefect.yaml" --home "$(ROOT)/prefect" --port $(PORT)
 
-serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of prefect.yaml
+serve: $(VENV)/installed  ## start Prefect's server and a worker with the deployments of prefect.yaml
 	$(BIN)/python -m vlbert serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))
 
-test: $(VENV)/installed lint  ## 4 minutes on 2 cores
+test: $(VENV)/installed lint  ## run the quick tests: 4 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-test-all: $(VENV)/installed lint  ## also the slow tests: an hour
+test-all: $(VENV)/installed lint  ## run the quick and slow tests: an hour
 	$(BIN)/python -m pytest -m "not far"
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed  ## check format, lint and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ty check
 
-format: $(VENV)/installed
+format: $(VENV)/installed  ## format, and fix lint
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
 
-docs: $(VENV)/installed  ## the pages of docs/ as a site, in site/
+docs: $(VENV)/installed  ## build docs/ as a website in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-clean:  ## what the demo made; the virtual environment stays
+clean:  ## remove the demo's files; .venv is kept
 	@if [ -f "$(ROOT)/data/demo.json" ]; then rm -rf "$(ROOT)"; \
-	elif [ -e "$(ROOT)" ]; then echo "$(ROOT) has no data/demo.json, so no demo made it: not removed" >&2; exit 1; fi
+	elif [ -e "$(ROOT)" ]; then echo "$(ROOT) has no data/demo.json, so it is not a demo's folder; not removed" >&2; exit 1; fi
 
-# Installed once; again when what is to be installed changes, or where an installation broke off: touch comes last.
+# Installed again if the requirements change or an installation was interrupted: touch comes last.
 $(VENV)/installed: pyproject.toml constraints.txt
 ifneq ($(UV),)
 	$(UV) venv --quiet --seed --allow-existing --python "$$(command -v $(PYTHON))" $(VENV)

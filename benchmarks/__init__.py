@@ -1,1 +1,1 @@
-"""What the project costs, measured on its real parts; one program a bar."""
+"""Benchmarks of the project's real parts, one program per subject."""

@@ -1,12 +1,12 @@
-"""What downloading costs: CPU-ms an image, memory, and the seconds that hanging and dripping servers take.
+"""Measure the cost of downloading: CPU-ms per image, memory, and the delay caused by hanging and dripping servers.
 
     python -m benchmarks.download [--images 4000 --rounds 3 --rows 5000 --json FILE]
 
-A server of its own process answers on loopback addresses, each of which is a host to the downloader. First good images
-alone (500 x 375 pixels, about 50 kB, no two the same), then rows of which some name servers that never answer or that
-send a byte at a time, then rows of one host alone, which takes 0.1 s for each and never answers one in fifty.
-`vlbert collect` downloads, checks, hashes and commits them to a local folder, in a process of its own: its CPU time
-and memory are measured, its children's included, the server's not.
+A server in a separate process responds on loopback addresses, each of which is a host to the downloader. There are
+three cases: good images only (500 x 375 pixels, about 50 kB, all different); rows of which some name servers that never
+respond or that send one byte at a time; and rows of a single host that takes 0.1 s per request and never responds to
+one in fifty. The code of `vlbert collect` downloads, checks, hashes and commits the images to a local folder in another
+process. CPU time and memory of that process are measured, with its children and without the server.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.measure import machine, parser, write_json
+from benchmarks.measure import describe_machine, make_parser, write_json
 from storage.collect.download import DownloadSettings
 from storage.collect.plan import CollectSettings
 from storage.collect.run import collect
@@ -33,25 +33,25 @@ IN_FLIGHT = 64
 GOOD_HOSTS = [f"127.0.0.{number}" for number in range(2, 52)]
 HANGING_HOSTS = [f"127.0.1.{number}" for number in range(1, 41)]
 DRIPPING_HOSTS = [f"127.0.2.{number}" for number in range(1, 11)]
-ONE_HOST, ONE_HOST_SECONDS, ONE_HOST_HANGS = "127.0.4.1", 0.1, 50  # that takes so long; one in so many never comes
+ONE_HOST, ONE_HOST_SECONDS, ONE_HOST_HANGS = "127.0.4.1", 0.1, 50  # one in ONE_HOST_HANGS requests hangs
 HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, ONE_HOST)
 ROBOTS_TXT = b"User-agent: *\nDisallow: /wp-admin/\nAllow: /wp-admin/admin-ajax.php\nDisallow: /*?s=\n"
-DRIP_SECONDS = 0.2  # between two bytes
+DRIP_SECONDS = 0.2  # time between two bytes
 BARS = {"CPU-ms an image": 3.0, "peak RSS, MB": 600.0, "seconds": 60.0}
 
 
 class Server:
-    """The loopback server in a process of its own; a context manager."""
+    """Context manager: run the loopback server in a separate process."""
 
     def __enter__(self) -> "Server":
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        parent_end, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end,), daemon=True)
         self._process.start()
-        if not here.poll(120):
+        if not parent_end.poll(120):
             raise TimeoutError("the server did not start within 120 s")
-        self.port, self.image_bytes = here.recv()
-        self._pipe = here
+        self.port, self.image_bytes = parent_end.recv()
+        self._pipe = parent_end
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,17 +60,17 @@ class Server:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All of them as an allow-list names them."""
+        """All hosts with their port, for an allow-list."""
         return tuple(f"{host}:{self.port}" for host in HOSTS)
 
 
 def _serve(pipe: Connection) -> None:
-    # No ordinary limit of open files is enough for every connection of a few thousand rows.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    from benchmarks.synthetic import drawn_jpeg  # here, so that the process that is measured is without torch
+    # The usual limit on open files is too low for the connections of a few thousand rows.
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    from benchmarks.synthetic import make_jpeg  # here, so that the measured process does not import torch
 
-    images = [drawn_jpeg(500, 375, number) for number in range(24)]
+    images = [make_jpeg(500, 375, number) for number in range(24)]
     mean = statistics.mean(map(len, images))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ def _serve(pipe: Connection) -> None:
                 if host == ONE_HOST:
                     await asyncio.sleep(ONE_HOST_SECONDS if number % ONE_HOST_HANGS else 3600)
                 image = images[number % len(images)]
-                # A comment behind the start marker, so that no two are the same.
+                # A JPEG comment after the start marker makes every image different.
                 image = image[:2] + b"\xff\xfe\x00\x0a%08d" % number + image[2:]
                 head = b"HTTP/1.1 200 OK\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(image)
                 if host in DRIPPING_HOSTS:
@@ -110,15 +110,15 @@ def _serve(pipe: Connection) -> None:
         for host in HOSTS:
             await asyncio.start_server(answer, host, port, backlog=512)
         pipe.send((port, mean))
-        await asyncio.get_running_loop().run_in_executor(None, pipe.poll, None)  # until the benchmark is gone
+        await asyncio.get_running_loop().run_in_executor(None, pipe.poll, None)  # until the benchmark ends
 
     asyncio.run(serve())
 
 
-def rows(
+def make_rows(
     server: Server, images: int, bad_hosts: Sequence[str] = (), bad: int = 0, hosts: Sequence[str] = GOOD_HOSTS
 ) -> list[str]:
-    """Lines of a caption list: `images` of these hosts and `bad` of each bad server among them."""
+    """Make a shuffled caption list with `images` rows of `hosts` and `bad` rows of each bad host."""
     lines = [
         f"image {number}\thttp://{hosts[number % len(hosts)]}:{server.port}/{number}.jpg" for number in range(images)
     ]
@@ -129,30 +129,30 @@ def rows(
     return lines
 
 
-def measured(server: Server, lines: Sequence[str], settings: DownloadSettings) -> dict:
-    """Collect the list in a process of its own; seconds, CPU-seconds, peak RSS in MB, rows by status."""
+def measure_collection(server: Server, lines: Sequence[str], settings: DownloadSettings) -> dict:
+    """Collect the list in a new process. Return seconds, CPU-seconds, peak RSS in MB, and the rows by status."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
+    parent_end, child_end = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="download-") as folder:
         captions = Path(folder, "list.tsv")
         captions.write_text("".join(f"{line}\n" for line in lines))
-        process = context.Process(target=_collect, args=(there, folder, str(captions), settings))
+        process = context.Process(target=_collect, args=(child_end, folder, str(captions), settings))
         process.start()
-        there.close()
+        child_end.close()
         try:
-            return here.recv()
+            return parent_end.recv()
         except EOFError:
-            raise RuntimeError("the collecting process ended early; its error stands above") from None
+            raise RuntimeError("the collecting process ended early; see its error above") from None
         finally:
             process.join()
 
 
 def _collect(pipe: Connection, folder: str, captions: str, settings: DownloadSettings) -> None:
     dataset = CollectSettings("captions", captions=captions, download=settings)
-    before, begin = _cpu_seconds(), time.perf_counter()
+    before, start = _cpu_seconds(), time.perf_counter()
     collected = collect(str(Path(folder, "root")), dataset, lambda line: None)
     facts = {
-        "seconds": time.perf_counter() - begin,
+        "seconds": time.perf_counter() - start,
         "cpu_seconds": _cpu_seconds() - before,
         "cpu_seconds_of_imports": before,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -166,15 +166,15 @@ def _cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in times)
 
 
-def check(what: str, value: float, bar: str) -> bool:
-    """Print one measure beside its bar; whether it holds."""
+def check(title: str, value: float, bar: str) -> bool:
+    """Print a value beside its bar, and return True if it passes."""
     passed = value <= BARS[bar]
-    print(f"{what:<58}{value:>10.2f}{BARS[bar]:>8.0f}  {'pass' if passed else 'FAIL'}", flush=True)
+    print(f"{title:<58}{value:>10.2f}{BARS[bar]:>8.0f}  {'pass' if passed else 'FAIL'}", flush=True)
     return passed
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print all; the exit status."""
+    """Measure all cases, print the report, and return the exit status."""
     report = {"images": options.images, "in_flight": IN_FLIGHT, "bars": BARS}
     passed = []
     with Server() as server:
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{'':<58}{'measured':>10}{'bar':>8}")
         report["good"] = []
         for number in range(options.rounds):
-            facts = measured(server, rows(server, options.images), settings)
+            facts = measure_collection(server, make_rows(server, options.images), settings)
             report["good"].append(facts)
             if facts["statuses"] != {"ok": options.images}:
                 raise RuntimeError(f"not all images were stored: {facts['statuses']}")
@@ -194,30 +194,31 @@ def run(options: argparse.Namespace) -> int:
             passed.append(check(f"round {number + 1}: peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
         report["hostile"] = {}
         slow = (*HANGING_HOSTS, *DRIPPING_HOSTS)
-        what = f"{options.rows} rows, {len(HANGING_HOSTS)} hanging and {len(DRIPPING_HOSTS)} dripping servers"
-        cases = {f"{what}, {bad} each": rows(server, options.rows - bad * len(slow), slow, bad) for bad in (1, 20)}
-        what = f"{options.rows} rows of one host, which takes {ONE_HOST_SECONDS} s or, one in {ONE_HOST_HANGS}, hangs"
-        cases[what] = rows(server, options.rows, hosts=[ONE_HOST])
-        for what, lines in cases.items() if options.rows else ():
-            # As a user has it who sets nothing.
-            facts = measured(server, lines, DownloadSettings(allowed_hosts=server.hosts))
-            report["hostile"][what] = facts
-            passed.append(check(what, facts["seconds"], "seconds"))
+        case = f"{options.rows} rows, {len(HANGING_HOSTS)} hanging and {len(DRIPPING_HOSTS)} dripping servers"
+        cases = {f"{case}, {bad} each": make_rows(server, options.rows - bad * len(slow), slow, bad) for bad in (1, 20)}
+        case = f"{options.rows} rows of one host, which takes {ONE_HOST_SECONDS} s or, one in {ONE_HOST_HANGS}, hangs"
+        cases[case] = make_rows(server, options.rows, hosts=[ONE_HOST])
+        for case, lines in cases.items() if options.rows else ():
+            # With default settings, except for the allowed hosts.
+            facts = measure_collection(server, lines, DownloadSettings(allowed_hosts=server.hosts))
+            report["hostile"][case] = facts
+            passed.append(check(case, facts["seconds"], "seconds"))
             print(f"    {', '.join(f'{count} {status}' for status, count in facts['statuses'].items())}")
             passed.append(check("    peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
-    report["machine"] = machine()  # last: it loads torch, and a process begins with the peak RSS of the one before it
+    # Last, because it imports torch, and a new process starts with the peak RSS of its parent.
+    report["machine"] = describe_machine()
     report["passed"] = all(passed)
-    print(f"\n{'all bars hold' if all(passed) else 'a bar does not hold'}")
+    print(f"\n{'all bars are met' if all(passed) else 'FAIL: a bar is not met'}")
     write_json(options.json, report)
     return 0 if all(passed) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command = parser("download", __doc__)
-    command.add_argument("--images", type=int, default=4000, help="good images (%(default)s)")
-    command.add_argument("--rounds", type=int, default=3, help="times that they are downloaded (%(default)s)")
+    command = make_parser("download", __doc__)
+    command.add_argument("--images", type=int, default=4000, help="number of good images (%(default)s)")
+    command.add_argument("--rounds", type=int, default=3, help="times to download the good images (%(default)s)")
     command.add_argument(
-        "--rows", type=int, default=5000, help="rows with bad servers among them; 0: none (%(default)s)"
+        "--rows", type=int, default=5000, help="rows of each case with bad servers; 0: skip them (%(default)s)"
     )
     options = command.parse_args(arguments)
     try:

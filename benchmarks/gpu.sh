@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Everything that is to be known of a GPU, in at most ten minutes; what they do not reach is left out, last things first:
+# Run all benchmarks of a GPU, in at most ten minutes. The most important ones come first; the rest is skipped if late:
 #
-#     bash benchmarks/gpu.sh            from the repository's root; results in $OUT, else in benchmarks/results/
+#     bash benchmarks/gpu.sh            from the repository's root; results go to $OUT, by default benchmarks/results/
 #
-# It needs torch >= 2.11, torchvision, transformers, numpy, pyarrow, msgpack and pillow, and nothing else. Each section has
-# a time limit; one that fails does not stop the others, and the summary at the end says which did. SECTIONS="base losses"
-# runs these alone; DEVICE=cpu GPU_SH_TINY=1 runs it in small, anywhere.
+# It needs only torch >= 2.11, torchvision, transformers, numpy, pyarrow, msgpack and pillow. Each section has a time
+# limit. If one fails, the others still run, and the summary at the end lists the failures. SECTIONS="base losses" runs
+# only these two; DEVICE=cpu GPU_SH_TINY=1 runs everything at tiny sizes on any machine.
 set -u
 cd "$(dirname "$0")/.."
 DEVICE=${DEVICE:-cuda}
 TINY=${GPU_SH_TINY:-}
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results/$(date +%F)-gpu}
-BUDGET=${BUDGET:-590} # seconds in all
+BUDGET=${BUDGET:-590} # total seconds
 mkdir -p "$OUT"
-# A detector's id holds the version of the package vlbert, which this tree may not be installed as.
+# A detector's id contains the version of the package vlbert, which may not be installed.
 METADATA=$(mktemp -d)
 trap 'rm -rf "$METADATA"' EXIT
 mkdir "$METADATA/vlbert.dist-info"
@@ -24,13 +24,13 @@ export PYTHONPATH=$METADATA${PYTHONPATH:+:$PYTHONPATH}
 SUMMARY=$OUT/summary.txt
 : > "$SUMMARY"
 
-# section NAME SECONDS COMMAND...: its output in NAME.txt, one line of the summary.
+# section NAME SECONDS COMMAND...: run a command with its output in NAME.txt, and add a line to the summary.
 section() {
     local name=$1 limit=$2 left=$((BUDGET - SECONDS)) start=$SECONDS status
     shift 2
     [[ -n ${SECTIONS:-} && " $SECTIONS " != *" $name "* ]] && return 0
     if ((left < 10)); then
-        echo "$name: left out, the time is over" | tee -a "$SUMMARY"
+        echo "$name: skipped, no time left" | tee -a "$SUMMARY"
         return 1
     fi
     echo "== $name"
@@ -39,13 +39,13 @@ section() {
     cat "$OUT/$name.txt"
     case $status in
         0) echo "$name: done in $((SECONDS - start)) s" ;;
-        124 | 137) echo "$name: failed, it took longer than $limit s" ;;
+        124 | 137) echo "$name: failed, exceeded $limit s" ;;
         *) echo "$name: failed with status $status: $(tail -n 1 "$OUT/$name.txt")" ;;
     esac | tee -a "$SUMMARY"
     return $status
 }
 
-# step NAME SECONDS RECIPE PAIRS ARGUMENTS...: one table, and its JSON.
+# step NAME SECONDS RECIPE PAIRS ARGUMENTS...: measure a training step, with its table and JSON.
 step() {
     local name=$1 limit=$2 recipe=$3 pairs=$4
     shift 4
@@ -80,7 +80,7 @@ section check 80 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --check -
 
 step base 130 pretrain_vlbert "$PAIRS" --workers "$WORKERS" ||
     step base-half 90 pretrain_vlbert "$HALF" --workers "$WORKERS"
-# The same step rehearsed: its table with what the card took beside it.
+# A rehearsal of the same step, with the measured times beside the predicted ones.
 CARD=$(grep -oiE 'h100|h200|a100|l40s|rtx 4090' "$OUT/facts.txt" | head -n 1 | tr -d ' ' | tr '[:upper:]' '[:lower:]')
 section predicted 60 "$PYTHON" -m benchmarks.rehearsal --device "${CARD:-h100}" --pairs "$PAIRS" \
     --measured "$OUT/base.json" --json "$OUT/predicted.json" "${SMALL[@]:4}"
@@ -93,12 +93,12 @@ step unicoder-vl 60 pretrain_unicoder_vl "$PAIRS" --precision bf16,fp32 --no-pla
 step vilbert 60 pretrain_vilbert "$PAIRS" --precision bf16,fp32 --no-plain
 step base-activation-checkpointing 90 pretrain_vlbert "$PAIRS" --no-plain --activation_checkpointing
 
-# The tests that are skipped where there is no GPU. Their conftest.py wants packages that need not be here.
+# The tests that need a GPU. Their conftest.py is not used, because it needs packages that may be missing here.
 if "$PYTHON" -c "import hypothesis, pytest" 2> "$OUT/tests.txt"; then
     section tests 60 "$PYTHON" -m pytest --noconftest -o addopts= -p no:cacheprovider -q -rs -k "a_gpu_" \
         tests/detectors/test_faster_rcnn.py tests/detectors/test_resnet.py tests/vlbert/test_train_step.py
 else
-    echo "tests: left out, pytest and hypothesis are not both installed" | tee -a "$SUMMARY"
+    echo "tests: skipped, pytest or hypothesis is not installed" | tee -a "$SUMMARY"
 fi
 
 section detect 90 "$PYTHON" -m benchmarks.detect "${DETECT[@]}" --json "$OUT/detect.json"

@@ -1,10 +1,10 @@
-"""How fast the data path is: reading, decoding and masking, order, index, text; beside webdataset's own reader.
+"""Measure the speed of the data path: reading, decoding, masking, order, index and text, and of webdataset's reader.
 
     python -m benchmarks.loader [--samples 4000 --rounds 5] [--json FILE]
 
-Shards are drawn and committed as the stages commit them: JPEGs of 500 x 375 pixels, 36 regions with the distribution
-over 1,600 classes that a detector leaves. Contenders read them in turns, from the page cache, on one thread. Speeds are
-per CPU-second, so that other work on the machine counts little. The exit status is 1 where a bar is not met.
+Shards are generated and committed as by the stages: JPEGs of 500 x 375 pixels, and 36 regions with a distribution over
+1,600 classes. Contenders read them in turns, from the page cache, on one thread. Speeds are per CPU-second, so that
+other load on the machine has little effect. The exit status is 1 if a bar is not met.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import pyarrow as pa
 import torch
 import webdataset
 
-from benchmarks.measure import in_turns, machine, parser, shown, timed, write_json
-from benchmarks.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
+from benchmarks.measure import describe_machine, format_table, make_parser, measure_call, run_in_turns, write_json
+from benchmarks.synthetic import DETECTOR, commit_samples, make_sample, make_vocabulary
 from storage.catalog import Catalog
 from storage.manifests import Header
 from storage.object_store import ObjectStore, open_store
@@ -46,13 +46,13 @@ STAGE = f"regions/{DETECTOR}"
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table; bar: at least so much (at_least) or at most. None: only reported."""
+    """A line of the table."""
 
     what: str
     value: float
     unit: str
-    bar: float | None = None
-    at_least: bool = True
+    bar: float | None = None  # None: only reported
+    at_least: bool = True  # True: the bar is a minimum; False: a maximum
 
     @property
     def verdict(self) -> str:
@@ -62,24 +62,24 @@ class Line:
         return f"{'pass' if met else 'FAIL'}, {'at least' if self.at_least else 'at most'} {self.bar:g}"
 
 
-def committed(root: str, samples: int, per_shard: int) -> ShardSamples:
-    """So many drawn samples in shards of `per_shard`, opened for reading."""
+def commit_shards(root: str, samples: int, per_shard: int) -> ShardSamples:
+    """Commit generated samples in shards of `per_shard`, and open them for reading."""
     for shard, start in enumerate(range(0, samples, per_shard)):
         numbers = range(start, min(start + per_shard, samples))
-        part = [drawn_sample(number, None, (500, 375), 36) for number in numbers]
+        part = [make_sample(number, None, (500, 375), 36) for number in numbers]
         commit_samples(root, "captions", part, start, shard)
     catalog = Catalog(open_store(root), "captions")
     return ShardSamples(open_store(root), catalog.pinned(STAGE, catalog.pin(STAGE).id))
 
 
-def rates(contenders: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
-    """By name, how many of what it returns each does in a CPU-second: the median of its turns."""
-    found = in_turns(contenders, rounds)
-    return {name: statistics.median(spent.result / spent.cpu for spent in turns) for name, turns in found.items()}
+def measure_rates(contenders: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
+    """Return the median rate of each contender: its result, a count, per CPU-second."""
+    timings = run_in_turns(contenders, rounds)
+    return {name: statistics.median(timing.result / timing.cpu for timing in turns) for name, turns in timings.items()}
 
 
-def read_speed(samples: ShardSamples, rounds: int) -> list[Line]:
-    """Random reads through the index beside webdataset's reader, which reads from the first sample to the last."""
+def measure_reads(samples: ShardSamples, rounds: int) -> list[Line]:
+    """Measure random reads through the index, and sequential reads with webdataset."""
     tars = [str(samples.store.local_path(tar)) for tar in samples.index.tars]
     index, epochs = samples.index, itertools.count()
 
@@ -88,26 +88,26 @@ def read_speed(samples: ShardSamples, rounds: int) -> list[Line]:
 
     def ours() -> int:
         for number in order():
-            where = int(index.shard[number]), int(index.offset[number]), int(index.length[number])
-            data = samples.read(*where)
+            location = int(index.shard[number]), int(index.offset[number]), int(index.length[number])
+            data = samples.read(*location)
             assert len([data[start:end] for start, end in span_members(data)[1].values()]) == 3
         return len(samples)
 
     def theirs() -> int:
         return sum(len(members) == 3 + 3 for members in webdataset.WebDataset(tars, shardshuffle=False))
 
-    found = rates({"ours": ours, "theirs": theirs}, rounds)
+    rates = measure_rates({"ours": ours, "theirs": theirs}, rounds)
     return [
-        Line("members, indexed random reads", found["ours"], "samples/CPU-s"),
-        Line("members, webdataset in sequence", found["theirs"], "samples/CPU-s"),
-        Line("  ratio", found["ours"] / found["theirs"], "x", 3),
+        Line("members, indexed random reads", rates["ours"], "samples/CPU-s"),
+        Line("members, webdataset in sequence", rates["theirs"], "samples/CPU-s"),
+        Line("  ratio", rates["ours"] / rates["theirs"], "x", 3),
     ]
 
 
-def full_speed(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
-    """Read, decode, resize, mask."""
+def measure_examples(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
+    """Measure the making of examples: read, decode, resize, mask."""
     torch.set_num_threads(1)  # as in a loading worker
-    task = Pretraining(PretrainingSettings(), made_up_vocabulary(), samples.sample(0).regions.num_classes)
+    task = Pretraining(PretrainingSettings(), make_vocabulary(), samples.sample(0).regions.num_classes)
     regions, starts = RegionConfig(), itertools.count(0, count)
 
     def examples() -> int:
@@ -118,24 +118,24 @@ def full_speed(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
             task.example(sample, prepare_image(sample, regions, flip=False), None, rng)
         return count
 
-    found = rates({"examples": examples}, rounds)
-    return [Line("read, decode, resize to 600/1000, mask", found["examples"], "images/s/core", 200)]
+    rates = measure_rates({"examples": examples}, rounds)
+    return [Line("read, decode, resize to 600/1000, mask", rates["examples"], "images/s/core", 200)]
 
 
-def order_speed(n: int, rounds: int) -> list[Line]:
-    """The order of a whole epoch, and of the batch at a random place of a random epoch, on the wall's clock."""
-    whole = in_turns({"order": lambda: shuffled(np.arange(n), 0, CAPTIONS, 3, n)}, rounds)["order"]
+def measure_order(n: int, rounds: int) -> list[Line]:
+    """Measure the wall time for the order of an epoch, and for a seek to a batch at a random position and epoch."""
+    whole = run_in_turns({"order": lambda: shuffled(np.arange(n), 0, CAPTIONS, 3, n)}, rounds)["order"]
     starts = np.random.default_rng(0).integers(0, 40 * n, 200).tolist()
-    seeks = [timed(lambda: [*draw_samples([SnapshotSpan(0, 0, n, "")], start, 256, 0, 1)]) for start in starts]  # noqa: B023
-    seconds, seek = (statistics.median(spent.wall for spent in turns) for turns in (whole, seeks))
+    seeks = [measure_call(lambda: [*draw_samples([SnapshotSpan(0, 0, n, "")], start, 256, 0, 1)]) for start in starts]  # noqa: B023
+    seconds, seek = (statistics.median(timing.wall for timing in timings) for timings in (whole, seeks))
     return [
         Line(f"order of {n:,} samples", seconds, "s", 1, False),
         Line("seek to a batch of 256", 1000 * seek, "ms", 5, False),
     ]
 
 
-def pin_made_up(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
-    """Pin a snapshot of n samples that are not there; its id."""
+def pin_synthetic_snapshot(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
+    """Pin a snapshot of n samples that do not exist, and return its id."""
 
     def shards() -> Sequence[tuple[Header, pa.Table]]:
         for shard, start in enumerate(range(0, n, per_shard)):
@@ -165,29 +165,29 @@ def pin_made_up(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
     return snapshot.id
 
 
-def memory() -> float:
-    """MB of this process, its share of what it shares with others."""
+def used_memory() -> float:
+    """Return the memory of this process in MB, with its proportional share of shared pages (PSS)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
 
 
-def index_memory(root: str, snapshot: str, answers: multiprocessing.SimpleQueue) -> None:
-    """In a process of its own: by how many MB it grows when it reads the index."""
+def measure_index_growth(root: str, snapshot: str, answers: multiprocessing.SimpleQueue) -> None:
+    """Put the number of samples and the growth in MB of this new process when it reads the index into `answers`."""
     tempfile.tempdir = root  # for the file of the index
     catalog = Catalog(open_store(root), "made-up")
-    catalog.shards(STAGE)  # what is imported on the way
-    before = memory()
+    catalog.shards(STAGE)  # imports the modules that are needed, before memory is measured
+    before = used_memory()
     index = catalog.pinned(STAGE, snapshot)
     pa.default_memory_pool().release_unused()
-    answers.put((len(index), memory() - before))
+    answers.put((len(index), used_memory() - before))
 
 
-def index_size(n: int) -> list[Line]:
+def measure_index(n: int) -> list[Line]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as root:
         answers = context.SimpleQueue()
-        arguments = root, pin_made_up(open_store(root), n), answers
-        process = context.Process(target=index_memory, args=arguments)
+        arguments = root, pin_synthetic_snapshot(open_store(root), n), answers
+        process = context.Process(target=measure_index_growth, args=arguments)
         process.start()
         length, grown = answers.get()
         process.join()
@@ -195,9 +195,9 @@ def index_size(n: int) -> list[Line]:
     return [Line(f"index of {n:,} samples, growth of its reader", grown, "MB", 64, False)]
 
 
-def text_speed(folder: Path, tokens: int, rounds: int) -> list[Line]:
-    """Batches of 256 passages of 64 tokens, found and read as a training does."""
-    rng, vocabulary = np.random.default_rng(0), made_up_vocabulary()
+def measure_text(folder: Path, tokens: int, rounds: int) -> list[Line]:
+    """Measure the reading of text batches as in training: 256 passages of 64 tokens."""
+    rng, vocabulary = np.random.default_rng(0), make_vocabulary()
     metadata = encode_corpus(["a"], vocabulary, folder)
     lengths = rng.integers(5, 36, tokens // 20)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -214,36 +214,36 @@ def text_speed(folder: Path, tokens: int, rounds: int) -> list[Line]:
             count += corpus.passages(np.array(lines), 64).size
         return count
 
-    speed = rates({"read": read}, rounds)["read"]
+    speed = measure_rates({"read": read}, rounds)["read"]
     return [Line("text corpus, order and batches of 256 x 64", speed / 1e6, "M tokens/CPU-s", 50)]
 
 
-def measured(options: argparse.Namespace) -> list[Line]:
+def measure_all(options: argparse.Namespace) -> list[Line]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        samples = committed(f"{folder}/root", options.samples, options.per_shard)
-        lines = read_speed(samples, options.rounds)
-        lines += full_speed(samples, options.images, options.rounds)
-        lines += order_speed(options.index, options.rounds)
-        lines += index_size(options.index)
-        return lines + text_speed(Path(folder) / "text", options.tokens, options.rounds)
+        samples = commit_shards(f"{folder}/root", options.samples, options.per_shard)
+        lines = measure_reads(samples, options.rounds)
+        lines += measure_examples(samples, options.images, options.rounds)
+        lines += measure_order(options.index, options.rounds)
+        lines += measure_index(options.index)
+        return lines + measure_text(Path(folder) / "text", options.tokens, options.rounds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command = parser("loader", __doc__)
-    command.add_argument("--samples", type=int, default=4000, help="drawn samples (%(default)s)")
-    command.add_argument("--per-shard", type=int, default=2000, help="samples a shard (%(default)s)")
-    command.add_argument("--images", type=int, default=320, help="images of a round of the full path (%(default)s)")
+    command = make_parser("loader", __doc__)
+    command.add_argument("--samples", type=int, default=4000, help="generated samples (%(default)s)")
+    command.add_argument("--per-shard", type=int, default=2000, help="samples per shard (%(default)s)")
+    command.add_argument("--images", type=int, default=320, help="images per round of the full path (%(default)s)")
     command.add_argument("--index", type=int, default=3_300_000, help="samples of order and index (%(default)s)")
     command.add_argument("--tokens", type=int, default=50_000_000, help="tokens of the text corpus (%(default)s)")
     command.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
-    command.add_argument("--folder", type=Path, help="where shards are written meanwhile; else the temporary folder")
+    command.add_argument("--folder", type=Path, help="folder for temporary shards; else the system's temporary folder")
     options = command.parse_args(arguments)
     warnings.filterwarnings("ignore", module="webdataset")
-    lines = measured(options)
+    lines = measure_all(options)
     head = ["what", "measured", "", "wanted"]
-    print(shown([head, *([line.what, f"{line.value:,.4g}", line.unit, line.verdict] for line in lines)]))
+    print(format_table([head, *([line.what, f"{line.value:,.4g}", line.unit, line.verdict] for line in lines)]))
     figures = [asdict(line) | {"value": float(f"{line.value:.5g}"), "verdict": line.verdict} for line in lines]
-    write_json(options.json, {"machine": machine(), "lines": figures})
+    write_json(options.json, {"machine": describe_machine(), "lines": figures})
     sys.exit(int(any(line.verdict.startswith("FAIL") for line in lines)))
 
 

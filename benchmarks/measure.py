@@ -1,6 +1,6 @@
-"""What all benchmarks share: turns and their times, tables, the machine, the command line and figures as JSON.
+"""Functions that all benchmarks share: timing in turns, tables, machine, command line and JSON reports.
 
-torch is imported where it is needed: some of what is measured is the memory of processes without it.
+torch is imported only in functions that need it, because some benchmarks measure the memory of processes without it.
 """
 
 import argparse
@@ -23,43 +23,43 @@ Table = list[list[str]]
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What some work took: seconds of the wall's clock and of this process's CPU; `result` is what it returned."""
+class Timing:
+    """Duration and result of a call."""
 
-    wall: float
-    cpu: float
+    wall: float  # seconds of wall time
+    cpu: float  # CPU-seconds of this process
     result: Any
 
 
 def synchronise(device: "torch.device | str") -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until the GPU, if the device is one, has finished its queued work."""
     if str(device).startswith("cuda"):
         import torch
 
         torch.cuda.synchronize()
 
 
-def timed(work: Callable[[], object], device: "torch.device | str" = "cpu") -> Spent:
+def measure_call(call: Callable[[], object], device: "torch.device | str" = "cpu") -> Timing:
     synchronise(device)
     wall, cpu = time.perf_counter(), time.process_time()
-    result = work()
+    result = call()
     synchronise(device)
-    return Spent(time.perf_counter() - wall, time.process_time() - cpu, result)
+    return Timing(time.perf_counter() - wall, time.process_time() - cpu, result)
 
 
-def in_turns(
+def run_in_turns(
     contenders: Mapping[str, Callable[[], object]], rounds: int, device: "torch.device | str" = "cpu"
-) -> dict[str, list[Spent]]:
-    """By name, one Spent a round: what others do to the machine, they do to all contenders."""
-    found: dict[str, list[Spent]] = {name: [] for name in contenders}
+) -> dict[str, list[Timing]]:
+    """Return one Timing per round for each contender. They take turns, so that other load affects all of them."""
+    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, work in contenders.items():
-            found[name].append(timed(work, device))
-    return found
+        for name, call in contenders.items():
+            timings[name].append(measure_call(call, device))
+    return timings
 
 
-def machine(device: "torch.device | str" = "cpu") -> dict[str, Any]:
-    """Where it was measured, and with what."""
+def describe_machine(device: "torch.device | str" = "cpu") -> dict[str, Any]:
+    """Return CPU, cores, threads, GPU, version of torch, and date."""
     import torch
 
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -74,24 +74,24 @@ def machine(device: "torch.device | str" = "cpu") -> dict[str, Any]:
     }
 
 
-def shown(table: Table) -> str:
-    """The table for a terminal; its first row is the head."""
+def format_table(table: Table) -> str:
+    """Format a table for a terminal. Its first row is the header."""
     return "\n".join(aligned(table[0], table[1:]))
 
 
-def parser(program: str, description: str) -> argparse.ArgumentParser:
-    """For `python -m benchmarks.PROGRAM`, with the option that all have."""
-    made = argparse.ArgumentParser(
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Make the argument parser of `python -m benchmarks.PROGRAM`, with the common option --json."""
+    parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--json", type=Path, metavar="FILE", help="write every number there, too")
-    return made
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    return parser
 
 
 def write_json(file: Path | None, report: Mapping[str, Any] | Sequence[Any]) -> None:
-    """If a file was asked for."""
+    """Write the report to `file`, unless it is None."""
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(report, indent=1) + "\n")

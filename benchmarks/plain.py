@@ -1,10 +1,10 @@
-"""Pre-training as a straightforward program computes it, in plain fp32: the baseline of benchmarks/train_step.py, and
-the oracle that the fast path is held against (tests/vlbert/test_train_step.py).
+"""Compute pre-training in a straightforward way, in plain fp32.
 
-It knows the model's configuration and the names of its weights, and shares no code with it: channels first;
-convolution, normalisation and ReLU apart; all images padded to one tensor; the rows of text and regions padded, and
-the encoder run over the padding; both heads at every position, with a label or not; attention written out; an optimizer
-that goes from parameter to parameter. Shape letters are those of vlbert/data/batch.py.
+This is the baseline of benchmarks/train_step.py, and the reference for tests of the fast path
+(tests/vlbert/test_train_step.py). It uses the model's configuration and the names of its weights, but shares no code
+with it: channels first; separate convolution, normalisation and ReLU; all images padded to one tensor; text and regions
+padded, and the encoder run over the padding; both heads at every position, labelled or not; explicit attention; an
+optimizer that updates one parameter after the other. Shape letters are those of vlbert/data/batch.py.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Example
 from vlbert.tasks.base import TaskModel
 
-LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as the model itself gives them
+LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as returned by the model
 
-NO_LABEL = -100  # as a target
+NO_LABEL = -100  # target of positions without a label
 _AS_PUBLISHED = {
     "visual_norm": "layer_norm",
     "special_tokens": "own",
@@ -35,39 +35,30 @@ _AS_PUBLISHED |= {"geometry": "centre", "region_classes": None}
 
 @dataclass(frozen=True, eq=False)
 class PlainBatch:
-    """Padded examples, a row each; P rows come first that have an image.
+    """Padded examples, one per row. The P rows with an image come first."""
 
-    tokens, segments, token_region, word_targets   int64 [N, T]    targets NO_LABEL where there is no label
-    text_mask                                  bool [N, T]
-    pixels                                     float [P, 3, H, W]  BGR, normalised, masked regions blank
-    boxes, region_mask, masked                 float [P, R, 4], bool [P, R] twice
-    sizes                                      float [P, 2]        width and height of the images
-    features                                   float [P, R, D]     zeros end to end
-    region_targets                             float [P, R, 1 + classes]  zeros where there is no label
-    """
-
-    tokens: Tensor
-    segments: Tensor
-    token_region: Tensor
-    word_targets: Tensor
-    text_mask: Tensor
-    pixels: Tensor
-    boxes: Tensor
-    region_mask: Tensor
-    masked: Tensor
-    sizes: Tensor
-    features: Tensor
-    region_targets: Tensor
+    tokens: Tensor  # int64 [N, T]
+    segments: Tensor  # int64 [N, T]
+    token_region: Tensor  # int64 [N, T]
+    word_targets: Tensor  # int64 [N, T], NO_LABEL at positions without a label
+    text_mask: Tensor  # bool [N, T]
+    pixels: Tensor  # float [P, 3, H, W], BGR, normalised, masked regions 0
+    boxes: Tensor  # float [P, R, 4]
+    region_mask: Tensor  # bool [P, R]
+    masked: Tensor  # bool [P, R]
+    sizes: Tensor  # float [P, 2], width and height of the images
+    features: Tensor  # float [P, R, D], zeros if features are computed end to end
+    region_targets: Tensor  # float [P, R, 1 + classes], zeros at regions without a label
 
     def to(self, device: torch.device) -> "PlainBatch":
         return PlainBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
-def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
-    """One tensor each, examples with an image first. ValueError where one has several texts or shares of cells."""
+def pad_examples(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
+    """Pad examples to one batch. Raises ValueError if one has several texts or shares of cells."""
     if any(e.more or (e.image and e.image.cells is not None) for e in examples):
-        raise ValueError("the plain path is of pre-training: one text an example, and no shares of cells")
-    examples = sorted(examples, key=lambda example: example.image is None)  # a stable order
+        raise ValueError("the plain path supports pre-training only: one text per example, and no shares of cells")
+    examples = sorted(examples, key=lambda example: example.image is None)  # stable: keeps the order otherwise
     texts, images = [e.text for e in examples], [e.image for e in examples if e.image is not None]
     n, p, t = len(texts), len(images), max(len(words.tokens) for words in texts)
     r = max((len(image.boxes) for image in images), default=0)
@@ -99,8 +90,8 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
         batch.boxes[row, :count] = torch.from_numpy(image.boxes)
         batch.masked[row, :count] = torch.from_numpy(image.masked)
         batch.region_mask[row, :count] = True
-        classes_of = torch.from_numpy(image.labels["region_classes"])
-        batch.region_targets[row, :count][image.label_masks["region_label_mask"]] = classes_of
+        class_probs = torch.from_numpy(image.labels["region_classes"])
+        batch.region_targets[row, :count][image.label_masks["region_label_mask"]] = class_probs
         if image.features is not None:
             batch.features[row, :count] = torch.from_numpy(image.features)
         if image.pixels is not None:
@@ -114,27 +105,28 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
 
 
 class PlainPretraining:
-    """A copy of a pre-training model's weights, and what a plain program computes from them.
+    """The plain computation, with a copy of a pre-training model's weights.
 
-    Regions follow their text and the whole row is padded, as published. ValueError where the model is not as published.
+    Regions follow their text directly and the whole row is padded, as published. Raises ValueError if the model's
+    configuration differs from the published one.
     """
 
     def __init__(self, model: TaskModel):
         self.config, self.training = model.vlbert.config, True
         regions = self.config.regions
-        others = [name for name, value in _AS_PUBLISHED.items() if getattr(self.config, name) != value]
-        others += [] if regions.resnet.norm == "frozen" else ["regions.resnet.norm"]
-        others += [] if regions.masked_pixels == "mean" else ["regions.masked_pixels"]
-        others += [] if regions.features == "precomputed" or regions.masking == "pixels" else ["regions.masking"]
-        others += [] if model.task.settings.losses_over == "labels" else ["losses_over"]
-        if others:
-            raise ValueError(f"the plain path has the published model alone, and this one differs: {', '.join(others)}")
+        differing = [name for name, value in _AS_PUBLISHED.items() if getattr(self.config, name) != value]
+        differing += [] if regions.resnet.norm == "frozen" else ["regions.resnet.norm"]
+        differing += [] if regions.masked_pixels == "mean" else ["regions.masked_pixels"]
+        differing += [] if regions.features == "precomputed" or regions.masking == "pixels" else ["regions.masking"]
+        differing += [] if model.task.settings.losses_over == "labels" else ["losses_over"]
+        if differing:
+            raise ValueError(f"the plain path supports only the published model; this differs: {', '.join(differing)}")
         self.weights = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
         for name, parameter in model.named_parameters():
             self.weights[name].requires_grad_(parameter.requires_grad)
 
     def parameters(self) -> list[Tensor]:
-        """Those that learn."""
+        """Return the trainable weights."""
         return [weight for weight in self.weights.values() if weight.requires_grad]
 
     def __call__(self, batch: PlainBatch) -> LossSums:
@@ -174,7 +166,7 @@ class PlainPretraining:
         return x
 
     def _appearance(self, batch: PlainBatch) -> Tensor:
-        """[P, R, D], zeros where there is no region."""
+        """Return the appearance features [P, R, D], zeros at padding."""
         config, resnet = self.config.regions, self.config.regions.resnet
         x = self._conv("vlbert.fast_rcnn.backbone.stem.conv1", batch.pixels, 2).relu()
         caffe = resnet.stem_pool == "caffe"
@@ -185,25 +177,25 @@ class PlainPretraining:
         cells = roi_align(x, boxes, config.roi_size, 1 / 16, sampling_ratio=1, aligned=False)
         stride, dilation = (1, 2) if resnet.res5_dilated else (2, 1)
         cells = self._stage("vlbert.fast_rcnn.res5", cells, resnet.blocks[3], stride, dilation)
-        seen = cells.mean(dim=(2, 3))  # (K, D)
-        appearance = seen.new_zeros(*batch.region_mask.shape, seen.shape[1])
-        appearance[batch.region_mask] = seen
+        pooled = cells.mean(dim=(2, 3))  # (K, D)
+        appearance = pooled.new_zeros(*batch.region_mask.shape, pooled.shape[1])
+        appearance[batch.region_mask] = pooled
         return appearance
 
     def _geometry(self, batch: PlainBatch) -> Tensor:
-        """Centre and size of each box in hundredths of the image, as sines and cosines: [P, R, channels]."""
+        """Return sines and cosines of each box's centre and size, in hundredths of the image: [P, R, channels]."""
         x1, y1, x2, y2 = batch.boxes.unbind(dim=2)
         width, height = batch.sizes[:, :1], batch.sizes[:, 1:]
         n = self.config.geometry_channels // 8
         wavelength = torch.tensor([1000 ** (i / n) for i in range(n)], device=x1.device)
-        places = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
-        angles = [100 * place[:, :, None] / wavelength for place in places]
+        values = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
+        angles = [100 * value[:, :, None] / wavelength for value in values]
         return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=2)
 
     def _embed(self, batch: PlainBatch, appearance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the encoder reads [N, S, C], which of it is real [N, S], and where the regions of each row begin [N]."""
+        """Return the encoder's input [N, S, C], its padding mask [N, S], and the first region's position [N]."""
         table = {name: self.weights[f"vlbert.embedding.{name}.weight"] for name in ("words", "positions", "segments")}
-        one = {
+        special = {
             name: self.weights[f"vlbert.embedding.{name}.weight"][0]
             for name in ("region_token", "masked_region_token", "end_token", "no_image_embedding")
         }
@@ -214,26 +206,26 @@ class PlainPretraining:
         visual = self._linear("vlbert.embedding.visual", visual).relu()  # (P, R, C)
         (n, t), p = batch.tokens.shape, len(batch.region_mask)
         lengths, regions = batch.text_mask.sum(dim=1), F.pad(batch.region_mask.sum(dim=1), (0, n - p))
-        of_words = torch.cat(
+        word_visual = torch.cat(
             [
                 visual[torch.arange(p, device=visual.device)[:, None], batch.token_region[:p]],
-                one["no_image_embedding"].expand(n - p, t, -1),
+                special["no_image_embedding"].expand(n - p, t, -1),
             ]
         )
-        words = table["words"][batch.tokens] + self._norm("vlbert.embedding.text_visual.norm", of_words)
+        words = table["words"][batch.tokens] + self._norm("vlbert.embedding.text_visual.norm", word_visual)
         words = words + table["positions"][:t] + table["segments"][batch.segments]
-        tokens = torch.where(batch.masked[:, :, None], one["masked_region_token"], one["region_token"])
+        tokens = torch.where(batch.masked[:, :, None], special["masked_region_token"], special["region_token"])
         boxes = tokens + self._norm("vlbert.embedding.region_visual.norm", visual)
         boxes = boxes + table["positions"][lengths[:p]][:, None] + table["segments"][2]
-        ends = one["end_token"] + table["positions"][lengths + 1] + table["segments"][2]
+        ends = special["end_token"] + table["positions"][lengths + 1] + table["segments"][2]
 
         first, end = lengths, lengths + regions
         x = words.new_zeros(n, int(end.max()) + 1, words.shape[2])
         mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        row, place = batch.text_mask.nonzero(as_tuple=True)
-        x[row, place], mask[row, place] = words[row, place], True
-        row, place = batch.region_mask.nonzero(as_tuple=True)
-        x[row, first[row] + place], mask[row, first[row] + place] = boxes[row, place], True
+        row, position = batch.text_mask.nonzero(as_tuple=True)
+        x[row, position], mask[row, position] = words[row, position], True
+        row, position = batch.region_mask.nonzero(as_tuple=True)
+        x[row, first[row] + position], mask[row, first[row] + position] = boxes[row, position], True
         row = torch.arange(n, device=x.device)
         x[row, end], mask[row, end] = ends, True
         return self._dropout(self._norm("vlbert.embedding.norm", x)), mask, first
@@ -262,18 +254,18 @@ class PlainPretraining:
             targets = batch.word_targets[rows].flatten()
             loss = F.cross_entropy(words[rows].flatten(0, 1), targets, ignore_index=NO_LABEL, reduction="sum")
             losses[name] = (loss, int((targets != NO_LABEL).sum()))
-        places = (first[:p, None] + torch.arange(r, device=x.device)).clamp(max=x.shape[1] - 1)
-        regions = x[:p].gather(1, places[:, :, None].expand(-1, -1, x.shape[2])) * batch.region_mask[:, :, None]
+        positions = (first[:p, None] + torch.arange(r, device=x.device)).clamp(max=x.shape[1] - 1)
+        regions = x[:p].gather(1, positions[:, :, None].expand(-1, -1, x.shape[2])) * batch.region_mask[:, :, None]
         regions = F.gelu(self._linear("head.region_transform.dense", regions))
-        guesses = self._linear("head.region_classifier", regions).log_softmax(dim=2)
+        log_probs = self._linear("head.region_classifier", regions).log_softmax(dim=2)
         count = int((batch.region_targets.sum(dim=2) > 0).sum())
         if p:
-            losses["regions"] = (-(batch.region_targets * guesses).sum(), count)
+            losses["regions"] = (-(batch.region_targets * log_probs).sum(), count)
         return losses
 
 
-def plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW that goes from parameter to parameter."""
+def make_plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Make an AdamW that updates one parameter after the other."""
     rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     return torch.optim.AdamW(
         plain.parameters(), betas=config.betas, eps=config.epsilon, foreach=False, fused=False, **rates
@@ -281,15 +273,15 @@ def plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> torch.o
 
 
 def gradient_errors(model: TaskModel, plain: PlainPretraining) -> dict[str, float]:
-    """By parameter, how far the model's gradient is from the plain one: norm of the difference over that of the latter.
+    """Return the relative error of the model's gradient per parameter: norm of the difference / plain gradient's norm.
 
-    A gradient that vanishes by the mathematics (the keys' biases) has nothing but rounding in it: no norm counts for
-    less than 1e-4 of all gradients' together. ValueError where one has a gradient that the other has not.
+    Gradients that are zero in exact arithmetic (the keys' biases) contain only rounding errors. So the divisor is at
+    least 1e-4 of the norm of all gradients together. Raises ValueError if a gradient exists on only one side.
     """
     gradients = {name: weight.grad for name, weight in plain.weights.items() if weight.grad is not None}
     ours = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     if ours.keys() != gradients.keys():
-        raise ValueError(f"a gradient on one side alone: {sorted(ours.keys() ^ gradients.keys())}")
+        raise ValueError(f"these gradients exist on only one side: {sorted(ours.keys() ^ gradients.keys())}")
     least = 1e-4 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     return {
         name: float((ours[name] - gradient).norm() / gradient.norm().clamp(min=least))

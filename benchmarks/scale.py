@@ -1,13 +1,13 @@
-"""Measure what catalogs of millions of rows cost: seconds, requests and memory.
+"""Measure the cost of catalogs with millions of rows: seconds, requests and memory.
 
     python -m benchmarks.scale [--rows 3300000 12000000 100000000] [--root s3://bucket/prefix] [--json FILE]
 
-The manifests and snapshots of one stage are real and lie in a folder, or below --root (an S3 as AWS_ENDPOINT_URL names
-it). The tars that they name are a few zeros, which nothing here reads. Each line is measured in a process of its own,
-so that nothing is known before.
+The manifests and snapshots of one stage are real, and are stored in a folder or below --root (an S3 service at
+AWS_ENDPOINT_URL). Their tars contain only a few zeros and are never read. Each line is measured in a new process, so
+that nothing is cached in memory.
 
-    requests  as S3 counts them: a list of more than 1,000 objects takes several
-    peak MB   the most memory that the process had, less what it had before
+    requests  as counted by S3: a list of more than 1,000 objects takes several
+    peak MB   peak memory of the process, minus its memory before the measurement
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.measure import machine, parser, shown, timed, write_json
+from benchmarks.measure import describe_machine, format_table, make_parser, measure_call, write_json
 from storage.catalog import Catalog
 from storage.inventory import status
 from storage.manifests import MANIFEST_VERSION, SCHEMA, table_bytes
@@ -31,9 +31,9 @@ from storage.reading import ShardSamples
 from storage.shards import SHARD_VERSION
 
 DATASET, STAGE = "made-up", "regions/00000000beef"
-NEW = 100  # one shard in so many is committed after the first snapshot
-PARALLEL = 2  # processes that make manifests
-_LISTED = 1000  # objects in one answer of a list
+NEW = 100  # one in this many shards is committed after the first snapshot
+PARALLEL = 2  # processes that write manifests
+_LISTED = 1000  # objects per response to a list request
 
 
 def put_manifest(root: str, shard: int, start: int, count: int) -> None:
@@ -72,27 +72,27 @@ def put_manifest(root: str, shard: int, start: int, count: int) -> None:
     for name, content in ((header["tar"], bytes(header["tar_bytes"])), (f"{shard:05d}.parquet", manifest)):
         if (file := store.local_path(f"{folder}/{name}")) is None:
             store.put(f"{folder}/{name}", content)
-        else:  # without waiting for the disk, which is not measured
+        else:  # without fsync: writing is not measured
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
 
 
 class CountingStore:
-    """A store that counts its requests."""
+    """A wrapper of a store that counts requests."""
 
     def __init__(self, store: ObjectStore):
         self._store, self.requests = store, 0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
+        attribute = getattr(self._store, name)
         if name not in ("put", "get", "get_range", "exists", "delete"):
-            return found
+            return attribute
 
-        def counted(*arguments: Any, **more: Any) -> Any:
+        def count(*arguments: Any, **options: Any) -> Any:
             self.requests += 1
-            return found(*arguments, **more)
+            return attribute(*arguments, **options)
 
-        return counted
+        return count
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for number, info in enumerate(self._store.list(prefix)):
@@ -100,7 +100,7 @@ class CountingStore:
             yield info
 
 
-# --- what is measured: work(store, snapshot) --------------------------------------------------------------------------
+# --- measured functions: function(store, snapshot) --------------------------------------------------------------------
 
 
 def pin(store: Any, snapshot: str) -> str:
@@ -115,8 +115,8 @@ def open_index(store: Any, snapshot: str) -> int:
     return len(ShardSamples(store, Catalog(store, DATASET).pinned(STAGE, snapshot)))
 
 
-Work = Callable[[Any, str], Any]
-MEASURED: tuple[tuple[str, Work], ...] = (
+Measured = Callable[[Any, str], Any]
+MEASURED: tuple[tuple[str, Measured], ...] = (
     ("pin a snapshot", pin),
     ("status", show_status),
     ("open an index", open_index),
@@ -125,66 +125,66 @@ MEASURED: tuple[tuple[str, Work], ...] = (
 )
 
 
-def measure(work: Work, root: str, snapshot: str) -> tuple[dict[str, float], Any]:
-    """Return what the work costs in this process, and what it gives."""
+def measure(function: Measured, root: str, snapshot: str) -> tuple[dict[str, float], Any]:
+    """Call the function in this process, and return its cost and its result."""
     store = CountingStore(open_store(root))
-    next(store.list("nothing"), None)  # a client of S3
+    next(store.list("nothing"), None)  # creates the S3 client before the measurement
     before, requests = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, store.requests
-    spent = timed(lambda: work(store, snapshot))
+    timing = measure_call(lambda: function(store, snapshot))
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
-    cost = {"seconds": spent.wall, "cpu_seconds": spent.cpu, "requests": store.requests - requests, "peak_mb": peak}
-    return cost, spent.result
+    cost = {"seconds": timing.wall, "cpu_seconds": timing.cpu, "requests": store.requests - requests, "peak_mb": peak}
+    return cost, timing.result
 
 
 def measure_all(rows: int, per_shard: int, root: str) -> dict[str, dict[str, float]]:
-    """Each line of a catalog that is made below `root`."""
+    """Create a catalog below `root`, and return the cost of each measured function."""
     context = multiprocessing.get_context("spawn")
     shards = [(number, start, min(per_shard, rows - start)) for number, start in enumerate(range(0, rows, per_shard))]
     first_new, snapshot, costs = len(shards) - max(1, len(shards) // NEW), "", {}
     with (
-        ProcessPoolExecutor(PARALLEL, context) as makers,
-        ProcessPoolExecutor(1, context, max_tasks_per_child=1) as alone,
+        ProcessPoolExecutor(PARALLEL, context) as writers,
+        ProcessPoolExecutor(1, context, max_tasks_per_child=1) as measurer,
     ):
 
-        def make(some: Sequence[tuple[int, int, int]]) -> None:
-            list(makers.map(put_manifest, [root] * len(some), *zip(*some, strict=True)))
+        def put_manifests(part: Sequence[tuple[int, int, int]]) -> None:
+            list(writers.map(put_manifest, [root] * len(part), *zip(*part, strict=True)))
 
-        make(shards[:first_new])
+        put_manifests(shards[:first_new])
         print(f"{rows:,} rows in {len(shards):,} shards", flush=True)
-        for what, work in MEASURED:
-            if what == "new shards: pin a snapshot":
-                make(shards[first_new:])
-            costs[what], given = alone.submit(measure, work, root, snapshot).result()
-            if work is pin:
-                snapshot = given
-            elif work is open_index:
-                assert given == (rows if what.startswith("new shards") else shards[first_new][1]), given
+        for name, function in MEASURED:
+            if name == "new shards: pin a snapshot":
+                put_manifests(shards[first_new:])
+            costs[name], result = measurer.submit(measure, function, root, snapshot).result()
+            if function is pin:
+                snapshot = result
+            elif function is open_index:
+                assert result == (rows if name.startswith("new shards") else shards[first_new][1]), result
     return costs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command = parser("scale", __doc__)
+    command = make_parser("scale", __doc__)
     command.add_argument("--rows", type=int, nargs="+", default=[3_300_000, 12_000_000, 100_000_000])
-    command.add_argument("--per-shard", type=int, default=1000, help="rows a shard (%(default)s)")
+    command.add_argument("--per-shard", type=int, default=1000, help="rows per shard (%(default)s)")
     command.add_argument("--root", help="s3://bucket/prefix, whose objects are removed at the end; else a folder")
-    command.add_argument("--folder", type=Path, help="where files are meanwhile; else the temporary folder")
+    command.add_argument("--folder", type=Path, help="folder for temporary files; else the system's temporary folder")
     options = command.parse_args(arguments)
-    found: dict[int, dict[str, dict[str, float]]] = {}
+    costs: dict[int, dict[str, dict[str, float]]] = {}
     for rows in options.rows:
         with tempfile.TemporaryDirectory(prefix="scale-", dir=options.folder) as folder:
             root = f"{options.root.rstrip('/')}/{Path(folder).name}" if options.root else f"{folder}/root"
             try:
-                found[rows] = measure_all(rows, options.per_shard, root)
+                costs[rows] = measure_all(rows, options.per_shard, root)
             finally:
                 store = open_store(root)
                 for info in list(store.list()) if options.root else ():
                     store.delete(info.path)
         table = [["", "seconds", "CPU-s", "requests", "peak MB"]]
-        for what, cost in found[rows].items():
-            numbers = (f"{cost[name]:,.2f}" for name in ("seconds", "cpu_seconds"))
-            table.append([what, *numbers, f"{cost['requests']:,}", f"{cost['peak_mb']:,.0f}"])
-        print(shown(table), flush=True)
-    write_json(options.json, {"machine": machine(), "per_shard": options.per_shard, "rows": found})
+        for name, cost in costs[rows].items():
+            seconds = (f"{cost[key]:,.2f}" for key in ("seconds", "cpu_seconds"))
+            table.append([name, *seconds, f"{cost['requests']:,}", f"{cost['peak_mb']:,.0f}"])
+        print(format_table(table), flush=True)
+    write_json(options.json, {"machine": describe_machine(), "per_shard": options.per_shard, "rows": costs})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The contenders of benchmarks/train_step.py: the fast path in one precision each, and plain fp32."""
+"""The contenders of benchmarks/train_step.py: the fast path in each precision, and the plain path in fp32."""
 
 import argparse
 import dataclasses
@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from benchmarks.measure import synchronise
-from benchmarks.plain import PlainBatch, PlainPretraining, plain_optimizer
-from benchmarks.step_parts import Clock, TrainingStep, marked_step, total
+from benchmarks.plain import PlainBatch, PlainPretraining, make_plain_optimizer
+from benchmarks.step_parts import Clock, TrainingStep, run_marked_step, total_loss
 from benchmarks.step_tables import PLAIN
-from benchmarks.synthetic import drawn_texts, masked_pairs, without_files
+from benchmarks.synthetic import make_text_examples, mask_pairs, without_files
 from storage.sample import Sample
 from training.distributed import World
 from training.loading import batches
@@ -28,42 +28,41 @@ from vlbert.tasks.base import TaskModel
 
 
 class Fast(TrainingStep):
-    """The model as training runs it, in one precision."""
+    """The training step of the fast path, in one precision."""
 
     def __init__(self, recipe: Recipe, model: TaskModel, world: World, prepared: Sequence[Batch]):
         super().__init__(recipe, model, world)
         self.name, self.prepared = recipe.precision, prepared
-        self.ahead = iter(
-            batches(Prepared(prepared), range(sys.maxsize), 0, world.device)
-        )  # as training is handed them
+        # The loader that training uses, over batches in memory.
+        self.ahead = iter(batches(Prepared(prepared), range(sys.maxsize), 0, world.device))
 
     def run(self, steps: int) -> None:
-        """The next so many steps, over the prepared batches in turn."""
+        """Take the next `steps` steps, cycling through the prepared batches."""
         with recipe_precision(self.recipe):
             for _ in range(steps):
                 self.take(next(self.ahead)[0].to(self.world.device))
 
     def parts(self, step: int, clock: Clock) -> dict[str, float]:
-        """Milliseconds of each part of one step."""
+        """Take one step, and return the milliseconds of each part."""
         with recipe_precision(self.recipe):
-            marked_step(self, self.prepared[step % len(self.prepared)], clock)
+            run_marked_step(self, self.prepared[step % len(self.prepared)], clock)
         return clock.milliseconds()
 
 
 class Plain:
-    """The plain path, in exact fp32."""
+    """The training step of the plain path, in exact fp32."""
 
     name = PLAIN
 
     def __init__(self, recipe: Recipe, plain: PlainPretraining, world: World, prepared: Sequence[PlainBatch]):
         self.recipe, self.plain, self.world = recipe, plain, world
-        self.optimizer, self.ahead = plain_optimizer(plain, recipe.optimizer), itertools.cycle(prepared)
+        self.optimizer, self.ahead = make_plain_optimizer(plain, recipe.optimizer), itertools.cycle(prepared)
 
     def run(self, steps: int) -> None:
-        """As that of Fast."""
+        """Take the next `steps` steps, cycling through the prepared batches."""
         with recipe_precision(dataclasses.replace(self.recipe, precision="fp32")):
             for _ in range(steps):
-                total(self.plain(next(self.ahead).to(self.world.device))).backward()
+                total_loss(self.plain(next(self.ahead).to(self.world.device))).backward()
                 clip = self.recipe.optimizer.max_grad_norm or torch.inf
                 torch.nn.utils.clip_grad_norm_(self.plain.parameters(), clip, foreach=False)
                 self.optimizer.step()
@@ -71,7 +70,7 @@ class Plain:
 
 
 class Prepared(Dataset):
-    """Batches that are there already; that of a step is its only part."""
+    """A dataset of finished batches. Each step has one part."""
 
     def __init__(self, prepared: Sequence[Batch]):
         self.prepared = prepared
@@ -81,7 +80,7 @@ class Prepared(Dataset):
 
 
 class Stored(Dataset):
-    """Batches made from stored samples on request: decoded, masked, collated."""
+    """A dataset that makes the batch of each step from stored samples: decoded, masked, collated."""
 
     def __init__(self, recipe: Recipe, task: Any, samples: Sequence[Sample], pairs: int, texts: int):
         self.recipe, self.task, self.samples, self.pairs, self.texts = recipe, task, samples, pairs, texts
@@ -89,41 +88,41 @@ class Stored(Dataset):
     def __getitem__(self, step: int) -> list[Batch]:
         first = step * self.pairs
         samples = [self.samples[number % len(self.samples)] for number in range(first, first + self.pairs)]
-        examples = masked_pairs(self.task, self.recipe.model.regions, samples, seed=step)
-        texts = drawn_texts(self.task, range(step * self.texts, (step + 1) * self.texts))
+        examples = mask_pairs(self.task, self.recipe.model.regions, samples, seed=step)
+        texts = make_text_examples(self.task, range(step * self.texts, (step + 1) * self.texts))
         return [collate(examples + texts)]
 
 
-def measured_recipe(options: argparse.Namespace) -> Recipe:
-    """The recipe with the fields that are given, without files to start from."""
+def make_benchmark_recipe(options: argparse.Namespace) -> Recipe:
+    """Make the recipe with its fields from the command line, but without initial weight files."""
     return without_files(make_recipe(options.recipe, options.fields, RECIPES))
 
 
 def warm_up(contender: Fast | Plain, steps: int) -> None:
-    """Whatever is done once: kernels chosen and compiled, moments made."""
+    """Take steps that are not measured: they select and compile kernels, and allocate the optimizer's state."""
     contender.run(steps)
     print(f"{contender.name}: warm", file=sys.stderr, flush=True)
 
 
-def memory(contender: Fast | Plain, device: torch.device) -> dict[str, float | None]:
-    """GB that a step keeps for its backward pass; on a GPU also its peak, both beyond what is held between steps."""
+def measure_memory(contender: Fast | Plain, device: torch.device) -> dict[str, float | None]:
+    """Return the GB that a step keeps for its backward pass, and its peak on a GPU, beyond the memory between steps."""
     kept: dict[int, int] = {}
     model = contender.model if isinstance(contender, Fast) else contender.plain
-    held = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         contender.run(1)
-    found: dict[str, float | None] = {"kept for backward": sum(kept.values()) / 1e9, "peak": None}
+    memory: dict[str, float | None] = {"kept for backward": sum(kept.values()) / 1e9, "peak": None}
     if device.type == "cuda":
         synchronise(device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         contender.run(1)
-        found["peak"] = (torch.cuda.max_memory_allocated() - before) / 1e9
-    return found
+        memory["peak"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+    return memory

@@ -1,7 +1,7 @@
-"""A training step and its parts: how long each takes, measured, and what it computes, counted by PyTorch.
+"""Measure the time of the parts of a training step, and count their floating point operations.
 
-A part takes the time between two marks on the device's time line, so that the parts of a step add up to it. Marks lie
-at the boundaries of modules, in the forward pass and, as hooks of the tensors there, in the backward pass.
+The time of a part is the time between two marks on the device's time line, so that the parts of a step add up to the
+step. Marks are at the boundaries of modules: in the forward pass, and in the backward pass as tensor hooks.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PARTS = ("transfer", *FORWARD, *(f"{part}, backward" for part in reversed(FORWAR
 
 
 class TrainingStep:
-    """The model of a recipe as training runs it, with its optimizer; without data, log or checkpoints."""
+    """The training step of a recipe: model and optimizer, without data, log or checkpoints."""
 
     def __init__(self, recipe: Recipe, model: TaskModel, world: World):
         self.recipe, self.model, self.world = recipe, model, world
@@ -38,8 +38,8 @@ class TrainingStep:
             return self.model(batch)
 
     def take(self, batch: Batch) -> None:
-        """A step over a batch of the device."""
-        total(self.losses(batch)).backward()
+        """Take a step over a batch that is on the device."""
+        total_loss(self.losses(batch)).backward()
         self.update()
 
     def update(self) -> None:
@@ -48,47 +48,47 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def total(losses: dict[str, tuple[Tensor, int]]) -> Tensor:
-    """What is learned from: the mean of each loss, together. What carries no gradient is a measure, and no loss."""
+def total_loss(losses: dict[str, tuple[Tensor, int]]) -> Tensor:
+    """Return the sum of the mean losses. Entries without gradient are measures, and do not count."""
     return sum(loss / max(1, count) for loss, count in losses.values() if loss.requires_grad)
 
 
 class Marks(Protocol):
-    """A Clock, a FlopClock, or the record of a rehearsal."""
+    """Protocol of Clock, FlopClock and the Record of a rehearsal."""
 
     def mark(self, part: str) -> None: ...
 
 
 class Clock:
-    """Marks on the time line of a device: the interval since the mark before it belongs to a part."""
+    """Marks on the time line of a device. Each assigns the time since the previous mark to a part."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.marks: list[tuple[str, Any]] = []
 
     def mark(self, part: str) -> None:
-        """What came since the last mark was `part`; of the first mark, nothing."""
+        """Assign the time since the last mark to `part`. The first mark only starts the clock."""
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # on the queue: nothing waits for it
+            event = torch.cuda.Event(enable_timing=True)  # queued, without waiting for the device
             event.record()
             self.marks.append((part, event))
         else:
             self.marks.append((part, time.perf_counter()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Part -> milliseconds, of all intervals since the first mark."""
+        """Return the milliseconds of each part since the first mark."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        found = Counter()
+        times = Counter()
         for (_, before), (part, now) in zip(self.marks, self.marks[1:], strict=False):
-            found[part] += before.elapsed_time(now) if self.device.type == "cuda" else 1000 * (now - before)
-        return dict(found)
+            times[part] += before.elapsed_time(now) if self.device.type == "cuda" else 1000 * (now - before)
+        return dict(times)
 
 
 class FlopClock:
-    """Marks of which the intervals are counted in floating point operations: of convolutions, products and attention.
+    """Marks that count floating point operations of convolutions, products and attention between them.
 
-    flops: part -> operations of all intervals. What is padded counts, and what is computed twice to save memory.
+    `flops` has them by part. Operations on padding count, and those that are repeated to save memory.
     """
 
     def __init__(self) -> None:
@@ -112,17 +112,15 @@ def _cudnn_flops(x: torch.Size, weight: torch.Size, *more: Any, out_shape: torch
 
 
 def _onednn_flops(x: torch.Size, *more: Any, out_shape: torch.Size, **options: Any) -> int:
-    """Where a sum is fused, too, its other summand stands before the weight."""
+    """Count the FLOPs of a oneDNN convolution. With a fused sum, the other summand comes before the weight."""
     weight = more[1] if isinstance(more[1], torch.Size) and len(more[1]) == 4 else more[0]
     return conv_flop_count([*x], [*weight], [*out_shape])
 
 
-class Marked(nn.Module):
-    """A module between two marks: `before` is the part that ends where it begins, `behind` the one that follows it in
-    the forward pass and so comes before it in the backward pass.
+class MarkedModule(nn.Module):
+    """A module that marks its begin and end. `before` and `behind` are the parts around it in the forward pass.
 
-    Called several times a step, as the backbone is, its calls follow one another in the backward pass, too, the last
-    one first.
+    It may be called several times per step, as the backbone is. Then the backward pass runs the calls in reverse order.
     """
 
     def __init__(self, inner: nn.Module, clock: Marks, before: str, part: str, behind: str):
@@ -136,62 +134,62 @@ class Marked(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
-    def forward(self, *given: Any, **named: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.clock.mark(self.before if self.calls == 0 else self.part)
         self.calls += 1
         call = self.calls
-        for tensor in learning(given):
+        for tensor in find_learnable(args):
             tensor.register_hook(lambda gradient: self._mark_backward(self.part))
-        found = self.inner(*given, **named)
-        for tensor in learning(found):
-            # What ends here is the part behind or, of a call before the last, this module in the call after it.
+        output = self.inner(*args, **kwargs)
+        for tensor in find_learnable(output):
+            # The part that ends here is `behind`, or this module's next call, unless this is the last one.
             tensor.register_hook(lambda gradient: self._mark_backward(self.behind if call == self.calls else self.part))
         self.clock.mark(self.part)
-        return found
+        return output
 
     def _mark_backward(self, part: str) -> None:
         self.clock.mark(f"{part}, backward")
 
 
-def learning(value: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists, dicts and dataclasses through which a gradient flows."""
+def find_learnable(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors with gradient in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor) and value.requires_grad:
         yield value
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from learning(each)
+        for item in value:
+            yield from find_learnable(item)
     elif isinstance(value, dict):
-        yield from learning([*value.values()])
+        yield from find_learnable([*value.values()])
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from learning([getattr(value, one.name) for one in dataclasses.fields(value)])
+        yield from find_learnable([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 @contextlib.contextmanager
-def marked(model: TaskModel, clock: Marks) -> Iterator[None]:
-    """While it lasts, the modules of the fast path mark where they begin and end."""
+def mark_modules(model: TaskModel, clock: Marks) -> Iterator[None]:
+    """Context manager: make the modules of the fast path mark their begin and end."""
     vlbert, fast_rcnn = model.vlbert, model.vlbert.fast_rcnn
     modules = [(vlbert, "embedding", "pixels" if fast_rcnn is None else "res5", "encoder")]
     modules += [(vlbert, "encoder", "embedding", "heads")]
     if fast_rcnn is not None:
         modules += [(fast_rcnn, "backbone", "pixels", "RoIAlign"), (fast_rcnn, "res5", "RoIAlign", "res5")]
-    before = [(parent, name, getattr(parent, name)) for parent, name, _, _ in modules]
-    for parent, name, earlier, behind in modules:
-        setattr(parent, name, Marked(getattr(parent, name), clock, earlier, name, behind))
+    originals = [(parent, name, getattr(parent, name)) for parent, name, _, _ in modules]
+    for parent, name, before, behind in modules:
+        setattr(parent, name, MarkedModule(getattr(parent, name), clock, before, name, behind))
     try:
         yield
     finally:
-        for parent, name, module in before:
+        for parent, name, module in originals:
             setattr(parent, name, module)
 
 
-def marked_step(step: TrainingStep, batch: Batch, clock: Marks) -> None:
-    """A step over a batch of the host; the clock learns where its PARTS end."""
+def run_marked_step(step: TrainingStep, batch: Batch, clock: Marks) -> None:
+    """Take a step over a batch in host memory, with a mark at the end of each of its PARTS."""
     last = "embedding" if step.model.vlbert.fast_rcnn is None else "backbone"
-    with marked(step.model, clock):
+    with mark_modules(step.model, clock):
         clock.mark("")
         batch = batch.to(step.world.device)
         clock.mark("transfer")
-        loss = total(step.losses(batch))
+        loss = total_loss(step.losses(batch))
         clock.mark("heads")
         loss.backward()
         clock.mark(f"{last}, backward")
@@ -199,16 +197,16 @@ def marked_step(step: TrainingStep, batch: Batch, clock: Marks) -> None:
         clock.mark("optimizer")
 
 
-def counted_flops(step: TrainingStep, batch: Batch) -> dict[str, int]:
-    """Part -> floating point operations of a step over this batch."""
+def count_flops(step: TrainingStep, batch: Batch) -> dict[str, int]:
+    """Return the floating point operations of each part of a step over this batch."""
     clock = FlopClock()
     with clock.counter:
-        marked_step(step, batch, clock)
+        run_marked_step(step, batch, clock)
     return dict(clock.flops)
 
 
-def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating point operations a second of one large product of random matrices: what the device gives at best."""
+def measure_matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the FLOP/s of a large product of random matrices, as an upper bound for the device."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     clock = Clock(device)

@@ -1,16 +1,16 @@
-"""The tables of benchmarks/train_step.py, from what it measured: the JSON beside them holds the same, and more."""
+"""Format the tables of benchmarks/train_step.py from its JSON report, which has further numbers."""
 
 import statistics
 from typing import Any
 
-from benchmarks.measure import Table, shown
+from benchmarks.measure import Table, format_table
 from benchmarks.step_parts import PARTS
 
 PLAIN = "plain fp32"
 
 
 def parts_table(report: dict[str, Any], name: str) -> Table:
-    """Where the time of a step goes, in one precision."""
+    """Return a table with the time and FLOPs of each part of a step, in one precision."""
     step = 1000 * statistics.median(report["seconds a step"][name])
     best = report["matrix product"][name]
     table = [["part", "ms", "share", "GFLOP", "TFLOP/s", "of a matrix product"]]
@@ -32,14 +32,14 @@ def parts_table(report: dict[str, Any], name: str) -> Table:
 
 
 def contenders_table(report: dict[str, Any]) -> Table:
-    """How fast each is, and what memory it takes."""
+    """Return a table with the speed and memory of each contender."""
     recipe = report["recipe"]
     whole = recipe["steps"] * recipe["data"]["batch"] / 3600
     plain = report["seconds a step"].get(PLAIN)
-    table = [["", "s a step", "pairs/s", "text/s", "hours of the recipe", "x plain", "GB kept for backward", "GB peak"]]
+    table = [["", "s/step", "pairs/s", "text/s", "hours of the recipe", "x plain", "GB kept for backward", "GB peak"]]
     for name, seconds in report["seconds a step"].items():
-        step, memory_of = statistics.median(seconds), report["memory"][name]
-        peak = memory_of["peak"]
+        step, memory = statistics.median(seconds), report["memory"][name]
+        peak = memory["peak"]
         table.append(
             [
                 name,
@@ -48,7 +48,7 @@ def contenders_table(report: dict[str, Any]) -> Table:
                 f"{report['texts'] / step:,.2f}",
                 f"{whole * step / report['pairs']:,.0f}",
                 f"{statistics.median(plain) / step:.2f}" if plain else "",
-                f"{memory_of['kept for backward']:.2f}",
+                f"{memory['kept for backward']:.2f}",
                 "" if peak is None else f"{peak:.2f}",
             ]
         )
@@ -56,58 +56,58 @@ def contenders_table(report: dict[str, Any]) -> Table:
 
 
 def other_lines(report: dict[str, Any]) -> list[str]:
-    """What is said in words."""
+    """Return the lines of text below the tables."""
     rates = [f"{name} {rate / 1e12:,.2f}" for name, rate in report["matrix product"].items()]
     lines = [
-        f"{sum(report['flops'].values()) / report['pairs'] / 1e12:.2f} TFLOP a pair, with its share of text; a "
+        f"{sum(report['flops'].values()) / report['pairs'] / 1e12:.2f} TFLOP per pair, including its share of text; a "
         f"product of random matrices reaches {', '.join(rates)} TFLOP/s here",
     ]
     if report["compiled graphs"] is not None:
         lines.append(f"torch.compile made {report['compiled graphs']} graphs")
     if "with a loader" in report:
-        found = report["with a loader"]
+        loader = report["with a loader"]
         lines.append(
-            f"with a loader of {found['workers']} workers: {found['pairs/s']:,.1f} pairs/s, data wait "
-            f"{found['data wait']:.1%}"
+            f"with a loader of {loader['workers']} workers: {loader['pairs/s']:,.1f} pairs/s, data wait "
+            f"{loader['data wait']:.1%}"
         )
     return [*lines, *report["notes"]]
 
 
 def step_tables(report: dict[str, Any]) -> str:
-    where, recipe = report["machine"], report["recipe"]
+    machine, recipe = report["machine"], report["recipe"]
     settings = [name for name in ("compile", "activation_checkpointing") if recipe[name]]
     lines = [
-        f"{recipe['name']}: {report['pairs']} pairs and {report['texts']} text rows a step"
+        f"{recipe['name']}: {report['pairs']} pairs and {report['texts']} text rows per step"
         + (f", with {' and '.join(settings)}" if settings else ""),
-        f"{where['gpu'] or where['cpu']}, {where['cores']} cores, {where['threads']} threads, torch {where['torch']}, "
-        f"{where['date']}",
+        f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"torch {machine['torch']}, {machine['date']}",
         "",
-        shown(contenders_table(report)),
+        format_table(contenders_table(report)),
     ]
     for name in report["parts"]:
-        lines += ["", f"{name}:", "", shown(parts_table(report, name))]
+        lines += ["", f"{name}:", "", format_table(parts_table(report, name))]
     return "\n".join([*lines, "", *other_lines(report)])
 
 
 def check_table(report: dict[str, Any]) -> Table:
-    table = [["against plain fp32, relative", "losses", "at most", "gradients", "at most", "", "the worst"]]
-    for precision, found in report["apart"].items():
+    table = [["relative error against plain fp32", "losses", "bound", "gradients", "bound", "", "worst gradient"]]
+    for precision, errors in report["apart"].items():
         table.append(
             [
                 precision,
-                f"{found['losses']:.1e}",
-                f"{found['losses at most']:g}",
-                f"{found['gradients']:.1e}",
-                f"{found['gradients at most']:g}",
-                "within" if found["within"] else "FAIL",
-                found["worst"],
+                f"{errors['losses']:.1e}",
+                f"{errors['losses at most']:g}",
+                f"{errors['gradients']:.1e}",
+                f"{errors['gradients at most']:g}",
+                "within" if errors["within"] else "FAIL",
+                errors["worst"],
             ]
         )
     return table
 
 
 def losses_table(report: dict[str, Any]) -> Table:
-    """Means over each tenth of the steps."""
+    """Return a table with the mean losses over each tenth of the steps."""
     curves = report["losses"]
     names = [name for name in next(iter(curves.values()))[0] if "accuracy" not in name]
     table = [["steps", *(f"{name}, {precision}" for name in names for precision in curves)]]

@@ -1,13 +1,13 @@
-"""Seeded samples, inputs and models of a training step, as ragged as Conceptual Captions and a text corpus are; never
-zeros, and without files.
+"""Make seeded samples, batches and models for a training step, without files.
 
-Numbers that decide how much there is to compute, and where they are from:
-  captions   10.3 words on average, 4.5 their deviation (Conceptual Captions' own statistics), 1.1 word pieces a word;
-             some words are frequent and most are rare, as in any text (Zipf's law)
-  regions    10 to 100 of an image, each number as likely; a row is then cut at 64 elements, as published
-  images     the shapes of photographs on the web, most of them 4:3 and 3:2, resized by the recipe's rule
-  text       rows of 64 word pieces, as published: a line goes on until it is full
-Masks, decoding and collating are those of training itself.
+Sizes vary as in Conceptual Captions and a text corpus, and values are never all zeros. These numbers determine the
+amount of computation:
+  captions   10.3 words on average with a deviation of 4.5 (statistics of Conceptual Captions), 1.1 word pieces per
+             word; word frequencies follow Zipf's law
+  regions    10 to 100 per image, uniform; a row is then cut at 64 elements, as published
+  images     typical shapes of photographs on the web, most of them 4:3 and 3:2, resized by the recipe's rule
+  text       rows of 64 word pieces, as published: lines are long enough to fill them
+Masking, decoding and collating are done by the code of training.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
-PIECES = 30_522  # as many as BERT's vocabulary has
+PIECES = 30_522  # size of BERT's vocabulary
 CLASSES = 1600  # of the detector, without the background
 DETECTOR = "00000000beef"
-# (width, height) of stored images, and how many of a hundred have it.
+# (width, height) of stored images -> percentage.
 SHAPES = {
     (640, 480): 30,
     (960, 640): 25,
@@ -49,12 +49,12 @@ SHAPES = {
     (700, 700): 10,
     (1200, 500): 5,
 }
-_JPEGS_OF_A_SHAPE = 6
+_JPEGS_PER_SHAPE = 6
 
 
 @functools.cache
-def made_up_vocabulary() -> Vocabulary:
-    """Words of three or four letters and, for every fifth of them, a piece that goes on with a word."""
+def make_vocabulary() -> Vocabulary:
+    """Make a vocabulary of four-letter words and, for every fifth one, the same piece as a continuation (##)."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     pieces = [*SPECIALS, *letters, *(f"##{letter}" for letter in letters)]
     for count, word in enumerate("".join(word) for word in itertools.product(letters, "aeiou", letters, letters)):
@@ -68,12 +68,14 @@ def made_up_vocabulary() -> Vocabulary:
 
 @functools.cache
 def _whole_words() -> list[str]:
-    return [piece for piece in made_up_vocabulary().tokens[len(SPECIALS) + 52 :] if not piece.startswith("##")]
+    return [piece for piece in make_vocabulary().tokens[len(SPECIALS) + 52 :] if not piece.startswith("##")]
 
 
-def caption(rng: np.random.Generator, words: int | None = None) -> str:
-    """Made-up words, the n-th of them n times as rare as the first, and one in ten of two pieces; as many as `words`,
-    of one piece each, where that is given."""
+def make_caption(rng: np.random.Generator, words: int | None = None) -> str:
+    """Make a caption of random words, whose frequencies are inversely proportional to their ranks.
+
+    It has `words` words of one piece. Without `words`, the length is random, and one word in ten has two pieces.
+    """
     known = _whole_words()
     count = 3 + round(rng.gamma(2.6, 2.8)) if words is None else words
     chosen = [known[int(len(known) ** share) - 1] for share in rng.random(count)]
@@ -83,8 +85,8 @@ def caption(rng: np.random.Generator, words: int | None = None) -> str:
 
 
 @functools.cache
-def drawn_jpeg(width: int, height: int, number: int) -> bytes:
-    """A photograph of nothing: soft patches of colour, and grain; 500 x 375 pixels take about 60 kB."""
+def make_jpeg(width: int, height: int, number: int) -> bytes:
+    """Make a JPEG of soft patches of colour with grain. 500 x 375 pixels take about 60 kB."""
     rng = np.random.default_rng((width, height, number))
     patches = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
     pixels = np.asarray(patches, np.float32) + rng.normal(0, 9, (height, width, 3))
@@ -93,28 +95,31 @@ def drawn_jpeg(width: int, height: int, number: int) -> bytes:
     return stream.getvalue()
 
 
-def drawn_sample(
+def make_sample(
     number: int, channels: int | None, shape: tuple[int, int] | None = None, regions: int | None = None
 ) -> Sample:
-    """A pair as the detection stage leaves it, with `channels` features a region if that is given.
+    """Make an image-caption pair in the form of the detection stage's output.
 
-    shape and regions are drawn where they are not given.
+    Args:
+        channels: Number of features per region; None: no features.
+        shape: Width and height of the image; None: random.
+        regions: Number of regions; None: random.
     """
     rng = np.random.default_rng((1, number))
     shares = np.array([*SHAPES.values()]) / sum(SHAPES.values())
     width, height = shape or list(SHAPES)[rng.choice(len(SHAPES), p=shares)]
-    text = caption(rng)
+    text = make_caption(rng)
     count = regions or int(rng.integers(10, 101))
     centre = rng.uniform(0.05, 0.95, (count, 2))
     half = rng.beta(1.3, 3, (count, 2)) / 2 + 0.02
     boxes = np.concatenate([centre - half, centre + half], axis=1).clip(0, 1) * [width, height, width, height]
-    # A few classes are likely, and rather the first ones.
+    # Few classes are probable, and the first ones more than the others.
     probs = rng.random((count, 1 + CLASSES), np.float32) ** 8 / np.sqrt(np.arange(1, 2 + CLASSES, dtype=np.float32))
     probs /= probs.sum(axis=1, keepdims=True)
     url = f"http://example.org/{number}.jpg"
     return Sample(
         key=sample_key(url, text),
-        image=drawn_jpeg(width, height, number % _JPEGS_OF_A_SHAPE),
+        image=make_jpeg(width, height, number % _JPEGS_PER_SHAPE),
         caption=text,
         url=url,
         width=width,
@@ -132,60 +137,62 @@ def drawn_sample(
 
 
 def commit_samples(root: str, dataset: str, samples: Sequence[Sample], first_row: int = 0, shard: int = 0) -> None:
-    """A region shard of these samples, as the detection stage commits it."""
-    rows = [Row(first_row + place, sample.key, "ok", url=sample.url) for place, sample in enumerate(samples)]
+    """Commit a region shard of these samples, like the detection stage."""
+    rows = [Row(first_row + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(samples)]
     catalog = Catalog(open_store(root), dataset)
     commit_shard(
         catalog, f"regions/{samples[0].regions.detector}", f"{shard:05d}", samples, rows, {"random_init": False}
     )
 
 
-def drawn_samples(config: RegionConfig, numbers: Sequence[int], shape: tuple[int, int] | None = None) -> list[Sample]:
-    """Pairs that fit the model; of one shape, where it is given."""
+def make_samples(config: RegionConfig, numbers: Sequence[int], shape: tuple[int, int] | None = None) -> list[Sample]:
+    """Make pairs for a model, with or without features. `shape` is that of all images; None: random."""
     channels = config.channels if config.features == "precomputed" else None
-    return [drawn_sample(number, channels, shape) for number in numbers]
+    return [make_sample(number, channels, shape) for number in numbers]
 
 
-def masked_pairs(task: Pretraining, config: RegionConfig, samples: Sequence[Sample], seed: int = 0) -> list[Example]:
-    """The samples as training makes examples of them: decoded, resized, masked."""
+def mask_pairs(task: Pretraining, config: RegionConfig, samples: Sequence[Sample], seed: int = 0) -> list[Example]:
+    """Make examples of samples as in training: decoded, resized, masked."""
     return [
         task.example(sample, prepare_image(sample, config, False), None, np.random.default_rng((2, seed, number)))
         for number, sample in enumerate(samples)
     ]
 
 
-def drawn_texts(task: Pretraining, numbers: Sequence[int]) -> list[Example]:
-    """Rows of the text-only corpus."""
+def make_text_examples(task: Pretraining, numbers: Sequence[int]) -> list[Example]:
+    """Make examples of a text-only corpus."""
     examples = []
     for number in numbers:
         rng = np.random.default_rng((3, number))
-        tokens = task.vocabulary.encode(caption(rng, task.settings.text_length))[: task.settings.text_length]
+        tokens = task.vocabulary.encode(make_caption(rng, task.settings.text_length))[: task.settings.text_length]
         examples.append(task.text_example(f"text {number}", tokens, rng))
     return examples
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """The recipe from random weights, with the image in sight from the first step; ValueError unless it is one of
-    pre-training."""
+    """Change a recipe to random weights, and to visual gains of 1 so that the image has an effect from the first step.
+
+    Raises ValueError if it is not a pre-training recipe.
+    """
     if not isinstance(recipe.task, PretrainingSettings):
-        raise ValueError(f"recipe {recipe.name} is no pre-training; vlbert recipes lists all")
+        raise ValueError(f"recipe {recipe.name} is not a pre-training recipe; see the list of `vlbert recipes`")
     regions = dataclasses.replace(recipe.model.regions, random_init=True, weights=None, pixel_std=60.0)
     model = dataclasses.replace(recipe.model, regions=regions, visual_gain_words=1.0, visual_gain_regions=1.0)
     return dataclasses.replace(recipe, model=model, bert=None)
 
 
-def task_of(recipe: Recipe) -> Any:
-    return make_task(recipe.task, made_up_vocabulary(), CLASSES)
+def make_benchmark_task(recipe: Recipe) -> Any:
+    return make_task(recipe.task, make_vocabulary(), CLASSES)
 
 
 def new_model(recipe: Recipe, device: torch.device) -> TaskModel:
-    """Of random weights, the same at every call; ready to train."""
-    model = make_model(recipe, task_of(recipe), made_up_vocabulary(), None, None, lambda line: None)
+    """Make a model for training, with random weights that are the same at every call."""
+    model = make_model(recipe, make_benchmark_task(recipe), make_vocabulary(), None, None, lambda line: None)
     execute_as(recipe, model.vlbert)
     return model.to(device).train()
 
 
-def made_up_batch(recipe: Recipe, pairs: int, texts: int) -> Batch:
-    task, regions = task_of(recipe), recipe.model.regions
-    examples = masked_pairs(task, regions, drawn_samples(regions, range(pairs)))
-    return collate(examples + drawn_texts(task, range(texts)))
+def make_batch(recipe: Recipe, pairs: int, texts: int) -> Batch:
+    task, regions = make_benchmark_task(recipe), recipe.model.regions
+    examples = mask_pairs(task, regions, make_samples(regions, range(pairs)))
+    return collate(examples + make_text_examples(task, range(texts)))

@@ -1,1 +1,1 @@
-"""Drawn scenes in the official file formats, served over HTTP: the default where nothing else is given."""
+"""The demo: drawn scenes in the official file formats, served over HTTP, and the whole pipeline run on them."""

@@ -2,8 +2,8 @@
 
     python -m demo.data FOLDER [--seed 1 --train_scenes 100 ...]
 
-All files are in the official formats. Colour and shape of every object are uniform and independent, and each is named
-once in a caption: only the image tells them. The same settings and port give the same bytes.
+All files are in the official formats. Colour and shape of every object are uniform and independent, and a caption names
+each once, so that they can only be known from the image. The same settings and port give the same bytes.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from demo.scenes import (
     WIDTH,
     Scene,
     arrange,
-    caption_scene,
     choose,
     draw_scene,
-    task_appearances,
+    draw_task_appearances,
+    make_caption_scene,
 )
-from demo.sentences import caption, document, expression
+from demo.sentences import make_caption, make_document, make_expression
 from demo.task_files import (
     REFCOCO_NAMES,
     SPLITS,
@@ -43,22 +43,22 @@ from demo.task_files import (
 )
 from storage.programs import Command, Flat, Positional
 
-DATA_VERSION = 5  # raise it whenever the same settings would give other bytes
+DATA_VERSION = 5  # increase it whenever the same settings give different bytes
 DEFAULT_PORT = 8791
-MAX_OBJECTS = 3  # in a captioned image: 1 to this many
-TASK_OBJECTS = (3, 5)  # in an image that the tasks ask about, at least and at most
-TASK_REFS = 2  # objects of such an image with an expression of RefCOCO+, at most
+MAX_OBJECTS = 3  # maximum number of objects in a captioned image; the minimum is 1
+TASK_OBJECTS = (3, 5)  # minimum and maximum number of objects in a task image
+TASK_REFS = 2  # maximum number of objects in a task image that have an expression of RefCOCO+
 DESCRIPTION = "demo.json"  # written last: a folder without it is drawn again
-ROWS_PER_SHARD = 100  # of the demo's datasets; a duplicate is one only in the shard of its original
+ROWS_PER_SHARD = 100  # in the demo's datasets; a duplicate is recognised only in the shard of its original
 
 CATEGORIES = tuple(sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES))  # COCO id: position + 1
-VISUAL_WORDS = tuple(sorted([*COLOURS, *SHAPES]))  # those of a caption that only the image tells
+VISUAL_WORDS = tuple(sorted([*COLOURS, *SHAPES]))  # words of a caption that can only be known from the image
 
-# What may be wrong with a row of train.tsv: all but "duplicate" are folders below /broken, acted out by demo/serve.py.
+# Faults of rows of train.tsv. All but "duplicate" are folders below /broken, simulated by demo/serve.py.
 BROKEN_KINDS = ("404", "dropped", "html", "truncated", "slow", "bomb", "private-redirect", "duplicate")
 
-FIRST_TASK_IMAGE = 500_000  # image ids never meet those of the caption scenes
-# As in RefCOCO+, where testA asks for people and testB for everything else, the two ask for different categories.
+FIRST_TASK_IMAGE = 500_000  # first id of task images, above the ids of all captioned images
+# testA and testB have different categories, as in RefCOCO+, where testA has people and testB everything else.
 SPLIT_SHAPES = {
     "train": SHAPES,
     "val": SHAPES,
@@ -66,32 +66,32 @@ SPLIT_SHAPES = {
     "testB": ("star", "cross", "ring"),
 }
 
-# Each part of the data has random numbers of its own: a change to one leaves the others as they are.
+# Each part of the data has its own random numbers, so that a change to one part does not change the others.
 _CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_STREAM, _RETRIEVAL_STREAM = range(7)
 
 
 @dataclass(frozen=True)
 class DemoDataSettings:
-    """Everything that decides what is drawn; the port only stands in the URLs."""
+    """Settings of the drawn data. The port is not one of them: it only appears in URLs."""
 
-    seed: int = 0  # of all random choices
-    train_scenes: int = 800  # captioned images to learn from
-    held_out_scenes: int = 300  # captioned images to measure on
-    broken_rows: int = 40  # further rows of train.tsv that must not become samples, all kinds in turn
+    seed: int = 0  # seed of all random choices
+    train_scenes: int = 800  # captioned images for training
+    held_out_scenes: int = 300  # captioned images for validation
+    broken_rows: int = 40  # additional rows of train.tsv that must not become samples; they cycle through all faults
     text_lines: int = 2000  # lines of text.txt
-    task_train: int = 400  # images that the tasks ask about, to learn from
-    task_held_out: int = 100  # such images in each of val, testA and testB
+    task_train: int = 400  # task images for training
+    task_held_out: int = 100  # task images in each of val, testA and testB
 
     @property
     def task_images(self) -> list[tuple[int, str]]:
-        """Number and split of each image that the tasks ask about."""
+        """Number and split of each task image."""
         sizes = dict.fromkeys(SPLITS, self.task_held_out) | {"train": self.task_train}
         return list(enumerate((split for split in SPLITS for _ in range(sizes[split])), FIRST_TASK_IMAGE))
 
 
 @dataclass
 class DemoData:
-    """Where the files of the demo data are; the folder `coco` has the images that all four tasks are about."""
+    """Paths of the demo data's files. The folder `coco` has the images of all four tasks."""
 
     root: Path
     settings: DemoDataSettings
@@ -113,19 +113,19 @@ def image_name(number: int) -> str:
     return f"{number:06d}.jpg"
 
 
-def jpeg(pixels: np.ndarray) -> bytes:
+def encode_jpeg(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=90, subsampling=0)  # whole colour: objects are small
+    Image.fromarray(pixels).save(file, "JPEG", quality=90, subsampling=0)  # no chroma subsampling: objects are small
     return file.getvalue()
 
 
-def coco_file() -> dict:
-    """An empty COCO detection file with our categories; `draw_into` fills it."""
+def make_coco_file() -> dict:
+    """Return a COCO detection file with our categories and no images; `draw_into` fills it."""
     categories = [
         {"supercategory": name.split()[1], "id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)
     ]
-    about = {"description": "Drawn scenes of coloured shapes", "version": "3"}
-    return {"info": about, "licenses": [], "images": [], "annotations": [], "categories": categories}
+    info = {"description": "Drawn scenes of coloured shapes", "version": "3"}
+    return {"info": info, "licenses": [], "images": [], "annotations": [], "categories": categories}
 
 
 def draw_into(
@@ -134,13 +134,13 @@ def draw_into(
     """Draw `scene` as image `number` into `folder`, add it to `coco` and return its annotations, in object order."""
     pixels, visible = draw_scene(rng, scene)
     name = name or image_name(number)
-    (folder / name).write_bytes(jpeg(pixels))
+    (folder / name).write_bytes(encode_jpeg(pixels))
     coco["images"].append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
     annotations = []
-    for thing, mask in zip(scene.objects, visible, strict=True):
+    for obj, mask in zip(scene.objects, visible, strict=True):
         columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
         left, top = float(columns[0]), float(rows[0])
-        appearance = thing.appearance
+        appearance = obj.appearance
         annotations.append(
             {
                 "id": len(coco["annotations"]) + len(annotations) + 1,
@@ -150,7 +150,7 @@ def draw_into(
                 "area": float(mask.sum()),
                 "iscrowd": 0,
                 "segmentation": [],
-                # Beyond COCO: what Visual Genome calls attributes.
+                # Not in COCO: attributes in the sense of Visual Genome.
                 "attributes": [
                     appearance.colour,
                     "striped" if appearance.striped else "solid",
@@ -163,28 +163,28 @@ def draw_into(
 
 
 def draw_captioned(data: DemoData) -> None:
-    """images/, annotations.json, train.tsv and held_out.tsv."""
+    """Draw images/, and write annotations.json, train.tsv and held_out.tsv."""
     data.images.mkdir(parents=True, exist_ok=True)
-    coco, captions = coco_file(), []
-    for number, scene, words, rng in captioned_scenes(data.settings):
+    coco, captions = make_coco_file(), []
+    for number, scene, words, rng in generate_captioned_scenes(data.settings):
         draw_into(coco, data.images, number, scene, rng)
         captions.append(words)
     data.annotations.write_text(json.dumps(coco))
     write_caption_lists(data, captions)
 
 
-def captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
-    """Number, scene, caption and the generator to draw it with, of the train scenes and then of those held out."""
+def generate_captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
+    """Yield number, scene, caption and random generator of each scene: first the training ones, then those held out."""
     for number in range(settings.train_scenes + settings.held_out_scenes):
         rng = np.random.default_rng([settings.seed, _CAPTION_STREAM, number])
-        scene = caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1)))
-        yield number, scene, caption(rng, scene), rng
+        scene = make_caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1)))
+        yield number, scene, make_caption(rng, scene), rng
 
 
 def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:
-    """train.tsv, with the broken rows in random positions, and held_out.tsv: caption TAB url.
+    """Write train.tsv, with the broken rows at random positions, and held_out.tsv. Lines are caption TAB url.
 
-    A "duplicate" is a copy of a good row of the same shard of ROWS_PER_SHARD rows, or of any where that shard has none.
+    A "duplicate" copies a good row of the same shard of ROWS_PER_SHARD rows, or any good row if the shard has none.
     """
     settings = data.settings
     rows = [f"{words}\t{data.base_url}/images/{image_name(number)}\n" for number, words in enumerate(captions)]
@@ -196,10 +196,10 @@ def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:
     for i, number in enumerate(broken):
         kind = BROKEN_KINDS[i % len(BROKEN_KINDS)]
         if kind == "duplicate":
-            beside = [row for n, row in good.items() if n // ROWS_PER_SHARD == number // ROWS_PER_SHARD]
-            listed[number] = choose(rng, beside or list(good.values()))
+            in_shard = [row for n, row in good.items() if n // ROWS_PER_SHARD == number // ROWS_PER_SHARD]
+            listed[number] = choose(rng, in_shard or list(good.values()))
         else:
-            words = caption(rng, caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1))))
+            words = make_caption(rng, make_caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1))))
             name = f"{len(rows) + i:06d}.{'png' if kind == 'bomb' else 'jpg'}"
             listed[number] = f"{words}\t{data.base_url}/broken/{kind}/{name}\n"
     data.train_tsv.write_text("".join(listed[n] for n in range(len(listed))))
@@ -207,18 +207,18 @@ def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:
 
 
 def draw_tasks(data: DemoData) -> None:
-    """coco/ with the images, and refcoco+/, vqa/, vcr/ and retrieval/ with what is asked and said about them."""
+    """Draw the task images into coco/, and write their annotations to refcoco+/, vqa/, vcr/ and retrieval/."""
     settings = data.settings
     data.task_images.mkdir(parents=True, exist_ok=True)
-    coco, images = coco_file(), []
+    coco, images = make_coco_file(), []
     for index, (number, split) in enumerate(settings.task_images):
         rng = np.random.default_rng([settings.seed, _TASK_STREAM, index])
         eligible = []
         while not eligible:
-            objects = task_appearances(rng, int(rng.integers(TASK_OBJECTS[0], TASK_OBJECTS[1] + 1)))
-            eligible = [i for i, one in enumerate(objects) if one.shape in SPLIT_SHAPES[split]]
+            objects = draw_task_appearances(rng, int(rng.integers(TASK_OBJECTS[0], TASK_OBJECTS[1] + 1)))
+            eligible = [i for i, appearance in enumerate(objects) if appearance.shape in SPLIT_SHAPES[split]]
         targets = [eligible[i] for i in rng.permutation(len(eligible))[:TASK_REFS]]
-        expressions = {target: expression(rng, objects, target) for target in targets}
+        expressions = {target: make_expression(rng, objects, target) for target in targets}
         scene, name = arrange(rng, objects), task_image_name(number, split)
         annotations = draw_into(coco, data.task_images, number, scene, rng, name)
         images.append(TaskImage(number, split, scene, annotations, expressions))
@@ -235,33 +235,33 @@ def draw_tasks(data: DemoData) -> None:
 
 def write_text(data: DemoData) -> None:
     rng = np.random.default_rng([data.settings.seed, _TEXT_STREAM])
-    lines = [document(rng, MAX_OBJECTS) + "\n" for _ in range(data.settings.text_lines)]
+    lines = [make_document(rng, MAX_OBJECTS) + "\n" for _ in range(data.settings.text_lines)]
     data.text.write_text("".join(lines))
 
 
 def read_demo_data(folder: Path) -> DemoData:
-    """The data that were drawn into the folder. ValueError where there are none, or those of another version."""
+    """Return the demo data of a folder. Raises ValueError if there is none, or if it has another version."""
     file = Path(folder) / DESCRIPTION
     if not file.exists():
-        raise ValueError(f"{folder} holds no demo data (no {DESCRIPTION}); draw them: python -m demo.data {folder}")
+        raise ValueError(f"{folder} has no demo data (no {DESCRIPTION}); draw it with: python -m demo.data {folder}")
     description = json.loads(file.read_text())
     if description["version"] != DATA_VERSION:
-        raise ValueError(f"{file} is of another version than this code draws: remove {folder}, and draw again")
+        raise ValueError(f"{file} is of another version than this code draws; remove {folder}, and draw it again")
     return DemoData(Path(folder), DemoDataSettings(**description["settings"]), description["port"])
 
 
 def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT_PORT) -> DemoData:
-    """Draw demo data into the folder. Those of the same settings that are there already stay, with their port.
+    """Draw demo data into the folder, unless the folder has complete data of the same settings.
 
-    ValueError where data of other settings or of another version are there. An interrupted drawing is done again.
+    Existing data keeps its port. Raises ValueError if the folder has data of other settings or of another version.
     """
     data = DemoData(Path(folder), settings, port)
     if data.description.exists():
         data = read_demo_data(folder)
         if data.settings != settings:
             raise ValueError(
-                f"{folder} holds demo data of other settings: {data.settings}, not {settings}; name another folder, or "
-                "remove this one with all that was made of it (make clean)"
+                f"{folder} has demo data of other settings: {data.settings}, not {settings}; name another folder, or "
+                "remove this one and everything made from it (make clean)"
             )
         return data
     draw_captioned(data)
@@ -280,8 +280,8 @@ def draw(
     """Draw the demo data.
 
     Args:
-        folder: where to draw them
-        port: of the server that the URLs name
+        folder: folder of the data
+        port: port of the server in the URLs
     """
     print(f"{folder}: demo data for {draw_demo_data(folder, settings, port).base_url}")
 

@@ -1,4 +1,4 @@
-"""What the demo runs: prefect.yaml with the parameters of the demo data."""
+"""Write the demo's prefect.yaml: the project's deployments with the parameters of the demo data."""
 
 import copy
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from demo.data import ROWS_PER_SHARD, VISUAL_WORDS, DemoData
 from demo.task_files import ANSWERS
-from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS, run_of
+from demo.tasks import DEFAULT_TASKS, DEMO_TASKS, STARTS, run_name
 from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.select import SelectionSettings
 from flows.settings import (
@@ -25,33 +25,33 @@ from storage.collect.download import DownloadSettings
 
 PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
 PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
-COMPARE_ROOT = Path("compare-root")  # of `make compare`: regions with features
-SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/detector.md
+COMPARE_ROOT = Path("compare-root")  # root of `make compare`, which has regions with features
+SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # docs/detector.md explains how it was made
 
 
 def write_deployments(file: Path, parameters: dict, data: DemoData) -> None:
-    """The project's prefect.yaml with the parameters of the flow `pretrain-vlbert`, and the schedule paused."""
+    """Write the project's prefect.yaml with `parameters` of the flow `pretrain-vlbert`, and with schedules paused."""
     project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
     root, work, pretraining = (parameters[name] for name in ("root", "work", "pretraining"))
     first, finetuning = parameters["datasets"][0], parameters["finetunings"][0]
-    own = {
+    by_flow = {
         "pretrain_vlbert": parameters,
         "collect_flow": {"root": root, "dataset": {name: first[name] for name in first if name != "detector"}},
         "detect_flow": {"root": root, "detector": first["detector"], "datasets": [first["name"]]},
         "pretrain_flow": {"root": root, "work": work, "settings": pretraining},
         "finetune_flow": {"root": root, "work": work, "settings": finetuning | {"pretraining": pretraining["run"]}},
         "compare_flow": {"root": str(COMPARE_ROOT), "settings": as_json(CompareSettings, CompareSettings())},
-        "train_detector_flow": {"root": root, "settings": as_json(TrainDetectorSettings, training_of_detector(data))},
+        "train_detector_flow": {"root": root, "settings": as_json(TrainDetectorSettings, make_detector_settings(data))},
     }
     for deployment in project["deployments"]:
-        # Copied, so that the file repeats what two of them have in common, where it would refer to it.
-        deployment["parameters"] = copy.deepcopy(own[deployment["entrypoint"].rpartition(".")[2]])
+        # Copied, so that the file has no YAML references between deployments.
+        deployment["parameters"] = copy.deepcopy(by_flow[deployment["entrypoint"].rpartition(".")[2]])
         for schedule in deployment.get("schedules", ()):
             schedule["active"] = False
     file.write_text(yaml.safe_dump({name: project[name] for name in ("name", "deployments")}, sort_keys=False))
 
 
-def training_of_detector(data: DemoData) -> TrainDetectorSettings:
+def make_detector_settings(data: DemoData) -> TrainDetectorSettings:
     return TrainDetectorSettings(
         recipe="detector_demo",
         run=DETECTOR_RUN,
@@ -68,11 +68,11 @@ def flow_parameters(
     processes: int,
     weights: Path = SHIPPED_DETECTOR,
     suffix: str = "",
-    tasks: Sequence[str] = OF_DEMO,
+    tasks: Sequence[str] = DEFAULT_TASKS,
 ) -> dict:
-    """The parameters of the flow `pretrain-vlbert`. weights: of the detector; suffix: of the names of the runs."""
-    detector = detection_of_demo(weights)
-    datasets = [Dataset(name, **source, detector=detector) for name, source in sources_of(data).items()]
+    """Return the parameters of the flow `pretrain-vlbert`. Names of runs end with `suffix`."""
+    detector = make_detection_config(weights)
+    datasets = [Dataset(name, **source, detector=detector) for name, source in make_sources(data).items()]
     overrides = (f"--data.seed={seed}", f"--model.regions.weights={weights}")
     pretraining = PretrainSettings(
         recipe="pretrain_vlbert --size demo",
@@ -90,11 +90,11 @@ def flow_parameters(
         FinetuneSettings(
             task=task.task,
             recipe=task.recipe,
-            run=run_of(name, start) + suffix,
+            run=run_name(name, start) + suffix,
             folder=str(folders[task.task]),
             dataset="coco",
             checkpoint=checkpoint,
-            overrides=(*overrides, *task.overrides, *([f"--task.answers={answers_of(data)}"] * (name == "vqa"))),
+            overrides=(*overrides, *task.overrides, *([f"--task.answers={count_answers(data)}"] * (name == "vqa"))),
             processes=Processes(processes),
         )
         for name, task in ((name, DEMO_TASKS[name]) for name in tasks)
@@ -109,14 +109,14 @@ def flow_parameters(
     }
 
 
-def answers_of(data: DemoData) -> int:
+def count_answers(data: DemoData) -> int:
     """Return the number of answers in VQA's list."""
     return len((data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines())
 
 
-def detection_of_demo(weights: Path, keep_features: bool = False) -> DetectionConfig:
-    # A scene holds five objects at most: more proposals repeat them. The proposals' own boxes ground words better than
-    # regressed ones (benchmarks/results/2026-11-21-grounding.json).
+def make_detection_config(weights: Path, keep_features: bool = False) -> DetectionConfig:
+    # A scene has at most five objects, so more proposals would only repeat them. The proposals' own boxes ground words
+    # better than regressed ones (benchmarks/results/2026-11-21-grounding.json).
     return DetectionConfig(
         weights=str(weights),
         network=NetworkOverrides(post_nms=30),
@@ -127,8 +127,8 @@ def detection_of_demo(weights: Path, keep_features: bool = False) -> DetectionCo
     )
 
 
-def sources_of(data: DemoData) -> dict[str, dict[str, Any]]:
-    """By dataset, the fields of CollectSettings."""
+def make_sources(data: DemoData) -> dict[str, dict[str, Any]]:
+    """Return the fields of CollectSettings for each dataset."""
     download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{data.port}",))
     common = {"download": download, "rows_per_shard": ROWS_PER_SHARD}
     return {
@@ -139,5 +139,5 @@ def sources_of(data: DemoData) -> dict[str, dict[str, Any]]:
 
 
 def as_json(kind: type, value: object) -> Any:
-    """As parameters travel."""
+    """Return a value as JSON, in the form of flow parameters."""
     return TypeAdapter(kind).dump_python(value, mode="json")

@@ -1,7 +1,7 @@
-"""Questions about a scene: VQA's questions with their answers, and VCR's items of four choices each.
+"""Make questions about a scene: VQA's questions with answers, and VCR's items with four choices each.
 
-Without the image one can only guess a colour or a shape: no word of a question tells it, and the four choices of an
-item differ in a colour alone.
+A colour or shape can only be guessed without the image: the question does not contain it, and the four choices of an
+item differ only in a colour.
 """
 
 import itertools
@@ -10,97 +10,100 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demo.scenes import COLOURS, SHAPES, Appearance, alike, choose
+from demo.scenes import COLOURS, SHAPES, Appearance, choose, count_alike
 from vlbert.datasets.vcr import CHOICES
 
-ANNOTATORS = 10  # of every question of VQA
-_DISAGREEING = (0.7, 0.15, 0.1, 0.05)  # how often none, one, two or three of them say something else
+ANNOTATORS = 10  # per question of VQA
+_DISAGREEING = (0.7, 0.15, 0.1, 0.05)  # probability that none, one, two or three of them give another answer
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
-# A text as VCR writes it: words, and lists of the objects that are meant, by their numbers.
+# A text in VCR's format: words, and lists of the numbers of the objects that are referred to.
 Tokens = list[str | list[int]]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question of VQA, its right answer, and what a careless annotator may answer."""
+    """A question of VQA."""
 
     text: str
     answer: str
-    others: tuple[str, ...]
-    question_type: str  # as the data set names it: the words that the question begins with
+    others: tuple[str, ...]  # answers that a careless annotator may give
+    question_type: str  # the question's first words, as in VQA
     answer_type: str  # yes/no, number or other
 
 
 @dataclass(frozen=True)
 class Item:
-    """An item of VCR: a question about one object, four answers and four rationales, and which of them are right."""
+    """An item of VCR: a question about one object, with four answers and four rationales."""
 
     question: Tokens
     answers: list[Tokens]
-    answer: int
+    answer: int  # index of the right answer
     rationales: list[Tokens]
-    rationale: int
+    rationale: int  # index of the right rationale
 
 
 def describe(objects: Sequence[Appearance], target: int, without: str) -> str | None:
-    """Words that fit objects[target] alone and do not tell the field `without`; None where there are none."""
+    """Describe objects[target] uniquely, without naming the field `without`; None if that is impossible."""
     fields = [field for field in ("shape", "colour", "striped", "big") if field != without]
     for size in range(1, len(fields) + 1):
         for chosen in itertools.combinations(fields, size):
-            if alike(objects, target, chosen) == 1:
-                return _in_words(objects[target], chosen)
+            if count_alike(objects, target, chosen) == 1:
+                return _describe_fields(objects[target], chosen)
     return None
 
 
-def _in_words(appearance: Appearance, chosen: Sequence[str]) -> str:
+def _describe_fields(appearance: Appearance, chosen: Sequence[str]) -> str:
     words = ["big" if appearance.big else "small"] if "big" in chosen else []
     words += ["striped" if appearance.striped else "plain"] if "striped" in chosen else []
     words += [appearance.colour] if "colour" in chosen else []
     return " ".join([*words, appearance.shape if "shape" in chosen else "one"])
 
 
-def about_colour(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
+def ask_colour(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
     words, answer = describe(objects, target, without="colour"), objects[target].colour
     others = tuple(colour for colour in COLOURS if colour != answer)
     return words and Question(f"What color is the {words}?", answer, others, "what color is the", answer_type="other")
 
 
-def about_shape(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
+def ask_shape(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
     words, answer = describe(objects, target, without="shape"), objects[target].shape
     others = tuple(shape for shape in SHAPES if shape != answer)
     return words and Question(f"What shape is the {words}?", answer, others, "what", answer_type="other")
 
 
-def about_number(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
-    """How many are like objects[target] in one field: never none."""
+def ask_number(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
+    """Ask how many objects share one field with objects[target]. The answer is at least 1."""
     appearance = objects[target]
     field = choose(rng, ("colour", "shape", "striped"))
     count = sum(getattr(other, field) == getattr(appearance, field) for other in objects)
     plural = "crosses" if appearance.shape == "cross" else f"{appearance.shape}s"
     texture = "striped" if appearance.striped else "plain"
     words = {"colour": f"{appearance.colour} shapes", "shape": plural, "striped": f"{texture} shapes"}[field]
-    others = (_NUMBERS[count], str(count + 1), str(count - 1))  # the first is as good
+    others = (_NUMBERS[count], str(count + 1), str(count - 1))  # the first is also right, but in words
     return Question(f"How many {words} are there?", str(count), others, "how many", answer_type="number")
 
 
-def about_presence(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
-    """Is there one like objects[target], or an absent one with its colour or shape; half the answers are yes."""
-    appearance, there = objects[target], {(one.colour, one.shape) for one in objects}
+def ask_presence(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
+    """Ask if there is an object like objects[target], or an absent one that shares its colour or shape.
+
+    Half of the answers are yes.
+    """
+    appearance, present = objects[target], {(obj.colour, obj.shape) for obj in objects}
     colour, shape = appearance.colour, appearance.shape
     absent = [(colour, other) for other in SHAPES] + [(other, shape) for other in COLOURS]
-    absent = [pair for pair in absent if pair not in there]
-    present = rng.random() < 0.5
-    colour, shape = (colour, shape) if present else choose(rng, absent)
-    answer, other = ("yes", "no") if present else ("no", "yes")
+    absent = [pair for pair in absent if pair not in present]
+    ask_present = rng.random() < 0.5
+    colour, shape = (colour, shape) if ask_present else choose(rng, absent)
+    answer, other = ("yes", "no") if ask_present else ("no", "yes")
     return Question(f"Is there a {colour} {shape}?", answer, (other,), "is there a", answer_type="yes/no")
 
 
-_KINDS = (about_colour, about_colour, about_shape, about_number, about_presence)
+_KINDS = (ask_colour, ask_colour, ask_shape, ask_number, ask_presence)
 
 
-def questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Question]:
-    """One of each kind, two about colours, each about an object of its own as far as there are so many."""
+def make_questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Question]:
+    """Make one question of each kind, and two about colours, about different objects if there are enough."""
     order, found = rng.permutation(len(objects)).tolist(), {}
     for number, make in enumerate(_KINDS):
         for target in (*order[number % len(order) :], *order[: number % len(order)]):
@@ -111,35 +114,36 @@ def questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Q
     return list(found.values())
 
 
-def annotated(rng: np.random.Generator, question: Question) -> list[str]:
-    """The answers of ten annotators: the right one, but for three of them at most."""
+def sample_answers(rng: np.random.Generator, question: Question) -> list[str]:
+    """Draw the answers of ten annotators, of whom at most three do not give the right answer."""
     others = int(rng.choice(len(_DISAGREEING), p=_DISAGREEING))
     answers = [question.answer] * (ANNOTATORS - others) + [choose(rng, question.others) for _ in range(others)]
     return [answers[i] for i in rng.permutation(ANNOTATORS)]
 
 
-def items(rng: np.random.Generator, objects: Sequence[Appearance], most: int) -> list[Item]:
-    """How one object differs from another, of pairs that differ in colour: each about another first object."""
+def make_items(rng: np.random.Generator, objects: Sequence[Appearance], most: int) -> list[Item]:
+    """Make at most `most` items that ask how one object differs from another. Each has a different first object."""
     pairs = {}
-    for one, other in rng.permutation(list(itertools.permutations(range(len(objects)), 2))).tolist():
-        if objects[one].colour != objects[other].colour:
-            pairs.setdefault(one, other)
-    return [item(rng, objects, *pair) for pair in list(pairs.items())[:most]]
+    for first, second in rng.permutation(list(itertools.permutations(range(len(objects)), 2))).tolist():
+        if objects[first].colour != objects[second].colour:
+            pairs.setdefault(first, second)
+    return [make_item(rng, objects, *pair) for pair in list(pairs.items())[:most]]
 
 
-def item(rng: np.random.Generator, objects: Sequence[Appearance], one: int, other: int) -> Item:
-    """Answers tell a colour of the one, rationales a colour of the other that is not the right answer's.
+def make_item(rng: np.random.Generator, objects: Sequence[Appearance], first: int, second: int) -> Item:
+    """Make an item whose answers name a colour of the first object, and whose rationales name one of the second.
 
-    So words alone leave four choices of an answer, and with the right answer four of a rationale.
+    The right answer's colour is in no rationale. So the words alone exclude none of the four answers and, given the
+    right answer, none of the four rationales.
     """
-    mine, its = objects[one].colour, objects[other].colour
-    answers = [[[one], "is", colour, "."] for colour in _four_colours(rng, mine, without=())]
-    rationales = [["because", [other], "is", colour, "."] for colour in _four_colours(rng, its, without=(mine,))]
+    answer, other = objects[first].colour, objects[second].colour
+    answers = [[[first], "is", colour, "."] for colour in _four_colours(rng, answer, without=())]
+    rationales = [["because", [second], "is", colour, "."] for colour in _four_colours(rng, other, without=(answer,))]
     orders = [rng.permutation(CHOICES).tolist() for _ in range(2)]
     answers, rationales = (
         [choices[i] for i in order] for choices, order in zip((answers, rationales), orders, strict=True)
     )
-    question = ["how", "does", [one], "differ", "from", [other], "?"]
+    question = ["how", "does", [first], "differ", "from", [second], "?"]
     return Item(question, answers, orders[0].index(0), rationales, orders[1].index(0))
 
 

@@ -1,4 +1,4 @@
-"""Scenes of coloured shapes: what is where, and what it looks like as pixels."""
+"""Arrange scenes of coloured shapes, and draw them as pixels."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-COLOURS = {  # no name begins with a vowel: "an" would give the colour away
+COLOURS = {  # no name begins with a vowel: "an" would reveal the colour
     "red": (212, 42, 44),
     "yellow": (246, 208, 40),
     "green": (44, 162, 74),
@@ -17,18 +17,18 @@ COLOURS = {  # no name begins with a vowel: "an" would give the colour away
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 
-WIDTH, HEIGHT = 224, 168  # of every image, pixels
+WIDTH, HEIGHT = 224, 168  # pixels of every image
 SUPERSAMPLING = 4  # outlines are rasterised at this multiple of the image's resolution
-SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # radius in pixels, drawn uniformly; the gap lets "small" and "big" be seen
-CLOSEST = 0.78  # distance of two centres, in sums of their radii: below 1 they may overlap, at 0.78 never by half
+SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # range of radii in pixels, uniform; the gap makes the difference visible
+CLOSEST = 0.78  # minimum distance of two centres / sum of the radii: below 1 they may overlap, at 0.78 never by half
 SHAPE_SCALE = {"circle": 0.94, "square": 1.2, "triangle": 1.16, "star": 1.1, "cross": 1.06, "ring": 1.0}
-RING_HOLE = 0.52  # of a ring's radius
-LARGEST_TURN = {"circle": 0, "square": 14, "triangle": 16, "star": 18, "cross": 14, "ring": 0}  # degrees
+RING_HOLE = 0.52  # radius of a ring's hole / radius of the ring
+MAX_TURN = {"circle": 0, "square": 14, "triangle": 16, "star": 18, "cross": 14, "ring": 0}  # degrees
 
 
 @dataclass(frozen=True)
 class Appearance:
-    """What one can say about an object without saying where it is."""
+    """Visual properties of an object, without its position."""
 
     colour: str
     shape: str
@@ -42,7 +42,7 @@ class Appearance:
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One object at its position. Pixels of the image, y downwards; angles in radians."""
+    """An object at its position in image pixels, with y downwards. Angles are in radians."""
 
     appearance: Appearance
     x: float
@@ -61,7 +61,7 @@ class Scene:
 
 
 def choose(rng: np.random.Generator, options: Sequence):
-    """One of `options`, uniformly (Generator.choice would turn it into a numpy value, and is slower)."""
+    """Choose one of `options` uniformly. Generator.choice would convert it to a numpy value, and is slower."""
     return options[int(rng.integers(len(options)))]
 
 
@@ -70,7 +70,7 @@ def draw_appearance(rng: np.random.Generator, colours: Sequence[str], shapes: Se
 
 
 def arrange(rng: np.random.Generator, appearances: Sequence[Appearance]) -> Scene:
-    """Place every object inside the image, never hiding half of another."""
+    """Place all objects inside the image so that none hides half of another."""
     while True:
         objects = []
         for appearance in appearances:
@@ -79,39 +79,39 @@ def arrange(rng: np.random.Generator, appearances: Sequence[Appearance]) -> Scen
                 margin = radius * SHAPE_SCALE[appearance.shape] + 2
                 x, y = rng.uniform(margin, WIDTH - margin), rng.uniform(margin, HEIGHT - margin)
                 if all(math.hypot(x - o.x, y - o.y) >= CLOSEST * (radius + o.radius) for o in objects):
-                    turn = math.radians(LARGEST_TURN[appearance.shape]) * rng.uniform(-1, 1)
+                    turn = math.radians(MAX_TURN[appearance.shape]) * rng.uniform(-1, 1)
                     objects.append(SceneObject(appearance, x, y, radius, turn, rng.uniform(0, math.pi)))
                     break
         if len(objects) == len(appearances):
             return Scene(tuple(objects), bool(rng.random() < 0.5))
 
 
-def caption_scene(rng: np.random.Generator, number: int) -> Scene:
-    """`number` objects whose colours and shapes say nothing about one another."""
+def make_caption_scene(rng: np.random.Generator, number: int) -> Scene:
+    """Draw a scene of `number` objects with independent colours and shapes."""
     return arrange(rng, [draw_appearance(rng, tuple(COLOURS), SHAPES) for _ in range(number)])
 
 
-def task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
-    """`number` different appearances, each sharing its colour or its shape with another.
+def draw_task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
+    """Draw `number` different appearances, each of which shares its colour or shape with another.
 
-    All are drawn by one rule, and the target is chosen afterwards: without the expression none is likelier.
+    The target is chosen afterwards, so that without the expression all objects are equally likely targets.
     """
     while True:
         colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: 2 + number // 5]]
         shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: 2 + number // 4]]
-        found = [draw_appearance(rng, colours, shapes) for _ in range(number)]
-        shared = all(any(a is not b and (a.colour == b.colour or a.shape == b.shape) for b in found) for a in found)
-        if len(set(found)) == number and shared:
-            return found
+        drawn = [draw_appearance(rng, colours, shapes) for _ in range(number)]
+        shared = all(any(a is not b and (a.colour == b.colour or a.shape == b.shape) for b in drawn) for a in drawn)
+        if len(set(drawn)) == number and shared:
+            return drawn
 
 
-def alike(objects: Sequence[Appearance], target: int, fields: Sequence[str]) -> int:
-    """How many objects have the same values as objects[target] in all fields, itself included."""
-    return sum(all(getattr(one, f) == getattr(objects[target], f) for f in fields) for one in objects)
+def count_alike(objects: Sequence[Appearance], target: int, fields: Sequence[str]) -> int:
+    """Return the number of objects that equal objects[target] in all `fields`, itself included."""
+    return sum(all(getattr(obj, f) == getattr(objects[target], f) for f in fields) for obj in objects)
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """Corners of a shape's outer edge around (0, 0), y downwards; the farthest are 1 away."""
+    """Return the corners of a shape's outer edge around (0, 0), y downwards. The farthest have distance 1."""
     if shape in ("circle", "ring"):
         return [(math.cos(t), math.sin(t)) for t in np.linspace(0, 2 * math.pi, 72, endpoint=False)]
     if shape == "cross":
@@ -126,24 +126,26 @@ def outline(shape: str) -> list[tuple[float, float]]:
     return [(r * math.cos(t), r * math.sin(t)) for r, t in zip(lengths, angles, strict=True)]
 
 
-def rasterise(thing: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """Left and top pixel of a patch, and in it float32 [P, P] in 0..1: how much is the object, and its dark rim."""
-    size = thing.radius * SHAPE_SCALE[thing.appearance.shape]
+def rasterise(obj: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
+    """Rasterise an object into a patch of P x P pixels.
+
+    Returns the patch's left and top pixel, and float32 [P, P] in 0..1 of the object's coverage and of its dark rim.
+    """
+    size = obj.radius * SHAPE_SCALE[obj.appearance.shape]
     patch = 2 * math.ceil(size + 2) + 1
-    left, top = math.floor(thing.x) - patch // 2, math.floor(thing.y) - patch // 2
-    cos, sin = math.cos(thing.turn), math.sin(thing.turn)
+    left, top = math.floor(obj.x) - patch // 2, math.floor(obj.y) - patch // 2
+    cos, sin = math.cos(obj.turn), math.sin(obj.turn)
 
     def corners(scale: float) -> list[tuple[float, float]]:
-        points = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.appearance.shape)]
+        points = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(obj.appearance.shape)]
         return [
-            ((x * scale + thing.x - left) * SUPERSAMPLING, (y * scale + thing.y - top) * SUPERSAMPLING)
-            for x, y in points
+            ((x * scale + obj.x - left) * SUPERSAMPLING, (y * scale + obj.y - top) * SUPERSAMPLING) for x, y in points
         ]
 
     inside = Image.new("L", (patch * SUPERSAMPLING,) * 2)
     rim = Image.new("L", inside.size)
     pen_inside, pen_rim = ImageDraw.Draw(inside), ImageDraw.Draw(rim)
-    edges = [size] + ([RING_HOLE * size] if thing.appearance.shape == "ring" else [])
+    edges = [size] + ([RING_HOLE * size] if obj.appearance.shape == "ring" else [])
     for edge, fill in zip(edges, (255, 0), strict=False):
         points = corners(edge)
         pen_inside.polygon(points, fill=fill)
@@ -152,8 +154,8 @@ def rasterise(thing: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
     return left, top, alpha, np.asarray(rim.reduce(SUPERSAMPLING), np.float32) / 255
 
 
-def background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
-    """float32 [H, W, 3]: a muted gradient with soft clouds, darker or lighter than the middle."""
+def draw_background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
+    """Return float32 [H, W, 3]: a muted gradient with soft clouds, darker or lighter than mid-grey."""
     level = rng.uniform(58, 92) if scene.dark else rng.uniform(150, 184)
     ends = level + rng.uniform(-20, 20, (2, 1)) + rng.uniform(-18, 18, (2, 3))
     angle = rng.uniform(0, 2 * math.pi)
@@ -165,48 +167,47 @@ def background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
 
 
 def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The image, uint8 [H, W, 3], and per object the pixels in which one sees it, bool [H, W]."""
-    canvas = background(rng, scene)
+    """Draw a scene. Return the image, uint8 [H, W, 3], and the visible pixels of each object, bool [H, W]."""
+    canvas = draw_background(rng, scene)
     visible = []
-    for thing in scene.objects:
-        left, top, alpha, rim = rasterise(thing)
+    for obj in scene.objects:
+        left, top, alpha, rim = rasterise(obj)
         shadow = Image.fromarray((alpha * 255).astype(np.uint8)).filter(ImageFilter.BoxBlur(2))
         blend(canvas, left + 2, top + 3, np.asarray(shadow, np.float32) / 255 * 0.35, np.zeros(3, np.float32))
-        blend(canvas, left, top, alpha, paint(rng, thing, rim))
+        blend(canvas, left, top, alpha, paint(rng, obj, rim))
         mask = np.zeros(canvas.shape[:2], bool)
-        # The margin kept by `arrange` leaves every pixel of an object inside the image; only shadows and empty rims
-        # of the patch can reach over the edge.
-        rows, columns, part = overlap(canvas.shape, left, top, alpha)
+        # `arrange` keeps objects inside the image: only shadows and empty margins of the patch can cross the edge.
+        rows, columns, part = clip_patch(canvas.shape, left, top, alpha)
         mask[rows, columns] = part >= 0.5
-        visible = [seen & ~mask for seen in visible] + [mask]
+        visible = [pixels & ~mask for pixels in visible] + [mask]
     canvas += rng.normal(0, 4, canvas.shape[:2]).astype(np.float32)[..., None]
     return np.clip(canvas + 0.5, 0, 255).astype(np.uint8), visible
 
 
-def paint(rng: np.random.Generator, thing: SceneObject, rim: np.ndarray) -> np.ndarray:
-    """float32 [P, P, 3]: the object's colour over its patch, lit from above, with its stripes and rim."""
-    base = np.array(COLOURS[thing.appearance.colour], np.float32) * np.float32(rng.uniform(0.93, 1.03))
+def paint(rng: np.random.Generator, obj: SceneObject, rim: np.ndarray) -> np.ndarray:
+    """Return float32 [P, P, 3]: the object's colour over its patch, lit from above, with its stripes and rim."""
+    base = np.array(COLOURS[obj.appearance.colour], np.float32) * np.float32(rng.uniform(0.93, 1.03))
     size = len(rim)
     y, x = np.mgrid[:size, :size].astype(np.float32) - size / 2
     light = 1.04 - 0.12 * (y + 0.5 * x) / size
-    if thing.appearance.striped:
-        period = 9.0 if thing.appearance.big else 7.5  # pixels: at least four stripes on the smallest object
-        wave = np.sin((x * math.cos(thing.stripe_angle) + y * math.sin(thing.stripe_angle)) * (2 * math.pi / period))
+    if obj.appearance.striped:
+        period = 9.0 if obj.appearance.big else 7.5  # pixels: at least four stripes on the smallest object
+        wave = np.sin((x * math.cos(obj.stripe_angle) + y * math.sin(obj.stripe_angle)) * (2 * math.pi / period))
         light *= 1 - 0.44 * np.clip(0.5 + 1.6 * wave, 0, 1)
     light *= 1 - 0.45 * rim
     return np.clip(base * light[..., None], 0, 255)
 
 
-def overlap(shape: tuple[int, ...], left: int, top: int, patch: np.ndarray) -> tuple[slice, slice, np.ndarray]:
-    """Rows and columns of the image that the patch covers, and the part of the patch that lies in the image."""
+def clip_patch(shape: tuple[int, ...], left: int, top: int, patch: np.ndarray) -> tuple[slice, slice, np.ndarray]:
+    """Return the rows and columns of the image that the patch covers, and the part of the patch inside the image."""
     rows = slice(max(top, 0), min(top + len(patch), shape[0]))
     columns = slice(max(left, 0), min(left + patch.shape[1], shape[1]))
     return rows, columns, patch[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
 
 
 def blend(canvas: np.ndarray, left: int, top: int, alpha: np.ndarray, colour: np.ndarray) -> None:
-    """Lay `colour`, [3] or [P, P, 3], over the canvas, as opaque as alpha [P, P] says."""
-    rows, columns, part = overlap(canvas.shape, left, top, alpha)
+    """Blend `colour`, [3] or [P, P, 3], over the canvas with opacity `alpha`, [P, P]."""
+    rows, columns, part = clip_patch(canvas.shape, left, top, alpha)
     if colour.ndim == 3:
-        colour = overlap(canvas.shape, left, top, colour)[2]
+        colour = clip_patch(canvas.shape, left, top, colour)[2]
     canvas[rows, columns] += part[..., None] * (colour - canvas[rows, columns])

@@ -1,6 +1,6 @@
-"""Sentences about scenes: captions, a text corpus and expressions that refer to one object.
+"""Make sentences about scenes: captions, a text corpus, and expressions that refer to one object.
 
-A caption names each object's colour and shape exactly once, so that a masked one cannot be copied from elsewhere.
+A caption names each object's colour and shape exactly once, so that a masked word cannot be copied from elsewhere.
 """
 
 import itertools
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from demo.scenes import HEIGHT, WIDTH, Appearance, Scene, SceneObject, alike, caption_scene, choose
+from demo.scenes import HEIGHT, WIDTH, Appearance, Scene, SceneObject, choose, count_alike, make_caption_scene
 
 _SIZE_WORDS = {True: ("big", "large"), False: ("small", "little")}
 _TEXTURE_WORDS = {True: ("striped",), False: ("plain", "solid")}
@@ -27,17 +27,17 @@ _LOCATIONS = {
 }
 
 
-def location_words(rng: np.random.Generator, thing: SceneObject, scene: Scene) -> str:
+def describe_location(rng: np.random.Generator, obj: SceneObject, scene: Scene) -> str:
     def third(share: float, names: tuple[str, str, str]) -> str:
         return names[0] if share < 0.36 else names[2] if share > 0.64 else names[1]
 
-    row = third(thing.y / HEIGHT, ("top", "middle", "bottom"))
-    column = third(thing.x / WIDTH, ("left", "middle", "right"))
+    row = third(obj.y / HEIGHT, ("top", "middle", "bottom"))
+    column = third(obj.x / WIDTH, ("left", "middle", "right"))
     return choose(rng, _LOCATIONS[row, column])
 
 
-def relation_words(rng: np.random.Generator, a: SceneObject, b: SceneObject) -> str:
-    """A true statement about a and b that reads "a ... b"."""
+def describe_relation(rng: np.random.Generator, a: SceneObject, b: SceneObject) -> str:
+    """Return words for a true relation of a to b, to be put between their names."""
     dx, dy = a.x - b.x, a.y - b.y
     options = []
     if abs(dx) >= abs(dy):
@@ -52,8 +52,8 @@ def relation_words(rng: np.random.Generator, a: SceneObject, b: SceneObject) -> 
     return choose(rng, options)
 
 
-def noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
-    """Article, perhaps size and texture, always colour and shape."""
+def make_noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
+    """Return article, colour and shape, and sometimes size and texture."""
     words = ["a"]
     if rng.random() < 0.35:
         words.append(choose(rng, _SIZE_WORDS[appearance.big]))
@@ -66,18 +66,18 @@ def noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
     return " ".join(words)
 
 
-def clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
-    """Each object in exactly one clause: alone, with its location, or related to another; in random order."""
-    things = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
+def make_clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
+    """Describe each object in exactly one clause, in random order: alone, with its location, or related to another."""
+    objects = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
     found = []
-    while things:
-        thing = things.pop()
-        phrase = noun_phrase(rng, thing.appearance)
-        if things and rng.random() < 0.6:
-            other = things.pop()
-            found.append(f"{phrase} {relation_words(rng, thing, other)} {noun_phrase(rng, other.appearance)}")
+    while objects:
+        obj = objects.pop()
+        phrase = make_noun_phrase(rng, obj.appearance)
+        if objects and rng.random() < 0.6:
+            other = objects.pop()
+            found.append(f"{phrase} {describe_relation(rng, obj, other)} {make_noun_phrase(rng, other.appearance)}")
         elif rng.random() < 0.75:
-            found.append(f"{phrase} {location_words(rng, thing, scene)}")
+            found.append(f"{phrase} {describe_location(rng, obj, scene)}")
         else:
             found.append(phrase)
     return found
@@ -87,27 +87,27 @@ def join_clauses(found: Sequence[str]) -> str:
     return " and ".join(filter(None, [" , ".join(found[:-1]), found[-1]]))
 
 
-def caption(rng: np.random.Generator, scene: Scene) -> str:
-    """One sentence, lower case, words parted by spaces, that names every object once."""
+def make_caption(rng: np.random.Generator, scene: Scene) -> str:
+    """Make one sentence that names every object once, in lower case, with words separated by spaces."""
     number = len(scene.objects)
     openings = ("", "", "", "there is ", "a picture of ", "this picture shows ", "we see ", "here is ", "look : ")
     opening = choose(rng, openings)
     if rng.random() < 0.12:
         opening = f"{_NUMBERS[number]} shapes : " if number > 1 else "one shape : "
     ending = (" on a dark background" if scene.dark else " on a light background") if rng.random() < 0.12 else ""
-    return opening + join_clauses(clauses(rng, scene)) + ending
+    return opening + join_clauses(make_clauses(rng, scene)) + ending
 
 
-def chain(rng: np.random.Generator, scene: Scene) -> str:
-    """One long sentence in which each object is related to the next."""
-    words = [noun_phrase(rng, scene.objects[0].appearance), "is"]
+def make_chain(rng: np.random.Generator, scene: Scene) -> str:
+    """Make one long sentence that relates each object to the next."""
+    words = [make_noun_phrase(rng, scene.objects[0].appearance), "is"]
     for a, b in itertools.pairwise(scene.objects):
-        words += [relation_words(rng, a, b), noun_phrase(rng, b.appearance), ", which is"]
-    return " ".join([*words, location_words(rng, scene.objects[-1], scene)])
+        words += [describe_relation(rng, a, b), make_noun_phrase(rng, b.appearance), ", which is"]
+    return " ".join([*words, describe_location(rng, scene.objects[-1], scene)])
 
 
-def summary(rng: np.random.Generator, scene: Scene) -> str:
-    """A sentence about the scene as a whole that names no object."""
+def make_summary(rng: np.random.Generator, scene: Scene) -> str:
+    """Make a sentence about the whole scene, without colours and shapes."""
     number = len(scene.objects)
     striped = sum(o.appearance.striped for o in scene.objects)
     leftmost = min(scene.objects, key=lambda o: o.x)
@@ -121,32 +121,32 @@ def summary(rng: np.random.Generator, scene: Scene) -> str:
     return choose(rng, options)
 
 
-def document(rng: np.random.Generator, max_objects: int) -> str:
-    """One line of the text corpus: two or three sentences about scenes that are not drawn.
+def make_document(rng: np.random.Generator, max_objects: int) -> str:
+    """Make one line of the text corpus: two or three sentences about scenes that are not drawn.
 
-    The first has up to max_objects + 1 objects, more than any caption.
+    The first scene has up to max_objects + 1 objects, more than any caption.
     """
-    scene = caption_scene(rng, int(rng.integers(2, max_objects + 2)))
-    sentences = [chain(rng, scene) if rng.random() < 0.4 else caption(rng, scene), summary(rng, scene)]
+    scene = make_caption_scene(rng, int(rng.integers(2, max_objects + 2)))
+    sentences = [make_chain(rng, scene) if rng.random() < 0.4 else make_caption(rng, scene), make_summary(rng, scene)]
     if rng.random() < 0.5:
-        another = caption_scene(rng, int(rng.integers(1, max_objects + 1)))
-        sentences.append(f"in another picture there is {join_clauses(clauses(rng, another))}")
+        another = make_caption_scene(rng, int(rng.integers(1, max_objects + 1)))
+        sentences.append(f"in another picture there is {join_clauses(make_clauses(rng, another))}")
     return " . ".join(sentences) + " ."
 
 
-def expression(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> str:
-    """Words that fit objects[target] and no other object, without a word of location (RefCOCO+ forbids them)."""
+def make_expression(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> str:
+    """Describe objects[target] uniquely, without words of location, which RefCOCO+ forbids."""
     fields = ("colour", "shape", "striped", "big")
     subsets = [
-        s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if alike(objects, target, s) == 1
+        s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if count_alike(objects, target, s) == 1
     ]
     shortest = [s for s in subsets if len(s) == len(subsets[0])]
     chosen = choose(rng, subsets if rng.random() < 0.3 else shortest)
-    return expression_words(rng, objects[target], chosen)
+    return describe_fields(rng, objects[target], chosen)
 
 
-def expression_words(rng: np.random.Generator, appearance: Appearance, chosen: Sequence[str]) -> str:
-    """`appearance` in words, saying of it only the fields `chosen`."""
+def describe_fields(rng: np.random.Generator, appearance: Appearance, chosen: Sequence[str]) -> str:
+    """Describe only the fields `chosen` of an appearance."""
     words = ["the"] if rng.random() < 0.4 else []
     with_stripes = "striped" in chosen and appearance.striped and rng.random() < 0.3
     if "big" in chosen:

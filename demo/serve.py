@@ -1,4 +1,4 @@
-"""Serve the images of the demo data over HTTP, and misbehave at the URLs that say so, as the web does.
+"""Serve the images of the demo data over HTTP, and simulate faults of the web at the URLs below /broken.
 
 python -m demo.serve FOLDER
 """
@@ -20,9 +20,9 @@ from demo.data import image_name, read_demo_data
 from storage.programs import Command, Positional
 
 HOST = "127.0.0.1"
-PRIVATE_ADDRESS = "http://10.255.255.1/"  # where "private-redirect" points: a network no caption list may reach
-BOMB_SIDE = 30_000  # pixels: what the header of "bomb" promises
-DRIP_SECONDS = 1.0  # between two bytes of "slow": any image takes hours
+PRIVATE_ADDRESS = "http://10.255.255.1/"  # target of "private-redirect": a network that downloads must not reach
+BOMB_SIDE = 30_000  # width and height in the header of "bomb", in pixels
+DRIP_SECONDS = 1.0  # time between two bytes of "slow": any image takes hours
 
 
 def free_port() -> int:
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def png_bomb() -> bytes:
-    """A PNG of a few dozen bytes whose header promises 900 million pixels."""
+    """Return a PNG of a few dozen bytes whose header declares 900 million pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -43,11 +43,11 @@ def png_bomb() -> bytes:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One connection per request (HTTP/1.0), so that no idle connection keeps the server from stopping."""
+    """Handler with one connection per request (HTTP/1.0), so that idle connections do not delay the server's end."""
 
     server: "DemoServer"
-    wbufsize = -1  # the header leaves with the body
-    timeout = 10  # seconds that a silent client may hold a thread
+    wbufsize = -1  # send the header together with the body
+    timeout = 10  # seconds until the connection of a silent client is closed
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -55,10 +55,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if (file := self.server.images / image[1]).is_file():
                 return self.answer("image/jpeg", file.read_bytes())
         elif broken := re.fullmatch(r"/broken/([a-z-]+)/([0-9.a-z]+)", path):
-            return self.misbehave(*broken.groups())
+            return self.simulate_fault(*broken.groups())
         return self.send_error(404)
 
-    def misbehave(self, kind: str, name: str) -> None:
+    def simulate_fault(self, kind: str, name: str) -> None:
         some_image = (self.server.images / image_name(0)).read_bytes()
         if kind == "dropped":
             # Closing with a linger time of 0 resets the connection.
@@ -81,7 +81,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
 
     def answer(self, content_type: str, body: bytes, pause: float = 0) -> None:
-        """Send the body; with a pause after each byte, if there is one."""
+        """Send the body. With a `pause` in seconds, send it byte by byte."""
         self.send_response(200)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
@@ -92,17 +92,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(pause)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a thousand lines of access log would hide those of the stages."""
+        """Log nothing: a thousand lines of access log would hide those of the stages."""
 
 
 class DemoServer(http.server.ThreadingHTTPServer):
-    """Serves the images of the demo data in `folder` in a thread, on 127.0.0.1, while the `with` block runs.
+    """Context manager: serve the images of the demo data in `folder` on 127.0.0.1, in a thread.
 
-    port: None takes the one in the lists of URLs, 0 any free one. ValueError where it is taken.
+    `port` None is the port in the URLs, and 0 is any free port. Raises ValueError if the port is in use.
     """
 
     request_queue_size = 256  # a downloader opens many connections at once
-    block_on_close = False  # a slow answer need not end
+    block_on_close = False  # do not wait for slow responses
 
     def __init__(self, folder: Path, port: int | None = None):
         data = read_demo_data(folder)
@@ -111,13 +111,13 @@ class DemoServer(http.server.ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise ValueError(
-                f"port {port} is taken, and the URLs of {folder} name it ({error}); stop what listens there, or draw "
-                "with another one first: python -m demo.data OTHER/data --port PORT, then make demo ROOT=OTHER"
+                f"port {port} of the URLs in {folder} is in use ({error}); stop the program that uses it, or draw new "
+                "data with another port: python -m demo.data OTHER/data --port PORT, then make demo ROOT=OTHER"
             ) from error
         self.base_url = f"http://{HOST}:{self.server_port}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients may hang up or fall silent; any other error is one of this program and is printed."""
+        """Print errors, except those of clients that disconnect or stop responding."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -134,10 +134,10 @@ def serve(folder: Annotated[Path, Positional, tyro.conf.arg(metavar="FOLDER")]) 
     """Serve the demo data over HTTP, until Ctrl-C.
 
     Args:
-        folder: that demo.data drew into
+        folder: folder of the demo data
     """
     with DemoServer(folder) as server:
-        print(f"serving {folder} at {server.base_url} (Ctrl-C stops it)", flush=True)
+        print(f"serving {folder} at {server.base_url} (Ctrl-C to stop)", flush=True)
         threading.Event().wait()
 
 

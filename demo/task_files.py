@@ -1,5 +1,6 @@
-"""The files of RefCOCO+, VQA 2.0, VCR and of Karpathy's captions about drawn images, as each data set ships its own:
-name -> bytes.
+"""Make the annotation files of RefCOCO+, VQA 2.0, VCR and Karpathy's captions for drawn images, in official formats.
+
+The functions return file name -> bytes.
 """
 
 import json
@@ -12,35 +13,31 @@ import numpy as np
 
 from demo import questions
 from demo.scenes import HEIGHT, RING_HOLE, SHAPE_SCALE, WIDTH, Scene, SceneObject, outline
-from demo.sentences import caption
+from demo.sentences import make_caption
 from vlbert.datasets.refcoco import FILES as REFCOCO_NAMES
 from vlbert.datasets.retrieval import CAPTIONS
 from vlbert.datasets.vqa import frequent_answers, question_files
 
-SPLITS = ("train", "val", "testA", "testB")  # RefCOCO+'s, of the images; the two others call the last two `test`
-# The part of COCO that an image of each split would be of; VQA's splits have these names.
+SPLITS = ("train", "val", "testA", "testB")  # of the images, named as in RefCOCO+
+# The part of COCO of each split's images; VQA's splits have these names.
 PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "test2015"}
 ANSWERS = "answers_vqa.txt"
-SPLITS_OF_OTHERS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}  # VCR's and retrieval's
-VCR_MOVIE = "drawn_world"  # the folder in vcr1images
-VCR_OBJECT = "kite"  # what every shape is to VCR, whose objects have COCO's classes: kites come in all shapes
-ITEMS = 2  # of VCR about an image, each about another object
+OTHER_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}  # of VCR and retrieval
+VCR_MOVIE = "drawn_world"  # folder in vcr1images
+VCR_OBJECT = "kite"  # class of every shape: VCR's objects have COCO's classes, and kites come in all shapes
+ITEMS = 2  # VCR items per image, each about a different object
 RETRIEVAL_FILE = "dataset_demo.json"
 
 
 @dataclass(frozen=True)
 class TaskImage:
-    """An image that tasks ask about.
-
-    annotations  of the COCO file, in the order of the scene's objects
-    expressions  of RefCOCO+: number of an object -> the words that mean it
-    """
+    """An image of the tasks."""
 
     number: int
     split: str
     scene: Scene
-    annotations: list[dict]
-    expressions: dict[int, str]
+    annotations: list[dict]  # of the COCO file, in the order of the scene's objects
+    expressions: dict[int, str]  # of RefCOCO+, by the number of the object
 
     @property
     def file_name(self) -> str:
@@ -55,10 +52,10 @@ def task_image_name(number: int, split: str) -> str:
 
 
 def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
-    """refs(unc).p is Python 2's pickle protocol 0, as published."""
+    """Make refs(unc).p, in Python 2's pickle protocol 0 as published, and instances.json."""
     refs = []
-    meant = [(image, *reference) for image in images for reference in image.expressions.items()]
-    for ref_id, (image, target, words) in enumerate(meant):
+    references = [(image, *reference) for image in images for reference in image.expressions.items()]
+    for ref_id, (image, target, words) in enumerate(references):
         annotation = image.annotations[target]
         refs.append(
             {
@@ -79,18 +76,15 @@ def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
 
 
 def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Questions of all splits, ten answers to each where it is not of a test, and the list of answers to choose from.
-
-    seed: of the random choices.
-    """
+    """Make the questions of all splits, ten answers to each outside of the test splits, and the list of answers."""
     unanswered = {part: [] for part in PARTS.values()}
     answered = {part: [] for part in PARTS.values()}
     for image in images:
         rng = np.random.default_rng([*seed, image.number])
-        appearances, part = [thing.appearance for thing in image.scene.objects], PARTS[image.split]
-        for number, question in enumerate(questions.questions(rng, appearances)):
+        appearances, part = [obj.appearance for obj in image.scene.objects], PARTS[image.split]
+        for number, question in enumerate(questions.make_questions(rng, appearances)):
             ids = {"image_id": image.number, "question_id": image.number * 1000 + number}
-            given = questions.annotated(rng, question)
+            answers = questions.sample_answers(rng, question)
             unanswered[part].append(ids | {"question": question.text})
             answered[part].append(
                 ids
@@ -100,7 +94,7 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
                     "multiple_choice_answer": question.answer,
                     "answers": [
                         {"answer": answer, "answer_confidence": "yes", "answer_id": i}
-                        for i, answer in enumerate(given, 1)
+                        for i, answer in enumerate(answers, 1)
                     ],
                 }
             )
@@ -113,9 +107,11 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
             "data_subtype": part,
         }
         contents = ({"task_type": "Open-Ended", "questions": unanswered[part]}, {"annotations": answered[part]})
-        files |= {name: _json(metadata | what) for name, what in zip(question_files(part), contents, strict=False)}
-    answers = frequent_answers([*answered["train2014"], *answered["val2014"]])
-    return files | {ANSWERS: "".join(f"{answer}\n" for answer in answers).encode()}
+        files |= {
+            name: _json(metadata | content) for name, content in zip(question_files(part), contents, strict=False)
+        }
+    candidates = frequent_answers([*answered["train2014"], *answered["val2014"]])
+    return files | {ANSWERS: "".join(f"{answer}\n" for answer in candidates).encode()}
 
 
 # --- VCR --------------------------------------------------------------------------------------------------------------
@@ -126,16 +122,16 @@ def _metadata_name(file_name: str) -> str:
 
 
 def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Items of all splits, those of the test without labels, and the metadata of all images."""
-    lines, files = {split: [] for split in SPLITS_OF_OTHERS.values()}, {}
+    """Make the items of all splits, without labels in the test split, and the metadata of all images."""
+    lines, files = {split: [] for split in OTHER_SPLITS.values()}, {}
     for image in images:
-        things, split = image.scene.objects, SPLITS_OF_OTHERS[image.split]
+        objects, split = image.scene.objects, OTHER_SPLITS[image.split]
         files[f"vcr1images/{_metadata_name(image.file_name)}"] = _json(_metadata(image))
         rng = np.random.default_rng([*seed, image.number])
-        for number, item in enumerate(questions.items(rng, [thing.appearance for thing in things], ITEMS)):
+        for number, item in enumerate(questions.make_items(rng, [obj.appearance for obj in objects], ITEMS)):
             line = {
                 "movie": VCR_MOVIE,
-                "objects": [VCR_OBJECT] * len(things),
+                "objects": [VCR_OBJECT] * len(objects),
                 "img_fn": f"{VCR_MOVIE}/{image.file_name}",
                 "metadata_fn": _metadata_name(image.file_name),
                 "question": item.question,
@@ -152,57 +148,57 @@ def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
 
 
 def _metadata(image: TaskImage) -> dict:
-    """Boxes x1 y1 x2 y2 and how sure one is of them, and the outlines of the objects, whole where one hides another."""
+    """Return VCR's metadata: boxes (x1 y1 x2 y2, score), and outlines of the objects, including their hidden parts."""
     boxes = []
     for annotation in image.annotations:
         x, y, width, height = annotation["bbox"]
         boxes.append([x, y, x + width, y + height, 1.0])
     return {
         "boxes": boxes,
-        "segms": [[_polygon(thing)] for thing in image.scene.objects],
+        "segms": [[_polygon(obj)] for obj in image.scene.objects],
         "names": [VCR_OBJECT] * len(boxes),
         "width": WIDTH,
         "height": HEIGHT,
     }
 
 
-def _polygon(thing: SceneObject) -> list[list[float]]:
-    """Corners in pixels; a ring's go round outside, then round inside."""
-    size, (cos, sin) = thing.radius * SHAPE_SCALE[thing.appearance.shape], (math.cos(thing.turn), math.sin(thing.turn))
+def _polygon(obj: SceneObject) -> list[list[float]]:
+    """Return the corners in pixels. A ring has those of its outer edge, then those of its hole."""
+    size, (cos, sin) = obj.radius * SHAPE_SCALE[obj.appearance.shape], (math.cos(obj.turn), math.sin(obj.turn))
 
     def around(scale: float) -> list[list[float]]:
-        corners = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.appearance.shape)]
-        corners = [(thing.x + scale * x, thing.y + scale * y) for x, y in [*corners, corners[0]]]
+        corners = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(obj.appearance.shape)]
+        corners = [(obj.x + scale * x, obj.y + scale * y) for x, y in [*corners, corners[0]]]
         return [[round(min(max(x, 0), WIDTH), 1), round(min(max(y, 0), HEIGHT), 1)] for x, y in corners]
 
-    return around(size) + (around(RING_HOLE * size) if thing.appearance.shape == "ring" else [])
+    return around(size) + (around(RING_HOLE * size) if obj.appearance.shape == "ring" else [])
 
 
 # --- retrieval --------------------------------------------------------------------------------------------------------
 
 
 def retrieval_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Five different captions of each image, each of which names all of its objects."""
-    described = []
+    """Make five different captions of each image, each of which names all objects."""
+    entries = []
     for number, image in enumerate(images):
         rng, texts = np.random.default_rng([*seed, image.number]), {}
         while len(texts) < CAPTIONS:
-            texts[caption(rng, image.scene)] = None
+            texts[make_caption(rng, image.scene)] = None
         ids = range(CAPTIONS * number, CAPTIONS * (number + 1))
         sentences = [
             {"tokens": text.split(), "raw": text, "imgid": number, "sentid": sentence}
             for sentence, text in zip(ids, texts, strict=True)
         ]
-        described.append(
+        entries.append(
             {
                 "sentids": list(ids),
                 "imgid": number,
                 "sentences": sentences,
-                "split": SPLITS_OF_OTHERS[image.split],
+                "split": OTHER_SPLITS[image.split],
                 "filename": image.file_name,
             }
         )
-    return {RETRIEVAL_FILE: _json({"images": described, "dataset": "demo"})}
+    return {RETRIEVAL_FILE: _json({"images": entries, "dataset": "demo"})}
 
 
 def _json(value: dict) -> bytes:

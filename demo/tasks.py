@@ -1,4 +1,4 @@
-"""The tasks that the demo fine-tunes on twice, with and without pre-training, and the numbers that come of it."""
+"""The tasks of the demo, each fine-tuned with and without pre-training, and the numbers of their runs."""
 
 import re
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DemoTask:
-    """A task of the demo data; its metric of the last validation is compared, and stands beside its `chance`."""
+    """A task of the demo data."""
 
     title: str
-    task: str  # of flows.settings.FinetuneSettings
-    metric: str
-    loss: str  # of the training, in nats
-    measures: str  # what the metric is, for people
-    question: str  # one, for people
-    least_gain: float  # with pre-training, over without it and over chance: of one seed, or the mean of three
+    task: str  # value of FinetuneSettings.task
+    metric: str  # compared at the last validation, also with the metric `chance`
+    loss: str  # training loss, in nats
+    measures: str  # meaning of the metric, for the report
+    question: str  # an example, for the report
+    least_gain: float  # minimum gain of pre-training over none and over chance, of one seed or the mean of three
     overrides: tuple[str, ...] = ()
 
     @property
@@ -55,33 +55,35 @@ DEMO_TASKS = {
         overrides=("--task.subtask=rationale",),
     ),
 }
-OF_DEMO = ("refcoco", "vqa")  # of `make demo`; `make demo-full` has all
-STARTS = {"with": "latest", "without": "none"}  # how a run starts -> FinetuneSettings.checkpoint
+DEFAULT_TASKS = ("refcoco", "vqa")  # tasks of `make demo`; `make demo-full` has all
+STARTS = {"with": "latest", "without": "none"}  # start of a run -> FinetuneSettings.checkpoint
 
 
-def run_of(task: str, start: str) -> str:
-    """Name of the run, to which one of several seeds adds its own."""
+def run_name(task: str, start: str) -> str:
+    """Return the name of a run, without the suffix of its seed."""
     return f"{task}-{start}"
 
 
-def role_of(run: str) -> str:
-    """The name without that of the seed."""
+def strip_seed(run: str) -> str:
+    """Return the name of a run without the suffix of its seed."""
     return re.sub(r"-seed\d+$", "", run)
 
 
-def runs_of(pipeline: "PipelineResult") -> dict[str, str]:
-    """`pretrain`, or task and start -> name of the run."""
-    return {role_of(one.run): one.run for one in (pipeline.pretrained, *pipeline.finetuned)}
+def runs_by_role(pipeline: "PipelineResult") -> dict[str, str]:
+    """Return the names of the runs by their names without seed: `pretrain`, or task and start."""
+    return {strip_seed(trained.run): trained.run for trained in (pipeline.pretrained, *pipeline.finetuned)}
 
 
-def numbers_of(pipeline: "PipelineResult") -> dict[str, float]:
-    """The grounding gap (accuracy at colour and shape words, less that with another image), the metric of each
-    fine-tuning, and by task what chance gets."""
+def collect_numbers(pipeline: "PipelineResult") -> dict[str, float]:
+    """Return the grounding gap, the metric of each fine-tuning by task and start, and the chance level by task.
+
+    The grounding gap is the accuracy at colour and shape words, minus the accuracy with another image.
+    """
     numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding_gap"]}
-    for one in pipeline.finetuned:
-        role = role_of(one.run)
+    for trained in pipeline.finetuned:
+        role = strip_seed(trained.run)
         task = role.rpartition("-")[0]
-        numbers |= {role: one.metrics[DEMO_TASKS[task].metric], task: one.metrics["chance"]}
+        numbers |= {role: trained.metrics[DEMO_TASKS[task].metric], task: trained.metrics["chance"]}
     return numbers
 
 
@@ -90,5 +92,5 @@ def mean(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def joint_folder(root: Path, answers_run: str) -> Path:
-    """Where the evaluation of VCR's runs of answers and of rationales together goes."""
+    """Return the folder for the joint evaluation of VCR's runs of answers and rationales."""
     return root / "evaluations" / answers_run.replace("answers", "joint")

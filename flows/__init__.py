@@ -1,4 +1,4 @@
-"""Prefect flows: what runs where, in which order, retried how. Read pipeline.py first."""
+"""Prefect flows of all stages: their order, their processes and their retries. Read pipeline.py first."""
 
 from storage.programs import require
 

@@ -1,7 +1,7 @@
-"""What a stage shows in the flow UI: one artifact, which grows.
+"""Show the progress and results of a stage in the flow UI, as one artifact that is updated.
 
-It is for people; what is done stands in the storage. So nothing here may fail a stage: where the server is away, that
-is logged, and work goes on.
+Artifacts are for people only; the storage records what is done. So an error here never fails a stage: if the server
+cannot be reached, this is logged and the stage continues.
 """
 
 import logging
@@ -17,38 +17,38 @@ from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
-from flows.prefect_patches import not_waiting
+from flows.prefect_patches import fail_fast
 from storage.catalog import Catalog
 from storage.manifests import OK
 from storage.tables import markdown
 
-STAGE_LOG = "stage"  # the last part of the name that a log line of a stage has in Prefect
-_SECONDS, _SHARE = 10.0, 0.02  # between two changes of an artifact, at least; and of the time that has passed
-_LONGEST = 200  # characters of an example that a table shows
+STAGE_LOG = "stage"  # last part of the logger name of a stage's own log lines in Prefect
+_SECONDS, _SHARE = 10.0, 0.02  # minimum time between two updates of an artifact: seconds, and share of the run time
+_MAX_DETAIL = 200  # characters shown of an example
 
 
 def stage_logger() -> logging.LoggerAdapter:
-    """Return the logger of this flow or task run for what the stage itself reports; Prefect's own have other names."""
+    """Return the logger for the stage's own messages in this flow or task run. Prefect's loggers have other names."""
     return get_run_logger().getChild(STAGE_LOG)
 
 
 class Artifact:
-    """An artifact of this flow run, made at the first `show` and changed by the later ones.
+    """An artifact of this flow run, created by the first `show` and updated by later ones.
 
-    A change costs the server an event with all that is shown, so there are about 350 in two days.
+    For each update, the server stores an event with the whole content. About 350 updates are allowed in two days.
     """
 
     def __init__(self, stage: str, name: str):
-        self.key = re.sub(r"[^a-z0-9]+", "-", f"{stage}-{name}".lower()).strip("-")  # as Prefect takes keys
+        self.key = re.sub(r"[^a-z0-9]+", "-", f"{stage}-{name}".lower()).strip("-")  # a valid key in Prefect
         self.description = f"{stage}: {name}"
         self.started = self.due = time.monotonic()
         self.id = None
 
     def show(self, content: Callable[[], str], now: bool = False) -> None:
-        """Show the Markdown that `content` returns in place of what was shown before, if that is due or `now`."""
+        """Replace the shown Markdown by the result of `content`, if an update is due or `now` is true."""
         if time.monotonic() < self.due and not now:
             return
-        with reporting():  # also of what it reads for that
+        with log_errors():  # `content` may fail, too
             shown = content()
             if self.id is None:
                 made = MarkdownArtifact(key=self.key, description=self.description, markdown=shown)
@@ -61,56 +61,56 @@ class Artifact:
 
 
 @contextmanager
-def reporting() -> Iterator[None]:
-    """Log whatever goes wrong in the block, and no more; a server that is away is not waited for."""
+def log_errors() -> Iterator[None]:
+    """Context manager: log any error of the block instead of raising it, and do not wait for an unreachable server."""
     try:
-        with not_waiting():
+        with fail_fast():
             yield
-    except Exception as error:  # noqa: BLE001  of the server, the network, the client: none of them is the stage's
+    except Exception as error:  # noqa: BLE001  an error of the flow UI must not fail the stage
         get_run_logger().warning("the flow UI was not updated: %s: %s", type(error).__name__, error)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table_of_counts(catalog: Catalog, stage: str) -> str:
-    """Return the rows of a stage by status and, of each that is not ok, an example of its details."""
+def make_counts_table(catalog: Catalog, stage: str) -> str:
+    """Return a Markdown table of a stage's rows by status, with one example of the details of each error status."""
     counts, headers = Counter(), catalog.headers(stage)
     for header in headers.values():
         counts.update(header.statuses)
-    rows = [(escaped(status), f"{count:,}") for status, count in counts.most_common()]
-    where = escaped(catalog.store.uri(f"{catalog.dataset}/{stage}"))
+    rows = [(escape(status), f"{count:,}") for status, count in counts.most_common()]
+    folder = escape(catalog.store.uri(f"{catalog.dataset}/{stage}"))
     table = markdown(("status", "rows"), rows)
-    examples = examples_of(catalog, stage, {status for status in counts if status != OK})
-    # A list, because a cell of a table does not break its lines: what is long would be out of sight.
-    lines = [f"- **{escaped(status)}**: {escaped(detail[:_LONGEST])}" for status, detail in examples.items() if detail]
-    return f"{counts.total():,} rows in {len(headers):,} shards of {where}\n\n{table}\n\n" + "\n".join(lines)
+    examples = find_examples(catalog, stage, {status for status in counts if status != OK})
+    # A list, because table cells do not wrap: long text would be cut off.
+    lines = [f"- **{escape(status)}**: {escape(detail[:_MAX_DETAIL])}" for status, detail in examples.items() if detail]
+    return f"{counts.total():,} rows in {len(headers):,} shards of {folder}\n\n{table}\n\n" + "\n".join(lines)
 
 
-def examples_of(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
-    """Return the first detail of each status; reads manifests until each has one."""
-    found = {}
+def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
+    """Return the first detail of each status. Reads manifests only until every status has one."""
+    details = {}
     for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
         for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():
-            found.setdefault(row["status"], row["detail"])
-        if found.keys() >= statuses:
+            details.setdefault(row["status"], row["detail"])
+        if details.keys() >= statuses:
             break
-    return found
+    return details
 
 
-def table_of_metrics(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
-    """Return metrics beside the paper's (`reported`); not those of parts of a split (accuracy/yes/no), which are many.
+def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
+    """Return a Markdown table of metrics beside the paper's numbers (`reported`); "" without metrics.
 
-    Empty if there are none.
+    Metrics of parts of a split (accuracy/yes/no) are left out, because there are many.
     """
     rows = [
-        (escaped(name), "–" if value is None else f"{value:.3f}", escaped(reported.get(name, "")))
+        (escape(name), "–" if value is None else f"{value:.3f}", escape(reported.get(name, "")))
         for name, value in metrics.items()
         if "/" not in name
     ]
     return markdown(("metric", "value", "the paper, %"), rows) if rows else ""
 
 
-def escaped(text: str) -> str:
-    """Return text from the web on one line, with no character left that means anything in Markdown or HTML."""
+def escape(text: str) -> str:
+    """Return untrusted text on one line, with all characters escaped that are special in Markdown or HTML."""
     return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(text.split()))

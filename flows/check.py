@@ -1,6 +1,6 @@
-"""Check what takes the world, before anything is downloaded: that files are there, and that names are known.
+"""Check a pipeline before anything is downloaded: input files exist, and names are known.
 
-What a setting, a recipe or an override may be is checked where it is made; here they are only made.
+Settings, recipes and overrides check their own values when they are made; here they are only made.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,67 +17,67 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
-    """Check a whole pipeline. Imports torch. Raises ValueError with the setting, what is wrong and a way out."""
+    """Check a whole pipeline. Imports torch. Raises ValueError that names the setting, the problem and the fix."""
     for dataset in datasets:
         _check_sources(dataset)
     names = [dataset.name for dataset in datasets]
     _check_unique("datasets", names)
-    _check_unique("runs", [settings.made.run for settings in (pretraining, *finetunings)])
+    _check_unique("runs", [settings.resolved_recipe.run for settings in (pretraining, *finetunings)])
     _check_pretraining(pretraining)
     keeping = {dataset.name for dataset in datasets if dataset.detector.keep_features}
     for name in (*pretraining.datasets, *pretraining.held_out):
-        _check_dataset("pretraining.datasets", name, names, keeping, pretraining.made)
+        _check_dataset("pretraining.datasets", name, names, keeping, pretraining.resolved_recipe)
     for number, settings in enumerate(finetunings):
-        where = f"finetunings[{number}]"
+        setting = f"finetunings[{number}]"
         check_overrides(settings.overrides, finetune.SETTINGS)
-        _check_dataset(f"{where}.dataset", settings.dataset_name, names, keeping, settings.made)
-        task, folder = settings.made.task, Path(settings.folder)
-        _check_there(f"{where}.folder", *(folder / name for name in task.files))
+        _check_dataset(f"{setting}.dataset", settings.dataset_name, names, keeping, settings.resolved_recipe)
+        task, folder = settings.resolved_recipe.task, Path(settings.folder)
+        _check_exists(f"{setting}.folder", *(folder / name for name in task.files))
         for split in settings.evaluate:
             files = replace(task, validate_on=split).files
-            _check_there(f"{where}.evaluate: {split}", *(folder / name for name in files))
+            _check_exists(f"{setting}.evaluate: {split}", *(folder / name for name in files))
 
 
 def _check_sources(dataset: Dataset) -> None:
-    where, detector = f"dataset {dataset.name}", dataset.detector
-    _check_there(f"{where}: captions", dataset.captions)
-    _check_there(f"{where}: images", dataset.images)
-    _check_there(f"{where}: detector.annotations", detector.annotations)
-    _check_there(f"{where}: detector.weights", detector.weights)
-    _check_there(f"{where}: detector.imported.files", *detector.imported.files)
+    setting, detector = f"dataset {dataset.name}", dataset.detector
+    _check_exists(f"{setting}: captions", dataset.captions)
+    _check_exists(f"{setting}: images", dataset.images)
+    _check_exists(f"{setting}: detector.annotations", detector.annotations)
+    _check_exists(f"{setting}: detector.weights", detector.weights)
+    _check_exists(f"{setting}: detector.imported.files", *detector.imported.files)
     try:
         find_columns(dataset)
         identify(detector)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{setting}: {error}") from error
 
 
 def _check_pretraining(settings: PretrainSettings) -> None:
-    _check_there("pretraining.text", *settings.text)
-    _check_there("pretraining.vocabulary_captions", *settings.vocabulary_captions)
-    _check_there("pretraining.vocabulary", settings.vocabulary)
+    _check_exists("pretraining.text", *settings.text)
+    _check_exists("pretraining.vocabulary_captions", *settings.vocabulary_captions)
+    _check_exists("pretraining.vocabulary", settings.vocabulary)
     check_overrides(settings.overrides, pretrain.SETTINGS)
-    if not isinstance(settings.made.task, PretrainingSettings):
-        raise ValueError(f"pretraining.recipe {settings.recipe} is no pre-training")
+    if not isinstance(settings.resolved_recipe.task, PretrainingSettings):
+        raise ValueError(f"pretraining.recipe {settings.recipe} is not a pre-training recipe; name one of pretrain_*")
 
 
 def _check_dataset(setting: str, name: str, names: Iterable[str], keeping: Iterable[str], recipe: Recipe) -> None:
     if name not in names:
-        raise ValueError(f"{setting} names {name!r}; datasets has {', '.join(names) or 'none'}")
+        raise ValueError(f"{setting} names {name!r}, but the setting datasets has only {', '.join(names) or 'none'}")
     if recipe.model.regions.features == "precomputed" and name not in keeping:
         raise ValueError(
-            f"{setting}: {recipe.name} takes precomputed features, and the detector of {name} keeps none; set its "
-            "keep_features, or train from pixels with the override --model.regions.features=end_to_end"
+            f"{setting}: {recipe.name} needs precomputed features, but the detector of {name} does not keep them; set "
+            "its keep_features, or train from pixels with the override --model.regions.features=end_to_end"
         )
 
 
-def _check_unique(what: str, names: Sequence[str]) -> None:
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"two {what} are named {', '.join(twice)}; give each a name of its own")
+def _check_unique(kind: str, names: Sequence[str]) -> None:
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise ValueError(f"two {kind} are named {', '.join(repeated)}; give each a different name")
 
 
-def _check_there(setting: str, *paths: str | Path | None) -> None:
+def _check_exists(setting: str, *paths: str | Path | None) -> None:
     for path in paths:
         if path is not None and not Path(path).exists():
             raise ValueError(f"{setting}: there is no {path}")

@@ -1,4 +1,4 @@
-"""The Prefect side of collecting: `storage.collect.run` does the work, here it is retried and shown."""
+"""Collect: download or import images with `storage.collect.run`, with retries and an artifact in the flow UI."""
 
 import os
 from functools import partial
@@ -10,37 +10,37 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
-from flows.artifacts import Artifact, reporting, stage_logger, table_of_counts
+from flows.artifacts import Artifact, log_errors, make_counts_table, stage_logger
 from flows.machines import cancel_others, start_others
 from storage.catalog import Catalog
 from storage.collect.plan import CollectSettings
 from storage.collect.run import IMAGES, Collected, Group, OnCommit, collect, collect_group
 from storage.object_store import open_store
 
-__all__ = ["COMMITTED", "Collected", "collect_flow", "may_pass", "networked"]
+__all__ = ["COMMITTED", "Collected", "collect_flow", "is_transient", "networked"]
 
-# The event that says that shards were committed, in which root and dataset: with these prefect.yaml starts
-# detect-regions/scheduled.
+# Event emitted after shards are committed, with root and dataset: prefect.yaml starts detect-regions/scheduled with
+# these.
 COMMITTED = "vlbert.images.committed"
 
 
-def may_pass(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Return whether trying again can help: the network or the storage was out of reach.
+def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
+    """Return True if a retry can help: the network or the storage could not be reached.
 
-    A list with a broken line stays broken, and a bucket that refuses us stays closed.
+    A damaged list or a refused permission fails again, so it is not retried.
     """
     error = state.result(raise_on_failure=False)
-    status = getattr(error, "http_status", None)  # of the storage's answer
+    status = getattr(error, "http_status", None)  # of the storage's response
     return isinstance(error, ConnectionError | TimeoutError) and (status is None or status == 429 or status >= 500)
 
 
-# A task where the network is: tried again three times, after about 10, 20 and 40 s. The storage says what is done.
+# A task that uses the network, retried three times, after about 10, 20 and 40 s. The storage records what is done.
 networked = partial(
     task,
     retries=3,
     retry_delay_seconds=exponential_backoff(10),
     retry_jitter_factor=0.5,
-    retry_condition_fn=may_pass,
+    retry_condition_fn=is_transient,
     cache_policy=NO_CACHE,
     persist_result=False,
 )
@@ -61,31 +61,31 @@ def collect_flow(root: str, dataset: CollectSettings, machines: int = 1) -> Coll
     """Download or import the images of one dataset.
 
     Args:
-        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
-        dataset: Its name, and the list or the folder that its images come from.
-        machines: How many workers share the shards, at most: so many runs of this deployment are started.
+        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        dataset: Name of the dataset, and the list or folder that its images come from.
+        machines: Number of runs of this deployment, this one included, that share the shards; one per worker.
     """
     start_others(machines)
     artifact, committed = Artifact(IMAGES, dataset.name), set()
-    page = partial(table_of_counts, Catalog(open_store(root), dataset.name), IMAGES)
+    page = partial(make_counts_table, Catalog(open_store(root), dataset.name), IMAGES)
 
     def run_group(root: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
-        def note(shard: str) -> None:
+        def record(shard: str) -> None:
             committed.add(shard)
             on_commit(shard)
 
-        counts = collect_shards(root, settings, group, note)
+        counts = collect_shards(root, settings, group, record)
         artifact.show(page)
         return counts
 
     try:
         collected = collect(root, dataset, stage_logger().info, run_group)
-    finally:  # also where a later group has failed
+    finally:  # also if a later group has failed
         if committed and flow_run.parent_flow_run_id is None:  # inside the pipeline, the next stage detects them
-            with reporting():
-                where = root if "://" in root else os.path.abspath(root)
-                resource = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": where}
-                payload = {"root": where, "dataset": dataset.name, "new_shards": len(committed)}
+            with log_errors():
+                full_root = root if "://" in root else os.path.abspath(root)
+                resource = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": full_root}
+                payload = {"root": full_root, "dataset": dataset.name, "new_shards": len(committed)}
                 emit_event(COMMITTED, resource, payload=payload)
     artifact.show(page, now=True)
     return collected

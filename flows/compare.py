@@ -1,11 +1,11 @@
-"""Compare: a child process trains variants x tasks x seeds and writes a page about what differs (docs/results.md)."""
+"""Compare: train variants x tasks x seeds in a child process, which writes a page of results (docs/results.md)."""
 
 import sys
 from typing import Any
 
 from prefect import flow
 
-from flows.artifacts import Artifact, escaped, stage_logger
+from flows.artifacts import Artifact, escape, stage_logger
 from flows.settings import CompareSettings
 from flows.supervisor import run_child
 from flows.torchrun import Log
@@ -14,11 +14,11 @@ from storage.safe_json import parse_json
 
 
 def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str, Any]:
-    """Run a comparison, or the rest of it, and return the content of its numbers.json. Only from the main thread.
+    """Run or resume a comparison, and return the content of its numbers.json. Call it from the main thread only.
 
-    Raises ChildFailed if a training failed; the page has the others.
+    Raises ChildFailed if a training failed; the page then has the other trainings.
     """
-    from vlbert.comparison.plans import find_plan  # here, because it brings torch: other stages need none
+    from vlbert.comparison.plans import find_plan  # here, because it imports torch, which other stages do not need
 
     plan = find_plan(settings.plan).name
     command = [sys.executable, "-m", "vlbert", "compare", settings.plan, f"--data.root={root}"]
@@ -32,13 +32,13 @@ def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str,
 
 @flow(name="compare", flow_run_name="{settings.plan}", persist_result=False)
 def compare_flow(root: str, settings: CompareSettings) -> dict[str, Any]:
-    """Train variants of models with several seeds, and tell which differ.
+    """Train variants of models with several seeds, and report which ones differ.
 
     Args:
-        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
-        settings: The plan, and fields of its trainings.
+        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        settings: The plan, and fields to set in its trainings.
     """
-    found = compare(root, settings, stage_logger().info)
-    page = open_store(root, write=False).uri(f"comparisons/{found['plan']}/index.html")
-    Artifact("compare", found["plan"]).show(lambda: escaped(page), now=True)
-    return found
+    numbers = compare(root, settings, stage_logger().info)
+    page = open_store(root, write=False).uri(f"comparisons/{numbers['plan']}/index.html")
+    Artifact("compare", numbers["plan"]).show(lambda: escape(page), now=True)
+    return numbers

@@ -1,6 +1,6 @@
-"""Detect: every image shard that has no regions of this detector yet gets them, in a child process.
+"""Detect: find regions in all image shards that lack them for this detector, in a child process.
 
-What still needs detecting is what the catalog says, so that the same flow is the scheduled reprocessing of new shards.
+The catalog tells which shards are pending, so the same flow also serves as the scheduled processing of new shards.
 """
 
 import sys
@@ -14,7 +14,7 @@ from prefect.runtime import flow_run
 
 from detectors.config import DetectionConfig
 from detectors.run import IMAGES, STORAGE_UNREACHABLE, identify
-from flows.artifacts import Artifact, escaped, stage_logger, table_of_counts
+from flows.artifacts import Artifact, escape, make_counts_table, stage_logger
 from flows.collect import networked
 from flows.machines import cancel_others, start_others
 from flows.supervisor import ChildFailed, run_child
@@ -26,7 +26,7 @@ from storage.settings import as_arguments, changed_fields
 
 @dataclass(frozen=True)
 class Detected:
-    """The regions of a dataset. new_shards: added by this run; peak_bytes: of the child's memory."""
+    """The regions of a dataset. `new_shards` were added by this run; `peak_bytes` is the child's peak memory."""
 
     dataset: str
     detector: str
@@ -49,16 +49,14 @@ def detect(
     log: Callable[[str], object] = print,
     show: Callable[[Callable[[], str]], object] = lambda progress: None,
 ) -> Detected:
-    """Run `vlbert detect` over the dataset. Only from the main thread.
-
-    No process is started if the catalog says that no shard is left to detect.
+    """Run `vlbert detect` over the dataset, if any shard is pending. Call it from the main thread only.
 
     Args:
-        show: gets, every 5 s, a function that tells in a line how many shards the catalog has and lacks.
+        show: Called every 5 s with a function that returns the progress in shards as one line.
 
     Raises:
-        ChildFailed: with the detector's last words.
-        StorageUnreachable: if the storage was out of reach, which another attempt may change.
+        ChildFailed: The detector failed; the error has its last lines of output.
+        StorageUnreachable: The storage could not be reached; a retry may succeed.
     """
     started, peak_bytes = time.monotonic(), 0
     catalog = Catalog(open_store(root, write=False), dataset)
@@ -72,7 +70,7 @@ def detect(
     def progress() -> str:
         return progress_line(dataset, done(), len(pending), "shards", {}, time.monotonic() - started)
 
-    if pending or not catalog.shards(IMAGES):  # without any image the program says what is wrong
+    if pending or not catalog.shards(IMAGES):  # without any images, the program reports the error
         command = [sys.executable, "-m", "vlbert", "detect", root, dataset, *as_arguments(changed_fields(detector))]
         try:
             peak_bytes = run_child(command, log, lambda: show(progress))
@@ -97,12 +95,12 @@ def detect(
 
 @networked(name="detect-dataset", task_run_name="{dataset}")
 def detect_dataset(root: str, dataset: str, detector: DetectionConfig, artifact: Artifact) -> Detected:
-    found = detect(
-        root, dataset, detector, stage_logger().info, lambda progress: artifact.show(lambda: escaped(progress()))
+    detected = detect(
+        root, dataset, detector, stage_logger().info, lambda progress: artifact.show(lambda: escape(progress()))
     )
     catalog = Catalog(open_store(root, write=False), dataset)
-    artifact.show(lambda: table_of_counts(catalog, found.stage), now=True)
-    return found
+    artifact.show(lambda: make_counts_table(catalog, detected.stage), now=True)
+    return detected
 
 
 def flow_run_name() -> str:
@@ -113,13 +111,13 @@ def flow_run_name() -> str:
 def detect_flow(
     root: str, detector: DetectionConfig, datasets: tuple[str, ...] = (), machines: int = 1
 ) -> dict[str, Detected]:
-    """Find regions in every image shard that has none yet of this detector; what was found, by dataset.
+    """Find regions in every image shard that has none of this detector yet. Returns the results by dataset.
 
     Args:
-        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
-        detector: How regions are found.
-        datasets: Which datasets; none: all that have images.
-        machines: How many workers share the shards, at most: so many runs of this deployment are started.
+        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        detector: The detector and its settings.
+        datasets: Datasets to process; empty: all that have images.
+        machines: Number of runs of this deployment, this one included, that share the shards; one per worker.
     """
     start_others(machines)
     store, logger = open_store(root), stage_logger()
@@ -129,9 +127,9 @@ def detect_flow(
     detected, failed = {}, []
     for name in names:
         try:
-            # Not submitted: only the main thread starts a child.
+            # Called, not submitted: only the main thread can start a child.
             detected[name] = detect_dataset(root, name, detector, Artifact("regions", name))
-        except Exception as error:  # noqa: BLE001  raised below: one dataset must not keep the others waiting
+        except Exception as error:  # noqa: BLE001  raised below, after the other datasets
             logger.error("%s: %s", name, error)
             failed.append(error)
     if failed:

@@ -1,12 +1,12 @@
-"""The process of one flow run, as prefect.yaml has a worker start it: Prefect's engine, patched and watched.
+"""Run Prefect's engine for one flow run, patched and watched. Workers start it, as set in prefect.yaml.
 
     python -m flows.engine
 
-- It ends with its worker. A worker that is killed cannot end its flow runs, and Prefect leaves them running. So this
-  process watches its parent. When the parent changes, it sends itself SIGTERM, which the engine reports as a crash and
-  which makes `flows.supervisor` end the processes of the flow, and SIGKILL if that is not enough.
-- It outlives an outage of the server (flows/prefect_patches.py).
-- It asks for its own state each second. If the run or one of its stages is cancelled, it ends within 10 s.
+- The process ends with its worker. A killed worker cannot end its flow runs, and Prefect leaves them running. So this
+  process watches its parent. When the parent changes, it sends itself SIGTERM: the engine then reports a crash, and
+  `flows.supervisor` ends the processes of the flow. If that is not enough, SIGKILL follows.
+- It survives an outage of the server (flows/prefect_patches.py).
+- It requests its own state each second. If the run or one of its stages is cancelled, it exits within 10 s.
 """
 
 import atexit
@@ -23,39 +23,39 @@ from uuid import UUID
 
 from flows.prefect_patches import (
     end_as_cancelled,
+    fail_fast,
     handle_sigterm_once,
+    is_wrongly_crashed,
     keep_slot,
-    not_waiting,
     renew_slot,
     set_running,
     wait_for_server,
-    wrongly_crashed,
 )
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-_LAST_SECONDS = 3.5  # between SIGTERM and SIGKILL, so that nothing is left 5 s after the worker's end
-_POLL = 0.2  # seconds between looks at who is our parent
-_ASK = 1.0  # seconds between questions for the run's state
+_KILL_DELAY = 3.5  # seconds between SIGTERM and SIGKILL, so that all processes exit within 5 s of the worker's end
+_PARENT_INTERVAL = 0.2  # seconds between two checks of the parent
+_STATE_INTERVAL = 1.0  # seconds between two requests of the run's state
 
 
 def exit_with_parent(parent: int) -> None:
-    """Have this process ended when `parent`, a process id, is its parent no longer."""
+    """End this process when the process id `parent` is no longer its parent."""
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_POLL)
+        time.sleep(_PARENT_INTERVAL)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_LAST_SECONDS)
+    time.sleep(_KILL_DELAY)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def follow_state(run: UUID) -> None:
-    """Follow the state of `run` and its stages as long as this process lives: end when cancelled, keep the slot."""
+    """Poll the state of `run` and its stages in a thread: end if cancelled, and keep the concurrency slot."""
     threading.Thread(target=_follow, args=(run, datetime.now(UTC)), daemon=True).start()
 
 
@@ -63,52 +63,52 @@ def _follow(run: UUID, began: datetime) -> None:
     from prefect.client.orchestration import get_client
 
     logger, renewed = logging.getLogger("prefect.engine"), (None, 0.0)
-    with not_waiting(), get_client(sync_client=True) as client:
+    with fail_fast(), get_client(sync_client=True) as client:
         while True:
-            time.sleep(_ASK)
+            time.sleep(_STATE_INTERVAL)
             try:
-                runs = [client.read_flow_run(run), *stage_runs(client, run)]
-                for one in runs:
-                    if wrongly_crashed(one, began):
-                        set_running(client, one)
-                # A stage takes the whole with it: the stages after it need what it would have made.
-                if any(one.state and one.state.is_cancelling() for one in runs):
+                flow_runs = [client.read_flow_run(run), *read_stage_runs(client, run)]
+                for flow_run in flow_runs:
+                    if is_wrongly_crashed(flow_run, began):
+                        set_running(client, flow_run)
+                # Cancelling a stage ends the whole run, because later stages need its result.
+                if any(flow_run.state and flow_run.state.is_cancelling() for flow_run in flow_runs):
                     break
-                renewed = renew_slot(client, runs[0], renewed)
-            except Exception as error:  # noqa: BLE001  the server is away, or not well: it is asked again
-                logger.debug("the state of the run is not known: %s", error)
+                renewed = renew_slot(client, flow_runs[0], renewed)
+            except Exception as error:  # noqa: BLE001  the server is unreachable or failing: try again
+                logger.debug("cannot read the state of the run: %s", error)
     end_as_cancelled()
 
 
-def stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
-    """The flow runs that `run` has started in its own process."""
+def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
+    """Return the flow runs that `run` has started in its own process."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.client.schemas.sorting import FlowRunSort
 
-    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
-    return client.read_flow_runs(flow_run_filter=below, sort=FlowRunSort.START_TIME_DESC)
+    children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
+    return client.read_flow_runs(flow_run_filter=children, sort=FlowRunSort.START_TIME_DESC)
 
 
 def run_engine() -> None:
-    """Run Prefect's engine, and end the process with it: taking torch's modules apart would take seconds more."""
+    """Run Prefect's engine, and exit without Python's shutdown, which takes seconds more after an import of torch."""
     status = 1
 
-    def leave() -> None:
-        logging.shutdown()  # sends what the server has not yet; it is registered before this, and would come after
+    def exit_now() -> None:
+        logging.shutdown()  # sends the remaining logs; logging's own exit handler would run after this one
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
-    atexit.register(leave)  # before Prefect registers what is to be done at the end, so it comes behind that
+    atexit.register(exit_now)  # before Prefect registers its exit handlers, so that it runs after them
     try:
         runpy.run_module("prefect.engine", run_name="__main__")
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        # It was told to end. After an outage, sending the logs of that time has taken 6 s and more.
-        late = threading.Timer(_LAST_SECONDS, os._exit, (status,))
-        late.daemon = True
-        late.start()
+        # Limit the time to exit: after an outage, sending the logs of that time took 6 s and more.
+        timer = threading.Timer(_KILL_DELAY, os._exit, (status,))
+        timer.daemon = True
+        timer.start()
         raise
 
 
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     wait_for_server()
     keep_slot()
     handle_sigterm_once()
-    # The engine itself reports a run as Cancelled, for its worker may be unable to.
+    # Let the engine report a run as Cancelled, because the worker may be unable to.
     os.environ["PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"] = "true"
     follow_state(UUID(os.environ["PREFECT__FLOW_RUN_ID"]))
     run_engine()

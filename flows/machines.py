@@ -1,7 +1,7 @@
-"""One run on several machines: it starts further runs of its deployment, which the workers of other machines take.
+"""Spread a run over several machines: start further runs of its deployment, for workers on other machines.
 
-Collection and detection share the shards by claims in the storage (storage/claims.py), so the runs need to know nothing
-of each other. Each ends when the whole stage is there. Cancelling the first cancels all.
+Collection and detection share shards by claims in the storage (storage/claims.py), so the runs are independent of each
+other. Each run ends when the whole stage is complete. Cancelling the first run cancels all.
 """
 
 from prefect import Flow
@@ -13,9 +13,9 @@ from prefect.states import Cancelled, Cancelling
 
 
 def start_others(machines: int) -> None:
-    """Start `machines` - 1 runs with the parameters of this one.
+    """Start `machines` - 1 more runs with the parameters of this one.
 
-    Raises ValueError if its deployment cannot run so many.
+    Raises ValueError if the deployment's concurrency limit is too low.
     """
     if machines < 1:
         raise ValueError(f"machines is {machines}; it must be at least 1")
@@ -24,12 +24,12 @@ def start_others(machines: int) -> None:
     with get_client(sync_client=True) as client:
         ours = client.read_flow_run(flow_run.get_id())
         if ours.deployment_id is None:
-            raise ValueError(f"machines is {machines}, and this run has no deployment; use `prefect deployment run`")
+            raise ValueError(f"machines is {machines}, but this run has no deployment; use `prefect deployment run`")
         limit = client.read_deployment(ours.deployment_id).global_concurrency_limit
         if limit is not None and limit.limit < machines:
             raise ValueError(
-                f"machines is {machines}, and the deployment of {ours.name} runs {limit.limit} at a time; set its "
-                f"concurrency_limit in prefect.yaml to {machines}, and deploy it"
+                f"machines is {machines}, but the deployment of {ours.name} allows {limit.limit} runs at a time; set "
+                f"its concurrency_limit in prefect.yaml to {machines}, and deploy it"
             )
         for _ in range(machines - 1):
             client.create_flow_run_from_deployment(
@@ -38,11 +38,11 @@ def start_others(machines: int) -> None:
 
 
 def cancel_others(flow: Flow, run: FlowRun, state: State) -> None:
-    """Cancel the runs that `run` has started: a hook for its cancellation."""
+    """Cancel the runs that `run` has started. A cancellation hook of a flow."""
     started = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"with:{run.id}"]))
     with get_client(sync_client=True) as client:
         for other in client.read_flow_runs(flow_run_filter=started):
             if other.state is None or not other.state.is_final():
-                waits = other.state is None or other.state.is_scheduled()
-                wanted = (Cancelled if waits else Cancelling)(message=f"with {run.name}")
-                client.set_flow_run_state(other.id, wanted, force=True)
+                scheduled = other.state is None or other.state.is_scheduled()
+                cancelled = (Cancelled if scheduled else Cancelling)(message=f"with {run.name}")
+                client.set_flow_run_state(other.id, cancelled, force=True)

@@ -1,11 +1,11 @@
-"""The whole pipeline, in order: collect, detect, pretrain, fine-tune. Read this first.
+"""Run the whole pipeline in order: collect, detect, pre-train, fine-tune. Read this file first.
 
     make serve                                              # server, worker and the deployments of prefect.yaml
     prefect deployment run pretrain-vlbert/default --watch  # in another terminal
 
-Every stage is a flow of its own file and runs alone as well; beside each flow stands the plain function that it calls.
-What is done is what the storage says: a second run collects and detects only what is missing, and training goes on from
-its last checkpoint.
+Each stage is a flow in its own file, beside the plain function that it calls, and can also run alone. The storage
+records what is done: a second run collects and detects only what is missing, and training resumes from its last
+checkpoint.
 """
 
 import dataclasses
@@ -42,17 +42,17 @@ def pretrain_vlbert(
     pretraining: PretrainSettings,
     finetunings: list[FinetuneSettings],
 ) -> PipelineResult:
-    """From caption lists to fine-tuned models.
+    """Run all stages, from caption lists to fine-tuned models.
 
     Args:
-        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
-        work: A folder of this machine, for tokenised text and copies of vocabularies.
-        datasets: What is collected, and how regions are found in it.
-        pretraining: On which of the datasets, and how.
-        finetunings: One after the other, from the checkpoint of the pre-training; one that fails keeps no other from
-            running, and the whole fails at the end.
+        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        work: Folder of this machine for tokenised text and copies of vocabularies.
+        datasets: Datasets to collect, each with its detector.
+        pretraining: Settings of the pre-training, with the datasets to train on.
+        finetunings: Fine-tunings to run one after the other, by default from the checkpoint of the pre-training. If
+            one fails, the others still run, and the flow fails at the end.
     """
-    from flows.check import check  # here, because it imports torch, and whoever deploys this flow needs none
+    from flows.check import check  # here, because it imports torch, which is not needed to deploy this flow
 
     check(datasets, pretraining, finetunings)
     collected = [collect_flow(root, dataset) for dataset in datasets]
@@ -60,7 +60,7 @@ def pretrain_vlbert(
     for dataset in datasets:
         detected |= detect_flow(root, dataset.detector, (dataset.name,))
 
-    detector = detected[min(pretraining.datasets)].detector  # of all of them: vlbert.resume checks it
+    detector = detected[min(pretraining.datasets)].detector  # the same for all datasets: vlbert.resume checks this
     pretrained = pretrain_flow(root, work, pretraining, detector)
 
     def start(settings: FinetuneSettings) -> Trained:
@@ -71,24 +71,24 @@ def pretrain_vlbert(
         )
         return finetune_flow(root, work, settings)
 
-    finetuned = each_in_turn(finetunings, start)
+    finetuned = run_finetunings(finetunings, start)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return PipelineResult(collected, detected, pretrained, finetuned, peak_bytes)
 
 
-def each_in_turn(
+def run_finetunings(
     finetunings: Sequence[FinetuneSettings], start: Callable[[FinetuneSettings], Trained]
 ) -> list[Trained]:
-    """Return the result of each; where one fails, the others are started, too. A signal ends all.
+    """Run fine-tunings one after the other, and return their results. If one fails, the others still run.
 
-    Raises RuntimeError, which names those that failed.
+    Raises RuntimeError at the end, naming the failed ones. A signal ends all.
     """
     finetuned, failed = [], []
     for settings in finetunings:
         try:
             finetuned.append(start(settings))
-        except Exception as error:  # noqa: BLE001  of whatever kind: the other tasks are not to be lost by it
-            failed.append(f"{settings.made.run}: {error}")
+        except Exception as error:  # noqa: BLE001  no error may prevent the other fine-tunings
+            failed.append(f"{settings.resolved_recipe.run}: {error}")
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(finetunings)} fine-tunings failed: {'; '.join(failed)}")
     return finetuned

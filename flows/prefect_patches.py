@@ -1,18 +1,18 @@
-"""Faults of Prefect 3.9.1 that would end or hide a run of days, each mended by one function.
+"""Work around bugs of Prefect 3.9.1 that would end or hide a run of several days, with one function per bug.
 
-    python -m flows.prefect_patches server start ...    is `prefect server start ...` with `collect_garbage_apart`
+    python -m flows.prefect_patches server start ...    runs `prefect server start ...` with `collect_garbage_in_thread`
 
-`python -m flows.engine` uses the others. At each new version of Prefect remove one and run its test in
-tests/flows/test_prefect_patches.py: it goes when the test passes without it.
+`python -m flows.engine` uses the other functions. At each new version of Prefect, remove one and run its test in
+tests/flows/test_prefect_patches.py: if the test passes without it, delete the function.
 
-| function                  | upstream issues | without it                                                             |
-|---------------------------|-----------------|------------------------------------------------------------------------|
-| `wait_for_server`         | 20462, 22638    | a flow fails at its next request when the server is away for a minute  |
-| `keep_slot`, `renew_slot` | 18802, 21064    | a run ends when its lease cannot be renewed                            |
-| `set_running`             | 18802           | a run that outlives an outage stays Crashed, and frees another's slot  |
-| `handle_sigterm_once`     | 21616           | a second SIGTERM interrupts the cleanup that the first one began       |
-| `end_as_cancelled`        | 21616           | a stage cannot be cancelled, nor a run after an outage of the server   |
-| `collect_garbage_apart`   | 18934           | a server on SQLite locks itself for a minute                           |
+| function                    | upstream issues | without it                                                           |
+|-----------------------------|-----------------|----------------------------------------------------------------------|
+| `wait_for_server`           | 20462, 22638    | a flow fails at its next request if the server is down for a minute  |
+| `keep_slot`, `renew_slot`   | 18802, 21064    | a run ends when its lease cannot be renewed                          |
+| `set_running`               | 18802           | a run that survives an outage stays Crashed and frees another's slot |
+| `handle_sigterm_once`       | 21616           | a second SIGTERM interrupts the cleanup that the first one began     |
+| `end_as_cancelled`          | 21616           | a stage, or a run after an outage of the server, cannot be cancelled |
+| `collect_garbage_in_thread` | 18934           | a server on SQLite blocks itself for a minute                        |
 """
 
 import gc
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-NO_SIGN = "no sign of life"  # the message of the alarms of flows/deploy.py begins so
-_RETRIES = "8"  # of a request, after 2, 4, ... and 256 s: for outages of up to 8 minutes
-_LEASE = 86400.0  # seconds that a run keeps its concurrency slot without a renewal: the most that the server allows
-_SHORT_LEASE = 60.0  # the same, until the run's state names the lease: the server's least
-_RENEW = 600.0  # seconds between two renewals
-_NO_LIMIT = "a run without a slot"  # no concurrency limit is called so: a lease of it frees nothing
-_STARTED = 30.0  # seconds after which a server has made what it keeps
-_BETWEEN_COLLECTIONS = 5.0  # seconds between two collections of garbage
+NO_SIGN = "no sign of life"  # prefix of the alarm messages of flows/deploy.py
+_RETRIES = "8"  # retries of a request, after 2, 4, ... and 256 s: for outages of up to 8 minutes
+_LEASE = 86400.0  # seconds that a run keeps its concurrency slot without a renewal: the server's maximum
+_SHORT_LEASE = 60.0  # the same, until the run's state names the lease: the server's minimum
+_RENEW_SECONDS = 600.0  # time between two renewals
+_NO_LIMIT = "a run without a slot"  # name of a concurrency limit that does not exist: a lease of it frees no slot
+_STARTUP_SECONDS = 30.0  # time after which a server has allocated its permanent objects
+_COLLECT_SECONDS = 5.0  # time between two garbage collections
 
 
-# --- a server that is away --------------------------------------------------------------------------------------------
+# --- outages of the server --------------------------------------------------------------------------------------------
 
 
 def wait_for_server() -> None:
-    """Have Prefect's clients in this process wait for a server that is away. Call it before prefect is imported.
+    """Make Prefect's clients in this process wait for an unreachable server. Call it before prefect is imported.
 
-    A client that has not reached the server before does not wait; a run has one client for all its requests.
+    A client that has never reached the server does not wait; a run has one client for all its requests.
     """
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", _RETRIES)
 
 
 @contextmanager
-def not_waiting() -> Iterator[None]:
-    """Have Prefect's clients fail within seconds in this block if the server is away."""
+def fail_fast() -> Iterator[None]:
+    """Context manager: make Prefect's clients fail within seconds if the server is unreachable."""
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1, PREFECT_API_REQUEST_TIMEOUT: 10.0}):
@@ -67,9 +67,9 @@ def not_waiting() -> Iterator[None]:
 
 
 def keep_slot() -> None:
-    """Keep Prefect's engine from renewing the lease of a run's slot, and from ending the run if that fails.
+    """Stop Prefect's engine from renewing the lease of a run's slot, and from ending the run if a renewal fails.
 
-    `renew_slot` renews it, to a day at a time.
+    `renew_slot` renews it instead, for a day at a time.
     """
     import prefect.flow_engine
 
@@ -79,46 +79,45 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease that the state of the run names, if it is due; returns the lease and when it was renewed.
+    """Renew the lease named by the run's state for a day, if due. Return the lease and the time of its renewal.
 
-    Args:
-        renewed: the last returned value; (None, 0.0) at first.
+    `renewed` is the last returned value, at first (None, 0.0).
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None
-    if lease is None or (lease == renewed[0] and now - renewed[1] < _RENEW):
+    if lease is None or (lease == renewed[0] and now - renewed[1] < _RENEW_SECONDS):
         return renewed
     client.renew_concurrency_lease(lease, _LEASE)
     return lease, now
 
 
-def wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
-    """Return whether an alarm crashed this run although its process works since `began`: the server was away."""
+def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
+    """Return True if an alarm marked this run as crashed during an outage, while its process ran since `began`."""
     state = run.state
     return bool(state and state.is_crashed() and (state.message or "").startswith(NO_SIGN) and state.timestamp >= began)
 
 
 def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
-    """Set the state of a run to Running, and take its slot again unless another run has it.
+    """Set the state of a run to Running, and take its concurrency slot again unless another run has it.
 
-    The server frees a slot when the run ends whose state names the lease. Without any lease it would free the slot of
-    another run. So a run without a slot gets a lease of a limit that does not exist.
+    When a run ends, the server frees the slot of the lease that the run's state names. If the state names no lease, the
+    server frees the slot of another run. So a run without a slot gets a lease of a limit that does not exist.
     """
     from prefect.states import Running
 
-    state = Running(message="at work; the server was away")
+    state = Running(message="still running after an outage of the server")
     if run.deployment_id:
         try:
             lease = _take_lease(client, f"deployment:{run.deployment_id}")
-        except Exception as error:  # noqa: BLE001  another has it: both work
-            logging.getLogger("prefect.engine").warning("the run works without a concurrency slot: %s", error)
+        except Exception as error:  # noqa: BLE001  another run has the slot: both continue
+            logging.getLogger("prefect.engine").warning("the run continues without a concurrency slot: %s", error)
             lease = _take_lease(client, _NO_LIMIT)
         state.state_details.deployment_concurrency_lease_id = lease
     client.set_flow_run_state(run.id, state, force=True)
 
 
 def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
-    """A short one: if the answer or the new state is lost, it ends by itself. `renew_slot` makes it long."""
+    """Take a short lease, which expires soon if the response or the new state is lost. `renew_slot` extends it."""
     answer = client.increment_concurrency_slots_with_lease([limit], 1, "concurrency", _SHORT_LEASE)
     return UUID(answer.json()["lease_id"])
 
@@ -127,23 +126,23 @@ def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
 
 
 def handle_sigterm_once() -> None:
-    """Have Prefect's engine act on the first SIGTERM only: the worker and this process may both send one."""
+    """Make Prefect's engine handle only the first SIGTERM: the worker and this process may both send one."""
     from prefect.utilities import engine
 
-    handler, came = engine._prefect_sigterm_handler, []
+    handler, received = engine._prefect_sigterm_handler, []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if not came:
-            came.append(number)
+        if not received:
+            received.append(number)
             handler(number, frame)
 
     engine._prefect_sigterm_handler = handle
 
 
 def end_as_cancelled() -> None:
-    """End the run of this process, and have the engine report all its flow runs as Cancelled.
+    """End the run of this process, and make the engine report all its flow runs as Cancelled.
 
-    The worker cannot do it for a stage, and does not hear of it after an outage of the server.
+    The worker cannot cancel a stage, and misses a cancellation after an outage of the server.
     """
     from prefect._internal import control_listener
 
@@ -154,20 +153,20 @@ def end_as_cancelled() -> None:
 # --- a server on SQLite -----------------------------------------------------------------------------------------------
 
 
-def collect_garbage_apart() -> None:
-    """Collect garbage in a thread of its own from now on.
+def collect_garbage_in_thread() -> None:
+    """Collect garbage only in a separate thread from now on, to avoid a deadlock on SQLite.
 
-    Python collects in whichever thread allocates. In the thread of the event loop it finalises cursors of SQLite, which
+    Python collects in whichever thread allocates. In the event loop's thread, this finalises SQLite cursors, which
     waits while another thread uses their connection. That thread waits up to 60 s for the lock of the database, and the
     transaction that holds the lock waits for the event loop.
     """
 
     def collect() -> None:
-        time.sleep(_STARTED)
+        time.sleep(_STARTUP_SECONDS)
         gc.collect()
-        gc.freeze()  # what a started server holds is not scanned again
+        gc.freeze()  # do not scan the objects of a started server again
         while True:
-            time.sleep(_BETWEEN_COLLECTIONS)
+            time.sleep(_COLLECT_SECONDS)
             gc.collect()
 
     gc.disable()
@@ -175,5 +174,5 @@ def collect_garbage_apart() -> None:
 
 
 if __name__ == "__main__":
-    collect_garbage_apart()
+    collect_garbage_in_thread()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

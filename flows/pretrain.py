@@ -1,4 +1,4 @@
-"""Pretrain: the text-only corpus is tokenised on this machine, then torchrun trains."""
+"""Pretrain: tokenise the text-only corpus on this machine, then train with torchrun."""
 
 import sys
 from pathlib import Path
@@ -8,9 +8,9 @@ from prefect import flow
 from flows.artifacts import stage_logger
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
-from flows.torchrun import Log, Trained, Watch, check_overrides, given_fields, show_training, train
+from flows.torchrun import Log, Trained, Watch, check_overrides, drop_none, show_training, train
 
-# Fields of the recipe that this stage sets, each from what.
+# Fields of the recipe that this stage sets, each with its source.
 SETTINGS = {
     "run_name": "the setting run",
     "data.root": "the flow's root",
@@ -32,14 +32,14 @@ def pretrain(
     log: Log = print,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Pre-train on the regions of `detector` (None: the only one there is). Only from the main thread.
+    """Pre-train on the regions of `detector` (None: the only one that exists). Call it from the main thread only.
 
-    `work` is a folder of this machine for the tokenised corpus.
+    The tokenised corpus is written to `work`, a folder of this machine.
     """
     check_overrides(settings.overrides, SETTINGS)
     corpus, vocabulary = None, settings.vocabulary
     if settings.text:
-        corpus = Path(work) / "text" / settings.made.run
+        corpus = Path(work) / "text" / settings.resolved_recipe.run
         make_corpus(corpus, settings, log)
         vocabulary = str(corpus / "vocab.txt")
     fields = {
@@ -50,12 +50,12 @@ def pretrain(
         "vocabulary": vocabulary,
         "task.monitored_words": settings.monitored_words or None,
     }
-    held_out = {"data.held_out": settings.held_out or None}  # None: no validation, whatever the recipe has
-    return train(root, settings, given_fields(fields) | held_out, log, watch)
+    held_out = {"data.held_out": settings.held_out or None}  # None overrides the recipe: no validation
+    return train(root, settings, drop_none(fields) | held_out, log, watch)
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, log: Log) -> None:
-    """Tokenise the text into `folder` with `vlbert corpus`; a corpus of the same files is left alone."""
+    """Tokenise the text into `folder` with `vlbert corpus`. An existing corpus of the same files is kept."""
     command = [sys.executable, "-m", "vlbert", "corpus", str(folder), *settings.text]
     if settings.vocabulary:
         command += ["--vocabulary", settings.vocabulary]
@@ -67,6 +67,6 @@ def make_corpus(folder: Path, settings: PretrainSettings, log: Log) -> None:
 
 @flow(name="pretrain", flow_run_name="{settings.recipe} {settings.run}", persist_result=False)
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
-    """Pre-train VL-BERT on one dataset or several."""
-    log, run = stage_logger().info, settings.made.run
+    """Pre-train VL-BERT on one or more datasets."""
+    log, run = stage_logger().info, settings.resolved_recipe.run
     return show_training("pretrain", root, run, log, lambda watch: pretrain(root, work, settings, detector, log, watch))

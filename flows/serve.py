@@ -1,10 +1,10 @@
-"""Serve the deployments of prefect.yaml on this machine: Prefect's server, a worker, the alarms for runs that died.
+"""Serve the deployments of prefect.yaml on this machine, with Prefect's server, a worker and alarms for crashed runs.
 
-    vlbert serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]  until Ctrl-C
+    vlbert serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]
 
-Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. Server and
-worker are child processes. If one ends, all ends; systemd may start it again. docs/serve.md says how to run the
-parts on machines of their own.
+It runs until Ctrl-C. All files of Prefect go to FOLDER (.prefect, or PREFECT_HOME); the user's own Prefect is not used.
+Server and worker are child processes. If one ends, everything ends, and systemd may restart it. docs/serve.md explains
+how to run the parts on different machines.
 """
 
 import json
@@ -20,54 +20,54 @@ from pathlib import Path
 
 from flows.deploy import HEARTBEAT, deploy
 from flows.settings import quiet_prefect
-from flows.supervisor import background
+from flows.supervisor import run_in_background
 from storage.programs import Command
 
-POOL = "local"  # which the worker serves
-PORT = 4200  # Prefect's own
-SIGNS_KEPT = 3600  # seconds: a training of two days gives thousands, and the alarm needs but the last
-QUERY = 5.0  # seconds between two questions of the worker for work
-_START_SECONDS = 120.0  # that the server may take
-_POLL = 0.5  # seconds between looks at server and worker
+POOL = "local"  # work pool of the worker
+PORT = 4200  # Prefect's default
+HEARTBEAT_RETENTION = 3600  # seconds: two days of training give thousands of heartbeats, but the alarm needs the last
+QUERY = 5.0  # seconds between two queries of the worker for new runs
+_START_SECONDS = 120.0  # time limit for the server's start
+_POLL = 0.5  # seconds between two checks of server and worker
 
 
 @contextmanager
 def serving(
     home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Run server, deployments and worker while the block runs; this process and its children talk to that server.
+    """Context manager: run a server, used by this process and its children, a worker, and the deployments of a file.
 
     Args:
-        home: folder for the database and the logs.
-        port: of the server on 127.0.0.1.
-        deployments: a file such as prefect.yaml.
-        query_seconds: between two questions of the worker for work.
-        limit: runs that the worker takes at once.
+        home: Folder for the database and the logs.
+        port: Port of the server on 127.0.0.1.
+        deployments: File of deployments, such as prefect.yaml.
+        query_seconds: Time between two queries of the worker for new runs.
+        limit: Maximum number of concurrent runs of the worker; None: no limit.
 
     Yields:
         A function that raises RuntimeError if the server or the worker has ended.
     """
     try:
         socket.create_server(("127.0.0.1", port)).close()
-    except OSError as error:  # another server would be taken for ours
-        raise RuntimeError(f"port {port} is taken; give another, make serve PORT=...") from error
+    except OSError as error:  # check now: a server already on this port would be mistaken for ours
+        raise RuntimeError(f"port {port} is in use; choose another one with make serve PORT=...") from error
     home.mkdir(parents=True, exist_ok=True)
-    for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # settings of the user's own server
         del os.environ[name]
     os.environ.update(environment(home, port, query_seconds))
-    runs: dict[str, Callable[[], bool]] = {}
-    with ExitStack() as running:
+    checks: dict[str, Callable[[], bool]] = {}
+    with ExitStack() as processes:
 
         def start(name: str, module: str, *arguments: str) -> None:
             log = home / f"{name}.log"
             log.unlink(missing_ok=True)
             command = [sys.executable, "-m", module, name, "start", *arguments]
-            runs[name] = running.enter_context(background(command, log))
+            checks[name] = processes.enter_context(run_in_background(command, log))
 
         def check() -> None:
-            for name, runs_still in runs.items():
-                if not runs_still():
-                    raise RuntimeError(f"the {name} ended, and all runs with it; {end_of(home / f'{name}.log')}")
+            for name, is_running in checks.items():
+                if not is_running():
+                    raise RuntimeError(f"the {name} ended, and all runs with it; {read_tail(home / f'{name}.log')}")
 
         start("server", "flows.prefect_patches", "--host", "127.0.0.1", "--port", str(port))
         wait_for_server(check)
@@ -83,50 +83,50 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_API_HOST": "127.0.0.1",
         "PREFECT_SERVER_API_PORT": str(port),
-        # Where the pages ask: at the server that they came from, whatever it is called there (a tunnel, another name).
+        # Relative, so that the UI calls the server it was loaded from, also through a tunnel or by another host name.
         "PREFECT_UI_API_URL": "/api",
         "PREFECT_WORKER_QUERY_SECONDS": str(query_seconds),
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
-        # Who runs is remembered over a restart of the server, and who waits asks once a minute: each asking is kept.
+        # Leases survive a restart of the server. Waiting runs ask only once a minute, because requests are stored.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "60",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_EVENT_RETENTION_OVERRIDES": json.dumps(
-            {"prefect.flow-run.heartbeat": SIGNS_KEPT}
+            {"prefect.flow-run.heartbeat": HEARTBEAT_RETENTION}
         ),
-        # For `python -m flows.engine`, which prefect.yaml names, to be this Python.
+        # Makes `python -m flows.engine` in prefect.yaml use this Python.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     }
 
 
 def wait_for_server(check: Callable[[], None]) -> None:
-    """Wait until the server of PREFECT_API_URL answers. Raises RuntimeError if it ends or takes too long."""
-    from prefect.client.orchestration import get_client  # here, because what it reads is set before
+    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError if it ends or takes too long."""
+    from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
 
     deadline = time.monotonic() + _START_SECONDS
     with get_client(sync_client=True) as client:
         while client.api_healthcheck() is not None:
             check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the Prefect server did not answer at {client.api_url} in {_START_SECONDS:g} s")
+                raise RuntimeError(f"the Prefect server did not start at {client.api_url} within {_START_SECONDS:g} s")
             time.sleep(0.1)
 
 
-def end_of(log: Path) -> str:
-    """Return the last lines of a log, for an error."""
+def read_tail(log: Path) -> str:
+    """Return the last 50 lines of a log, for an error message."""
     lines = log.read_text(errors="replace").splitlines()[-50:]
     return f"{log} ends with:\n" + "\n".join(lines)
 
 
 def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None) -> None:
-    """Serve until a signal."""
-    print(f"starting Prefect with its home in {home}", flush=True)
+    """Serve until a signal arrives, or until the server or the worker ends."""
+    print(f"starting Prefect, with its files in {home}", flush=True)
     with serving(home, port, deployments, query_seconds, limit) as check:
         print(
-            f"the flow UI is at http://127.0.0.1:{port}, {home}/worker.log has the log of flows\n"
-            "in another terminal:\n"
+            f"the flow UI is at http://127.0.0.1:{port}; the flows' log is {home}/worker.log\n"
+            "To start a run, in another terminal:\n"
             f"    export PREFECT_HOME={shlex.quote(str(home))} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
             f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"
-            "Ctrl-C ends server, worker and runs",
+            "Ctrl-C stops the server, the worker and all runs",
             flush=True,
         )
         while True:
@@ -141,19 +141,19 @@ def serve_file(
     limit: int | None = None,
     query: float = QUERY,
 ) -> None:
-    """Serve the deployments of a file on this machine: Prefect's server with its UI, and a worker.
+    """Serve the deployments of a file on this machine, with Prefect's server, its UI and a worker.
 
     Args:
-        deployments: the file
-        home: folder for all that Prefect keeps; by default PREFECT_HOME, or .prefect
-        port: of the server and its UI
-        limit: runs at once; 1 where runs share a GPU
-        query: seconds between looks for new runs
+        deployments: file of deployments
+        home: folder for all files of Prefect; None: PREFECT_HOME, or .prefect
+        port: port of the server and its UI
+        limit: maximum number of concurrent runs; None: no limit. Use 1 if runs share a GPU
+        query: seconds between two queries for new runs
     """
     home = home or Path(os.environ.get("PREFECT_HOME") or ".prefect")
     if not deployments.is_file():
-        raise ValueError(f"there is no file {deployments}; --deployments names one such as prefect.yaml")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
+        raise ValueError(f"there is no file {deployments}; name one with --deployments, such as prefect.yaml")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handle SIGTERM like Ctrl-C
     serve(home.absolute(), port, deployments, query, limit)
 
 

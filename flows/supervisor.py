@@ -1,10 +1,10 @@
-"""Child processes that never outlive the flow that started them, however it ends.
+"""Run child processes that never outlive the flow that started them, however the flow ends.
 
-Between the flow and its child stands this file as a program of its own (standard library only), in a session of its
-own. It adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those that left the child's session, as the
-ranks of torchrun do. When the flow's end of the socket on its standard input closes, which also `kill -9` of the flow
-does, it ends them all: SIGTERM, a grace period, SIGKILL. The child's output goes through a pipe of its own: a child
-that held the flow's stdout would keep whoever reads that waiting. Linux only (prctl, /proc).
+This file also runs as a program between the flow and its child, in its own session (standard library only). The program
+adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those that left the child's session, such as the
+ranks of torchrun. Its standard input is a socket to the flow. When the flow's end closes, also after `kill -9` of the
+flow, it ends all descendants: SIGTERM, a grace period, SIGKILL. The child's output goes through a separate pipe: a
+child that held the flow's stdout would block whoever reads it. Linux only (prctl, /proc).
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-TAIL_LINES = 50  # of the child's output that an error carries
-GRACE = 2.5  # seconds between SIGTERM and SIGKILL: with the rest, nothing is left 5 s after the flow's end
-WATCH_SECONDS = 5.0  # between two calls of `watch`
-_POLL = 0.1  # seconds between looks at a child
-_KILL_SECONDS = 10.0  # that SIGKILL may take before the flow gives up waiting for the kernel
+TAIL_LINES = 50  # last lines of the child's output that are kept for an error
+GRACE = 2.5  # seconds between SIGTERM and SIGKILL, so that all processes exit within 5 s of the flow's end
+WATCH_SECONDS = 5.0  # time between two calls of `watch`
+_POLL = 0.1  # seconds between two checks of a child
+_KILL_SECONDS = 10.0  # time that the flow waits for SIGKILL to take effect
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -37,10 +37,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildFailed(RuntimeError):
-    """A child ended badly: command, its return code (-9: by signal 9), the reason and its last lines of output."""
+    """Raised if a child failed, with its command, return code (-9: signal 9), last lines of output, and the reason."""
 
     def __init__(self, command: Sequence[str], returncode: int, tail: Sequence[str], reason: str):
-        super().__init__(command, returncode, tail, reason)  # all of them, so that it can be pickled
+        super().__init__(command, returncode, tail, reason)  # all arguments, so that the error can be pickled
         self.command, self.returncode, self.tail, self.reason = list(command), returncode, list(tail), reason
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class ChildFailed(RuntimeError):
 
 
 class ChildTimedOut(ChildFailed):
-    """A child was ended because it took too long."""
+    """Raised if a child was ended because it exceeded its time limit."""
 
 
 def run_child(
@@ -61,20 +61,21 @@ def run_child(
     grace: float = GRACE,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run `command` to its end, and return the most memory in bytes that one process of its tree had.
+    """Run `command` to its end, and return the peak memory in bytes of the largest process of its tree.
 
-    No process of it is left when this returns or raises. Call it from the main thread, which signals interrupt.
+    All its processes have ended when this returns or raises. Call it from the main thread, because signals interrupt
+    only that thread.
 
     Args:
-        log: gets every line of its output (stdout and stderr) that is not blank.
-        watch: is called every 5 s while it runs, and once after its end. It may take long: the output waits in memory.
-        timeout: seconds it may take.
-        grace: seconds between SIGTERM and SIGKILL.
-        environment: variables set for it beside ours.
+        log: Called with each line of output (stdout and stderr) that is not blank.
+        watch: Called every 5 s during the run, and once at its end. It may take long; output is buffered meanwhile.
+        timeout: Maximum duration in seconds.
+        grace: Seconds between SIGTERM and SIGKILL.
+        environment: Environment variables to add to those of this process.
 
     Raises:
-        ChildFailed: if it fails.
-        ChildTimedOut: if it takes too long.
+        ChildFailed: The command failed.
+        ChildTimedOut: The command exceeded `timeout`.
     """
     command = [str(part) for part in command]
     started = watched = time.monotonic()
@@ -99,7 +100,7 @@ def run_child(
         late = process.returncode is None
     finally:
         returncode, peak_bytes = _stop(process, lifeline, grace)
-    reader.join(1.0)  # not for ever: somebody else may still hold the pipe
+    reader.join(1.0)  # with a limit, because another process may still hold the pipe
     log_printed()
     watch()
     if late:
@@ -113,10 +114,10 @@ def run_child(
 
 
 @contextmanager
-def background(
+def run_in_background(
     command: Sequence[str], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Run `command` beside the `with` block, its output in the file `log`; yields a function: does it still run?"""
+    """Context manager: run `command` with its output in the file `log`. Yields a function: is it still running?"""
     with open(log, "ab") as file:
         process, lifeline = _start([str(part) for part in command], file, grace, environment)
     try:
@@ -128,16 +129,16 @@ def background(
 def _start(
     command: list[str], output: int | IO[bytes], grace: float, environment: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen, socket.socket]:
-    """Start the process between us and the child; returns it and our end of the socket: it closes, and all is ended."""
+    """Start the supervisor, and return it with our end of its socket. Closing the socket ends the whole tree."""
     if sys.platform != "linux":
-        raise RuntimeError(f"child processes are supervised with prctl and /proc, which {sys.platform} has not")
+        raise RuntimeError(f"child processes need prctl and /proc of Linux, but this is {sys.platform}")
     if threading.current_thread() is not threading.main_thread():
-        # A signal interrupts the main thread alone, and the parent-death signal comes when the starting thread ends.
-        raise RuntimeError("a child must be started from the main thread: call the stage directly, not by .submit()")
+        # Signals interrupt only the main thread, and the parent-death signal is sent when the starting thread ends.
+        raise RuntimeError("a child must be started from the main thread; call the stage directly, not with .submit()")
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            # -I -S: nothing of the environment or of site-packages can hinder it, and it starts in 20 ms.
+            # -I -S: the environment and site-packages cannot interfere, and it starts in 20 ms.
             [sys.executable, "-I", "-S", __file__, str(grace), *command],
             stdin=theirs,
             stdout=output,
@@ -151,14 +152,14 @@ def _start(
 
 
 def _stop(process: subprocess.Popen, lifeline: socket.socket, grace: float) -> tuple[int, int]:
-    """Have the tree ended if it has not yet; returns the child's return code and the peak memory in bytes."""
+    """End the tree if it is still running, and return the child's return code and the peak memory in bytes."""
     with lifeline:
         lifeline.shutdown(socket.SHUT_WR)
         try:
             process.wait(grace + _KILL_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-        report = lifeline.recv(64).split()  # nothing if it was killed
+        report = lifeline.recv(64).split()  # empty if the supervisor was killed
     process.wait()
     return (int(report[0]), int(report[1])) if report else (process.returncode, 0)
 
@@ -169,10 +170,10 @@ _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def _supervise(command: list[str], grace: float) -> None:
-    """Run `command` until it ends, the flow is gone or a signal comes; end all that is left, and tell the flow."""
+    """Run `command` until it ends, the flow ends or a signal arrives. Then end all descendants and report."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Beside the socket: a process that the flow forked, without exec, would hold its end open.
+    # In addition to the socket, because a process forked by the flow without exec would hold its end open.
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     awake, waker = os.pipe()
     for end in (awake, waker):
@@ -181,11 +182,11 @@ def _supervise(command: list[str], grace: float) -> None:
     for number in (*_STOP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
 
-    # Else the handlers above would, before exec, swallow a signal that is meant for the child.
+    # Blocked until exec, so that the handlers above do not swallow a signal that is meant for the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
     child = os.fork()
     if child == 0:
-        _become(command, prctl)
+        _exec_child(command, prctl)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
     statuses: dict[int, int] = {}
     while child not in statuses:
@@ -195,16 +196,15 @@ def _supervise(command: list[str], grace: float) -> None:
             break
     _end_descendants(grace, statuses)
     peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    with contextlib.suppress(OSError):  # nobody may be there to read it
+    with contextlib.suppress(OSError):  # the flow may have ended
         os.write(sys.stdin.fileno(), f"{os.waitstatus_to_exitcode(statuses[child])} {peak_bytes}".encode())
 
 
-def _become(command: list[str], prctl: Callable) -> None:
-    """In the forked child: be `command`."""
+def _exec_child(command: list[str], prctl: Callable) -> None:
     try:
         os.setsid()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # The latter two Python ignores, and an ignored signal outlives exec.
+        # Python ignores the last two, and ignored signals stay ignored after exec.
         for number in (*_STOP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
@@ -217,45 +217,45 @@ def _become(command: list[str], prctl: Callable) -> None:
 
 
 def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
-    """Send all of them SIGTERM once and, after the grace period, SIGKILL, until none is left."""
+    """Send SIGTERM once to each descendant and, after the grace period, SIGKILL until none is left."""
     signalled: set[int] = set()
     deadline = time.monotonic() + grace
     while alive := _descendants(os.getpid()):
         late = time.monotonic() > deadline
         for pid in alive if late else alive - signalled:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         signalled |= alive
         time.sleep(0.02)
         _reap(statuses)
-    _reap(statuses)  # whoever ended just before
+    _reap(statuses)  # those that ended just before
 
 
 def _reap(statuses: dict[int, int]) -> None:
-    """Note the wait status of every child, adopted ones too, that has ended."""
-    with contextlib.suppress(ChildProcessError):  # there is none
+    """Record the wait status of every child that has ended, adopted ones included."""
+    with contextlib.suppress(ChildProcessError):  # there are no children
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             statuses[ended[0]] = ended[1]
 
 
 def _descendants(ancestor: int) -> set[int]:
-    """The processes below `ancestor` that have not ended, from /proc."""
+    """Return the running descendants of `ancestor`, from /proc."""
     children: dict[int, list[tuple[int, bool]]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 state, parent = file.read().rpartition(b")")[2].split()[:2]  # the name before may hold anything
-            # Where only the first thread has ended, the process looks dead, and others of it still work.
+            # If only the first thread has ended, the process looks like a zombie, but other threads still run.
             ended = state in (b"Z", b"X") and len(os.listdir(f"/proc/{name}/task")) < 2
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # it has ended in the meantime
         children.setdefault(int(parent), []).append((int(name), ended))
-    found, todo = set(), [ancestor]
-    while todo:
-        below = children.get(todo.pop(), [])
-        todo += [pid for pid, _ in below]
-        found |= {pid for pid, ended in below if not ended}
-    return found
+    running, pending = set(), [ancestor]
+    while pending:
+        below = children.get(pending.pop(), [])
+        pending += [pid for pid, _ in below]
+        running |= {pid for pid, ended in below if not ended}
+    return running
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a detector: torchrun makes the weight file that the detect stage reads, from annotated images."""
+"""Train a detector on annotated images with torchrun. The detect stage reads the resulting weight file."""
 
 import dataclasses
 import time
@@ -8,13 +8,13 @@ from prefect import flow
 from detectors.config import AnnotationConfig
 from flows.artifacts import stage_logger
 from flows.settings import TrainDetectorSettings
-from flows.torchrun import Log, Trained, Watch, check_overrides, given_fields, show_training, torchrun
+from flows.torchrun import Log, Trained, Watch, check_overrides, drop_none, show_training, torchrun
 from storage.object_store import open_store
 from storage.settings import as_arguments, changed_fields
 from training.log import last_metrics
 
-_ANNOTATIONS = [field.name for field in dataclasses.fields(AnnotationConfig)]  # fields of the recipe's `data`, too
-# Fields of the recipe that this stage sets, each from what.
+_ANNOTATIONS = [field.name for field in dataclasses.fields(AnnotationConfig)]  # also fields of the recipe's `data`
+# Fields of the recipe that this stage sets, each with its source.
 SETTINGS = {"root": "the flow's root", "run_name": "the setting run", "init_from": "the setting init_from"}
 SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 
@@ -22,18 +22,18 @@ SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 def train_detector(
     root: str, settings: TrainDetectorSettings, log: Log = print, watch: Watch = lambda: None
 ) -> Trained:
-    """Train a detector, or go on; the result is ROOT/runs/RUN/weights.safetensors. Only from the main thread."""
+    """Train or resume a detector, and write ROOT/runs/RUN/weights.safetensors. Call it from the main thread only."""
     started = time.monotonic()
     check_overrides(settings.overrides, SETTINGS)
     run = settings.run or settings.recipe
     annotations = AnnotationConfig(**{name: getattr(settings, name) for name in _ANNOTATIONS})
     fields = {"root": root, "run_name": run, "init_from": settings.init_from}
     data = {f"data.{name}": getattr(annotations, name) for name in changed_fields(annotations)}
-    arguments = [settings.recipe, *as_arguments(data | given_fields(fields)), *settings.overrides]
+    arguments = [settings.recipe, *as_arguments(data | drop_none(fields)), *settings.overrides]
     peak_bytes = torchrun("detectors.train", arguments, settings.processes, log, watch)
     store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
     if not store.exists(weights):
-        raise RuntimeError(f"{run} ended well and left no {store.uri(weights)}")
+        raise RuntimeError(f"{run} succeeded, but there is no {store.uri(weights)}")
     return Trained(
         run=run,
         recipe=settings.recipe,
@@ -51,8 +51,8 @@ def train_detector_flow(root: str, settings: TrainDetectorSettings) -> Trained:
     """Train the Faster R-CNN that finds regions.
 
     Args:
-        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
-        settings: The recipe, and where images and annotations are.
+        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        settings: The recipe, the images and their annotations.
     """
     log, run = stage_logger().info, settings.run or settings.recipe
     return show_training("train-detector", root, run, log, lambda watch: train_detector(root, settings, log, watch))

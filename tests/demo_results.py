@@ -1,6 +1,6 @@
 """What a run of the demo's pipeline came to, without running it."""
 
-from demo.tasks import DEMO_TASKS, STARTS, run_of
+from demo.tasks import DEMO_TASKS, STARTS, run_name
 from flows.pipeline import PipelineResult
 from flows.torchrun import Trained
 
@@ -13,7 +13,7 @@ def pipeline(gap: float, tasks: dict[str, tuple[float, float, float]], seed: str
     """A pipeline result. gap: of grounding; tasks: by name, the number with pre-training, without it and by chance;
     seed: behind the names of the runs; metrics: further ones of the pre-training."""
     finetuned = [
-        trained(run_of(task, start) + seed, {DEMO_TASKS[task].metric: value, "chance": chance})
+        trained(run_name(task, start) + seed, {DEMO_TASKS[task].metric: value, "chance": chance})
         for task, (*values, chance) in tasks.items()
         for start, value in zip(STARTS, values, strict=True)
     ]

@@ -16,9 +16,9 @@ from demo.data import DemoData
 from demo.deployments import as_json, flow_parameters
 from demo.serve import free_port
 from detectors.config import DetectionConfig
-from flows.serve import end_of, environment
+from flows.serve import environment, read_tail
 from flows.settings import quiet_prefect
-from flows.supervisor import background
+from flows.supervisor import run_in_background
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
@@ -80,7 +80,7 @@ class Operated:
         """The states of the run and of those below it, its processes, and the last lines of the logs."""
         found = [self.ask("GET", f"/flow_runs/{run}"), *self.below(run)]
         states = [f"{one['name']} is {one['state_type']}: {one['state']['message'] or ''}" for one in found]
-        logs = [end_of(log) for log in (*self.home.glob("*.log"), *self.home.parent.glob("serve.log"))]
+        logs = [read_tail(log) for log in (*self.home.glob("*.log"), *self.home.parent.glob("serve.log"))]
         return "\n".join([*states, f"processes: {self.processes(run)}", *logs])
 
     def below(self, run: str) -> list[dict]:
@@ -144,7 +144,7 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
     port, log = free_port(), home.parent / "serve.log"
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "vlbert", "serve", "--home", str(home), "--port", str(port), "--query", "1"]
-    with background([*command, "--deployments", str(deployments)], log) as serves:
+    with run_in_background([*command, "--deployments", str(deployments)], log) as serves:
 
         def ready() -> bool:
             assert serves(), log.read_text()
@@ -160,8 +160,8 @@ def server_of(server: Operated) -> Iterator[None]:
     port, log = int(server.url.rpartition(":")[2]), server.home / "server.log"
     command = [sys.executable, "-m", "flows.prefect_patches", "server", "start", "--host", "127.0.0.1", "--port"]
     given = environment(server.home, port, 1.0) | server.variables
-    with background([*command, str(port)], log, environment=given):
-        wait_until(server.answers, 180, lambda: end_of(log))
+    with run_in_background([*command, str(port)], log, environment=given):
+        wait_until(server.answers, 180, lambda: read_tail(log))
         yield
 
 
@@ -177,7 +177,7 @@ def operated_apart(home: Path, deployments: Path, pool: str) -> Iterator[Operate
         command = [sys.executable, "-m", "vlbert", "deploy", str(deployments)]
         subprocess.run(command, env=os.environ | given, check=True, capture_output=True, cwd=PROJECT, timeout=180)
         worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
-        running.enter_context(background(worker, home / "worker.log", environment=given))
+        running.enter_context(run_in_background(worker, home / "worker.log", environment=given))
         yield server
 
 

@@ -1,1 +1,1 @@
-"""How any model here is trained: settings, processes, loop, log and checkpoints of a run. Knows nothing of a model."""
+"""Training of any model: settings, processes, loop, log and checkpoints of a run. Imports no model code."""

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: written in a thread beside the training, removed when they are old, and loaded.
+"""Write the checkpoints of a run in a background thread, remove old ones, and load them.
 
-Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. storage/runs.py says
-when a checkpoint is whole, and which is the best. The newest are kept, and that one.
+Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. storage/runs.py defines
+when a checkpoint is complete and which one is the best. The newest checkpoints and the best one are kept.
 """
 
 import copy
@@ -35,32 +35,32 @@ from storage.runs import (
 from storage.safe_json import printable
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-# Seconds that storage may refuse at the end of a run, and when a run was stopped or failed: who sends SIGTERM sends
-# SIGKILL soon after.
+# Seconds to wait for storage at the end of a run, and after a stop or an error: SIGKILL soon follows SIGTERM.
 WAIT_AT_END, WAIT_WHEN_STOPPED = 600.0, 20.0
-_PAUSE = 5.0  # seconds before what storage refused is tried again
+_PAUSE = 5.0  # seconds between a refused write and the next attempt
 
 
 def _print(line: str) -> None:
-    print(f"{line}\n", end="", flush=True)  # at once: two threads print
+    print(f"{line}\n", end="", flush=True)  # in one write, because two threads print
 
 
 class Writer:
-    """Writes objects in a thread, in the order in which they were given: steps wait for no disk and no network.
+    """A background thread that writes objects in order, so that steps do not wait for disk or network.
 
-    A newer object replaces one that waits under the same path. What storage refuses (StorageUnreachable: away, full,
-    forbidden) is logged once, and tried again until storage takes it. Any other error is raised by the next call. At
-    the end of `with` all is written, or StorageUnreachable names what is not.
+    A newer object replaces one that is queued under the same path. If storage refuses a write (StorageUnreachable:
+    unreachable, full, forbidden), this is logged once and the write is retried until it succeeds. Any other error is
+    raised by the next call. On leaving `with`, all objects are written, or StorageUnreachable names the missing ones.
 
-    log    prints a line
-    saved  where the newest whole checkpoint is; None before the first
+    Attributes:
+        log: Prints a line.
+        saved: URI of the newest complete checkpoint; None before the first.
     """
 
     def __init__(self, store: ObjectStore, log: Callable[[str], None] = _print):
         self.store, self.log = store, log
         self.saved: str | None = None
-        self._changed = threading.Condition()  # guards all that follows
-        self._jobs: dict[str, Callable[[], object]] = {}  # by path; the first is under way
+        self._changed = threading.Condition()  # guards the attributes below
+        self._jobs: dict[str, Callable[[], object]] = {}  # by path; the first is running
         self._refusal: StorageUnreachable | None = None  # why the last attempt failed
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -73,15 +73,15 @@ class Writer:
             return self.finish()
         try:
             self.finish(WAIT_WHEN_STOPPED)
-        except Exception as lost:  # noqa: BLE001  the other error is the one that ends the run
-            self.log(str(lost))
+        except Exception as write_error:  # noqa: BLE001  `error` is the one that ends the run
+            self.log(str(write_error))
 
     def put(self, path: str, data: bytes) -> None:
-        """Have an object written."""
+        """Queue `data` to be written to `path`."""
         self.submit(path, functools.partial(self.store.put, path, data))
 
     def submit(self, path: str, job: Callable[[], object]) -> None:
-        """Have the thread call `job`, which writes the object `path`, until storage takes it."""
+        """Queue `job`, which writes the object `path`. The thread calls it until storage accepts the write."""
         with self._changed:
             self._raise()
             self._jobs[path] = job
@@ -90,13 +90,13 @@ class Writer:
                 self._thread.start()
 
     def wait_for_slot(self, path: str) -> None:
-        """Wait until nothing waits under this path, unless storage is away."""
+        """Wait until no job is queued for `path`. Return at once if storage refuses writes."""
         with self._changed:
             self._changed.wait_for(lambda: path not in self._jobs or self._refusal or self._error)
             self._raise()
 
     def finish(self, wait: float = WAIT_AT_END) -> None:
-        """Wait until all is written. Raises StorageUnreachable if storage still refuses after `wait` seconds."""
+        """Wait until all jobs are done. Raises StorageUnreachable if storage still refuses after `wait` seconds."""
         end = time.monotonic() + wait
         with self._changed:
             while self._jobs:
@@ -114,7 +114,7 @@ class Writer:
             raise error
 
     def _work(self) -> None:
-        """The thread: ends when nothing is left to write."""
+        """Run the queued jobs in the thread, and return when none is left."""
         while True:
             with self._changed:
                 if not self._jobs:
@@ -129,11 +129,11 @@ class Writer:
             except Exception as caught:  # noqa: BLE001  the next call raises it
                 error = caught
             with self._changed:
-                if refusal and path in self._jobs:  # else it was given up
+                if refusal and path in self._jobs:  # else finish() dropped it
                     if not self._refusal:
-                        self.log(f"cannot save for now, the training goes on and this is tried again: {refusal}")
-                    self._jobs[path] = self._jobs.pop(path)  # after the others: storage may refuse one file alone
-                elif self._jobs.get(path) is job:  # else there is a newer one
+                        self.log(f"cannot save for now; training continues, and saving is retried: {refusal}")
+                    self._jobs[path] = self._jobs.pop(path)  # to the end: storage may refuse only this file
+                elif self._jobs.get(path) is job:  # else a newer job replaced it
                     del self._jobs[path]
                 self._refusal, self._error = refusal, self._error or error
                 self._changed.notify_all()
@@ -151,39 +151,46 @@ def write_checkpoint(
     keep: int,
     metric: str | None,
 ) -> str:
-    """Have the checkpoint of step `step` of `steps` written, state.json last, with the hashes of the other files, and
-    then old checkpoints removed; returns its path. When this returns, the tensors are copied and may change.
+    """Queue the checkpoint of step `step` of `steps`, and return its path. Old checkpoints are removed afterwards.
 
-    It waits for the checkpoint before it or, while storage is away, replaces that one. state["validation"]: metrics of
-    a validation after the same step, by name. metric: the one by which the run's checkpoints are compared.
+    The tensors are copied before this returns. Waits until the previous checkpoint is written; while storage refuses
+    writes, replaces the previous one instead.
+
+    Args:
+        state: Content of state.json, which is written last, with the hashes of the other files. `validation` holds the
+            metrics of a validation after the same step, by name.
+        metric: Name of the metric by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
     writer.wait_for_slot(job)
-    copies = {name: data if isinstance(data, bytes) else _copied(data) for name, data in files.items()}
+    copies = {name: data if isinstance(data, bytes) else _copy_to_cpu(data) for name, data in files.items()}
     state = {"validation": {}, **copy.deepcopy(dict(state)), "metric": metric, "version": CHECKPOINT_VERSION}
-    where = writer.store.uri(path)
+    uri = writer.store.uri(path)
 
     def write() -> None:
-        if writer.saved != where:  # else storage refused only what follows
+        if writer.saved != uri:  # else this is a retry, and only the pruning below failed
             hashes = {name: _put(writer.store, f"{path}/{name}", data) for name, data in copies.items()}
             writer.store.put(f"{path}/{STATE}", json_with_digest({**state, "files": hashes}))
-            writer.saved = where
+            writer.saved = uri
         best = prune_checkpoints(writer.store, run, keep, writer.log)
-        so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
-        writer.log(f"step {step}/{steps}  saved {where}{so_far}")
+        suffix = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
+        writer.log(f"step {step}/{steps}  saved {uri}{suffix}")
 
     writer.submit(job, write)
     return path
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in this machine's memory, contiguous."""
-    return {name: torch.empty(one.shape, dtype=one.dtype).copy_(one.detach()) for name, one in tensors.items()}
+def _copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies in host memory."""
+    return {name: torch.empty(x.shape, dtype=x.dtype).copy_(x.detach()) for name, x in tensors.items()}
 
 
 def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict[str, Any]:
-    """Put a file of a checkpoint and return its hash. Tensors pass through a file under TMPDIR: safetensors writes
-    bytes in memory only under Python's lock, which steps need."""
+    """Put a file of a checkpoint and return its hash.
+
+    Tensors are first saved to a file under TMPDIR: safetensors serializes to memory only with Python's lock held,
+    which would block the training steps.
+    """
     if isinstance(data, bytes):
         store.put(path, data)
         return file_hash([data])
@@ -202,51 +209,52 @@ def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict
 
 
 def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[str], None] = print) -> Best | None:
-    """Remove all checkpoints but the `keep` newest and the best, which is returned, and unfinished ones before these.
+    """Remove all but the `keep` newest checkpoints and the best one, and return the best one.
 
-    If a damaged file hides which is the best, this logs it and removes nothing: that must not end a run.
+    Incomplete checkpoints older than the newest complete one are removed too. If the best one is unknown because a file
+    is damaged, this is logged and nothing is removed: damage to an old checkpoint must not end a run.
     """
-    whole = checkpoints(store, run)
+    complete = checkpoints(store, run)
     try:
         best = best_checkpoint(store, run)
     except ValueError as error:
-        log(f"no checkpoint is removed, for the best is not known: {error}")
+        log(f"no old checkpoint is removed, because the best one is unknown: {error}")
         return None
-    kept = {*whole[-keep:], *([best.checkpoint] if best else [])}
-    for folder in whole:
+    kept = {*complete[-keep:], *([best.checkpoint] if best else [])}
+    for folder in complete:
         if folder not in kept:
-            store.delete(f"{folder}/{STATE}")  # first, so that no half checkpoint looks whole
+            store.delete(f"{folder}/{STATE}")  # first, so that no partly deleted checkpoint looks complete
     for info in list(store.list(f"runs/{run}/step-")):
         folder = info.path.rpartition("/")[0]
-        if folder not in kept and folder < max(whole, default=""):
+        if folder not in kept and folder < max(complete, default=""):
             store.delete(info.path)
     return best
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises ValueError if it is none, or not what was written."""
+    """Return the tensors of a safetensors file. Raises ValueError if the file is damaged or has another format."""
     data = folder.get(name)
     try:
         return load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        way = hint(folder.store, folder.path)
-        raise ValueError(f"{folder.uri_of(name)} is torn or no safetensors file ({printable(error)}); {way}") from error
+        uri, fix = folder.uri_of(name), hint(folder.store, folder.path)
+        raise ValueError(f"{uri} is truncated or not a safetensors file ({printable(error)}); {fix}") from error
 
 
 def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimizer's moments and step counts, of a checkpoint whose weights the model has."""
+    """Load the optimizer's moments and step counts from a checkpoint of this model."""
     parameters = dict(model.named_parameters())
     for entry, tensor in load_tensors(folder, OPTIMIZER).items():
         name, _, quantity = entry.rpartition("/")
         parameter = parameters[name]
         if quantity != "step":
-            # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.
+            # Keep the parameter's memory format (channels last): the fused kernel reads both in memory order.
             tensor = torch.empty_like(parameter).copy_(tensor)
         optimizer.state[parameter][quantity] = tensor.to(parameter.device)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's own tensors by "<parameter>/<quantity>"."""
+    """Return the optimizer's state tensors, named `<parameter>/<quantity>`."""
     return {
         f"{name}/{quantity}": value
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Curves over optimizer steps as SVG, for the flow UI and for pages."""
+"""Draw curves over optimizer steps as SVG, for the flow UI and for HTML pages."""
 
 import base64
 import io
@@ -9,40 +9,42 @@ from storage.programs import require
 from training.log import by_dataset, read_metrics
 
 Lines = dict[str, list[tuple[float, float]]]  # name -> (step, value)
-_OF_THE_RUN = {"learning_rate": "learning rate", "gradient_norm": "gradient norm", "samples_per_second": "samples/s"}
-_OF_VALIDATION = "accuracy", "grounding", "iou", "recall", "map50"
-_MOST_POINTS = 60  # of a line: Prefect keeps every image that it has shown
+_RUN_PANELS = {"learning_rate": "learning rate", "gradient_norm": "gradient norm", "samples_per_second": "samples/s"}
+_VALIDATION_METRICS = "accuracy", "grounding", "iou", "recall", "map50"
+_MAX_POINTS = 60  # per line: Prefect stores every version of the image
 
 
-def curves(store: ObjectStore, run: str) -> str | None:
-    """A run's losses, accuracies, learning rate, gradient norm and throughput and what its validations found, a data:
-    URI; None before it has logged anything."""
+def draw_curves(store: ObjectStore, run: str) -> str | None:
+    """Draw a run's training and validation metrics as a data: URI. Return None if nothing has been logged yet."""
     training, validation = (read_metrics(store, run, kind) for kind in ("training", "validation"))
     if not training:
         return None
     panels = {
-        "training loss": lines_of(training, "loss_"),
-        "training accuracy": lines_of(training, "accuracy"),
-        "validation": lines_of(validation, *_OF_VALIDATION),
+        "training loss": select_lines(training, "loss_"),
+        "training accuracy": select_lines(training, "accuracy"),
+        "validation": select_lines(validation, *_VALIDATION_METRICS),
     }
     parts = [by_dataset(row) for row in validation]
     for dataset in dict.fromkeys(name for part in parts for name in part):
         rows = [part.get(dataset, {}) | {"step": row["step"]} for row, part in zip(validation, parts, strict=True)]
-        panels[f"validation, {dataset}"] = lines_of(rows, *_OF_VALIDATION)
-    panels |= {title: lines_of(training, name) for name, title in _OF_THE_RUN.items()}
-    return draw({f"{run}: {title}": lines for title, lines in panels.items() if lines})
+        panels[f"validation, {dataset}"] = select_lines(rows, *_VALIDATION_METRICS)
+    panels |= {title: select_lines(training, name) for name, title in _RUN_PANELS.items()}
+    return draw_panels({f"{run}: {title}": lines for title, lines in panels.items() if lines})
 
 
-def lines_of(rows: Sequence[dict[str, float]], *words: str) -> Lines:
-    """The numbers of rows of metrics.jsonl with one of these words in their names; not of parts of a split (a/b)."""
+def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
+    """Select metrics with one of `words` in their names from rows of metrics.jsonl.
+
+    Names with a slash (a/b) are skipped: they belong to parts of a split.
+    """
     names = dict.fromkeys(name for row in rows for name in row if "/" not in name and any(w in name for w in words))
     return {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
 
 
-def draw(panels: dict[str, Lines], width: float = 8.0) -> str:
-    """Panels by title, one below the other, in an SVG as a data: URI; the legend has the last value of each line."""
+def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
+    """Draw panels (title -> lines) as an SVG in a data: URI, `width` inches wide. Legends show last values."""
     require("matplotlib", "drawing curves", "attention")
-    from matplotlib import rc_context  # here, because it takes half a second and only training shows curves
+    from matplotlib import rc_context  # here, because the import takes half a second
     from matplotlib.figure import Figure
 
     file = io.StringIO()
@@ -52,13 +54,13 @@ def draw(panels: dict[str, Lines], width: float = 8.0) -> str:
             for name, points in lines.items():
                 marker = "o" if len(points) < 15 else None
                 last = points[-1][1]
-                shown = points[:: len(points) // -_MOST_POINTS]  # the last one, and so many before it
+                shown = points[:: len(points) // -_MAX_POINTS]  # evenly spaced, the last point included
                 label = f"{name} {last:.3f}" if abs(last) >= 0.01 or not last else f"{name} {last:.3g}"
                 axes.plot(*zip(*shown, strict=True), label=label, marker=marker, markersize=3)
             axes.set(title=title, xlabel="optimizer steps")
             axes.grid(axis="y", color="#dddddd")
             axes.spines[["right", "top"]].set_visible(False)
-            if lines:  # beside them: there are up to nine, and none leaves a corner free
+            if lines:  # outside the axes: up to nine lines leave no corner free
                 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"

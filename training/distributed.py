@@ -1,4 +1,4 @@
-"""One process or many: started by torchrun, or alone."""
+"""Run as one process, or as one rank of several that torchrun started."""
 
 import ctypes
 import os
@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# That ranks wait for one another. One alone may build a vocabulary of all captions, wait out a storage that is away, or
-# write the last checkpoint (10 minutes at most); who has not come by then hangs.
+# How long ranks wait for one another. A single rank may build a vocabulary of all captions, wait for unreachable
+# storage, or write the last checkpoint (10 minutes at most). A rank that takes longer than this hangs.
 TIME_LIMIT = timedelta(minutes=30)
 
-_PARENT = os.getppid()  # as early as this: the imports take seconds, in which torchrun may be killed
+_PARENT = os.getppid()  # read at import: torchrun may be killed during the seconds that later imports take
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
 class World:
-    """Which of how many processes this is, and where it computes."""
+    """Rank and device of this process, and the world size."""
 
     rank: int
     size: int
@@ -38,13 +38,14 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 class SharedFault(ValueError):
-    """A fault that every rank raises, so that none waits for another. The first one prints it."""
+    """An error that every rank raises, so that no rank waits for another. Rank 0 prints it."""
 
 
 def start(limit: timedelta = TIME_LIMIT) -> World:
-    """Join the world that torchrun describes in the environment (nccl on GPUs, gloo on CPUs), or be alone.
+    """Join the process group described by torchrun's environment variables, if there is one, and return the World.
 
-    limit: how long ranks wait for one another. A process of torchrun ends with it, on Linux.
+    The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends. `limit` is how long
+    ranks wait for one another.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         _end_with_parent()
@@ -59,18 +60,17 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
 
 
 def _end_with_parent() -> None:
-    """Be killed when torchrun is, which cannot end its ranks then: they would train on beside those of a restart."""
+    """Have the kernel kill this rank if torchrun is killed, so that it does not train alongside a restart's ranks."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != _PARENT:  # it ended before
+    if os.getppid() != _PARENT:  # torchrun has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def peer_failure(error: BaseException) -> str | None:
-    """Return what an error of a collective says, without gloo's own file: another rank is gone or did not come. None of
-    any other error."""
-    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    """Return the message of a failed collective (another rank ended or hangs), without gloo's source file, or None."""
+    from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
-    return line if of_gloo or isinstance(error, dist.DistError) else None
+    return line if from_gloo or isinstance(error, dist.DistError) else None
 
 
 def stop(world: World) -> None:
@@ -79,13 +79,13 @@ def stop(world: World) -> None:
 
 
 def sum_over_ranks(numbers: Tensor, world: World) -> None:
-    """Sum a tensor in place over all ranks, without waiting for the device; every rank must call this."""
+    """Sum a tensor in place over all ranks. Every rank must call this. It does not wait for the device."""
     if world.size > 1:
         dist.all_reduce(numbers)
 
 
 def gather_rows(rows: list[Any], world: World) -> list[Any]:
-    """Return the rows of all ranks, on every rank, in rank order."""
+    """Return the rows of all ranks in rank order, on every rank."""
     if world.size == 1:
         return rows
     parts: list[Any] = [None] * world.size
@@ -94,7 +94,7 @@ def gather_rows(rows: list[Any], world: World) -> list[Any]:
 
 
 def gather_on_rank0(rows: list[Any], world: World) -> list[Any]:
-    """Return the rows of all ranks on rank 0, in rank order; elsewhere none."""
+    """Return the rows of all ranks in rank order on rank 0, and an empty list on the others."""
     if world.size == 1:
         return rows
     parts: list[Any] | None = [None] * world.size if world.first else None
@@ -103,7 +103,7 @@ def gather_on_rank0(rows: list[Any], world: World) -> list[Any]:
 
 
 def broadcast(value: Any, world: World) -> Any:
-    """Return the value that rank 0 passed, on every rank."""
+    """Return rank 0's value on every rank."""
     if world.size == 1:
         return value
     box = [value]
@@ -112,15 +112,15 @@ def broadcast(value: Any, world: World) -> Any:
 
 
 def raise_on_all_ranks(fault: str | None, world: World) -> None:
-    """Raises SharedFault on every rank if one passes a fault; every rank must call this."""
+    """Raise SharedFault on every rank if any rank passes a fault. Every rank must call this."""
     faults = gather_rows([fault], world)
-    rank = next((rank for rank, one in enumerate(faults) if one), None)
+    rank = next((rank for rank, message in enumerate(faults) if message), None)
     if rank is not None:
         raise SharedFault(f"rank {rank}: {faults[rank]}" if rank else faults[rank])
 
 
 def broadcast_buffers(module: nn.Module, world: World) -> None:
-    """Give every rank the buffers of rank 0: live norms count on each by themselves."""
+    """Copy rank 0's buffers to every rank: each rank updates its own BatchNorm statistics."""
     if world.size > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

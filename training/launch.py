@@ -1,12 +1,12 @@
-"""torchrun, which ends with the training's own line where that fails.
+"""Run torchrun so that a failed training ends with its own error line and exit status.
 
     python -m training.launch --standalone --nproc-per-node N -m vlbert.train RECIPE [--field value ...]
 
-The arguments are torchrun's. By itself torchrun prints a report of some twenty lines behind the line of the rank, and
-ends with the status 1. This ends with the status of the first rank that failed, with 128 + the signal that ended it, or
-with 75 where torchrun itself was told to stop.
+The arguments are torchrun's. Plain torchrun prints a report of about twenty lines after the error line of the rank, and
+exits with status 1. This program exits with the status of the first rank that failed, with 128 + the signal that ended
+that rank, or with 75 if torchrun itself received SIGTERM or SIGINT.
 
-On several nodes of SLURM docker/slurm/rendezvous.sh tells torchrun where they meet.
+On several SLURM nodes, docker/slurm/rendezvous.sh gives torchrun the rendezvous address.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# Before the import of torch, which reads it. Else a stack trace of C++ is printed where another node ends first.
+# torch reads this when it is imported. Without it, a C++ stack trace is printed when another node ends first.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from torch.distributed import run
@@ -28,7 +28,7 @@ from training.program import STOPPED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    # They log which process ended how, and that another node has ended: the rank has printed why.
+    # These loggers report how a process or another node ended; the rank has already printed the reason.
     for name in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     options = run.parse_args(arguments)
@@ -36,26 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ranks = run.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         sys.exit(f"training.launch: {error}")
-    # torchrun itself would give each of several ranks one thread.
+    # With several ranks, torchrun's own default is one thread each.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    # Else ranks of a restart look for the dead (https://github.com/pytorch/pytorch/issues/135712).
+    # Without it, restarted ranks try to connect to ended ones (https://github.com/pytorch/pytorch/issues/135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     sys.exit(launch(options))
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Run torchrun and return the exit status."""
+    """Run torchrun and return its exit status (see the module's docstring)."""
     try:
         run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        print(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr, flush=True)
+        print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr, flush=True)
         return 128 - failure.exitcode
     except RendezvousError as error:
         fault = type(error).__name__
-        print(f"training.launch: another node did not come, or has ended: see its error ({fault})", file=sys.stderr)
+        print(f"training.launch: another node did not join, or has ended; see its error ({fault})", file=sys.stderr)
         return 1
     except SignalException:
         return STOPPED

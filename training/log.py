@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, heartbeat.json, trackers, progress lines, skipped steps, unreadable samples."""
+"""Log a run: metrics.jsonl, heartbeat.json, trackers, progress lines, skipped steps and unreadable samples."""
 
 import contextlib
 import json
@@ -18,46 +18,41 @@ from storage.safe_json import parse_json
 from training.stopping import Stopped
 from training.trackers import MakeTracker, TrackedRun, Trackers
 
-if TYPE_CHECKING:  # flows read the heartbeat and the metrics, and need no torch for it
+if TYPE_CHECKING:  # flows read the heartbeat and the metrics without importing torch
     from training.checkpoint import Writer
     from training.metrics import RunningAverages, Step
 
-# An environment variable: "0" prints no progress lines. Flows set it, because they log the heartbeat instead.
+# Environment variable: "0" turns progress lines off. Flows set it, because they log the heartbeat instead.
 PROGRESS_LINES = "TRAINING_PROGRESS_LINES"
 _HEARTBEAT = "heartbeat.json"
-_BETWEEN_BEATS = 10.0  # seconds, at least, where the state is the same
+_HEARTBEAT_SECONDS = 10.0  # minimum time between heartbeats with the same state
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A sample that could not be read or decoded, whose slot in a batch counts for nothing.
+    """A sample that could not be read or decoded. Its slot in the batch has weight 0."""
 
-    step    from 1: the optimizer step that it belonged to; 0 in a validation
-    key     of the sample; None where not even that could be read
-    reason  names the key, or else the file and the offset in it
-    """
-
-    step: int
-    key: str | None
-    reason: str
+    step: int  # optimizer step of the batch, from 1; 0 in a validation
+    key: str | None  # None if the key could not be read
+    reason: str  # with the sample's key or, without a key, its file and offset
 
 
-class Lines:
-    """A file of JSON objects, one a line. Each time that some are added, the writer's thread puts the whole file.
+class JsonLines:
+    """A file with one JSON object per line. After each addition, the writer's thread puts the whole file.
 
-    Lines of a file that is there, of steps after `step`, are removed: a resumed run does those steps again.
+    Existing lines of steps after `step` are removed: a resumed run repeats those steps.
     """
 
     def __init__(self, writer: "Writer", path: str, step: int):
         self.writer, self.path = writer, path
-        found = read_lines(writer.store, path)
-        self.kept = [record for record in found if record["step"] <= step]
-        self._data = lines_of(self.kept)
-        if len(self.kept) < len(found):
-            self._put()  # at once: a kill must not cost the lines that stay
+        records = read_lines(writer.store, path)
+        self.kept = [record for record in records if record["step"] <= step]
+        self._data = to_json_lines(self.kept)
+        if len(self.kept) < len(records):
+            self._put()  # at once, so that a kill cannot lose the kept lines
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        self._data += lines_of(records)
+        self._data += to_json_lines(records)
         self.writer.submit(self.path, self._put)
 
     def _put(self) -> None:
@@ -67,13 +62,13 @@ class Lines:
 class RunLog:
     """Rank 0's log of one run, under ROOT/runs/<run>/ (docs/formats.md, Logs of a run).
 
-    step, steps  how many optimizer steps are done already, of how many
-    processes    how many train together
-    metadata     what the heartbeat says of the run beside its progress
-    trackers     by name; they get each line of metrics.jsonl
-    settings     the recipe as plain values, for trackers
-
-    The writer's thread puts all of them.
+    Args:
+        writer: Its thread puts all files of the log.
+        step: Number of optimizer steps done so far.
+        processes: Number of ranks.
+        metadata: Further fields of the heartbeat, beside the run's progress.
+        trackers: Factories of trackers, by name. Trackers receive each line of metrics.jsonl.
+        settings: The recipe as plain values, for trackers.
     """
 
     def __init__(
@@ -91,7 +86,8 @@ class RunLog:
         self.writer, self.store, self.run = writer, writer.store, run
         self.steps, self.samples_per_step = steps, samples_per_step
         names = "metrics.jsonl", "skipped.jsonl", "unreadable.jsonl"
-        self._metrics, self._skipped, self._unreadable = (Lines(writer, f"runs/{run}/{name}", step) for name in names)
+        files = (JsonLines(writer, f"runs/{run}/{name}", step) for name in names)
+        self._metrics, self._skipped, self._unreadable = files
         self._known = {line["reason"]: line["step"] for line in self._unreadable.kept}
         folder = self.store.local_path(f"runs/{run}") or Path("runs", run)
         self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, folder, settings or {}), writer.log)
@@ -109,27 +105,27 @@ class RunLog:
             "processes": processes,
             **(metadata or {}),
         }
-        self._beaten = -math.inf
+        self._last_beat = -math.inf
 
     @property
     def checkpoint(self) -> str | None:
-        """Where the newest whole checkpoint is; None before the first."""
+        """URI of the newest complete checkpoint; None before the first."""
         return self.writer.saved or self._resumed_from
 
     def uri(self, name: str) -> str:
-        """The full name of one of the run's files."""
+        """Return the URI of one of the run's files."""
         return self.store.uri(f"runs/{self.run}/{name}")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While the block trains: the heartbeat says how it ended, and why, and the trackers end."""
+        """Context manager: at the end of training, write the final state and reason, and finish the trackers."""
         self.set_state("starting")
         try:
             yield
         except BaseException as error:
             self._beat["reason"] = str(error) or type(error).__name__
             self._trackers.finish()
-            with contextlib.suppress(Exception):  # what ends the run is the other error
+            with contextlib.suppress(Exception):  # `error` is the one that ends the run
                 self.set_state("stopped" if isinstance(error, Stopped) else "failed")
             raise
         self._trackers.finish()
@@ -137,29 +133,29 @@ class RunLog:
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """While the block does something else: the heartbeat says what."""
+        """Context manager: set the heartbeat to `state`, and back to "training" afterwards."""
         self.set_state(state)
         yield
         self.set_state("training")
 
     def step(self, step: int) -> None:
-        """Note how many steps are done."""
+        """Record the number of steps done."""
         self._beat["step"] = step
-        # The first step may have taken minutes.
-        if self._beat["state"] == "starting" or time.monotonic() - self._beaten >= _BETWEEN_BEATS:
+        # After the first step at once: it may have taken minutes.
+        if self._beat["state"] == "starting" or time.monotonic() - self._last_beat >= _HEARTBEAT_SECONDS:
             self.set_state("training")
 
     def set_state(self, state: str) -> None:
-        """Put the heartbeat, with this state."""
+        """Write the heartbeat with this state."""
         self._beat["state"] = state
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         seconds = time.monotonic() - self._began
         beat = {"time": now} | self._beat | {"seconds": seconds, "checkpoint": self.checkpoint}
         self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode())
-        self._beaten = time.monotonic()
+        self._last_beat = time.monotonic()
 
     def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
-        """Log the averages after `step` steps, and print the progress line. memory: bytes, at most so far."""
+        """Log the averages after `step` steps, and print the progress line. `memory` is the peak in bytes."""
         seconds, waited = averages.seconds()
         rates = {
             "samples_per_second": averages.steps / seconds * self.samples_per_step,
@@ -169,31 +165,30 @@ class RunLog:
         numbers = means | rates | {"learning_rate": learning_rate, "memory_gb": memory / 1e9} | counts
         self.event("training", step, numbers)
         losses = {name.removeprefix("loss_"): mean for name, mean in means.items() if name.startswith("loss_")}
-        left = (self.steps - step) * seconds / averages.steps
-        self._beat |= rates | {"losses": losses, "counts": counts, "seconds_left": left}
+        seconds_left = (self.steps - step) * seconds / averages.steps
+        self._beat |= rates | {"losses": losses, "counts": counts, "seconds_left": seconds_left}
         beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
         if os.environ.get(PROGRESS_LINES) != "0":
             print(progress_line(beat), flush=True)
 
-    def skipped(self, step: int, why: str, found: "Step", keys: Iterable[str]) -> None:
-        """Log a step that was left out, and the samples of all ranks in it."""
-        line = {"step": step, "why": why, "loss": _number(found.loss), "gradient_norm": _number(found.norm)}
-        line |= {"losses": {name: _number(value) for name, value in found.losses.items()}, "keys": list(keys)}
+    def skipped(self, step: int, reason: str, result: "Step", keys: Iterable[str]) -> None:
+        """Log a skipped step and the keys of its samples on all ranks."""
+        line = {"step": step, "why": reason, "loss": _finite(result.loss), "gradient_norm": _finite(result.norm)}
+        line |= {"losses": {name: _finite(value) for name, value in result.losses.items()}, "keys": list(keys)}
         self._skipped.add(line)
-        print(f"step {step}/{self.steps}  left out: {why}", flush=True)
+        print(f"step {step}/{self.steps}  skipped: {reason}", flush=True)
 
     def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:
-        """Log the metrics of a validation, and put its predictions as predictions.jsonl, one object a line."""
-        whole = {name: value for name, value in metrics.items() if "/" not in name}  # of parts of a split: many
-        for what, values in {"": whole, **by_dataset(metrics)}.items():
+        """Log the metrics of a validation, and write its predictions to predictions.jsonl, one object per line."""
+        overall = {name: value for name, value in metrics.items() if "/" not in name}  # parts of a split are too many
+        for dataset, values in {"": overall, **by_dataset(metrics)}.items():
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
-            print(f"step {step}/{self.steps}  validation  {f'{what}:  ' if what else ''}{numbers}", flush=True)
+            print(f"step {step}/{self.steps}  validation  {f'{dataset}:  ' if dataset else ''}{numbers}", flush=True)
         self.event("validation", step, metrics)
-        self.writer.put(f"runs/{self.run}/predictions.jsonl", lines_of(predictions))
+        self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log samples that could not be read, each with at least `step` and `reason`, and print the first new one.
-        Returns how many the run's steps have met in all."""
+        """Log unreadable samples, print the first new one, and return the total number over the training steps."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -202,78 +197,80 @@ class RunLog:
             self._known |= {reason: line["step"] for reason, line in new.items()}
             self._unreadable.add(*new.values())
             first = next(iter(new))
-            print(f"{len(new)} samples cannot be read, and count for nothing: {first} (unreadable.jsonl)", flush=True)
-        return sum(step > 0 for step in self._known.values())  # 0: of a validation
+            print(f"{len(new)} samples cannot be read and are ignored: {first} (see unreadable.jsonl)", flush=True)
+        return sum(step > 0 for step in self._known.values())  # 0: in a validation
 
     def event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl, and give it to the trackers."""
+        """Add a line to metrics.jsonl, and pass it to the trackers."""
         row = {"kind": kind, "step": step} | dict(fields)
         self._metrics.add(row)
         self._trackers.log(row)
 
 
 def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
-    """Return the progress of a run as it last wrote it (docs/formats.md); None before it began to train.
+    """Return the last heartbeat of a run (docs/formats.md); None if it has not begun to train.
 
-    A process that was killed writes nothing: compare `time` with the clock.
+    A killed process leaves its heartbeat unchanged: compare `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
     return parse_json(store.get(path), store.uri(path)) if store.exists(path) else None
 
 
 def progress_line(beat: Mapping[str, Any]) -> str:
-    """Return a heartbeat, of a run that has logged a line, on one line for people."""
+    """Format a heartbeat as one line for people. The run must have logged at least one line of metrics."""
     losses = [f"{name} {value:.3f}" for name, value in beat["losses"].items()]
     words = {
         "step": f"{beat['step']}/{beat['steps']}",
         "loss": "  ".join(losses + [f"{name} {count}" for name, count in beat["counts"].items()]),
         "samples/s": f"{beat['samples_per_second']:.1f}",
         "data wait": f"{100 * beat['data_wait']:.0f} %",
-        "time gone": clock(beat["seconds"]),
+        "time elapsed": clock(beat["seconds"]),
         "time left": clock(beat["seconds_left"]),
     }
     return "  ".join(f"{name} {value}" for name, value in words.items())
 
 
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl of one kind ("training", "validation"), in order; none before the first."""
+    """Return the lines of metrics.jsonl of one kind ("training", "validation"), in order."""
     return [line for line in read_lines(store, f"runs/{run}/metrics.jsonl") if line.get("kind") == kind]
 
 
-def lines_of(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return the objects as JSON, one a line."""
+def to_json_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """Encode the objects as JSON, one per line."""
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
 def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
-    """Return the objects of a file; none if there is no file. Raises ValueError if a line cannot be read."""
-    found = []
+    """Return the objects of a JSON lines file; an empty list without a file. Raises ValueError if a line is damaged."""
+    records = []
     for number, line in enumerate(store.get(path).splitlines() if store.exists(path) else [], start=1):
-        where, hint = f"line {number} of {store.uri(path)}", "remove that line, when no training runs"
-        record = parse_json(line, where, fix=hint)
+        location, hint = f"line {number} of {store.uri(path)}", "remove that line while no training is running"
+        record = parse_json(line, location, fix=hint)
         if type(record.get("step")) is not int:
-            raise ValueError(f"{where} has no `step`; {hint}")
-        found.append(record)
-    return found
+            raise ValueError(f"{location} has no `step`; {hint}")
+        records.append(record)
+    return records
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each dataset of a validation on several, which are named `<dataset>/<metric>`. Other names
-    with a slash are of parts of a split, such as accuracy/yes/no."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the metrics of each dataset, if a validation has several: those named `<dataset>/<metric>`.
+
+    Other names with a slash belong to parts of a split, such as accuracy/yes/no.
+    """
+    datasets: dict[str, dict[str, Any]] = {}
     for name, value in metrics.items():
         dataset, _, metric = name.partition("/")
         if metric in metrics:
-            found.setdefault(dataset, {})[metric] = value
-    return found
+            datasets.setdefault(dataset, {})[metric] = value
+    return datasets
 
 
 def last_metrics(store: ObjectStore, run: str) -> dict[str, float]:
-    """Return the metrics of the run's last validation; none where it had none."""
+    """Return the metrics of the run's last validation; an empty dict if there was none."""
     validations = read_metrics(store, run, "validation")
     return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
 
 
-def _number(value: float) -> float | None:
-    """As JSON has it, which knows no infinity; the reason says what it was."""
+def _finite(value: float) -> float | None:
+    """Return the value, or None if it is not finite: JSON has no infinity and no NaN."""
     return value if math.isfinite(value) else None

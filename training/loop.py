@@ -1,6 +1,6 @@
-"""The loop that trains any model of ours: one optimizer step after the other.
+"""The training loop of all models.
 
-The subclasses of Run, in vlbert/train.py and detectors/train.py, define what a step computes, validates and saves.
+Subclasses of Run, in vlbert/train.py and detectors/train.py, define the forward pass, the validation and the saving.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from training import distributed
 from training.checkpoint import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 from training.distributed import World
 from training.log import RunLog, Unreadable
-from training.metrics import Losses, RunningAverages, Step, mean_loss, peak_memory, sum_losses, timed
+from training.metrics import Losses, RunningAverages, Step, mean_loss, peak_memory, sum_losses, with_wait_times
 from training.optimizer import clip_gradients, set_learning_rate
 from training.program import find_trackers
 from training.skipping import LiveNorms, Skipping
@@ -29,137 +29,129 @@ from training.stopping import Stop, Stopped
 
 @dataclass(eq=False, kw_only=True)
 class Run(ABC):
-    """A training as the loop runs it: subclasses define a step, a validation and a checkpoint.
+    """A training run. Subclasses define its forward pass, validation and checkpoint."""
 
-    recipe      RunSettings with an `optimizer`
-    model       what learns; the loop wraps it for several processes
-    step        optimizer steps that are done already
-    loop_state  the state of the loop in the checkpoint that goes on; None where that has none
-    log         on the first process, from the first step on
-    metadata    what the heartbeat says of the run beside its progress
-    unreadable  what this process met since the last line of the log
-    """
-
-    recipe: Any
+    recipe: Any  # RunSettings with an `optimizer`
     world: World
-    model: nn.Module
+    model: nn.Module  # with several ranks, the loop wraps it in DistributedDataParallel
     optimizer: torch.optim.Optimizer
     writer: Writer
-    step: int = 0
-    loop_state: Mapping[str, Any] | None = None
-    log: RunLog | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    unreadable: list[Unreadable] = field(default_factory=list)
+    step: int = 0  # number of optimizer steps done so far
+    loop_state: Mapping[str, Any] | None = None  # from the checkpoint that the run resumes from; None in a new run
+    log: RunLog | None = None  # on rank 0, opened before the first step; None on other ranks
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # additional fields of the heartbeat
+    unreadable: list[Unreadable] = field(default_factory=list)  # samples of this rank since the last log line
 
-    # By name, where a loss counts by another weight than 1.
-    loss_weights: ClassVar[Mapping[str, float]] = {}
+    loss_weights: ClassVar[Mapping[str, float]] = {}  # by name of the loss; 1 for all others
 
     @property
     @abstractmethod
     def samples_per_step(self) -> int:
-        """Over all processes."""
+        """Number of samples per step, over all ranks."""
 
     @abstractmethod
     def batches(self) -> Iterable[Sequence[Any]]:
-        """For each step that is left this process's parts, whose gradients are added."""
+        """Yield, for each remaining step, this rank's parts of the batch. Gradients of the parts are accumulated."""
 
     def open_log(self) -> RunLog | None:
-        """The log, on the first process; None: nothing is logged or saved."""
+        """Open the log. Called on rank 0 only. A subclass may return None to log and save nothing."""
         recipe, trackers = self.recipe, find_trackers(self.recipe.trackers)
-        of_run = recipe.run, self.step, recipe.steps, self.samples_per_step, self.world.size
-        return RunLog(self.writer, *of_run, self.metadata, trackers, to_json(recipe))
+        progress = recipe.run, self.step, recipe.steps, self.samples_per_step, self.world.size
+        return RunLog(self.writer, *progress, self.metadata, trackers, to_json(recipe))
 
     def prepare(self, step: int) -> None:
-        """What comes before a step."""
+        """Prepare a step, numbered from 0: set the learning rate."""
         set_learning_rate(self.optimizer, step, self.recipe.steps, self.recipe.optimizer)
 
     @abstractmethod
     def losses(self, model: nn.Module, part: Any) -> Losses:
-        """The forward pass of `model`, which is self.model, maybe wrapped; adds to `unreadable`."""
+        """Run the forward pass of `model` (self.model or its wrapper), and add unreadable samples to `unreadable`."""
 
     @abstractmethod
     def keys(self, part: Any) -> Sequence[str]:
-        """Names of the samples in a part."""
+        """Return the names of the samples in a part."""
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        """Returns (metrics, predictions), the same on every process; None where there is nothing to validate on."""
+        """A function that returns (metrics, predictions), equal on all ranks; None without validation data."""
         return None
 
     @abstractmethod
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
-        """On the first process: begin the checkpoint after `done` steps (training/checkpoint.py). `validation`: the
-        metrics after the same step, {} if there was none."""
+        """Queue the checkpoint after `done` steps (training/checkpoint.py). Called on rank 0 only.
+
+        `validation` holds the metrics of a validation after the same step; it is empty if there was none.
+        """
 
     @property
     def max_unreadable(self) -> float:
-        """So many unreadable samples, and no more, are passed over."""
+        """Maximum number of unreadable samples; more end the run."""
         return math.inf
 
     def note_unreadable(self, unreadable: list[Unreadable]) -> dict[str, int]:
-        """Write down, and forget, what could not be read on any process; how many that were.
+        """Log the unreadable samples of all ranks, clear the list, and return their number as a count for the log.
 
-        ValueError, on every process, where the run has met more than `max_unreadable`.
+        Raises ValueError, on every rank, if the run has met more than `max_unreadable`.
         """
-        found = [*distributed.gather_rows(unreadable, self.world)]
+        samples = [*distributed.gather_rows(unreadable, self.world)]
         unreadable.clear()
-        if not found:
+        if not samples:
             return {}
-        in_all = distributed.broadcast(self.log and self.log.unreadable(asdict(one) for one in found), self.world)
-        if in_all > self.max_unreadable:
+        total = distributed.broadcast(self.log and self.log.unreadable(asdict(x) for x in samples), self.world)
+        if total > self.max_unreadable:
             raise ValueError(
-                f"{in_all} samples cannot be read, the last because {found[-1].reason}. Fetch them again, or allow a "
-                "larger share: data.unreadable"
+                f"{total} samples cannot be read, the last because {samples[-1].reason}. Fetch them again, or allow a "
+                "larger share with data.unreadable"
             )
-        return {"unreadable": len(found)}
+        return {"unreadable": len(samples)}
 
 
 def train_steps(run: Run) -> dict[str, float]:
-    """Take the steps of a run that are left; the metrics of the last validation.
+    """Train the remaining steps of a run, and return the metrics of the last validation.
 
-    FloatingPointError where recipe.most_skipped steps in a row were left out. Stopped, on all ranks, after SIGTERM or
-    SIGINT.
+    Raises:
+        FloatingPointError: recipe.most_skipped consecutive steps were skipped.
+        Stopped: SIGTERM or SIGINT was received by any rank; raised on all ranks.
     """
     recipe, world, optimizer = run.recipe, run.world, run.optimizer
     if world.first:
         run.log = run.open_log()
-    # Gradients as views of what is sent: no second copy of them, in memory or in time.
+    # Gradients are views of the communication buckets, which saves a copy.
     parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
     skipping, averages = Skipping(recipe.spike, resumed.get("skipping")), RunningAverages(resumed.get("since"))
     norms = LiveNorms(run.model)
     with Stop() as stop, run.log.running() if run.log else contextlib.nullcontext():
-        for step, (parts, waited) in zip(range(run.step, recipe.steps), timed(run.batches()), strict=True):
+        for step, (parts, waited) in zip(range(run.step, recipe.steps), with_wait_times(run.batches()), strict=True):
             run.prepare(step)
-            norms.keep()
+            norms.save()
             totals = add_gradients(run, parallel, parts, stop, waited)
             norm = clip_gradients(run.model, recipe.optimizer)
-            found, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
-            why = skipping.why(found)
-            if why is None:
+            result, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
+            skip_reason = skipping.skip_reason(result)
+            if skip_reason is None:
                 optimizer.step()
             else:
                 norms.restore()
-                log_skipped(run, done, why, found, parts)
+                log_skipped(run, done, skip_reason, result, parts)
             optimizer.zero_grad(set_to_none=True)
-            averages.add(found, taken=why is None)
+            averages.add(result, taken=skip_reason is None)
             if run.log:
                 run.log.step(done)
             if skipping.in_a_row >= recipe.most_skipped:
-                raise too_many_skipped(run, skipping.in_a_row, done, why)
-            validated = between_steps(run, done, found.stop_requested, stop, skipping, averages)
+                raise skipped_steps_error(run, skipping.in_a_row, done, skip_reason)
+            validated = finish_step(run, done, result.stop_requested, stop, skipping, averages)
             metrics = metrics if validated is None else validated
         distributed.barrier(world)
     return metrics
 
 
-def between_steps(
+def finish_step(
     run: Run, done: int, stop_requested: bool, stop: Stop, skipping: Skipping, averages: RunningAverages
 ) -> dict[str, float] | None:
-    """A line of the log, a validation, a checkpoint, where they are due after so many steps; the metrics, where that
-    was a validation.
+    """Log, validate and save if due after `done` steps. Return the metrics of the validation; None without one.
 
-    stop_requested: on any rank. Then Stopped, when all is saved.
+    Raises Stopped, after saving, if a stop was requested on any rank.
     """
     recipe, world, log, metrics = run.recipe, run.world, run.log, None
     last = done == recipe.steps
@@ -171,7 +163,7 @@ def between_steps(
         averages.reset()
     if validates and run.validate:
         with averages.paused(), log.during("validating") if log else contextlib.nullcontext():
-            # Live norms have statistics of their own on each rank; those of rank 0 are validated and saved.
+            # Each rank has its own BatchNorm statistics; those of rank 0 are validated and saved.
             distributed.broadcast_buffers(run.model, world)
             metrics, rows = run.validate()
         if log:
@@ -179,7 +171,7 @@ def between_steps(
         stop_requested = any(distributed.gather_rows([stop_requested or stop.requested], world))
     stops = stop_requested and not last
     if stops:
-        averages.counts.update(run.note_unreadable(run.unreadable))  # they wait for the next line in the state
+        averages.counts.update(run.note_unreadable(run.unreadable))  # saved in the state, for the next log line
     if log and (saves or stops):
         with averages.paused(), log.during("saving"):
             run.save(done, metrics or {}, {"skipping": skipping.state, "since": averages.state})
@@ -187,45 +179,45 @@ def between_steps(
                 run.writer.finish(WAIT_WHEN_STOPPED if stops else WAIT_AT_END)
     if stops:
         checkpoint = distributed.broadcast(log and log.checkpoint, world)
-        raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
+        raise Stopped(f"after step {done} of {recipe.steps}; the next start resumes from {checkpoint}")
     return metrics
 
 
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """The forward and backward passes of a step; the losses of its last part and the sums of each over all ranks, with
-    the last whether a stop was requested on any."""
+    """Run the forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
-        syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
+        syncs = world.size == 1 or number == len(parts) - 1  # ranks exchange gradients after the last part
         with contextlib.nullcontext() if syncs else parallel.no_sync():
             losses = run.losses(parallel, part)
             totals.append(sum_losses(losses, world, stop.requested, waited))
             loss = mean_loss(losses, totals[-1], run.loss_weights) / len(parts)
-            (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
+            (loss * world.size).backward()  # DDP averages gradients over ranks, but the sum is wanted
     return losses, totals
 
 
-def log_skipped(run: Run, done: int, why: str, found: Step, parts: Sequence[Any]) -> None:
-    """Write down that a step was left out, and the samples of all ranks in it."""
+def log_skipped(run: Run, done: int, reason: str, result: Step, parts: Sequence[Any]) -> None:
+    """Log a skipped step with its samples on all ranks. Every rank must call this."""
     keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], run.world)
     if run.log:
-        run.log.skipped(done, why, found, keys)
+        run.log.skipped(done, reason, result, keys)
 
 
-def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPointError:
-    """The error that ends a run whose steps teach nothing any more, the same on every rank."""
+def skipped_steps_error(run: Run, number: int, done: int, reason: str) -> FloatingPointError:
+    """Return the error that ends a run after too many skipped steps, the same on every rank."""
     log = run.log
     if log:
-        # One that is being written may be the last good checkpoint. What is not saved, the writer says at its end.
+        # A checkpoint that is still being written may be the last good one. If it cannot be saved, the writer reports
+        # that when it is closed.
         with contextlib.suppress(StorageUnreachable):
             run.writer.finish(WAIT_WHEN_STOPPED)
     names, checkpoint = distributed.broadcast(log and (log.uri("skipped.jsonl"), log.checkpoint), run.world)
     return FloatingPointError(
-        f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
-        + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved. ")
-        + "If it is the samples, take them out of the data; if the loss was about to diverge, start another run "
-        "(--run_name=NAME, --init_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be "
-        "learned from, allow them: --spike=FACTOR, or --spike=None"
+        f"{number} steps in a row were skipped, the last one, step {done}, because {reason}. {names} lists their "
+        f"samples; {f'the last good checkpoint is {checkpoint}' if checkpoint else 'no checkpoint was saved'}. If the "
+        "samples are wrong, remove them from the data. If the loss was diverging, start a new run (--run_name=NAME, "
+        "--init_from=CHECKPOINT) with a lower optimizer.learning_rate. If such losses are expected, allow them with "
+        "--spike=FACTOR or --spike=None"
     )

@@ -1,4 +1,4 @@
-"""The optimizer of any model here, and how its learning rate goes up and down."""
+"""The optimizer of all models, its learning rate schedule and gradient clipping."""
 
 import math
 from dataclasses import dataclass
@@ -14,27 +14,29 @@ from storage.settings import check, check_choices, check_positive
 class OptimizerConfig:
     """The optimizer and its schedule; the defaults are those of VL-BERT (paper A.2)."""
 
-    kind: Literal["adamw", "adam", "sgd"] = "adamw"  # decay beside the gradient, or in it (Adam, SGD with momentum)
-    learning_rate: float = 2e-5  # at the end of warm-up, for the whole global batch; it never scales by itself
-    region_learning_rate: float | None = None  # of a Fast R-CNN inside the model; None: the same
-    bert_learning_rate: float | None = None  # of what BERT may give: text embedding, layers J and T; None: the same
-    warmup_steps: int = 8000  # steps from 0 to learning_rate
-    # After warm-up: linearly to 0 at the end, by `decay` at each of decay_at, or as it is.
+    kind: Literal["adamw", "adam", "sgd"] = "adamw"  # adamw: decoupled weight decay; others: added to the gradient
+    learning_rate: float = 2e-5  # peak rate, after warmup, for the whole global batch; never scaled automatically
+    region_learning_rate: float | None = None  # peak rate of a Fast R-CNN inside the model; None: learning_rate
+    # peak rate of what BERT can initialize: text embedding and layers J and T; None: learning_rate
+    bert_learning_rate: float | None = None
+    warmup_steps: int = 8000  # steps of linear warmup from 0 to learning_rate
+    # after warmup: linear decay to 0 at the end; multiply by `decay` at each of decay_at (step); or stay constant
     schedule: Literal["linear", "step", "constant"] = "linear"
-    decay_at: tuple[int, ...] = ()  # step: after so many updates
-    decay: float = 0.1  # step: factor
-    betas: tuple[float, float] = (0.9, 0.999)  # Adam's
-    momentum: float = 0.9  # SGD's
-    epsilon: float = 1e-6  # Adam's
-    # BERT's: epsilon is added before the second moment's bias is corrected, and decay follows the step. Else PyTorch's.
+    decay_at: tuple[int, ...] = ()  # for schedule step: numbers of updates after which the rate is decayed
+    decay: float = 0.1  # for schedule step: factor of each decay
+    betas: tuple[float, float] = (0.9, 0.999)  # for Adam: decay rates of the two moments
+    momentum: float = 0.9  # for SGD
+    epsilon: float = 1e-6  # for Adam: added to the denominator
+    # order of operations in Adam. True, as in BERT: add epsilon before the second moment's bias correction, and decay
+    # weights after the update. False: as in PyTorch
     bert_adam: bool = True
-    bias_correction: bool = True  # of Adam's moments; BERT's own optimizer has none
-    weight_decay: float = 1e-4  # share of a weight that a step at learning rate 1 takes away
-    # What decays. all: every parameter, biases and LayerNorms included; matrices: all but these; vectors: these alone,
-    # as in ViLBERT's first program
+    bias_correction: bool = True  # correct the bias of Adam's moments; BERT's own optimizer does not
+    weight_decay: float = 1e-4  # share of a weight that is subtracted by a step at learning rate 1
+    # parameters that decay. all: every parameter; matrices: all but biases and LayerNorms; vectors: only biases and
+    # LayerNorms, as in ViLBERT's first program
     decayed: Literal["all", "matrices", "vectors"] = "all"
-    max_grad_norm: float | None = 10.0  # largest global gradient norm; None: any
-    clip_each: bool = False  # max_grad_norm is of each tensor's gradient by itself
+    max_grad_norm: float | None = 10.0  # maximum global gradient norm; None: no clipping
+    clip_each: bool = False  # clip the gradient of each tensor to max_grad_norm, instead of the global gradient
 
     def __post_init__(self):
         check_choices(self)
@@ -43,34 +45,34 @@ class OptimizerConfig:
         check(self, self.warmup_steps >= 0, "warmup_steps", "0 or more")
         fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(self, fits, "betas", "two numbers in [0, 1)")
-        check(self, not self.clip_each or self.max_grad_norm, "clip_each", "false where max_grad_norm is none")
+        check(self, not self.clip_each or self.max_grad_norm, "clip_each", "false if max_grad_norm is None")
         adams = self.bias_correction or self.kind == "adamw"
         check(self, adams, "bias_correction", "true unless kind is adamw")
         check(self, 0 <= self.momentum < 1, "momentum", "in [0, 1)")
         check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
         check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
         fits = (self.schedule == "step") == bool(self.decay_at)
-        check(self, fits, "decay_at", "given for schedule step, and only there")
+        check(self, fits, "decay_at", "given if schedule is step, and empty otherwise")
         rising = list(self.decay_at) == sorted(set(self.decay_at)) and min(self.decay_at, default=1) > 0
         check(self, rising, "decay_at", "increasing numbers of updates")
 
 
 def check_decay(config: OptimizerConfig, steps: int) -> None:
-    """ValueError where a decay would come after the last of `steps` updates."""
+    """Raise ValueError if a decay would come after the last of `steps` updates."""
     late = [at for at in config.decay_at if at >= steps]
     if late:
         raise ValueError(
-            f"optimizer.decay_at names update {late[-1]}, and the run has {steps} steps; set both, or "
-            "--optimizer.schedule=linear and --optimizer.decay_at without updates"
+            f"optimizer.decay_at has update {late[-1]}, but the run has only {steps} steps. Change one of them, or set "
+            "--optimizer.schedule=linear and an empty --optimizer.decay_at"
         )
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, Adam or SGD over all trainable parameters, in groups of one peak of the learning rate and one decay.
+    """Make an optimizer of all trainable parameters, with one group per peak learning rate and weight decay.
 
-    A model may name what a BERT may have given it: `bert_parameters`, beginnings of names.
+    `bert_learning_rate` applies to parameters whose names start with one of `model.bert_parameters`, if it has any.
     """
-    of_bert = tuple(getattr(model, "bert_parameters", ()))
+    bert_prefixes = tuple(getattr(model, "bert_parameters", ()))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -78,13 +80,13 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         rate = None
         if "fast_rcnn." in name:
             rate = config.region_learning_rate
-        elif name.startswith(of_bert):
+        elif name.startswith(bert_prefixes):
             rate = config.bert_learning_rate
         decays = {"all": True, "matrices": parameter.dim() > 1, "vectors": parameter.dim() == 1}[config.decayed]
         key = config.learning_rate if rate is None else rate, config.weight_decay if decays else 0.0
         groups.setdefault(key, []).append(parameter)
     parameters = [{"params": group, "peak": peak, "decay": decay} for (peak, decay), group in groups.items()]
-    # Fused: one kernel for all parameters, on CPUs too.
+    # Fused: one kernel for all parameters, also on CPUs.
     common = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
     if config.kind == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **common)
@@ -93,9 +95,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
-    """Of update 1, 2, ... of `updates`: rises linearly to 1 over the warm-up, then follows config.schedule.
+    """Return the factor on the peak learning rate at one update (1, 2, ...) of `updates`.
 
-    linear: to 0 at the last update, as in the authors' code. step: by `decay` after each of `decay_at` updates.
+    It rises linearly to 1 over the warmup. Then schedule linear falls to 0 at the last update, as in the authors' code,
+    and schedule step multiplies by `decay` after each of `decay_at` updates.
     """
     if update < config.warmup_steps:
         return update / config.warmup_steps
@@ -105,34 +108,34 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Give every group what holds for step 0..steps-1: its learning rate and, for Adam, its epsilon."""
-    # One update more in the schedule than there are: so the last one is not lost to a learning rate of 0.
+    """Set learning rate, weight decay and, for Adam, epsilon of every group, for a step from 0 to steps - 1."""
+    # The schedule has one more update than the run, so that the last update does not have learning rate 0.
     factor = learning_rate_factor(step + 1, steps + 1, config)
-    # PyTorch counts its own updates, so behind n steps that were left out these are as of n updates later: by update
-    # 1,000 one of them changes epsilon by 0.03 %.
+    # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At
+    # update 1,000, one skipped step changes epsilon by 0.03 %.
     first, second = (1 - beta ** (step + 1) for beta in config.betas)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = group["peak"] * factor, group["decay"]
         if config.kind != "sgd" and (config.bert_adam or not config.bias_correction):
-            # BERT's Adam divides by sqrt(v) + epsilon and then corrects the bias of v, PyTorch's the other way round.
+            # BERT's Adam adds epsilon to sqrt(v) before it corrects the bias of v; PyTorch adds it afterwards.
             group["eps"] = config.epsilon / second**0.5
         if config.kind == "adamw" and config.bert_adam:
-            # And it decays what the step has changed already, PyTorch's what was there before it: the same as a step
-            # that is smaller by the decay.
+            # BERT decays the weight after the update, PyTorch before it. A step that is smaller by the decay makes both
+            # equal.
             decay = group["lr"] * group["decay"]
             group["lr"], group["weight_decay"] = group["lr"] * (1 - decay), group["decay"] / (1 - decay)
         if config.kind != "sgd" and not config.bias_correction:
-            # PyTorch corrects both moments: undone by the step's size, and decay stays what it was.
+            # PyTorch corrects both moments. A changed step size undoes this, and the decay is changed to stay the same.
             uncorrected = first / second**0.5
             group["lr"], group["weight_decay"] = group["lr"] * uncorrected, group["weight_decay"] / uncorrected
 
 
 def clip_gradients(model: nn.Module, config: OptimizerConfig) -> Tensor:
-    """Clips the gradients as the configuration says; returns their global norm before."""
+    """Clip the gradients according to `config`, and return their global norm before clipping."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if not config.clip_each:
         return nn.utils.clip_grad_norm_(parameters, math.inf if config.max_grad_norm is None else config.max_grad_norm)
-    # All at once: on a GPU, clip_grad_norm_ of each by itself took as long as a forward pass.
+    # All at once: on a GPU, one clip_grad_norm_ call per tensor took as long as a forward pass.
     gradients = [parameter.grad for parameter in parameters]
     norms = torch.stack(torch._foreach_norm(gradients))
     torch._foreach_mul_(gradients, [*(config.max_grad_norm / (norms + 1e-6)).clamp(max=1).unbind()])

@@ -1,4 +1,4 @@
-"""The command line of a training: `PROGRAM RECIPE [--field value ...]`, alone or under torchrun."""
+"""Command line of the training programs: `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun."""
 
 import atexit
 import contextlib
@@ -20,8 +20,8 @@ from training.loading import EXPECTED
 from training.stopping import Stopped
 from training.trackers import TRACKERS, MakeTracker
 
-STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop: start it again
-_BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends because another one did
+STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was stopped by SIGTERM or SIGINT and can be resumed
+_PEER_FAILURE_DELAY = 2.0  # seconds that a rank waits before it exits because another one failed
 
 
 def run_program(
@@ -32,9 +32,9 @@ def run_program(
     train: Callable[[Any, World], Any],
     arguments: Sequence[str] | None,
 ) -> None:
-    """`PROGRAM RECIPE [--field value ...]`, on one process or under torchrun; what is wrong ends it with one line.
+    """Run `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun. Errors are printed as one line.
 
-    program: what it is called, as `vlbert train`.
+    `program` is its name in messages. `check_complete` raises ValueError if the recipe lacks a required field.
     """
     recipe_name, given = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
@@ -43,38 +43,38 @@ def run_program(
     except ValueError as error:
         sys.exit(f"{name}: {error}")
 
-    def work(world: World) -> None:
-        # In the world: what is wrong on one rank ends all at once, and is told once.
-        recipe, wrong = None, None
+    def make_and_train(world: World) -> None:
+        # On every rank, because an error of one rank must end all of them, and be printed once.
+        recipe, fault = None, None
         try:
             recipe = make_recipe(recipe_name, given, recipes)
             check_complete(recipe)
-            if world.first:  # the others call none
+            if world.first:  # other ranks have no trackers
                 find_trackers(recipe.trackers)
         except ValueError as error:
-            wrong = str(error)
-        distributed.raise_on_all_ranks(wrong, world)
+            fault = str(error)
+        distributed.raise_on_all_ranks(fault, world)
         train(recipe, world)
 
-    run_in_world(name, work)
+    run_in_world(name, make_and_train)
 
 
 def split_recipe(
     arguments: Sequence[str] | None, program: str, description: str, recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[str, list[str]]:
-    """Return the name of the recipe and the other arguments; prints the program's help, and ends, without a name."""
+    """Return the name of the recipe and the other arguments. Without a name, print the program's help and exit."""
     name, *given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if not name.startswith("-"):
         return name, given
-    print(f"usage: {program} RECIPE [--field value ...]\n       {program} RECIPE --help    its fields\n\n{description}")
-    print("RECIPE is MODULE:FUNCTION, or one of", *recipes, sep="\n  ")
+    print(f"usage: {program} RECIPE [--field value ...]\n       {program} RECIPE --help    list its fields")
+    print(f"\n{description}\nRECIPE is MODULE:FUNCTION, or one of", *recipes, sep="\n  ")
     sys.exit(0 if name in ("-h", "--help") else 2)
 
 
 def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return what the recipe of this name makes, with the arguments applied: the recipe's own, as --size, and fields.
+    """Return the recipe with all arguments applied: those of its function, such as --size, and its fields.
 
-    Raises ValueError if there is no such recipe or field, or a value does not fit.
+    Raises ValueError if there is no such recipe or field, or if a value is not allowed.
     """
     return override(*parse_recipe(name, arguments, recipes))
 
@@ -82,13 +82,13 @@ def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Calla
 def parse_recipe(
     name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[Any, list[str]]:
-    """Return what the recipe of this name makes with its own arguments, as --size, and the other arguments."""
+    """Return the recipe, made with its function's own arguments, such as --size, and the other arguments."""
     return parse_known(find_recipe(name, recipes), arguments)
 
 
 def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:
-    """Print the arguments of a recipe and its fields, and end, if --help is among the arguments."""
-    given = [one for one in arguments if one not in ("-h", "--help")]
+    """Print the arguments and fields of a recipe and exit, if --help is among the arguments."""
+    given = [argument for argument in arguments if argument not in ("-h", "--help")]
     if len(given) == len(arguments):
         return
     make = find_recipe(name, recipes)
@@ -100,14 +100,14 @@ def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callab
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
-    """The trackers of these names; ValueError where one cannot be found."""
+    """Return the trackers of these names. Raises ValueError if one is not found."""
     return {name: find_recipe(name, TRACKERS, "tracker") for name in names}
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
-    """Return the recipe of this name; MODULE:FUNCTION is one of your own, importable from the working directory.
+    """Return the function of a recipe, by its name or as MODULE:FUNCTION, importable from the working directory.
 
-    Raises ValueError, which calls it a `kind`, if there is none.
+    Raises ValueError if there is none. `kind` is the word for it in messages.
     """
     if name in recipes:
         return recipes[name]
@@ -115,33 +115,33 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str 
     if not separator:
         near = difflib.get_close_matches(name, recipes, 1)
         raise ValueError(
-            f"there is no {kind} {name}, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
+            f"there is no {kind} {name}, only {', '.join(sorted(recipes))}; give your own as MODULE:FUNCTION"
             f"{f'; did you mean {near[0]}?' if near else ''}"
         )
-    sys.path.append(os.getcwd())  # an installed script does not look there
+    sys.path.append(os.getcwd())  # not searched by installed scripts
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
             f"{module} cannot be imported ({error}); run this in the folder that holds {module.partition('.')[0]}.py"
         ) from error
-    if not callable(getattr(found, function, None)):
+    if not callable(getattr(imported, function, None)):
         raise ValueError(f"{module} has no function {function!r}")
-    return getattr(found, function)
+    return getattr(imported, function)
 
 
-def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
-    """`work` in the world that torchrun describes, or alone; what is wrong ends the program with one line.
+def run_in_world(name: str, function: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
+    """Call `function` with the World of this process. EXPECTED errors end the program with one line.
 
-    A rank does not report the error of another rank, and a bug keeps its traceback. Where the run was told to
-    stop, each rank ends with the status STOPPED.
+    A rank does not repeat another rank's error. Bugs keep their traceback. If the run was stopped by a signal, each
+    rank exits with status STOPPED.
     """
     world = ALONE
     try:
         world = distributed.start(limit)
-        work(world)
+        function(world)
     except Stopped as stopped:
-        for number in (signal.SIGTERM, signal.SIGINT):  # Python removes its own handlers before it ends
+        for number in (signal.SIGTERM, signal.SIGINT):  # Python removes its own handlers before it exits
             signal.signal(number, signal.SIG_IGN)
         _end_together(world, STOPPED, f"{name}: stopped: {stopped}")
     except EXPECTED as error:
@@ -154,15 +154,15 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
         fault = distributed.peer_failure(error)
         if fault is None:
             raise
-        # Meanwhile torchrun sees which rank ended first, names that one, and ends those of its own machine.
-        time.sleep(_BEFORE_ANOTHERS_FAILURE)
-        _end(world, 1, name, f"another rank is gone or hangs ({fault}); its error stands above, or there")
-    distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+        # Meanwhile torchrun sees which rank failed first, reports that one, and ends the other ranks of its machine.
+        time.sleep(_PEER_FAILURE_DELAY)
+        _end(world, 1, name, f"another rank failed or hangs ({fault}); see its error above or in its own log")
+    distributed.stop(world)  # not after an error, because it would wait for ranks that are still training
 
 
 def _end_together(world: World, status: int, line: str) -> NoReturn:
-    """End every rank with this status; the first one prints the line."""
-    distributed.barrier(world)  # where a rank ends, torchrun ends the others: the first one may be saving
+    """Exit on every rank with this status. Rank 0 prints the line."""
+    distributed.barrier(world)  # torchrun ends all ranks when one exits, but rank 0 may still be saving
     distributed.stop(world)
     if world.first:
         print(line, file=sys.stderr, flush=True)
@@ -170,10 +170,10 @@ def _end_together(world: World, status: int, line: str) -> NoReturn:
 
 
 def _end(world: World, status: int, name: str, reason: str) -> NoReturn:
-    """End with a line and a status.
+    """Print the reason, and exit with this status.
 
-    The process group of several ranks is still open then, and its threads may abort the interpreter's last steps: the
-    status would be that of SIGABRT. So these are left out.
+    With several ranks, the process group is still open. Its threads may abort the interpreter's shutdown, with SIGABRT
+    as exit status, so the shutdown is skipped.
     """
     line = f"{name}: {reason if world.first else f'rank {world.rank}: {reason}'}"
     if status == 1 and world.size == 1:

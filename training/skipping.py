@@ -1,4 +1,4 @@
-"""Steps that are left out, because what they would teach is no number or far above all before."""
+"""Skip steps whose loss or gradient is not finite, or whose loss is a spike."""
 
 import math
 from collections import deque
@@ -9,25 +9,25 @@ from torch import Tensor, nn
 
 from training.metrics import Step
 
-WINDOW = 100  # steps over whose mean a spike stands out
+WINDOW = 100  # taken steps over which the mean loss is computed
 
 
 class Skipping:
-    """Which steps are left out. Its state is of losses alone, so a run that goes on decides as it would have."""
+    """Decides which steps to skip. The state has only losses, so that a resumed run skips the same steps."""
 
     def __init__(self, spike: float | None, state: Mapping[str, Any] | None = None):
         state = state or {"taken": [], "in_a_row": 0}
         self.spike = spike
-        self.taken = deque(state["taken"], WINDOW)  # losses of the last steps that were not left out
+        self.taken = deque(state["taken"], WINDOW)  # losses of the last steps that were not skipped
         self.in_a_row: int = state["in_a_row"]
 
     @property
     def state(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """State for a checkpoint, as JSON values."""
         return {"taken": list(self.taken), "in_a_row": self.in_a_row}
 
-    def why(self, step: Step) -> str | None:
-        """Why this step is to be left out, or None; notes it either way."""
+    def skip_reason(self, step: Step) -> str | None:
+        """Return why this step is to be skipped, or None to take it, and record the decision."""
         reason = self._reason(step)
         if reason:
             self.in_a_row += 1
@@ -49,18 +49,16 @@ class Skipping:
 
 
 class LiveNorms:
-    """The statistics of norms that learn them as they compute: a step that is left out must not stay in them."""
+    """Running statistics of a model's BatchNorms, to be restored after a skipped step."""
 
     def __init__(self, model: nn.Module):
         norms = [norm for norm in model.modules() if getattr(norm, "track_running_stats", False)]
         self._buffers = [buffer for norm in norms for buffer in norm.buffers()]
-        self._kept: list[Tensor] = []
+        self._saved: list[Tensor] = []
 
-    def keep(self) -> None:
-        """Remember them as they are."""
-        self._kept = [buffer.clone() for buffer in self._buffers]
+    def save(self) -> None:
+        self._saved = [buffer.clone() for buffer in self._buffers]
 
     def restore(self) -> None:
-        """Make them what they were at the last `keep`."""
-        for buffer, before in zip(self._buffers, self._kept, strict=True):
-            buffer.copy_(before)
+        for buffer, saved in zip(self._buffers, self._saved, strict=True):
+            buffer.copy_(saved)

@@ -1,4 +1,4 @@
-"""SIGTERM or Ctrl-C (SIGINT) while a run trains: it finishes its step, saves and stops."""
+"""Stop a run at SIGTERM or Ctrl-C (SIGINT): it finishes its step, saves and exits."""
 
 import os
 import signal
@@ -10,15 +10,15 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """A run got SIGTERM or SIGINT, and has saved: the message names the step and the checkpoint."""
+    """Raised after a run received SIGTERM or SIGINT and saved. The message names the step and the checkpoint."""
 
 
 class Stop:
     """Context manager: the first SIGTERM or SIGINT sets `requested`; a second SIGINT (Ctrl-C) terminates.
 
-    A second SIGTERM does not: launchers repeat to each process what its whole group has got, and send SIGKILL in the
-    end. torchrun repeats SIGINT, too. SIGINT stays ignored where it was, as in the background of a script. After a
-    training that stopped all stays as it is: the writer and other ranks may still be at work.
+    A second SIGTERM does not: launchers send it to the process group and again to each process, and SIGKILL at the end.
+    torchrun also repeats SIGINT. If SIGINT was ignored before, as in background jobs of a script, it stays ignored.
+    After a training that stopped, the handlers stay in place: the writer and other ranks may still be running.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Stop:
         self._before: dict[int, signal.Handlers] = {}
 
     def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():  # nowhere else may handlers be set
+        if threading.current_thread() is threading.main_thread():  # only there can handlers be set
             for number in _REQUESTS:
                 if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
@@ -40,24 +40,23 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(number, signal.SIG_DFL)  # KeyboardInterrupt would still wait for the writer
-            # Not print, which a signal handler may interrupt.
-            os.write(2, b"stopping: this step is finished and saved; Ctrl-C again ends at once and saves nothing\n")
+            # Not print, which is not reentrant: this handler may interrupt another print.
+            os.write(2, b"stopping after this step is finished and saved; Ctrl-C again exits at once without saving\n")
         self.requested = True
 
 
 def ignore_group_signals() -> None:
-    """In a loading process: ignore SIGINT, and end at SIGTERM only if it comes from the parent, the loader.
+    """Ignore SIGINT in a loading process, and exit at SIGTERM only if the parent sent it.
 
-    Terminals and launchers signal whole groups of processes, and the step that is to be finished needs what is loaded
-    for it.
+    Terminals and launchers signal whole process groups, but the training still needs the batches of its last step.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_wait_for_the_loader, daemon=True).start()
+        threading.Thread(target=_exit_at_parents_sigterm, daemon=True).start()
 
 
-def _wait_for_the_loader() -> None:
+def _exit_at_parents_sigterm() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

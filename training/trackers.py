@@ -1,4 +1,4 @@
-"""Trackers receive the lines of metrics.jsonl while a training writes them (docs/trackers.md)."""
+"""Pass the lines of metrics.jsonl to trackers while a training writes them (docs/trackers.md)."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -9,63 +9,55 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class TrackedRun:
-    """What a tracker knows of its run.
+    """The run that a tracker records."""
 
-    name      of the run; a run that is resumed keeps it
-    step      the step that the run is resumed from, 0 in a new one. Rows of later steps, which a process before this
-              one may have written, come again
-    steps     how many the run takes in all
-    folder    of the run's files, on this machine; it may not exist yet
-    settings  the recipe as nested dicts of plain values
-    """
-
-    name: str
-    step: int
-    steps: int
-    folder: Path
-    settings: Mapping[str, Any]
+    name: str  # a resumed run keeps its name
+    step: int  # the run resumes from this step and repeats rows of later steps; 0 in a new run
+    steps: int  # total number of steps
+    folder: Path  # folder of the run's files on this machine; it may not exist yet
+    settings: Mapping[str, Any]  # the recipe as nested dicts of plain values
 
 
-# Makes the tracker of a run, on the first process. It has `log(row)`, which receives each line of metrics.jsonl, and
-# `finish()`, which is called at the run's end, however it ended.
+# Makes the tracker of a run, on rank 0. A tracker has `log(row)`, called with each line of metrics.jsonl, and
+# `finish()`, called at the end of the run, also after an error.
 MakeTracker = Callable[[TrackedRun], Any]
 
 
 class Trackers:
-    """The trackers of a run. One that raises is reported once and left out."""
+    """The trackers of a run. A tracker that raises is reported once and removed."""
 
     def __init__(self, makers: Mapping[str, MakeTracker], run: TrackedRun, log: Callable[[str], None]):
         self._log, self._trackers = log, {}
         for name, make in makers.items():
-            self._guarded(name, lambda name=name, make=make: self._trackers.update({name: make(run)}))
+            self._guard(name, lambda name=name, make=make: self._trackers.update({name: make(run)}))
 
     def log(self, row: Mapping[str, Any]) -> None:
         for name, tracker in list(self._trackers.items()):
-            self._guarded(name, lambda tracker=tracker: tracker.log(dict(row)))
+            self._guard(name, lambda tracker=tracker: tracker.log(dict(row)))
 
     def finish(self) -> None:
         for name, tracker in list(self._trackers.items()):
-            self._guarded(name, tracker.finish)
+            self._guard(name, tracker.finish)
 
-    def _guarded(self, name: str, act: Callable[[], object]) -> None:
+    def _guard(self, name: str, call: Callable[[], object]) -> None:
         try:
-            act()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  others' code may raise anything
+            call()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
             self._trackers.pop(name, None)
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             self._log(
-                f"the tracker {name} is left out, the training goes on: {type(error).__name__}: {error} "
-                f"({place.filename}:{place.lineno}). metrics.jsonl has all rows"
+                f"tracker {name} failed and gets no more rows; training continues: {type(error).__name__}: {error} "
+                f"({frame.filename}:{frame.lineno}). metrics.jsonl has all rows"
             )
 
 
 class TensorBoard:
-    """Curves of the numbers of trainings and validations, in the run's folder `tensorboard`."""
+    """A tracker that writes training and validation metrics to the run's folder `tensorboard`."""
 
     def __init__(self, run: TrackedRun):
-        from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds to import
+        from torch.utils.tensorboard import SummaryWriter  # here, because the import takes seconds
 
-        # What a stopped run showed after its last checkpoint is hidden.
+        # Hide points that a stopped run wrote after its last checkpoint.
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1 if run.step else 0)
 
     def log(self, row: Mapping[str, Any]) -> None:

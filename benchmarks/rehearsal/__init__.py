@@ -1,1 +1,1 @@
-"""The rehearsal of a GPU: what a training step would launch, move, wait for and hold, and how long it would take."""
+"""Rehearsal of a GPU: predict the kernels, transfers, waits, memory and time of a training step."""

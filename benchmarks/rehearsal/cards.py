@@ -1,8 +1,8 @@
-"""What GPUs can do, and how long recorded operations take on one: a model of a card, not a measurement.
+"""Estimate the time of recorded operations on a GPU, from a model of the card.
 
-An operation takes the longer of its products on the tensor cores and its bytes from memory, and at least SHORTEST a
-kernel. The host hands operations over one after the other and each takes its time, too: the device does one when it
-is there and the one before is done. Where the host waits for the device, it goes on when that is done.
+An operation takes the longest of three times: its products on the tensor cores, its memory traffic, and MIN_KERNEL
+per kernel. The host launches one operation after the other, which takes time, too. The device starts an operation after
+its launch and after the previous operation. Where the host waits for the device, it continues when the device is done.
 """
 
 from collections import Counter, defaultdict
@@ -17,19 +17,13 @@ from training.precision import Float32
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU by its data sheet.
-
-    flops      a second, of dense products with float32 sums, in bf16, tf32 and fp32
-    bandwidth  bytes a second of its memory
-    processors streaming multiprocessors, each of which takes one tile of a product at a time
-    link       bytes a second between page-locked memory of the host and the card
-    """
+    """Data sheet of a GPU."""
 
     name: str
-    flops: dict[str, float]
-    bandwidth: float
-    processors: int
-    link: float
+    flops: dict[str, float]  # per second, of dense products with float32 accumulation, in bf16, tf32 and fp32
+    bandwidth: float  # of its memory, in bytes per second
+    processors: int  # streaming multiprocessors, each of which computes one tile of a product at a time
+    link: float  # bytes per second between page-locked host memory and the card
 
 
 def _card(name: str, bf16: float, tf32: float, fp32: float, bandwidth: float, processors: int, link: float) -> Card:
@@ -37,7 +31,7 @@ def _card(name: str, bf16: float, tf32: float, fp32: float, bandwidth: float, pr
     return Card(name, flops, bandwidth * 1e12, processors, link)
 
 
-# Data sheets of NVIDIA: H100 SXM, H200 SXM, A100 80GB SXM, L40S, and the Ada whitepaper for the RTX 4090.
+# From NVIDIA's data sheets: H100 SXM, H200 SXM, A100 80GB SXM, L40S; RTX 4090: Ada whitepaper.
 CARDS = {
     "h100": _card("H100 SXM", 989, 495, 67, 3.35, 132, 55e9),
     "h200": _card("H200 SXM", 989, 495, 67, 4.8, 132, 55e9),
@@ -46,28 +40,28 @@ CARDS = {
     "rtx4090": _card("RTX 4090", 165, 82.6, 82.6, 1.008, 128, 25e9),
 }
 
-# Measured on one H100 with 16 cores beside it (benchmarks/results/2026-11-23-gpu), and taken to hold for the others.
+# Measured on one H100 with a 16-core host (benchmarks/results/2026-11-23-gpu), and assumed for the other cards.
 # Products of 8192 x 8192 matrices reached 775 of 989 TFLOP/s in bfloat16, 368 of 495 in TF32 and 51 of 67 in float32.
-PRODUCTS_REACH = {"bf16": 0.78, "tf32": 0.74, "fp32": 0.77}
-BANDWIDTH_REACHED = 0.85  # by kernels that read and write one row after the other
-CONVOLUTIONS_REACH = 0.6  # of the bandwidth, by cuDNN's with bias, sum and ReLU: the backbone, forward
-GATHERS_REACH = 0.35  # of the bandwidth, by kernels that read or write rows here and there: RoIAlign
-SHORTEST = 2.5e-6  # seconds of any kernel
-LAUNCH = 31e-6  # seconds of the host for an operation, Python and autograd included: ViLBERT's encoder
-LAUNCH_TENSOR = 4e-6  # and for each tensor of an operation on many: its optimizer
+PRODUCT_EFFICIENCY = {"bf16": 0.78, "tf32": 0.74, "fp32": 0.77}
+BANDWIDTH_EFFICIENCY = 0.85  # of kernels that read and write rows in sequence
+CONVOLUTION_EFFICIENCY = 0.6  # of bandwidth, in cuDNN convolutions with bias, sum and ReLU: the backbone, forward
+GATHER_EFFICIENCY = 0.35  # of bandwidth, in kernels that read or write scattered rows: RoIAlign
+MIN_KERNEL = 2.5e-6  # minimum seconds of a kernel
+LAUNCH = 31e-6  # host seconds per operation, with Python and autograd; measured on ViLBERT's encoder
+LAUNCH_TENSOR = 4e-6  # additional host seconds per tensor of a multi-tensor operation; measured on ViLBERT's optimizer
 TILE = 128  # rows and columns of a product that one processor computes at a time
 
 _GATHERS = {"aten::_embedding_bag", "aten::_embedding_bag_backward", "aten::index_select", "aten::index_add"}
 _GATHERS |= {"aten::gather", "aten::index", "aten::index_put", "aten::index_copy", "aten::embedding_dense_backward"}
 _CONVOLUTIONS = {"aten::cudnn_convolution_relu", "aten::cudnn_convolution_add_relu", "aten::convolution"}
 
-# What the seconds of a part are spent on: products, memory, kernels that are too short for either, copies between host
-# and device, and waiting for the host's next operation.
+# What the time of a part is spent on: products, memory traffic, very short kernels, copies between host and device, and
+# waiting for the host's next launch.
 BOUNDS = ("compute", "memory", "launches", "link", "host")
 
 
 class Part(Counter):
-    """Of a part of a step: seconds on the device's time line by BOUNDS; kernels, waits, flops, bytes."""
+    """Costs of a part of a step: seconds on the device's time line by BOUNDS, and kernels, waits, flops and bytes."""
 
     @property
     def seconds(self) -> float:
@@ -75,41 +69,45 @@ class Part(Counter):
 
     @property
     def bound_by(self) -> str:
-        """What takes most of it."""
+        """The bound that takes the most time."""
         return max(BOUNDS, key=self.__getitem__)
 
 
 def product_seconds(product: Product, kind: str, card: Card) -> float:
-    """By tiles: those at an edge take as long as whole ones, and in the last round some processors have none.
+    """Return the seconds of a product, computed in tiles.
 
-    A product with few tiles and a long sum is split along it.
+    Partial tiles at the edges take as long as whole ones, and some processors are idle in the last round. A product
+    with few tiles and a long inner dimension is split along it.
     """
     tiles = product.batch * -(-product.m // TILE) * -(-product.n // TILE)
     padded = 2 * tiles * TILE * TILE * product.k
     if product.split:
         tiles *= max(1, min(-(-product.k // 512), card.processors // tiles))
     rounds = -(-tiles // card.processors)
-    return padded * rounds * card.processors / tiles / (card.flops[kind] * PRODUCTS_REACH[kind])
+    return padded * rounds * card.processors / tiles / (card.flops[kind] * PRODUCT_EFFICIENCY[kind])
 
 
 def operation_seconds(operation: Operation, card: Card, float32: Float32 = "ieee") -> dict[str, float]:
-    """What a card needs for an operation, by what may bind it; the longest counts. float32: what it computes in."""
+    """Return the seconds of an operation by its possible bounds. The largest one counts.
+
+    `float32` is the precision of float32 products.
+    """
     kind = "bf16" if operation.dtype in (torch.bfloat16, torch.float16) else "tf32" if float32 == "tf32" else "fp32"
-    reached = BANDWIDTH_REACHED
+    efficiency = BANDWIDTH_EFFICIENCY
     if operation.name in _GATHERS:
-        reached = GATHERS_REACH
+        efficiency = GATHER_EFFICIENCY
     elif operation.name in _CONVOLUTIONS:
-        reached = CONVOLUTIONS_REACH
+        efficiency = CONVOLUTION_EFFICIENCY
     return {
-        "compute": sum(product_seconds(one, kind, card) for one in operation.products),
-        "memory": operation.bytes / (card.bandwidth * reached),
-        "launches": SHORTEST * operation.kernels,
+        "compute": sum(product_seconds(product, kind, card) for product in operation.products),
+        "memory": operation.bytes / (card.bandwidth * efficiency),
+        "launches": MIN_KERNEL * operation.kernels,
         "link": operation.copied / card.link,
     }
 
 
 def timeline(operations: Iterable[tuple[str, Operation]], card: Card, float32: Float32 = "ieee") -> dict[str, Part]:
-    """Part -> what its operations take on the card, one after the other. operations: each with its part."""
+    """Return the costs of each part. `operations` are (part, operation) in order."""
     parts: dict[str, Part] = defaultdict(Part)
     host = device = 0.0
     for name, operation in operations:
@@ -118,11 +116,11 @@ def timeline(operations: Iterable[tuple[str, Operation]], card: Card, float32: F
         part = parts[name]
         host += LAUNCH + LAUNCH_TENSOR * operation.tensors
         if operation.kernels:
-            needed = operation_seconds(operation, card, float32)
-            kind = max(needed, key=needed.get)
+            seconds = operation_seconds(operation, card, float32)
+            bound = max(seconds, key=seconds.get)
             part["host"] += max(0.0, host - device)
-            part[kind] += needed[kind]
-            device = max(host, device) + needed[kind]
+            part[bound] += seconds[bound]
+            device = max(host, device) + seconds[bound]
         if operation.waits:
             host = max(host, device)
         for count in ("kernels", "waits", "flops", "bytes"):

@@ -1,4 +1,4 @@
-"""What a call of torch's dispatcher costs a GPU: kernels, products and bytes, counted from shapes."""
+"""Count kernels, products and bytes of a call of torch's dispatcher on a GPU, from shapes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,14 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products of matrices [m, k] and [k, n]; a convolution is one, too. `split`: the sum over k may be split
-    between the processors of a card."""
+    """`batch` products of matrices [m, k] and [k, n]. Convolutions are products, too."""
 
     batch: int
     m: int
     n: int
     k: int
-    split: bool = False
+    split: bool = False  # True: the sum over k may be split between the processors of a card
 
     @property
     def flops(self) -> int:
@@ -27,28 +26,18 @@ class Product:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of torch's dispatcher, as a GPU executes it.
-
-    kernels    launches; 0 for what only makes a view or allocates
-    products   what tensor cores compute
-    dtype      in which
-    read, written  bytes, of memory of the device
-    copied     bytes between host and device
-    waits      whether the host waits until the device is done
-    where      of waits and copies: file:line < its caller; "" in the backward pass
-    tensors    how many a _foreach_ or _fused_ operation takes
-    """
+    """A call of torch's dispatcher, as executed by a GPU."""
 
     name: str
-    kernels: int
-    products: tuple[Product, ...] = ()
-    dtype: torch.dtype | None = None
-    read: int = 0
-    written: int = 0
-    copied: int = 0
-    waits: bool = False
-    where: str = ""
-    tensors: int = 0
+    kernels: int  # launches; 0 for views and allocations
+    products: tuple[Product, ...] = ()  # computed by tensor cores
+    dtype: torch.dtype | None = None  # of the products
+    read: int = 0  # bytes of device memory
+    written: int = 0  # bytes of device memory
+    copied: int = 0  # bytes between host and device
+    waits: bool = False  # True if the host waits until the device is done
+    location: str = ""  # of waits and copies: file:line < its caller; "" in the backward pass
+    tensors: int = 0  # number of tensors of a _foreach_ or _fused_ operation
 
     @property
     def flops(self) -> int:
@@ -61,20 +50,20 @@ class Operation:
 
 @dataclass(eq=False)
 class Record:
-    """Operations in order, and marks between them: see `mark`, which is that of a clock, too."""
+    """Operations in order, with marks between them. It has the `mark` method of the clocks in step_parts.py."""
 
     operations: list[Operation] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
 
     def mark(self, part: str) -> None:
-        """What came since the last mark was `part`."""
+        """Assign the operations since the last mark to `part`."""
         self.marks.append((len(self.operations), part))
 
     def parts(self) -> Iterator[tuple[str, Operation]]:
-        """Each operation with its part, "" behind the last mark."""
+        """Yield each operation with its part, which is "" after the last mark."""
         first = 0
         for end, part in [*self.marks, (len(self.operations), "")]:
-            yield from ((part, one) for one in self.operations[first:end])
+            yield from ((part, operation) for operation in self.operations[first:end])
             first = end
 
 
@@ -82,7 +71,7 @@ INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 _ALLOCATES = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 _ALLOCATES |= {"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::_local_scalar_dense"}
 
-# Kernels of one operation where these are not one, as torch 2.11 launches them on CUDA.
+# Number of kernels of an operation, if it is not 1, as launched by torch 2.11 on CUDA.
 _KERNELS = {
     "aten::nonzero": 3,  # count, copy, select
     "aten::masked_select": 5,
@@ -102,47 +91,47 @@ _KERNELS = {
     "torchvision::nms": 13,  # sorts, compares, selects
 }
 _SELECTS = {"aten::index_select", "aten::gather", "aten::index", "aten::embedding", "aten::_unsafe_index"}
-_CHUNKS_A_LAUNCH, _CHUNK = 320, 65536  # of torch's multi_tensor_apply, which _foreach_ and _fused_ operations use
+_CHUNKS_PER_LAUNCH, _CHUNK = 320, 65536  # in torch's multi_tensor_apply, used by _foreach_ and _fused_ operations
 
 
-def recorded(function: Any, args: tuple, kwargs: dict, out: Any) -> Operation:
-    """What a call costs on a GPU, by the shapes of what goes in and comes out."""
+def make_operation(function: Any, args: tuple, kwargs: dict, out: Any) -> Operation:
+    """Make the Operation of a call from the shapes of its arguments and results."""
     name = function._schema.name
     if name in _ALLOCATES or function.is_view:
         return Operation(name, 0)
-    results, given = tensors_in(out), tensors_in((args, kwargs))
-    read, written = sum(map(bytes_of, given)), sum(map(bytes_of, results))
-    if name in _SELECTS:  # of the table only what is selected
-        read = written + sum(map(bytes_of, given[1:]))
+    results, inputs = find_tensors(out), find_tensors((args, kwargs))
+    read, written = sum(map(count_bytes, inputs)), sum(map(count_bytes, results))
+    if name in _SELECTS:  # only the selected rows of the table are read
+        read = written + sum(map(count_bytes, inputs[1:]))
     elif name == "aten::_embedding_bag":
-        read = bytes_of(args[1]) * (1 + args[0].shape[1] * args[0].element_size() // args[1].element_size())
-        written = bytes_of(results[0])
+        read = count_bytes(args[1]) * (1 + args[0].shape[1] * args[0].element_size() // args[1].element_size())
+        written = count_bytes(results[0])
     elif name in ("aten::fill_", "aten::zero_", "aten::full", "aten::zeros", "aten::ones"):
         read = 0
     kernels, tensors = _KERNELS.get(name, 1), []
-    if name in INDEXING and by_mask(args[1]):
+    if name in INDEXING and has_mask(args[1]):
         kernels += _KERNELS["aten::nonzero"]
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
-        tensors = tensors_in(args[0])
-        written = sum(map(bytes_of, tensors)) if writes(function, args, kwargs) else written
+        tensors = find_tensors(args[0])
+        written = sum(map(count_bytes, tensors)) if written_arguments(function, args, kwargs) else written
         if name.startswith("aten::_fused_adam"):  # both moments
-            written += sum(map(bytes_of, tensors_in(args[2:4])))
-        kernels = max(1, -(-sum(-(-one.numel() // _CHUNK) for one in tensors) // _CHUNKS_A_LAUNCH))
+            written += sum(map(count_bytes, find_tensors(args[2:4])))
+        kernels = max(1, -(-sum(-(-tensor.numel() // _CHUNK) for tensor in tensors) // _CHUNKS_PER_LAUNCH))
     products = tuple(_products(name, args, results))
     if name == "aten::convolution_backward":
         kernels = len(products) + bool(args[10][2])
-        grad, x, weight = map(bytes_of, args[:3])
+        grad, x, weight = map(count_bytes, args[:3])
         read = (grad + weight) * args[10][0] + (grad + x) * args[10][1]
     elif name == "aten::convolution" and args[2] is not None:  # cuDNN adds the bias in a second kernel
         kernels, read, written = 2, read + written, 2 * written
     elif name == "aten::_embedding_bag_backward":
-        kernels, read = 6, 4 * bytes_of(args[0])  # a gradient for each of the four cells that a sample was made of
-    dtype = next((one.dtype for one in given if one.is_floating_point()), None)
+        kernels, read = 6, 4 * count_bytes(args[0])  # a gradient for each of the four cells of a sample
+    dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), None)
     return Operation(name, kernels, products, dtype, read, written, tensors=len(tensors))
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """Of the elements that are there: an expanded dimension is read once."""
+def count_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor. An expanded dimension counts once."""
     if 0 in tensor.shape:
         return 0
     count = tensor.element_size()
@@ -169,11 +158,11 @@ def _products(name: str, args: tuple, results: list[Tensor]) -> Iterator[Product
     elif name == "aten::convolution_backward":
         grad, _, weight = args[:3]
         outputs, inputs, area = weight.shape[0], weight.shape[1], weight.shape[2:].numel()
-        places = grad.shape[0] * grad.shape[2:].numel()
-        if args[10][0]:  # as a product over the places of the output: a stride makes it no larger
-            yield Product(1, places, inputs * area, outputs)
+        positions = grad.shape[0] * grad.shape[2:].numel()
+        if args[10][0]:  # a product over the output positions: a stride does not make it larger
+            yield Product(1, positions, inputs * area, outputs)
         if args[10][1]:
-            yield Product(1, outputs, inputs * area, places, split=True)
+            yield Product(1, outputs, inputs * area, positions, split=True)
     elif name in (_ATTENTION, f"{_ATTENTION}_backward"):
         backward = name != _ATTENTION
         query, key = args[1:3] if backward else args[:2]
@@ -182,21 +171,21 @@ def _products(name: str, args: tuple, results: list[Tensor]) -> Iterator[Product
             yield Product(batch, length, keys, width, split=True)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+def find_tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def writes(function: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The arguments into which a call writes, where it does nothing else."""
+def written_arguments(function: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Return the arguments that a call writes to, if it only works in place; otherwise an empty list."""
     schema = function._schema
-    if any(one.alias_info is None for one in schema.returns):
+    if any(result.alias_info is None for result in schema.returns):
         return []
-    found = []
-    for number, one in enumerate(schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            found.append(args[number] if number < len(args) else kwargs.get(one.name))
-    return found
+    written = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return written
 
 
-def by_mask(indices: Any) -> bool:
-    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices)
+def has_mask(indices: Any) -> bool:
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)

@@ -1,16 +1,16 @@
-"""A GPU that is not there: tensors that say `virtual:0`, on which real programs run while every operation is recorded.
+"""Simulate a GPU: real programs run on tensors of device `virtual:0`, and every operation is recorded.
 
     with VirtualDevice() as device:
         model.to(DEVICE); loss = model(batch.to(DEVICE)); loss.backward(); optimizer.step()
-    device.operations        what a GPU would have done, in order
-    device.peak              bytes that it would have held at most
+    device.operations        operations of the GPU, in order
+    device.peak              peak memory of the GPU in bytes
 
-Of floating point tensors only the shapes are kept, so that a step of 128 images takes seconds and no memory; a number
-that the program asks for is 1.0. Integers and booleans, which decide shapes, are computed.
+Only the shapes of floating point tensors are kept, so that a step of 128 images takes seconds and no memory. A program
+that reads such a number gets 1.0. Integers and booleans are computed, because shapes depend on them.
 
-What a GPU refuses is refused: an operation between tensors of both devices raises RuntimeError with file and line. The
-host waits for copies, unless they are non-blocking and the host's memory is page-locked. Autocast casts as it does on
-CUDA. Kernels of cuDNN and attention that the project calls there are recorded under their own names.
+The virtual device raises RuntimeError, with file and line, for operations that mix tensors of CPU and device, as a GPU
+does. The host waits for copies, unless they are non-blocking and the host's memory is page-locked. Autocast works as on
+CUDA. Kernels of cuDNN and attention that the project calls on CUDA are recorded under their own names.
 """
 
 import dataclasses
@@ -28,15 +28,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from benchmarks.rehearsal.operations import INDEXING, Operation, Record, by_mask, bytes_of, recorded, tensors_in, writes
+from benchmarks.rehearsal.operations import (
+    INDEXING,
+    Operation,
+    Record,
+    count_bytes,
+    find_tensors,
+    has_mask,
+    make_operation,
+    written_arguments,
+)
 
 aten = torch.ops.aten
-_FOREACH = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)  # tensors taken many at once
-_BLOCK = 512  # bytes: the allocator of CUDA hands out multiples of it
+_FOREACH = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)  # for _foreach_ operations
+_BLOCK = 512  # bytes: the CUDA allocator's block sizes are multiples of it
 
 
 class _Stream:
-    """All that is done on the device is done at once, so nothing waits for another stream."""
+    """A stream without effect: operations complete immediately, so that no stream waits for another."""
 
     def wait_stream(self, other: "_Stream") -> None: ...
     def wait_event(self, event: None) -> None: ...
@@ -44,7 +53,7 @@ class _Stream:
 
 
 class _Module(_DummyBackendModule):
-    """torch.virtual: what torch.autocast asks, and streams."""
+    """The module torch.virtual, with streams and the functions that torch.autocast calls."""
 
     _initialized = False
     Stream = current_stream = _Stream
@@ -53,7 +62,7 @@ class _Module(_DummyBackendModule):
         return [torch.bfloat16, torch.float16]
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        """Empty: the device draws what the CPU draws. torch.random.fork_rng asks all devices."""
+        """Return an empty state: the device uses the CPU's generator. torch.random.fork_rng calls this."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
@@ -68,11 +77,11 @@ DEVICE = torch.device("virtual", 0)
 
 
 class VirtualTensor(torch.Tensor):
-    """`held` is a CPU tensor where the values are known, else one of device meta."""
+    """A tensor of the virtual device. `held` is a CPU tensor if the values are known, otherwise a meta tensor."""
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "VirtualTensor":
-        with torch.inference_mode(False):  # a view of what was made outside of it belongs there, too
+        with torch.inference_mode(False):  # views of tensors that were made outside of it must not be inference tensors
             return torch.Tensor._make_wrapper_subclass(
                 cls, held.shape, strides=held.stride(), dtype=held.dtype, device=DEVICE
             )
@@ -82,7 +91,7 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def is_cuda(self) -> bool:
-        """Code that asks takes the way that it takes on a GPU."""
+        """True, so that programs take the same branches as on a GPU."""
         return True
 
     def tolist(self) -> Any:
@@ -94,7 +103,7 @@ class VirtualTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if _active is None:
-            raise RuntimeError(f"{function} on the virtual device, outside of `with VirtualDevice()`")
+            raise RuntimeError(f"{function} was called on the virtual device outside of `with VirtualDevice()`")
         return _active.compute(function, args, kwargs or {})
 
 
@@ -102,11 +111,12 @@ class VirtualTensor(torch.Tensor):
 
 
 class VirtualDevice(TorchDispatchMode, Record):
-    """Context manager: while it is entered, the device computes and records.
+    """Context manager: compute and record operations on the virtual device.
 
-    held           bytes that the device holds now
-    held_at_start  and held when recording began
-    peak           and held at most since then
+    Attributes:
+        held: Bytes of device memory in use.
+        held_at_start: Bytes in use when recording began.
+        peak: Maximum of `held` since then.
     """
 
     def __init__(self) -> None:
@@ -117,10 +127,10 @@ class VirtualDevice(TorchDispatchMode, Record):
     def __enter__(self) -> "VirtualDevice":
         global _active
         if _active is not None:
-            raise RuntimeError("one virtual device at a time")
+            raise RuntimeError("only one virtual device can be active at a time")
         _active = self
         self._threads = torch.autograd.is_multithreading_enabled()
-        torch.autograd.set_multithreading_enabled(False)  # a device that is not there has no thread
+        torch.autograd.set_multithreading_enabled(False)  # autograd has no thread for the virtual device
         self._clear, torch.clear_autocast_cache = torch.clear_autocast_cache, _casts.clear
         for kinds in _FOREACH:
             kinds.append(VirtualTensor)
@@ -137,11 +147,11 @@ class VirtualDevice(TorchDispatchMode, Record):
         _active = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Sees what has no tensor of the device yet, too: torch.arange(3, device=DEVICE)."""
+        """Handle all calls, also those without a tensor of the device, such as torch.arange(3, device=DEVICE)."""
         return self.compute(function, args, kwargs or {})
 
     def start(self) -> None:
-        """Record from here on; what is held stays."""
+        """Start recording. Memory in use is kept."""
         self.operations, self.marks = [], []
         self.held_at_start = self.peak = self.held
 
@@ -150,13 +160,13 @@ class VirtualDevice(TorchDispatchMode, Record):
         self.peak = max(self.peak, self.held)
 
     def compute(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """The result of a call in which the device has a part.
+        """Compute and record a call, if it involves the device, and return its result.
 
-        RuntimeError where a GPU would refuse it: a tensor of the CPU among those of the device.
+        Raises RuntimeError if the call mixes tensors of CPU and device, which a GPU refuses.
         """
-        name, given = function._schema.name, tensors_in((args, kwargs))
-        ours = [one for one in given if isinstance(one, VirtualTensor)]
-        hosts = [one for one in given if not isinstance(one, VirtualTensor)]
+        name, inputs = function._schema.name, find_tensors((args, kwargs))
+        ours = [tensor for tensor in inputs if isinstance(tensor, VirtualTensor)]
+        hosts = [tensor for tensor in inputs if not isinstance(tensor, VirtualTensor)]
         device = kwargs.get("device")
         on_device = bool(ours) if device is None else torch.device(device).type == DEVICE.type
         if name == "aten::is_pinned":
@@ -165,53 +175,53 @@ class VirtualDevice(TorchDispatchMode, Record):
             copies = name in ("aten::pin_memory", "aten::_pin_memory")
             pins = copies or kwargs.pop("pin_memory", False)
             out = args[0].clone() if copies else function(*args, **kwargs)
-            if pins:  # without a GPU, no memory is
+            if pins:  # remembered here, because without a GPU torch pins nothing
                 _pinned.add(out.untyped_storage())
             return out
-        if name == "aten::_has_compatible_shallow_copy_type":  # asked by Module.to, of tensors of both devices
+        if name == "aten::_has_compatible_shallow_copy_type":  # called by Module.to with tensors of both devices
             return False
-        if name == "aten::scaled_dot_product_attention":  # these come whole where no gradient is wanted
+        if name == "aten::scaled_dot_product_attention":  # without gradients, it is not decomposed before
             return _attention(*args, **kwargs)
         if function._can_decompose():
             return function.decompose(*args, **kwargs)
-        if ours and any(_is_stray(one, function, args, kwargs) for one in hosts):
-            shapes = ", ".join(f"{tuple(one.shape)} on {one.device}" for one in given)
-            raise RuntimeError(f"{name} mixes tensors of the CPU and of the device, {shapes}: {_where()}")
+        if ours and any(_is_stray(host, function, args, kwargs) for host in hosts):
+            shapes = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in inputs)
+            raise RuntimeError(f"{name} mixes tensors of the CPU and of the device, {shapes}: {_caller_lines()}")
         if name == "aten::copy_":
-            out = _copied(*args)
+            out = _copy(*args)
         elif name == "aten::_local_scalar_dense":
-            out = function(_known(args[0]))
+            out = function(_to_known(args[0]))
         else:
-            out = self._wrap(_call(function, args, kwargs, given), function, args, kwargs, on_device)
-        operation = recorded(function, args, kwargs, out)
-        copied, waits = _crossing(name, args, kwargs, out, hosts, on_device)
+            out = self._wrap(_call(function, args, kwargs, inputs), function, args, kwargs, on_device)
+        operation = make_operation(function, args, kwargs, out)
+        copied, waits = _transfer(name, args, kwargs, out, hosts, on_device)
         if copied:
             operation = dataclasses.replace(operation, kernels=1, read=0, written=0, copied=copied)
         if copied or waits:
-            operation = dataclasses.replace(operation, waits=waits, where=_where())
+            operation = dataclasses.replace(operation, waits=waits, location=_caller_lines())
         self.record(operation)
         return out
 
     def _wrap(self, out: Any, function: Any, args: tuple, kwargs: dict, on_device: bool) -> Any:
-        """The result as the caller gets it; what works in place hands back the tensor that it was given."""
-        changed = writes(function, args, kwargs)
+        """Return the result for the caller. An in-place call returns the tensor that was passed to it."""
+        changed = written_arguments(function, args, kwargs)
         if changed:
             return changed[0] if function._schema.returns else None
         if not on_device:
-            return tree_map(_known, out)
+            return tree_map(_to_known, out)
         return tree_map(lambda value: self.new(value) if isinstance(value, Tensor) else value, out)
 
-    def new(self, found: Tensor) -> VirtualTensor:
-        """A tensor of the device, in memory of its own unless it shares that of another."""
-        if found.device.type == "cpu" and found.is_floating_point():
-            found = _to_meta(found)
-        storage = found.untyped_storage()
+    def new(self, tensor: Tensor) -> VirtualTensor:
+        """Make a tensor of the device, and count its memory unless it shares that of another one."""
+        if tensor.device.type == "cpu" and tensor.is_floating_point():
+            tensor = _to_meta(tensor)
+        storage = tensor.untyped_storage()
         if storage not in _storages:
             size = -(-storage.nbytes() // _BLOCK) * _BLOCK
             _storages.add(storage)
             weakref.finalize(storage, self._free, size)
             self.held += size
-        return VirtualTensor(found)
+        return VirtualTensor(tensor)
 
     def _free(self, size: int) -> None:
         self.held -= size
@@ -222,7 +232,7 @@ _storages: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()  # of the
 _pinned: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()  # of the host, page-locked
 
 
-# --- what crosses between host and device -----------------------------------------------------------------------------
+# --- transfers between host and device --------------------------------------------------------------------------------
 
 _WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 _WAITS |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"}
@@ -231,17 +241,19 @@ _COPIES = {"aten::_to_copy", "aten::copy_"}
 
 
 def _is_stray(host: Tensor, function: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a tensor of the CPU may not be there: copies, indices and single numbers may, but not what is written
-    to."""
+    """Return True if a CPU tensor is not allowed in a call on the device.
+
+    Allowed are copies, indices, and single numbers that are not written to.
+    """
     name = function._schema.name
-    if name in _COPIES or (name in INDEXING and any(one is host for one in args[1])):
+    if name in _COPIES or (name in INDEXING and any(index is host for index in args[1])):
         return False
-    return host.dim() > 0 or any(one is host for one in writes(function, args, kwargs))
+    return host.dim() > 0 or any(written is host for written in written_arguments(function, args, kwargs))
 
 
-def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, VirtualTensor):
-        return target.copy_(_known(source))
+        return target.copy_(_to_known(source))
     if target.held.device.type == "cpu":
         if _is_unknown(source):
             target.held = _to_meta(target)
@@ -250,57 +262,57 @@ def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
     return target
 
 
-def _crossing(name: str, args: tuple, kwargs: dict, out: Any, hosts: list[Tensor], on_device: bool) -> tuple[int, bool]:
-    """(bytes that go between host and device, whether the host waits)."""
+def _transfer(name: str, args: tuple, kwargs: dict, out: Any, hosts: list[Tensor], on_device: bool) -> tuple[int, bool]:
+    """Return the bytes copied between host and device, and True if the host waits."""
     if name == "aten::copy_":
         if not hosts:
             return 0, False
-        later = len(args) > 2 and args[2]
-        return bytes_of(args[1]), not (later and _is_pinned(hosts[0]))
-    if not on_device:  # .to("cpu", non_blocking=True) takes page-locked memory by itself
-        return sum(map(bytes_of, tensors_in(out))), not kwargs.get("non_blocking")
+        asynchronous = len(args) > 2 and args[2]
+        return count_bytes(args[1]), not (asynchronous and _is_pinned(hosts[0]))
+    if not on_device:  # .to("cpu", non_blocking=True) allocates page-locked memory
+        return sum(map(count_bytes, find_tensors(out))), not kwargs.get("non_blocking")
     if name == "aten::_to_copy":
-        later = kwargs.get("non_blocking") and all(map(_is_pinned, hosts))
-        return sum(map(bytes_of, hosts)), bool(hosts) and not later
-    copied = sum(bytes_of(one) for one in hosts if one.dim())  # others are arguments of the kernel
-    return copied, bool(copied) or name in _WAITS or (name in INDEXING and by_mask(args[1]))
+        asynchronous = kwargs.get("non_blocking") and all(map(_is_pinned, hosts))
+        return sum(map(count_bytes, hosts)), bool(hosts) and not asynchronous
+    copied = sum(count_bytes(host) for host in hosts if host.dim())  # single numbers are arguments of the kernel
+    return copied, bool(copied) or name in _WAITS or (name in INDEXING and has_mask(args[1]))
 
 
 def _is_pinned(tensor: Tensor) -> bool:
     return tensor.untyped_storage() in _pinned
 
 
-def _where() -> str:
-    """The two innermost lines of this project; the backward pass has none of its own."""
-    frame, own = sys._getframe(), []
-    while frame and len(own) < 2:
+def _caller_lines() -> str:
+    """Return the two innermost lines of this project in the call stack. The backward pass has none."""
+    frame, lines = sys._getframe(), []
+    while frame and len(lines) < 2:
         file = frame.f_code.co_filename
         if file != __file__ and "/site-packages/" not in file:
-            own.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}")
+            lines.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}")
         frame = frame.f_back
-    return " < ".join(own)
+    return " < ".join(lines)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _call(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> Any:
-    """The result on tensors that are there: of the CPU where it is computed, else of meta."""
+def _call(function: Any, args: tuple, kwargs: dict, inputs: list[Tensor]) -> Any:
+    """Compute a call on CPU tensors if all values are known, otherwise on meta tensors."""
     name = function._schema.name
     kernel = _KERNELS_OF_CUDA.get(name, function)
     if name == "torchvision::nms":
-        return torch.arange(len(args[0]))  # keeps all: as much as there can be
+        return torch.arange(len(args[0]))  # keeps all boxes: the maximum
     if name in _WAITS:
-        args, kwargs = tree_map(_known, (args, kwargs))
+        args, kwargs = tree_map(_to_known, (args, kwargs))
         return kernel(*args, **kwargs)
-    if _makes_floats(name, args, kwargs) or any(map(_is_unknown, given)):
-        if writes(function, args, kwargs):
-            return None  # it only writes numbers that nobody knows
+    if _makes_floats(name, args, kwargs) or any(map(_is_unknown, inputs)):
+        if written_arguments(function, args, kwargs):
+            return None  # it only writes unknown values
         if name in INDEXING:
             args = (args[0], [*_as_indices(args[1])], *args[2:])
-        args, kwargs = tree_map(_to_meta, (args, _on(kwargs, "meta")))
+        args, kwargs = tree_map(_to_meta, (args, _set_device(kwargs, "meta")))
         return kernel(*args, **kwargs)
-    args, kwargs = tree_map(_held, (args, _on(kwargs, "cpu")))
+    args, kwargs = tree_map(_held, (args, _set_device(kwargs, "cpu")))
     return kernel(*args, **kwargs)
 
 
@@ -312,8 +324,8 @@ def _is_unknown(value: Any) -> bool:
     return isinstance(value, VirtualTensor) and value.held.device.type == "meta"
 
 
-def _known(value: Any) -> Any:
-    """What a program reads of a tensor that was not computed: ones, so that every number is finite and counts."""
+def _to_known(value: Any) -> Any:
+    """Return the values that a program reads: ones if they are unknown, so that every number is finite and not 0."""
     held = _held(value)
     if isinstance(held, Tensor) and held.device.type == "meta":
         return torch.ones(held.shape, dtype=held.dtype)
@@ -327,21 +339,21 @@ def _to_meta(value: Any) -> Any:
     return held
 
 
-def _on(kwargs: dict, device: str) -> dict:
+def _set_device(kwargs: dict, device: str) -> dict:
     return kwargs | {"device": torch.device(device)} if "device" in kwargs else kwargs
 
 
 def _as_indices(indices: Any) -> Iterator[Any]:
-    """Masks as what they select, so that the shape is known."""
-    for one in indices:
-        if isinstance(one, Tensor) and one.dtype == torch.bool:
-            yield from _known(one).nonzero(as_tuple=True)
+    """Yield indices, with masks replaced by the positions that they select, so that the shape is known."""
+    for index in indices:
+        if isinstance(index, Tensor) and index.dtype == torch.bool:
+            yield from _to_known(index).nonzero(as_tuple=True)
         else:
-            yield one
+            yield index
 
 
 def _makes_floats(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether a call without tensors makes floating point numbers, or one with them changes to these."""
+    """Return True if a call makes floating point numbers: it has no tensors, or converts them to a float dtype."""
     dtype = kwargs.get("dtype")
     if isinstance(dtype, torch.dtype):
         return dtype.is_floating_point
@@ -351,14 +363,14 @@ def _makes_floats(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _convolution_of_cudnn(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-    """Channels last where what comes in is."""
-    last = any(one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last) for one in (x, weight))
+    """Convolve. The result is channels last if an input is."""
+    last = any(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
     y = aten.convolution.default(x, weight, *more)
     return y.contiguous(memory_format=torch.channels_last) if last else y
 
 
 def _convolution_fused(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-    """With bias, ReLU and perhaps a sum, which leave the shape as it is; behind them stands the geometry."""
+    """Convolve for the result's shape. Bias, ReLU and an optional sum do not change it; the last arguments count."""
     y = torch.nn.functional.conv2d(x, weight, None, *more[-4:])
     return y.contiguous(memory_format=torch.channels_last)
 
@@ -381,7 +393,7 @@ _casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """As cached_cast of torch's autocast_mode.cpp: leaves that learn are cast once a forward pass."""
+    """Cast like cached_cast in torch's autocast_mode.cpp: trainable leaves are cast once per forward pass."""
     if not isinstance(value, VirtualTensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
         return value
     if not (dtype != torch.float32 and value.is_leaf and value.requires_grad and value.dtype == torch.float32):
@@ -392,10 +404,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return _casts[key][1]
 
 
-def _casting(operation: Any, dtype: torch.dtype | None) -> Callable:
+def _with_casts(operation: Any, dtype: torch.dtype | None) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
-        without = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))
-        with without:
+        guard = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))
+        with guard:
             target = dtype or torch.get_autocast_dtype(DEVICE.type)
             args, kwargs = tree_map(lambda value: _cast(value, target), (args, kwargs))
             return operation(*args, **kwargs)
@@ -412,7 +424,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """The memory-efficient kernel, which CUDA takes where there is a mask, as in padded rows."""
+    """Call the memory-efficient kernel, which CUDA uses with a mask, as in padded rows."""
     bias = attn_mask
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -423,9 +435,9 @@ def _attention(
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """As torch.tensor(list, device=...) copies, which the dispatcher does not show: it waits."""
-    _active.record(Operation("aten::_to_copy", 1, copied=bytes_of(source), waits=True, where=_where()))
-    return _copied(target, source)
+    """Record the copy of torch.tensor(list, device=...), which waits and is not visible to the dispatcher."""
+    _active.record(Operation("aten::_to_copy", 1, copied=count_bytes(source), waits=True, location=_caller_lines()))
+    return _copy(target, source)
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -442,7 +454,7 @@ _library = torch.library.Library("aten", "IMPL")
 for _names, _dtype in ((_LOW, None), (_FLOAT32, torch.float32)):
     for _name in _names:
         _packet, _, _overload = _name.partition(".")
-        _library.impl(_name, _casting(getattr(getattr(aten, _packet), _overload or "default"), _dtype), _KEY)
+        _library.impl(_name, _with_casts(getattr(getattr(aten, _packet), _overload or "default"), _dtype), _KEY)
 _library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
 _library.impl("_copy_from", _copy_from, "PrivateUse1")
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")

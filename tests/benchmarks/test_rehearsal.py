@@ -35,8 +35,8 @@ from benchmarks.rehearsal.__main__ import main, rehearse_training
 from benchmarks.rehearsal.cards import CARDS, timeline
 from benchmarks.rehearsal.virtual_device import DEVICE, VirtualDevice
 from benchmarks.step_contenders import Fast
-from benchmarks.step_parts import PARTS, counted_flops
-from benchmarks.synthetic import made_up_batch, new_model, without_files
+from benchmarks.step_parts import PARTS, count_flops
+from benchmarks.synthetic import make_batch, new_model, without_files
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from storage.settings import override
 from training.distributed import World
@@ -82,8 +82,8 @@ def test_each_part_computes_as_many_flops_as_torch_counts_on_the_cpu():
     for part, one in device.parts():
         parts[part] += one.flops
     recipe, cpu = without_files(recipe), torch.device("cpu")
-    batch = made_up_batch(recipe, 3, 2)
-    assert +parts == +Counter(counted_flops(Fast(recipe, new_model(recipe, cpu), World(0, 1, cpu), [batch]), batch))
+    batch = make_batch(recipe, 3, 2)
+    assert +parts == +Counter(count_flops(Fast(recipe, new_model(recipe, cpu), World(0, 1, cpu), [batch]), batch))
     assert parts["backbone"] > 0 < parts["encoder, backward"]
 
 

@@ -275,5 +275,5 @@ def test_good_urls_lead_to_their_image_and_broken_ones_misbehave_as_they_say(dra
 
 
 def test_a_taken_port_is_named(drawn, server):
-    with pytest.raises(ValueError, match=f"port {server.server_port} is taken"):
+    with pytest.raises(ValueError, match=f"port {server.server_port} of the URLs"):
         DemoServer(drawn.root, server.server_port)

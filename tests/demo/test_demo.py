@@ -14,7 +14,7 @@ import demo.compare as demo_compare
 from demo.data import DemoDataSettings, draw_demo_data
 from demo.deployments import SHIPPED_DETECTOR, flow_parameters
 from demo.report import evaluate_detector
-from demo.tasks import DEMO_TASKS, OF_DEMO
+from demo.tasks import DEFAULT_TASKS, DEMO_TASKS
 from detectors.weights.files import read_config
 from flows.settings import quiet_prefect
 from vlbert.recipes.demo import DEMO
@@ -36,7 +36,7 @@ GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
     ],
 )
 def test_the_gates_name_what_was_not_learned(map50: float, grounding: float, tasks: dict, named: list[str]):
-    messages = demo.gates([pipeline(grounding, GOOD | tasks, "-seed7")], map50, 0.7)
+    messages = demo.check_gates([pipeline(grounding, GOOD | tasks, "-seed7")], map50, 0.7)
     assert len(messages) == len(named)
     for message, words in zip(messages, named, strict=True):
         assert message.startswith("GATE FAILED: ")
@@ -45,11 +45,11 @@ def test_the_gates_name_what_was_not_learned(map50: float, grounding: float, tas
 
 def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFixture):
     pipelines = [pipeline(grounding, GOOD) for grounding in (0.02, 0.12, 0.22)]
-    assert demo.gates(pipelines, 0.8, 0.5) == []
+    assert demo.check_gates(pipelines, 0.8, 0.5) == []
     printed = capsys.readouterr().out
     assert "grounding 0.120" in printed
     assert "RefCOCO+: 0.500 with pre-training, 0.300 without, 0.250 by chance" in printed
-    (failed,) = demo.gates([*pipelines, pipeline(0.08, GOOD)], 0.8, 0.5)
+    (failed,) = demo.check_gates([*pipelines, pipeline(0.08, GOOD)], 0.8, 0.5)
     assert "grounding is 0.110" in failed
 
 
@@ -57,7 +57,7 @@ def test_the_gates_of_a_comparison_name_what_a_model_did_not_learn():
     gaps = {"monitored_accuracy_grounding_gap": {"vilbert": {"mean": 0.049}}}
     task = {"title": "VQA", "means": {"vilbert": {"mean": 0.16}}, "chance": 0.135, "problem": None}
     summary = {"pretraining": gaps, "tasks": {"vqa": task}, "failed": [{"run": "compare-x", "reason": "no disk"}]}
-    failed, grounding, accuracy = demo_compare.gates(summary)
+    failed, grounding, accuracy = demo_compare.check_gates(summary)
     assert "compare-x failed: no disk" in failed
     assert "vilbert: the grounding gap is 0.049" in grounding
     assert "vilbert: VQA is 0.160, not 0.03 over chance (0.135)" in accuracy
@@ -71,7 +71,7 @@ def test_what_stages_log_is_found_in_the_log_of_the_worker():
         f"12:00:02.456 | INFO    | prefect.flow_runs.{STAGE_LOG} - pretrain is complete: é\n"
         f"Traceback\n12:00:03.000 | WARNING | prefect.task_runs.{STAGE_LOG} - captions: 4 of 9 shards collected\n"
     )
-    assert demo.LOGGED.findall(log) == ["pretrain is complete: é", "captions: 4 of 9 shards collected"]
+    assert demo.STAGE_LINE.findall(log) == ["pretrain is complete: é", "captions: 4 of 9 shards collected"]
 
 
 def test_a_proxy_is_not_asked_for_prefects_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,7 +124,7 @@ def test_a_seed_changes_nothing_but_training_and_names(tmp_path: Path):
     assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
     trainings = [own["pretraining"], *own["finetunings"]]
     assert all(f"--model.regions.weights={mine}" in training["overrides"] for training in trainings)
-    assert len({training["run"] for training in trainings}) == 1 + 2 * len(OF_DEMO)
+    assert len({training["run"] for training in trainings}) == 1 + 2 * len(DEFAULT_TASKS)
     changed = json.dumps(own).replace("-seed0", "-seed1").replace("--data.seed=0", "--data.seed=1")
     assert json.loads(changed) == other
 

@@ -234,7 +234,7 @@ def test_a_flow_over_both_nodes_is_one_run_with_one_end(cluster: Cluster, root: 
     trains(served, root, run)
     cluster.call("one", "scancel", "--signal=TERM", cluster.jobs().split()[0])
     ends(served, run, cluster, "FAILED", 60)  # it saves, and says so
-    assert "told to stop" in served.ask("GET", f"/flow_runs/{run}")["state"]["message"]
+    assert "it was stopped by SIGTERM" in served.ask("GET", f"/flow_runs/{run}")["state"]["message"]
 
     run = served.start("pretrain/default")
     trains(served, root, run)

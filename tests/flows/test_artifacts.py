@@ -17,13 +17,13 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
 
-from flows.artifacts import Artifact, reporting, table_of_counts
+from flows.artifacts import Artifact, log_errors, make_counts_table
 from flows.torchrun import Trained, show_training
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import StorageUnreachable, open_store
-from training.curves import curves, draw, lines_of
+from training.curves import draw_curves, draw_panels, select_lines
 
 IMAGES = "images"
 
@@ -50,7 +50,7 @@ def cells(table: str) -> list[list[str]]:
 def test_a_table_counts_every_status_and_shows_text_of_the_web_as_plain_words(tmp_path: Path):
     hostile = "[x](javascript:alert(1)) | <b>`\\` http://a.example/_x_\n" + "y" * 300
     rows = [("http_404", hostile), ("http_404", hostile), ("timeout", "")]
-    table = table_of_counts(catalog_of(tmp_path, rows, [("http_404", hostile)]), IMAGES)
+    table = make_counts_table(catalog_of(tmp_path, rows, [("http_404", hostile)]), IMAGES)
     assert table.startswith("4 rows in 2 shards of ")
     assert cells(table)[1:] == [[r"http\_404", "3"], ["timeout", "1"]]
     (first,) = (line for line in table.splitlines() if line.startswith("- "))
@@ -72,24 +72,24 @@ def texts(image: str) -> set[str]:
 
 def test_curves_show_losses_and_accuracies_with_their_last_values(tmp_path: Path):
     store = open_store(str(tmp_path))
-    assert curves(store, "r") is None
+    assert draw_curves(store, "r") is None
     lines = [{"kind": "training", "step": step, "loss_words": 1 / step, "data_wait": 0.5} for step in range(1, 21)]
     lines[-1]["learning_rate"] = 0.0002
     lines.append({"kind": "validation", "step": 20, "words_accuracy": 0.5, "accuracy/yes/no": 1.0, "seconds": 3.0})
     lines[-1]["sbu/words_accuracy"] = 0.25
     store.put("runs/r/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-    shown = texts(curves(store, "r"))
+    shown = texts(draw_curves(store, "r"))
     assert {"r: training loss", "loss_words 0.050", "r: validation", "words_accuracy 0.500"} <= shown
     assert {"r: learning rate", "learning_rate 0.0002", "r: validation, sbu", "words_accuracy 0.250"} <= shown
     assert not [text for text in shown if "data_wait" in text or "seconds" in text or "yes/no" in text]
-    assert curves(store, "r") == curves(store, "r"), "no date, no random ids"
+    assert draw_curves(store, "r") == draw_curves(store, "r"), "no date, no random ids"
 
 
 def test_a_line_of_a_chart_is_thinned_and_passes_over_rows_without_the_value():
     rows = [{"step": step, "loss": step} | ({"odd": 1.0} if step % 2 else {}) for step in range(6000)]
-    lines = lines_of(rows, "loss", "odd")
+    lines = select_lines(rows, "loss", "odd")
     assert [len(points) for points in lines.values()] == [6000, 3000]
-    assert len(base64.b64decode(draw({"x": lines}).partition(",")[2])) < 30_000
+    assert len(base64.b64decode(draw_panels({"x": lines}).partition(",")[2])) < 30_000
 
 
 # --- an artifact that grows -------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_a_line_of_a_chart_is_thinned_and_passes_over_rows_without_the_value():
 def test_an_artifact_changes_at_most_each_fiftieth_of_the_time_that_has_passed(monkeypatch: pytest.MonkeyPatch):
     clock, shown = SimpleNamespace(), []
     monkeypatch.setattr("flows.artifacts.time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr("flows.artifacts.reporting", contextlib.suppress)
+    monkeypatch.setattr("flows.artifacts.log_errors", contextlib.suppress)
     monkeypatch.setattr("flows.artifacts.MarkdownArtifact", Mock())
     monkeypatch.setattr("flows.artifacts.get_client", MagicMock())
     clock.now = 0.0
@@ -123,7 +123,7 @@ def test_a_run_shows_one_artifact_and_no_server_or_storage_that_is_away_fails_it
         artifact.id = uuid.uuid4()  # of no artifact: the server refuses
         artifact.show(lambda: "three", now=True)
         for end in (KeyboardInterrupt(), SystemExit(1), TerminationSignal(signal.SIGTERM)):
-            with pytest.raises(type(end)), reporting():
+            with pytest.raises(type(end)), log_errors():
                 raise end
 
     flow(name="showing")(work)()

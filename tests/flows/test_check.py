@@ -18,7 +18,7 @@ from flows import finetune, pretrain
 from flows.check import check
 from flows.pipeline import pretrain_vlbert
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
-from flows.torchrun import command_of
+from flows.torchrun import make_arguments
 from storage.collect.plan import CollectSettings
 from storage.settings import override
 
@@ -111,11 +111,11 @@ REFUSED = [
     ({"pretraining": {"text": ("no.txt",)}}, ["pretraining.text", "no.txt"]),
     ({"pretraining": {"vocabulary_captions": ("no.tsv",)}}, ["pretraining.vocabulary_captions", "no.tsv"]),
     ({"pretraining": {"vocabulary": "no.txt"}}, ["pretraining.vocabulary", "no.txt"]),
-    ({"pretraining": {"recipe": "finetune_refcoco --size demo"}}, ["pretraining.recipe", "no pre-training"]),
+    ({"pretraining": {"recipe": "finetune_refcoco --size demo"}}, ["pretraining.recipe", "finetune_refcoco"]),
     ({"pretraining": {"run": "refcoco-with"}}, ["runs", "refcoco-with"]),
     (
         {"pretraining": {"recipe": "pretrain_vlbert --features precomputed", "overrides": ()}},
-        ["captions keeps none", "keep_features"],
+        ["captions does not keep", "keep_features"],
     ),
     ({"pretraining": {"overrides": ("--data.root=x",)}}, ["override --data.root=x", "the flow's root"]),
     ({"finetuning": {"dataset": "refcoco"}}, ["finetunings[0].dataset", "'refcoco'"]),
@@ -137,10 +137,10 @@ def test_a_pre_training_says_to_the_program_on_which_datasets(monkeypatch: pytes
     given = []
     monkeypatch.setattr(pretrain, "train", lambda root, settings, fields, *rest: given.append(fields))
     settings = PretrainSettings("pretrain_vlbert --size demo", datasets={"sbu": 0.8, "cc": 3.0}, held_out=held_out)
-    assert settings.made.data.held_out == ("held-out",)
+    assert settings.resolved_recipe.data.held_out == ("held-out",)
     pretrain.pretrain("r", "w", settings, "abc")
-    _, _, _, *arguments = command_of(settings, given[0])
-    data = override(settings.made, arguments).data
+    _, _, _, *arguments = make_arguments(settings, given[0])
+    data = override(settings.resolved_recipe, arguments).data
     assert (data.datasets, data.held_out) == ({"sbu": 0.8, "cc": 3.0}, held_out or None)
 
 
@@ -209,7 +209,7 @@ def test_deployments_fit_their_flows(demo_data: DemoData, parameters: dict, tmp_
     for name in ("detect-regions/default", "detect-regions/scheduled"):
         assert (read[name]["detector"], read[name]["datasets"]) == (dataset.detector, (dataset.name,))
     assert read["pretrain/default"]["settings"] == pretraining
-    assert read["finetune/default"]["settings"].pretraining == pretraining.made.run
+    assert read["finetune/default"]["settings"].pretraining == pretraining.resolved_recipe.run
 
 
 def test_the_deployments_of_several_machines_fit_their_flows():
@@ -223,5 +223,5 @@ def test_the_pipeline_of_the_tasks_page_fits_its_flow():
     read = pretrain_vlbert.validate_parameters(pipeline | {"root": "r", "work": "w", "pretraining": {}})
     assert {one.task for one in read["finetunings"]} == {"refcoco", "vqa", "vcr"}
     assert {one.dataset_name for one in read["finetunings"]} == {dataset.name for dataset in read["datasets"]}
-    runs = [one.made.run for one in read["finetunings"]]
+    runs = [one.resolved_recipe.run for one in read["finetunings"]]
     assert len(runs) == len(set(runs))

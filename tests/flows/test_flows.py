@@ -19,10 +19,10 @@ from pydantic import TypeAdapter
 from demo.data import DemoData
 from detectors.config import DetectionConfig
 from detectors.run import STORAGE_UNREACHABLE
-from flows.collect import may_pass
+from flows.collect import is_transient
 from flows.detect import detect, detect_dataset, detect_flow
 from flows.finetune import finetune, finetune_flow
-from flows.pipeline import each_in_turn
+from flows.pipeline import run_finetunings
 from flows.pretrain import pretrain
 from flows.settings import FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
@@ -76,7 +76,7 @@ def artifacts_of(served: Operated, *runs: dict) -> dict[str, str]:
     ],
 )
 def test_only_what_may_pass_is_tried_again(error: Exception, again: bool):
-    assert may_pass(None, None, Failed(data=error)) is again
+    assert is_transient(None, None, Failed(data=error)) is again
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -147,12 +147,12 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
         return settings.run
 
     runs = [FinetuneSettings(run=run) for run in "abc"]
-    assert each_in_turn([runs[0], runs[2]], start) == ["a", "c"]
+    assert run_finetunings([runs[0], runs[2]], start) == ["a", "c"]
     with pytest.raises(RuntimeError, match="1 of 3 fine-tunings failed: b: no such file"):
-        each_in_turn(runs, start)
+        run_finetunings(runs, start)
     assert started == ["a", "c", "a", "b", "c"]
     with pytest.raises(Signal):
-        each_in_turn([FinetuneSettings(run="stop"), *runs], start)
+        run_finetunings([FinetuneSettings(run="stop"), *runs], start)
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     pretraining = TypeAdapter(PretrainSettings).validate_python(parameters["pretraining"])
     tuning = TypeAdapter(FinetuneSettings).validate_python(parameters["finetunings"][0] | {"pretraining": "pretrain"})
     detector = DetectionConfig("annotated", annotations=str(demo_data.annotations))
-    corpus = Path(work, "text", pretraining.made.run, "corpus.json")
+    corpus = Path(work, "text", pretraining.resolved_recipe.run, "corpus.json")
     written = corpus.stat().st_mtime_ns
 
     found = detect(str(root), "captions", detector, lines.append)

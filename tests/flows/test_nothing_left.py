@@ -247,7 +247,7 @@ def test_more_machines_than_the_deployment_runs_at_a_time_are_refused(served: Op
     run = served.start("detect-regions/default", root=collected, detector=SLOW, datasets=["captions"], machines=3)
     served.wait_for(run, lambda: served.state(run) in ENDED, 60)
     message = served.ask("GET", f"/flow_runs/{run}")["state"]["message"]
-    assert "machines is 3, and" in message
+    assert "machines is 3, but" in message
     assert "set its concurrency_limit in prefect.yaml to 3, and deploy it" in message
     assert others_of(served, run) == []
 

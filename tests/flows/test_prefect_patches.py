@@ -36,10 +36,10 @@ from flows.prefect_patches import (
     NO_SIGN,
     end_as_cancelled,
     handle_sigterm_once,
+    is_wrongly_crashed,
     keep_slot,
     renew_slot,
     set_running,
-    wrongly_crashed,
 )
 
 # Stands for a worker: starts a run, says its process id, and waits.
@@ -99,7 +99,7 @@ class Answers(BaseHTTPRequestHandler):
 
 ASK = """
 import os, sys, time
-from flows.prefect_patches import not_waiting, wait_for_server
+from flows.prefect_patches import fail_fast, wait_for_server
 wait_for_server()
 from prefect.client.base import PrefectHttpxSyncClient
 time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 100)  # a minute and its hundredth
@@ -107,7 +107,7 @@ with PrefectHttpxSyncClient(trust_env=False) as client:
     print(client.get(sys.argv[1]).status_code, flush=True)  # one that has never reached a server does not wait
     sys.stdin.readline()
     try:
-        with not_waiting():
+        with fail_fast():
             client.get(sys.argv[1])
     except Exception as error:
         print(type(error).__name__, flush=True)
@@ -177,7 +177,7 @@ def test_only_an_alarm_since_the_process_began_is_wrong():
 
     def wrong(kind: StateType, message: str | None, hours: int = 1) -> bool:
         state = State(type=kind, message=message, timestamp=began + timedelta(hours=hours))
-        return wrongly_crashed(FlowRun(flow_id=uuid4(), state=state), began)
+        return is_wrongly_crashed(FlowRun(flow_id=uuid4(), state=state), began)
 
     assert wrong(StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone")
     assert not wrong(StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone", -1), "of an attempt before"
@@ -263,7 +263,7 @@ def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_each_second(
         renewed = renew_slot(deployed.client, run, renewed)
     assert deployed.seconds_left(lease_of(run)) > 86000
     assert len(renewals) == 1
-    monkeypatch.setattr("flows.prefect_patches._RENEW", 0.0)
+    monkeypatch.setattr("flows.prefect_patches._RENEW_SECONDS", 0.0)
     renewed = renew_slot(deployed.client, run, renewed)
     assert len(renewals) == 2
     deployed.end(run)

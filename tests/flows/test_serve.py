@@ -21,7 +21,7 @@ from places import PROJECT
 
 from demo.serve import free_port
 from flows.collect import COMMITTED
-from flows.deploy import BEGINNING, NEVER_BEGAN, SILENCE, set_alarms
+from flows.deploy import NEVER_BEGAN, SILENCE, START_LIMIT, set_alarms
 
 
 def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
@@ -34,14 +34,14 @@ def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
 def test_a_taken_port_and_a_missing_file_are_refused_before_anything_starts(tmp_path: Path):
     found = serve("--port", str(free_port()), folder=tmp_path)
     assert (found.returncode, found.stdout) == (1, "")
-    wrong = "vlbert serve: there is no file prefect.yaml; --deployments names one such as prefect.yaml\n"
+    wrong = "vlbert serve: there is no file prefect.yaml; name one with --deployments, such as prefect.yaml\n"
     assert found.stderr == wrong
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         found = serve("--port", port, "--deployments", str(PROJECT / "prefect.yaml"), folder=tmp_path)
     assert found.returncode == 1
-    assert f"port {port} is taken; give another, make serve PORT=..." in found.stderr
+    assert f"port {port} is in use; choose another one with make serve PORT=..." in found.stderr
     assert not (tmp_path / ".prefect").exists()
 
 
@@ -51,7 +51,7 @@ def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_f
     from prefect.automations import Automation
 
     alarm = Automation.read(name=NEVER_BEGAN)
-    assert alarm.trigger.within == timedelta(seconds=BEGINNING)
+    assert alarm.trigger.within == timedelta(seconds=START_LIMIT)
     alarm.trigger.within = timedelta(seconds=10)
     alarm.update()
     try:

@@ -15,7 +15,7 @@ import pytest
 from operated import running, wait_until
 from places import PROJECT
 
-from flows.supervisor import GRACE, TAIL_LINES, ChildFailed, ChildTimedOut, background, run_child
+from flows.supervisor import GRACE, TAIL_LINES, ChildFailed, ChildTimedOut, run_child, run_in_background
 
 
 def python(program: str, *arguments: str) -> list[str]:
@@ -220,10 +220,10 @@ def test_a_child_has_a_session_of_its_own_no_input_and_the_variables_it_was_give
 
 def test_a_child_in_the_background_runs_as_long_as_the_block(mark: str, tmp_path: Path):
     log = tmp_path / "log"
-    with background(stubborn(mark), log, grace=0.2) as runs:
+    with run_in_background(stubborn(mark), log, grace=0.2) as runs:
         wait_until(lambda: "grandchild" in log.read_text(), 20)
         assert runs()
     assert not alive(mark)
-    with background(python("print('over')"), log) as runs:
+    with run_in_background(python("print('over')"), log) as runs:
         wait_until(lambda: not runs(), 20)
     assert log.read_text().endswith("over\n")

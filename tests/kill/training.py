@@ -270,7 +270,7 @@ def check_stopped(folder: Path, seed: int, size: int, rank: int | None, say: Say
     process = second.process.pid if rank is None else int((second.folder / f"{rank}.pid").read_text())
     os.kill(process, signal.SIGTERM)
     code = second.ended()
-    if code == 0 or "; the next start goes on from " not in (second.folder / "log.txt").read_text():
+    if code == 0 or "; the next start resumes from " not in (second.folder / "log.txt").read_text():
         raise second.fault(f"ended with {code} after SIGTERM")
     say(f"{'torchrun' if rank is None else f'rank {rank}'} of {size} told to stop in step {second.step()}")
     saved = [int(file.parent.name[5:]) for file in (stopped / "runs" / RUN).glob("step-*/state.json")]

@@ -8,7 +8,7 @@ import pytest
 from storage.collect.fetch import DownloadSettings, Fetcher
 from storage.object_store import open_store
 from storage.programs import PackageMissing
-from training.curves import draw
+from training.curves import draw_panels
 
 
 def enter_fetcher() -> None:
@@ -24,7 +24,7 @@ def enter_fetcher() -> None:
     [
         ("boto3", "vlbert[pipeline]", lambda: open_store("s3://bucket/root")),
         ("aiohttp", "vlbert[pipeline]", enter_fetcher),
-        ("matplotlib", "vlbert[attention]", lambda: draw({"loss": {"words": [(1, 0.5)]}})),
+        ("matplotlib", "vlbert[attention]", lambda: draw_panels({"loss": {"words": [(1, 0.5)]}})),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, package, extra, use):

@@ -65,8 +65,8 @@ def test_a_command_line_changes_fields_at_every_depth_all_at_once():
         ("--model.num_heads 7", "ModelConfig.num_heads is 7; it must be a divisor of hidden_size = 768"),
         ("--model.regions.features precomputed --model.regions.weights x", "must be None if features are"),
         ("--optimizer.schedule step --optimizer.decay_at 4 3", "increasing numbers of updates"),
-        ("--optimizer.decay_at 3", "given for schedule step, and only there"),
-        ("--spike 1", "Recipe.spike is 1.0; it must be more than 1, or none"),
+        ("--optimizer.decay_at 3", "given if schedule is step"),
+        ("--spike 1", "Recipe.spike is 1.0; it must be more than 1, or None"),
         ("--task.text_specials --task.text_length 2", "text_length is 2; it must be at least 1, and 3 with"),
     ],
 )

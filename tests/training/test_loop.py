@@ -44,21 +44,21 @@ def step(loss: float, norm: float = 1.0, **losses: float) -> Step:
 
 def test_a_spike_is_measured_against_the_last_hundred_steps_taken():
     skipping = Skipping(5.0)
-    assert [skipping.why(step(1.0 if n else 50.0)) for n in range(WINDOW - 1)] == [None] * (WINDOW - 1)
-    assert skipping.why(step(1000.0)) is None, "99 came before it"
+    assert [skipping.skip_reason(step(1.0 if n else 50.0)) for n in range(WINDOW - 1)] == [None] * (WINDOW - 1)
+    assert skipping.skip_reason(step(1000.0)) is None, "99 came before it"
     mean = (50 + 98 + 1000) / 100
     for _ in range(2):  # a skipped step is no part of the mean
-        assert "57.5" in skipping.why(step(5 * mean + 0.1))
-    assert skipping.why(step(5 * mean - 0.1)) is None
-    assert Skipping(None, skipping.state).why(step(1e9)) is None
+        assert "57.5" in skipping.skip_reason(step(5 * mean + 0.1))
+    assert skipping.skip_reason(step(5 * mean - 0.1)) is None
+    assert Skipping(None, skipping.state).skip_reason(step(1e9)) is None
 
 
 def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
     skipping = Skipping(None)
-    assert "regions (inf)" in skipping.why(step(math.nan, math.nan, words=1.0, regions=math.inf))
-    assert "gradient (nan)" in skipping.why(step(1.0, math.nan, words=1.0))
+    assert "regions (inf)" in skipping.skip_reason(step(math.nan, math.nan, words=1.0, regions=math.inf))
+    assert "gradient (nan)" in skipping.skip_reason(step(1.0, math.nan, words=1.0))
     assert skipping.in_a_row == 2
-    assert skipping.why(step(1.0, words=1.0)) is None
+    assert skipping.skip_reason(step(1.0, words=1.0)) is None
     assert skipping.in_a_row == 0
 
 
@@ -66,12 +66,12 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
 def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
     losses = [1.0 + (n * 7 % 13) / 10 for n in range(130)] + [3.3, 9.9, 3.1]
     whole = Skipping(2.0)
-    reasons = [whole.why(step(loss)) for loss in losses]
+    reasons = [whole.skip_reason(step(loss)) for loss in losses]
     assert sum(map(bool, reasons)) == 2
     before = Skipping(2.0)
-    first = [before.why(step(loss)) for loss in losses[:cut]]
+    first = [before.skip_reason(step(loss)) for loss in losses[:cut]]
     after = Skipping(2.0, json.loads(json.dumps(before.state)))
-    assert first + [after.why(step(loss)) for loss in losses[cut:]] == reasons
+    assert first + [after.skip_reason(step(loss)) for loss in losses[cut:]] == reasons
     assert after.state == whole.state
 
 
@@ -183,7 +183,7 @@ def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, ca
 
     stopped = dataclasses.replace(recipe, run_name="stopped")
     folder = root / "runs" / "stopped" / "step-0000005"
-    with pytest.raises(Stopped, match=f"after step 5 of 8; the next start goes on from {folder}") as error:
+    with pytest.raises(Stopped, match=f"after step 5 of 8; the next start resumes from {folder}") as error:
         train(stopped, ALONE, stop)
     os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when another rank has ended first
     assert before == []
@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_waits_for_nothing():
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=40)
     assert ended.returncode == -signal.SIGINT
-    assert ended.stderr.count("Ctrl-C again ends at once") == 1
+    assert ended.stderr.count("Ctrl-C again exits at once") == 1
 
 
 RANK = """

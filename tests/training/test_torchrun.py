@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
     status, _, errors = ended(launched(tmp_path, RANK, 1, 5), 5 + TOGETHER)
     assert status == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("rank.py: ")]
-    assert re.match(r"rank.py: another rank is gone or hangs \(.*\); its error stands above, or there", line)
+    assert re.match(r"rank.py: another rank failed or hangs \(.*\); see its error above", line)
     assert "[rank" not in errors, "no traceback of a rank"
 
 
@@ -158,7 +158,7 @@ def test_when_a_node_is_gone_the_other_ends(tmp_path):
         for node in nodes:
             node.kill()
     assert status == 1
-    assert errors.count("another rank is gone or hangs") <= 2
+    assert errors.count("another rank failed or hangs") <= 2
     assert "[rank" not in errors, "no traceback of a rank"
 
 
@@ -203,7 +203,7 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
                 os.kill(pid, signal.SIGTERM)
 
     processes = Processes(count=2, threads=1)
-    with pytest.raises(TrainingStopped, match="did not fail, it was told to stop .*goes on from") as stopped:
+    with pytest.raises(TrainingStopped, match="it was stopped by SIGTERM .*resumes from") as stopped:
         trained_by_a_flow(root, "signalled", stop, processes, steps=2000)
     assert stopped.value.__cause__.returncode == TOLD_TO_STOP, "of torchrun, too"
     place = str(stopped.value).rpartition(" ")[2]
@@ -233,7 +233,7 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("ending", "raised", "words"),
     [
-        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "told to stop .*after step 5 of 9"),
+        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "by SIGTERM .*after step 5 of 9"),
         (("vlbert train r: out of memory", 1), ChildFailed, r"  \| vlbert train r: out of memory"),
     ],
 )

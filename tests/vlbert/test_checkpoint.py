@@ -166,9 +166,9 @@ def model_folder(tmp_path) -> Path:
             lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1),
             "config.json is incomplete: model, vocab_size or files",
         ),
-        ("model.safetensors", lambda data: data[:-1], "model.safetensors is torn or no safetensors file"),
-        ("model.safetensors", lambda data: b"", "model.safetensors is torn or no safetensors file"),
-        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "model.safetensors is torn or no safetensors file"),
+        ("model.safetensors", lambda data: data[:-1], "model.safetensors is truncated"),
+        ("model.safetensors", lambda data: b"", "model.safetensors is truncated"),
+        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "model.safetensors is truncated"),
     ],
 )
 def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, file, change, says):

@@ -10,7 +10,7 @@ import torch
 from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
 
 from training.distributed import World
-from training.loading import copied_ahead
+from training.loading import copy_ahead
 from training.precision import autocast, recipe_precision
 from vlbert.data.batch import Batch, collate
 from vlbert.data.images import prepare_image
@@ -111,7 +111,7 @@ def test_compiled_equals_eager_and_ragged_batches_share_graphs():
     assert 1 <= compiled_graphs() - before <= 3  # a layer, a block of res5; at most one more, where a batch is full
 
 
-def test_copied_ahead_keeps_the_order():
+def test_copy_ahead_keeps_the_order():
     drawn = []
 
     def items() -> Iterator[tuple]:
@@ -119,7 +119,7 @@ def test_copied_ahead_keeps_the_order():
             drawn.append(number)
             yield [ragged(number)], [number], ValueError(f"error {number}")
 
-    found = copied_ahead(items(), torch.device("cpu"))
+    found = copy_ahead(items(), torch.device("cpu"))
     (batch,), (number,), error = next(found)
     assert (number, str(error)) == (0, "error 0")
     assert torch.equal(batch.tokens, ragged(0).tokens)

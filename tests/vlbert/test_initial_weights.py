@@ -75,7 +75,7 @@ FINETUNING = {"task": RefCOCOSettings(folder="refs")}
         (FINETUNING, {}, "no model to start from"),
         (FINETUNING | {"random_init": True}, {"held_out": ("a", "b")}, "data.held_out has 2 names, a, b; a task with"),
         (FINETUNING | {"random_init": True, "bert": "bert-base-uncased"}, {}, "Recipe.random_init is True"),
-        ({"steps": 3, "optimizer": FALLING}, {}, "decay_at names update 6, and the run has 3 steps"),
+        ({"steps": 3, "optimizer": FALLING}, {}, "decay_at has update 6, but the run has only 3 steps"),
     ],
 )
 def test_an_incomplete_recipe_is_refused(root: Path, changes: dict, data: dict, named: str):

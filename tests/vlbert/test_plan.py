@@ -10,7 +10,7 @@ from captioned import captioned_scenes
 from web import Web, draw, encode, send
 
 from demo.data import DemoData
-from demo.deployments import SHIPPED_DETECTOR, detection_of_demo
+from demo.deployments import SHIPPED_DETECTOR, make_detection_config
 from detectors.run import detect_pending, make_detector, stage_of
 from storage.catalog import Catalog
 from storage.collect.run import IMAGES, collect
@@ -35,7 +35,7 @@ def stages(plan: dict) -> dict[str, dict]:
 def test_a_sample_of_the_whole_list_gives_the_images_and_about_the_bytes_of_the_real_stages(
     demo_data: DemoData, tmp_path: Path
 ):
-    settings, detection = captioned_scenes(demo_data), detection_of_demo(SHIPPED_DETECTOR)
+    settings, detection = captioned_scenes(demo_data), make_detection_config(SHIPPED_DETECTOR)
     host = settings.download.allowed_hosts[0]
     collect(str(tmp_path / "root"), settings, log=lambda line: None)
     catalog = Catalog(open_store(str(tmp_path / "root")), settings.name)

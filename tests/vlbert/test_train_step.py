@@ -8,8 +8,8 @@ import torch
 from tiny import CLASSES, SMALL_MODEL, TINY_MODEL, tiny_sample
 
 from benchmarks import train_step
-from benchmarks.plain import PlainPretraining, gradient_errors, padded
-from benchmarks.step_parts import total
+from benchmarks.plain import PlainPretraining, gradient_errors, pad_examples
+from benchmarks.step_parts import total_loss
 from benchmarks.train_step import main
 from training.distributed import World
 from training.precision import autocast
@@ -81,13 +81,13 @@ def apart(
     for part in parts:
         with autocast(recipe, CPU):
             ours = model(collate(part))
-        theirs = plain(padded(part, recipe.model))
+        theirs = plain(pad_examples(part, recipe.model))
         for name, (loss, count) in theirs.items():
             assert ours[name][1] == count
             if count:
                 losses[name].append(abs(float(ours[name][0].detach() / loss.detach()) - 1))
-        total(ours).backward()
-        total(theirs).backward()
+        total_loss(ours).backward()
+        total_loss(theirs).backward()
     return {name: max(errors) for name, errors in losses.items()}, gradient_errors(model, plain)
 
 
@@ -120,7 +120,7 @@ def test_in_bfloat16_losses_and_gradients_are_near_those_of_a_plain_program(conf
 
 
 def options(*arguments: str) -> object:
-    return train_step.parsed([*arguments, *SMALL_MODEL])
+    return train_step.parse_arguments([*arguments, *SMALL_MODEL])
 
 
 def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
@@ -132,5 +132,5 @@ def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU with CUDA")
 def test_on_a_gpu_losses_and_gradients_are_those_of_a_plain_program():
-    report = train_step.check_report(options("--check", "--device", "cuda", "--precision", "fp32,tf32,bf16"))
+    report = train_step.check_step(options("--check", "--device", "cuda", "--precision", "fp32,tf32,bf16"))
     assert all(found["within"] for found in report["apart"].values()), report["apart"]
