@@ -257,17 +257,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
         raise ValueError("regions have only one of attributes and attribute_scores")
     if not len(regions):
         return
-    boxes = regions.boxes
-    # A NaN becomes the minimum or maximum, and comparisons with it are false.
-    _, _, right, bottom = np.maximum.reduce(boxes).tolist()
-    sides = np.count_nonzero(boxes[:, 2:] > boxes[:, :2])
-    if not (
-        np.minimum.reduce(boxes, axis=None) >= 0 and right <= width and bottom <= height and sides == 2 * len(boxes)
-    ):
-        for number, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
-            if not (0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
-                problem = f"which has no area inside the {width} x {height} pixels"
-                raise ValueError(f"regions.boxes[{number}] is {[x1, y1, x2, y2]}, {problem}")
+    _check_boxes(regions.boxes, width, height)
     labels = regions.labels.tolist()
     if min(labels) < 0 or max(labels) >= columns or background in labels:
         number = next(i for i, label in enumerate(labels) if not 0 <= label < columns or label == background)
@@ -287,6 +277,18 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
         if np.maximum.reduce(bits.view(np.int16)) >= _INFINITY or np.maximum.reduce(bits) >= _MINUS_INFINITY:
             index = np.argwhere(~np.isfinite(features))[0].tolist()
             raise ValueError(f"regions.features{index} is {features[tuple(index)]}")
+
+
+def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
+    # A NaN becomes the minimum or maximum, and comparisons with it are false.
+    _, _, right, bottom = np.maximum.reduce(boxes).tolist()
+    sides = np.count_nonzero(boxes[:, 2:] > boxes[:, :2])
+    if np.minimum.reduce(boxes, axis=None) >= 0 and right <= width and bottom <= height and sides == 2 * len(boxes):
+        return
+    for number, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
+        if not (0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
+            problem = f"which has no area inside the {width} x {height} pixels"
+            raise ValueError(f"regions.boxes[{number}] is {[x1, y1, x2, y2]}, {problem}")
 
 
 _ONES = {np.dtype(kind): int(np.ones(1, kind).view(f"u{kind[-1]}")[0]) for kind in ("f2", "f4")}

@@ -71,7 +71,7 @@ class RunLog:
         settings: The recipe as plain values, for trackers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all that the lines of a log tell
         self,
         writer: "Writer",
         run: str,

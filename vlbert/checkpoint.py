@@ -104,7 +104,7 @@ def _config_files(
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
-def save_checkpoint(
+def save_checkpoint(  # noqa: PLR0913  all that a checkpoint has
     writer: Writer,
     run: str,
     step: int,

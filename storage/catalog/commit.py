@@ -1,7 +1,7 @@
 """Commit of a shard: writes its tar first, then its manifest, which makes it visible."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 from storage.catalog import Catalog, require_valid, temporary_folder
@@ -60,9 +60,7 @@ def commit_shard(
             tar = f"{shard}-{tar_sha256[:12]}.tar"
             # Written even if a killed writer left the same tar: the new date keeps `gc` from deleting it.
             catalog.store.put(catalog.path(stage, tar), file)
-        if withdrawn_keys:
-            replace = dataclasses.replace
-            rows = [replace(r, status=WITHDRAWN) if r.status == OK and r.key in withdrawn_keys else r for r in rows]
+        rows = _mark_withdrawn(rows, withdrawn_keys)
         if content is None:
             same = replaces is not None and replaces.tar_sha256 == tar_sha256
             content = replaces.content if same else tar_sha256
@@ -82,10 +80,20 @@ def commit_shard(
             if read_withdrawn(catalog.store) != withdrawn:  # a withdrawal in the meantime did not see this shard
                 withdraw_samples(catalog, stage, shard)
             return True
-    # The other writer's manifest is final, so a tar that no revision names will never be used.
-    if tar is not None and all(header.tar != catalog.path(stage, tar) for header in catalog.revisions(stage, shard)):
-        catalog.store.delete(catalog.path(stage, tar))
+    if tar is not None:
+        _delete_unused(catalog, stage, shard, catalog.path(stage, tar))
     return False
+
+
+def _mark_withdrawn(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
+    replace = dataclasses.replace
+    return [replace(row, status=WITHDRAWN) if row.status == OK and row.key in keys else row for row in rows]
+
+
+def _delete_unused(catalog: Catalog, stage: str, shard: str, tar: str) -> None:
+    """Delete a tar that no revision names: another writer's manifest is final, so it will never be used."""
+    if all(header.tar != tar for header in catalog.revisions(stage, shard)):
+        catalog.store.delete(tar)
 
 
 def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:

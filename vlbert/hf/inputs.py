@@ -22,7 +22,7 @@ from torch import Tensor
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 
 
-def to_batch(
+def to_batch(  # noqa: PLR0913  the inputs of all models
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     token_type_ids: Tensor | None = None,

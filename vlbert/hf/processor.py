@@ -76,7 +76,7 @@ class VLBertProcessor(ProcessorMixin):
         """The detector whose regions the model was trained on. Raises ValueError if its weights are unknown."""
         return load_detector(self.config.to_dict(), self.config.name_or_path or "the model", self.detector_file)
 
-    def __call__(
+    def __call__(  # noqa: PLR0913  the inputs of all tasks
         self,
         images: OneImage | Sequence[OneImage] | None = None,
         text: str | Sequence[str] | None = None,

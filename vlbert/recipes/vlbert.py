@@ -181,7 +181,7 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
     return replace(recipe, validation_samples=200)  # images, ranked against their 1,000 captions
 
 
-def make_finetuning(
+def make_finetuning(  # noqa: PLR0913  in what the models differ
     model: demo.Model,
     task_name: str,
     size: str,
