@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run all benchmarks of a GPU, in at most ten minutes. The most important ones come first; the rest is skipped if late:
+# Run all benchmarks of a GPU, in at most ten minutes. The most important ones come first; late ones are skipped.
 #
 #     bash benchmarks/gpu.sh            from the repository's root; results go to $OUT, by default benchmarks/results/
 #

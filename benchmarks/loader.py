@@ -105,7 +105,7 @@ def measure_reads(samples: ShardSamples, rounds: int) -> list[Line]:
 
 
 def measure_examples(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
-    """Measure the making of examples: read, decode, resize, mask."""
+    """Measure how fast examples are made: read, decode, resize, mask."""
     torch.set_num_threads(1)  # as in a loading worker
     task = Pretraining(PretrainingSettings(), make_vocabulary(), samples.sample(0).regions.num_classes)
     regions, starts = RegionConfig(), itertools.count(0, count)
@@ -172,7 +172,7 @@ def used_memory() -> float:
 
 
 def measure_index_growth(root: str, snapshot: str, answers: multiprocessing.SimpleQueue) -> None:
-    """Put the number of samples and the growth in MB of this new process when it reads the index into `answers`."""
+    """Measure, in a new process, the memory that reading the index takes. Puts (samples, MB) into `answers`."""
     tempfile.tempdir = root  # for the file of the index
     catalog = Catalog(open_store(root), "made-up")
     catalog.shards(STAGE)  # imports the modules that are needed, before memory is measured
@@ -196,7 +196,7 @@ def measure_index(n: int) -> list[Line]:
 
 
 def measure_text(folder: Path, tokens: int, rounds: int) -> list[Line]:
-    """Measure the reading of text batches as in training: 256 passages of 64 tokens."""
+    """Measure how fast text batches are read, as in training: 256 passages of 64 tokens."""
     rng, vocabulary = np.random.default_rng(0), make_vocabulary()
     metadata = encode_corpus(["a"], vocabulary, folder)
     lengths = rng.integers(5, 36, tokens // 20)

@@ -85,7 +85,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     seconds["total"] = time.monotonic() - started
     peaks["total"] = max(peaks.values())
     rows = [
-        (name, f"{took:.1f}", f"{peaks[name] / 1e6:.0f}" if name in peaks else "-") for name, took in seconds.items()
+        (name, f"{value:.1f}", f"{peaks[name] / 1e6:.0f}" if name in peaks else "-") for name, value in seconds.items()
     ]
     print("", *aligned(("stage", "seconds", "peak MB of one process"), rows), sep="\n")
     print(f"target: {BUDGET[full]} s\n\nreport       {report}")

@@ -104,14 +104,14 @@ _KINDS = (ask_colour, ask_colour, ask_shape, ask_number, ask_presence)
 
 def make_questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Question]:
     """Make one question of each kind, and two about colours, about different objects if there are enough."""
-    order, found = rng.permutation(len(objects)).tolist(), {}
+    order, made = rng.permutation(len(objects)).tolist(), {}
     for number, make in enumerate(_KINDS):
         for target in (*order[number % len(order) :], *order[: number % len(order)]):
             question = make(rng, objects, target)
-            if question and question.text not in found:
-                found[question.text] = question
+            if question and question.text not in made:
+                made[question.text] = question
                 break
-    return list(found.values())
+    return list(made.values())
 
 
 def sample_answers(rng: np.random.Generator, question: Question) -> list[str]:

@@ -116,7 +116,7 @@ def count_statuses(store: ObjectStore, dataset: str) -> dict[str, dict]:
 
 
 def make_grounding_rows(metrics: dict[str, float], predictions: Sequence[dict]) -> list[dict]:
-    """Return accuracies at masked words and regions, with the right and with another image. `n` counts the masked."""
+    """Return the accuracy and number `n` of masked words and regions, with the right and with another image."""
     return [
         {
             "title": title,

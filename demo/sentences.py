@@ -69,22 +69,22 @@ def make_noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
 def make_clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
     """Describe each object in exactly one clause, in random order: alone, with its location, or related to another."""
     objects = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
-    found = []
+    clauses = []
     while objects:
         obj = objects.pop()
         phrase = make_noun_phrase(rng, obj.appearance)
         if objects and rng.random() < 0.6:
             other = objects.pop()
-            found.append(f"{phrase} {describe_relation(rng, obj, other)} {make_noun_phrase(rng, other.appearance)}")
+            clauses.append(f"{phrase} {describe_relation(rng, obj, other)} {make_noun_phrase(rng, other.appearance)}")
         elif rng.random() < 0.75:
-            found.append(f"{phrase} {describe_location(rng, obj, scene)}")
+            clauses.append(f"{phrase} {describe_location(rng, obj, scene)}")
         else:
-            found.append(phrase)
-    return found
+            clauses.append(phrase)
+    return clauses
 
 
-def join_clauses(found: Sequence[str]) -> str:
-    return " and ".join(filter(None, [" , ".join(found[:-1]), found[-1]]))
+def join_clauses(clauses: Sequence[str]) -> str:
+    return " and ".join(filter(None, [" , ".join(clauses[:-1]), clauses[-1]]))
 
 
 def make_caption(rng: np.random.Generator, scene: Scene) -> str:

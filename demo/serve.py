@@ -98,7 +98,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class DemoServer(http.server.ThreadingHTTPServer):
     """Context manager: serve the images of the demo data in `folder` on 127.0.0.1, in a thread.
 
-    `port` None is the port in the URLs, and 0 is any free port. Raises ValueError if the port is in use.
+    The default port is the one in the URLs; 0 means any free port. Raises ValueError if the port is in use.
     """
 
     request_queue_size = 256  # a downloader opens many connections at once

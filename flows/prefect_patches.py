@@ -81,7 +81,7 @@ def renew_slot(
 ) -> tuple[UUID | None, float]:
     """Renew the lease named by the run's state for a day, if due. Return the lease and the time of its renewal.
 
-    `renewed` is the last returned value, at first (None, 0.0).
+    Pass the last returned value as `renewed`; at first (None, 0.0).
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None

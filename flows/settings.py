@@ -212,8 +212,8 @@ def quiet_prefect(home: Path) -> dict[str, str]:
     They also exempt this machine from an HTTP proxy, so that Prefect's client reaches a local server. The user's other
     exemptions are kept.
     """
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    exempt = "*" if given == "*" else ",".join(filter(None, (given, "127.0.0.1", "localhost")))
+    exemptions = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    exempt = "*" if exemptions == "*" else ",".join(filter(None, (exemptions, "127.0.0.1", "localhost")))
     return {
         "PREFECT_HOME": str(home.absolute()),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

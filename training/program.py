@@ -36,10 +36,10 @@ def run_program(
 
     `program` is its name in messages. `check_complete` raises ValueError if the recipe lacks a required field.
     """
-    recipe_name, given = split_recipe(arguments, program, description, recipes)
+    recipe_name, remaining = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
     try:
-        print_help(recipe_name, given, recipes, name)
+        print_help(recipe_name, remaining, recipes, name)
     except ValueError as error:
         sys.exit(f"{name}: {error}")
 
@@ -47,7 +47,7 @@ def run_program(
         # On every rank, because an error of one rank must end all of them, and be printed once.
         recipe, fault = None, None
         try:
-            recipe = make_recipe(recipe_name, given, recipes)
+            recipe = make_recipe(recipe_name, remaining, recipes)
             check_complete(recipe)
             if world.first:  # other ranks have no trackers
                 find_trackers(recipe.trackers)
@@ -63,9 +63,9 @@ def split_recipe(
     arguments: Sequence[str] | None, program: str, description: str, recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[str, list[str]]:
     """Return the name of the recipe and the other arguments. Without a name, print the program's help and exit."""
-    name, *given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    name, *remaining = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if not name.startswith("-"):
-        return name, given
+        return name, remaining
     print(f"usage: {program} RECIPE [--field value ...]\n       {program} RECIPE --help    list its fields")
     print(f"\n{description}\nRECIPE is MODULE:FUNCTION, or one of", *recipes, sep="\n  ")
     sys.exit(0 if name in ("-h", "--help") else 2)
@@ -88,11 +88,11 @@ def parse_recipe(
 
 def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:
     """Print the arguments and fields of a recipe and exit, if --help is among the arguments."""
-    given = [argument for argument in arguments if argument not in ("-h", "--help")]
-    if len(given) == len(arguments):
+    remaining = [argument for argument in arguments if argument not in ("-h", "--help")]
+    if len(remaining) == len(arguments):
         return
     make = find_recipe(name, recipes)
-    recipe, _ = parse_known(make, given)
+    recipe, _ = parse_known(make, remaining)
     if inspect.signature(make).parameters:
         with contextlib.suppress(SystemExit):
             parse(make, ["--help"], program)

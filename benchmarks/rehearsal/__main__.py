@@ -60,8 +60,8 @@ def parts_table(parts: dict[str, Part], measured: dict[str, float] | None) -> Ta
             part.bound_by,
         ]
         if measured:
-            took = sum(measured.values()) if name == "the step" else measured.get(name, 0.0)
-            row += [f"{took:,.1f}", f"{1000 * part.seconds / took:.2f}" if took else ""]
+            milliseconds = sum(measured.values()) if name == "the step" else measured.get(name, 0.0)
+            row += [f"{milliseconds:,.1f}", f"{1000 * part.seconds / milliseconds:.2f}" if milliseconds else ""]
         table.append(row)
     return table
 
@@ -75,7 +75,7 @@ def rehearse_step(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     costs = timeline(device.parts(), card, "tf32" if recipe.precision == "tf32" else "ieee")
     parts = {name: costs[name] for name in PARTS if name in costs}
     seconds = sum(part.seconds for part in costs.values())
-    waits = Counter((one.name, one.uri) for one in device.operations if one.waits)
+    waits = Counter((operation.name, operation.uri) for operation in device.operations if operation.waits)
     report = {
         "recipe": to_json(recipe),
         "card": card.name,
