@@ -75,7 +75,7 @@ def rehearse_step(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     costs = timeline(device.parts(), card, "tf32" if recipe.precision == "tf32" else "ieee")
     parts = {name: costs[name] for name in PARTS if name in costs}
     seconds = sum(part.seconds for part in costs.values())
-    waits = Counter((operation.name, operation.uri) for operation in device.operations if operation.waits)
+    waits = Counter((operation.name, operation.location) for operation in device.operations if operation.waits)
     report = {
         "recipe": to_json(recipe),
         "card": card.name,

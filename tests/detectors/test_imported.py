@@ -198,7 +198,7 @@ BAD = "bad_features: f: 000001 has "
         (write_json, {"features": [1.0]}, BAD + "features [1.0], which are neither an array nor"),
         (write_json, {"classes": np.full((5, 9), 0.5, np.float32)}, BAD + "class_probs with the sum 4.5, not"),
         (write_npz, {"x": np.array([None])}, "bad_features: f: 000001 Object arrays cannot be loaded"),
-        (write_lmdb, {"raw": HOSTILE}, "bad_features: f: 000001 wants to load builtins.print, which no features"),
+        (write_lmdb, {"raw": HOSTILE}, "bad_features: f: 000001 wants to load builtins.print, which features"),
         (write_lmdb, {"raw": b"\x80\x04"}, "bad_features: f: 000001 is not a pickle or is truncated"),
         (write_lmdb, {"raw": b"N."}, "bad_features: f: 000001 is None, not a dict of fields"),
         (write_h5, {"features": h5py.ExternalLink("g.h5", "/x")}, "bad_features: f: 000001 features is not a dataset"),
