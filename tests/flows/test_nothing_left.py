@@ -114,11 +114,14 @@ def interrupted_detection(served: Operated, root: str, event: str) -> dict:
     """Interrupt a detection after its first shards."""
     before, lines, left = committed(root), served.listen(), waiting(root)
     run = detecting(served, root)
-    served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2, 90)
+
+    def progress() -> list[str]:  # `kill -9` loses what the flow has not printed yet, so the test waits for it
+        return [line for line in lines() if " shards: " in line and "captions: " in line]
+
+    served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2 and progress(), 90)
     found = interrupt(served, run, event, "vlbert detect")
     assert before.items() <= committed(root).items(), "a shard was committed twice"
-    first = next(line for line in lines() if " shards: " in line and "captions: " in line)
-    assert f"captions: 1 of {left} shards: " in first, "it began with what the runs before it had left"
+    assert f"captions: 1 of {left} shards: " in progress()[0], "it began with what the runs before it had left"
     return found
 
 
