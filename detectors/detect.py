@@ -20,6 +20,7 @@ from torch import Tensor
 
 from detectors import detector_id
 from detectors.config import DetectorSettings
+from detectors.detectron2 import AnyFasterRCNN, Detectron2FasterRCNN
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, clip_boxes
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.select import select_regions
@@ -103,13 +104,9 @@ def describe_detector(
     return detector_id(hashed), metadata
 
 
-def network_class(backend: str) -> type[FasterRCNN]:
-    """Return the network class of a backend; detectron2's has the same methods as ours."""
-    if backend == "detectron2":
-        from detectors.detectron2 import Detectron2FasterRCNN
-
-        return Detectron2FasterRCNN
-    return FasterRCNN
+def network_class(backend: str) -> type[AnyFasterRCNN]:
+    """Return the network class of a backend."""
+    return Detectron2FasterRCNN if backend == "detectron2" else FasterRCNN
 
 
 class FasterRCNNDetector:
@@ -119,7 +116,7 @@ class FasterRCNNDetector:
     # the same. To use more cores, start more processes, each with its own shards.
     threads = 1
 
-    def __init__(self, network: FasterRCNN, weights: dict, settings: DetectorSettings, backend: str = "faster_rcnn"):
+    def __init__(self, network: AnyFasterRCNN, weights: dict, settings: DetectorSettings, backend: str = "faster_rcnn"):
         if settings.device_type == "cuda" and not torch.cuda.is_available():
             raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU; set device to cpu")
         rois = ROIS_AT_A_TIME[settings.device_type]
@@ -172,7 +169,8 @@ class FasterRCNNDetector:
         pixels = resize(image, config)
         scales = (pixels.shape[0] / height, pixels.shape[1] / width)
         if config.resize == "caffe":
-            scales = (resize_scale(height, width, config),) * 2
+            scale = resize_scale(height, width, config)
+            scales = (scale, scale)
         return _Prepared(sample, pixels, scales)
 
     def _run_network(self, batch: list[_Prepared]) -> list[_Outputs | str]:
@@ -193,7 +191,8 @@ class FasterRCNNDetector:
         if self.settings.boxes == "regressed":
             regressed = network.regress_boxes(torch.cat(boxes), heads.box_deltas, probs[:, :-1].argmax(dim=1), *size)
         # Copied from the device once per batch, then split into images.
-        tensors = (probs, attribute_probs, regressed, features if self.settings.keep_features else None)
+        probs = probs.cpu()
+        tensors = (attribute_probs, regressed, features if self.settings.keep_features else None)
         tensors = [None if tensor is None else tensor.cpu() for tensor in tensors]
         outputs, end = [], 0
         for image, own, is_finite in zip(batch, stored, finite, strict=True):
@@ -204,9 +203,9 @@ class FasterRCNNDetector:
                 outputs.append("no_regions: the network proposes no box inside the image")
             else:
                 arrays = [None if tensor is None else tensor[start:end].numpy() for tensor in tensors]
-                if arrays[2] is not None:
-                    arrays[2] = image.to_stored(torch.from_numpy(arrays[2]))
-                outputs.append(_Outputs(own, *arrays))
+                if arrays[1] is not None:
+                    arrays[1] = image.to_stored(torch.from_numpy(arrays[1]))
+                outputs.append(_Outputs(own, probs[start:end].numpy(), *arrays))
         return outputs
 
     def _find_proposals(
@@ -214,7 +213,7 @@ class FasterRCNNDetector:
     ) -> tuple[list[Tensor], list[np.ndarray]]:
         """Return each image's proposals [P, 4] that have an area, in input pixels (on the device) and stored pixels."""
         scales = [min(image.scales) for image in batch]
-        boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales)
+        boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales=scales)
         # Copied from the device once per batch.
         copies = torch.cat(boxes).cpu().split([len(own) for own in boxes])
         stored = [image.to_stored(own) for image, own in zip(batch, copies, strict=True)]

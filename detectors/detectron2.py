@@ -8,6 +8,7 @@ Shape letters as in faster_rcnn.py.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,9 @@ class Detectron2FasterRCNN(nn.Module):
         return clip_boxes(moved, height, width)
 
 
+AnyFasterRCNN = FasterRCNN | Detectron2FasterRCNN  # both have the same methods
+
+
 def _check_supported(config: FasterRCNNConfig) -> None:
     # detectron2 drops small boxes after it has chosen the pre_nms best, Caffe before: their proposals differ.
     for name, supported in {"box_arithmetic": "continuous", "minimum_side": 0}.items():
@@ -129,7 +133,7 @@ def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 
     )
 
 
-def _make_backbone(config: ResNetConfig) -> nn.Module:
+def _make_backbone(config: ResNetConfig) -> Any:
     """Build the part from stem to res4, which maps [N, 3, H, W] to the C4 map."""
     from detectron2.modeling.backbone.resnet import BasicStem, ResNet
 
@@ -150,7 +154,7 @@ def _make_backbone(config: ResNetConfig) -> nn.Module:
     return C4(stem(3, config.width, norm=_NORMS[config.norm]), stages, out_features=["res4"])
 
 
-def _make_proposal_generator(config: FasterRCNNConfig) -> nn.Module:
+def _make_proposal_generator(config: FasterRCNNConfig) -> Any:
     from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
     from detectron2.modeling.box_regression import Box2BoxTransform
     from detectron2.modeling.proposal_generator.rpn import RPN, StandardRPNHead
@@ -181,7 +185,7 @@ def _make_proposal_generator(config: FasterRCNNConfig) -> nn.Module:
     )
 
 
-def _make_roi_heads(config: FasterRCNNConfig) -> nn.Module:
+def _make_roi_heads(config: FasterRCNNConfig) -> Any:
     from detectron2.modeling.poolers import ROIPooler
     from detectron2.modeling.roi_heads.roi_heads import Res5ROIHeads
 

@@ -66,19 +66,19 @@ def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool,
 
 
 class TrainingImages(Dataset):
-    """A dataset of training steps: item `step` is this rank's Batch of that step."""
+    """A dataset of training steps: item `index` is this rank's Batch of that step."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, config: DataConfig, world: World):
         self.images, self.network, self.config = images, network, config
         self.rank, self.world_size = world.rank, world.size
 
-    def __getitem__(self, step: int) -> Batch:
+    def __getitem__(self, index: int) -> Batch:
         config = self.config
-        global_batch = samples_after(step * config.batch, config.batch, config.seed, _ORDER, len(self.images))
+        global_batch = samples_after(index * config.batch, config.batch, config.seed, _ORDER, len(self.images))
         share = config.batch // self.world_size
         batch = Batch([], [])
         for epoch, number in global_batch[self.rank * share : (self.rank + 1) * share]:
-            batch.examples.append(self._read_example(step, epoch, number, batch.unreadable))
+            batch.examples.append(self._read_example(index, epoch, number, batch.unreadable))
         return batch
 
     def _read_example(self, step: int, epoch: int, number: int, unreadable: list[Unreadable]) -> Example:

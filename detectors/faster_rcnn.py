@@ -182,9 +182,11 @@ class RPNHead(nn.Module):
         self.conv = nn.Conv2d(config.resnet.c4_channels, config.rpn_channels, 3, padding=1)
         self.objectness_logits = nn.Conv2d(config.rpn_channels, config.num_anchors, 1)
         self.anchor_deltas = nn.Conv2d(config.rpn_channels, 4 * config.num_anchors, 1)
-        for layer in self.children():
-            nn.init.normal_(layer.weight, std=0.01)
-            nn.init.zeros_(layer.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight"):
+                nn.init.normal_(parameter, std=0.01)
+            else:
+                nn.init.zeros_(parameter)
 
     def forward(self, c4: Tensor) -> tuple[Tensor, Tensor]:
         hidden = F.relu(self.conv(c4))
@@ -193,6 +195,8 @@ class RPNHead(nn.Module):
 
 class ProposalGenerator(nn.Module):
     """The RPN's layers and anchors."""
+
+    cell_anchors: Tensor
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -231,7 +235,7 @@ class AttributeHead(nn.Module):
 
     def attribute_logits(self, features: Tensor, labels: Tensor) -> Tensor | None:
         """Return logits [K, number of attributes + 1] from features [K, D] and classes [K]; None without the head."""
-        if self.attr_score is None:
+        if self.cls_embedding is None or self.fc_attr is None or self.attr_score is None:
             return None
         embedded = self.cls_embedding(labels)
         return self.attr_score(F.relu(self.fc_attr(torch.cat([features, embedded], dim=1))))
@@ -334,7 +338,8 @@ class FasterRCNN(nn.Module):
             _nms(own_ends[:count], own_scores[:count], config)
             for own_ends, own_scores, count in zip(ends, scores, counts, strict=True)
         ]
-        return tuple([own[indices] for own, indices in zip(each, kept, strict=True)] for each in (boxes, scores))
+        boxes, scores = ([own[indices] for own, indices in zip(each, kept, strict=True)] for each in (boxes, scores))
+        return boxes, scores
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
         """Pool rois [K, 5] (image, xyxy in input pixels) of C4 maps [N, 16w, h, w] to [K, 16w, size, size]."""

@@ -205,7 +205,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
     def fields(row: int) -> Iterable[tuple[Any, Any]]:
         with open_transaction() as transaction:
-            value = transaction.get(keys[row])
+            value = bytes(transaction.get(keys[row], b""))
         _check_length(len(value))
         entry = read_pickle(value)
         if not isinstance(entry, dict):
@@ -213,7 +213,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
         return entry.items()
 
     with open_transaction() as transaction, transaction.cursor() as cursor:
-        keys = [key for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
+        keys = [bytes(key) for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
     return FeatureFile(path, [key.decode("utf-8", "replace") for key in keys], sha256_of(file), fields)
 
 
@@ -242,7 +242,7 @@ def _open_h5(path: Path) -> FeatureFile:
 
     def fields(row: int) -> Iterable[tuple[str, Any]]:
         group = file[names[row]]
-        for name in filter(_OURS.__contains__, group):
+        for name in (name for name in group if name in _OURS):
             value = group[name] if is_inside(group, name, h5py.Dataset) else None
             if value is None or value.is_virtual or value.external or value.dtype.kind not in "fiuSO":
                 raise ValueError(f"{name} is not a dataset of numbers in this file")

@@ -70,6 +70,8 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
     if config.annotations:
         annotated, classes = _read_coco(Path(config.annotations), classes, attribute_names, counts)
     else:
+        assert config.objects is not None  # checked by check_complete in train.py, as are the classes
+        assert classes is not None
         annotated = read_visual_genome(Path(config.objects), classes, attribute_names, counts)
     train_ids, held_out_ids = _split(annotated, config, counts)
     annotated = [entry for entry in annotated if entry.id in train_ids or entry.id in held_out_ids]

@@ -236,7 +236,7 @@ def _read_integer(fields: Fields, name: str, least: int = 1) -> int:
         number = float(scalar.decode("latin1") if isinstance(scalar, bytes) else scalar)
     except (TypeError, ValueError, OverflowError):
         number = -1.0
-    if not number.is_integer() or not least <= number < 2**31:
+    if number % 1 or not least <= number < 2**31:
         raise ValueError(f"has the {name} {short_repr(value)}, not a whole number of at least {least}")
     return int(number)
 

@@ -104,7 +104,10 @@ class Losses(nn.Module):
         for _, group in groupby(sorted(examples, key=_size), key=_size):
             for name, loss in self._group_losses(list(group)).items():
                 parts.setdefault(name, []).append(loss)
-        return {name: (sum(s for s, _ in losses), sum(c for _, c in losses)) for name, losses in parts.items()}
+        return {
+            name: (sum((s for s, _ in losses), losses[0][0].new_zeros(())), sum(c for _, c in losses))
+            for name, losses in parts.items()
+        }
 
     def _group_losses(self, examples: list[Example]) -> dict[str, tuple[Tensor, int]]:
         network, size = self.network, _size(examples[0])
@@ -169,13 +172,13 @@ class Losses(nn.Module):
         own = deltas[torch.arange(len(deltas), device=deltas.device), labels[is_foreground]]
         boxes = F.smooth_l1_loss(own, targets, reduction="sum", beta=sampling.roi_beta)
         losses = {"classes": (classes, len(labels)), "boxes": (boxes, len(labels))}
-        if predictor.attr_score is not None:
-            # The head gets the true class: the most probable one is usually wrong early in training.
-            logits = predictor.attribute_logits(features[is_foreground], labels[is_foreground])
+        # The head gets the true class: the most probable one is usually wrong early in training.
+        logits = predictor.attribute_logits(features[is_foreground], labels[is_foreground])
+        if logits is not None:
             logs = logits.float().log_softmax(dim=1)
             losses["attributes"] = (-(logs * attributes).sum(), int(attributes.sum()))
         return losses
 
 
 def _size(example: Example) -> tuple[int, int]:
-    return tuple(example.pixels.shape[:2])
+    return example.pixels.shape[0], example.pixels.shape[1]

@@ -20,11 +20,11 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
     `recorded` has its `id` and `metadata`; `file` has its weights, and is None only if they are random. `source` is the
     model or run that recorded it, for messages. Raises ValueError if no network is recorded or the weights differ.
     """
-    metadata = (recorded or {}).get("metadata") or {}
+    recorded = recorded or {}
+    metadata = recorded.get("metadata") or {}
     if "network" not in metadata:
         raise ValueError(f"{source} does not record a network that can detect regions in new images")
-    if not metadata["random_init"]:
-        _check_weights(file, metadata, source)
+    weights_file = None if metadata["random_init"] else _check_weights(file, metadata, source)
     settings = DetectorSettings(
         SelectionSettings(**metadata["selection"]),
         boxes=metadata["boxes"],
@@ -32,10 +32,7 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
     )
     config = config_from_json(metadata["network"], source)
     network = network_class(metadata["backend"]).random_init(config, metadata.get("seed", 0))
-    if metadata["random_init"]:
-        weights = {"random_init": True, "seed": metadata["seed"]}
-    else:
-        weights = load_weights(network, file)
+    weights = load_weights(network, weights_file) if weights_file else {"random_init": True, "seed": metadata["seed"]}
     detector = FasterRCNNDetector(network, weights, settings, backend=metadata["backend"])
     detector.threads = torch.get_num_threads()  # changes only the last bits
     if detector.id != recorded["id"]:
@@ -61,7 +58,8 @@ def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
     return detector
 
 
-def _check_weights(file: str | Path | None, metadata: dict, source: str) -> None:
+def _check_weights(file: str | Path | None, metadata: dict, source: str) -> Path:
+    """Return the path of `file`. Raises ValueError if it is missing or has other weights than the recorded ones."""
     expected = f"{metadata['weights_file']} (sha256 {metadata['weights_sha256'][:12]}...)"
     if file is None or not Path(file).is_file():
         missing = f"{file} does not exist" if file else "its path is not known"
@@ -72,3 +70,4 @@ def _check_weights(file: str | Path | None, metadata: dict, source: str) -> None
             f"{file} (sha256 {sha256[:12]}...) is not the detector that {source} was trained with, {expected}; give "
             "that as --detector FILE"
         )
+    return Path(file)

@@ -5,7 +5,7 @@ Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,11 @@ RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
 class FrozenNorm(nn.Module):
     """Batch normalisation with fixed statistics and affine, all in buffers, so that optimizers do not change them."""
 
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self, channels: int):
         super().__init__()
         self.register_buffer("weight", torch.ones(channels))
@@ -74,15 +79,17 @@ class FrozenNorm(nn.Module):
 class NormedConv(nn.Conv2d):
     """A convolution without bias, followed by normalisation (its child `norm`)."""
 
+    norm: FrozenNorm | nn.BatchNorm2d | nn.Identity
+
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, dilation: int, norm: str):
         padding = dilation * (kernel // 2)
         super().__init__(inputs, outputs, kernel, stride=stride, padding=padding, dilation=dilation, bias=False)
         self.norm = FrozenNorm(outputs) if norm == "frozen" else nn.BatchNorm2d(outputs, eps=BATCH_NORM_EPS)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.folds:
-            return self.norm(super().forward(x))
-        return self.convolve(x, *self.fold())
+            return self.norm(super().forward(input))
+        return self.convolve(input, *self.fold())
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Convolve with another weight and bias, without the norm."""
@@ -106,14 +113,19 @@ class NormedConv(nn.Conv2d):
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):
+            assert self.bias is not None  # set by fold_norms
             return self.weight, self.bias
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
         scale = norm.weight * (norm.running_var + BATCH_NORM_EPS).rsqrt()
         return self.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 
 # PyTorch's kernels that fuse a convolution with bias, sum and ReLU: oneDNN's on a CPU, cuDNN's on a GPU. Unfused bias,
 # sum and ReLU take as long as the convolutions in bfloat16. torch.compile does its own fusion.
-_FUSED = getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if torch.backends.mkldnn.is_available() else None
+_FUSED: Any = (
+    getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if torch.backends.mkldnn.is_available() else None
+)
 _FUSED_DTYPES = (torch.float32, torch.bfloat16) if _FUSED and torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 
 
@@ -123,7 +135,7 @@ def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
         return False
     if x.is_cuda:
         # Tensor cores need a multiple of eight channels, and float32 only if it may be rounded to TF32.
-        tf32 = dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"
+        tf32 = dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"  # ty: ignore[missing-attribute] stub
         rounded = dtype == torch.bfloat16 or tf32
         return rounded and torch.backends.cudnn.is_available() and conv.weight.shape[0] % 8 == 0
     return x.device.type == "cpu" and dtype in _FUSED_DTYPES
@@ -135,7 +147,7 @@ class _FusedConvReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:
         if x.is_cuda:
-            geometry = (conv.stride, conv.padding, conv.dilation, 1)
+            geometry: tuple = (conv.stride, conv.padding, conv.dilation, 1)
             if shortcut is None:
                 y = torch.cudnn_convolution_relu(x, weight, bias, *geometry)
             else:
@@ -173,7 +185,7 @@ def conv_relu(
     weight, bias = conv.fold()
     # In bfloat16 the kernels support the sum only in this layout.
     layout = torch.channels_last if dtype == torch.bfloat16 else torch.preserve_format
-    if projection is not None and dtype == torch.bfloat16 and projection.folds:
+    if shortcut is not None and projection is not None and dtype == torch.bfloat16 and projection.folds:
         # On a GPU, adding a bias that is not fused takes a pass over the map, so it is added to the fused bias.
         projection_weight, projection_bias = projection.fold()
         shortcut = projection.convolve(shortcut.to(dtype, memory_format=layout), projection_weight)

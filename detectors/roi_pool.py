@@ -34,12 +34,14 @@ def roi_pool_chunks(
     empty = (down[1] <= down[0])[:, :, None] | (across[1] <= across[0])[:, None, :]
     for start in range(0, len(boxes), chunk_size):
         chunk = slice(start, start + chunk_size)
-        pooled = None
-        for top in tops:
-            for left in lefts:
-                window = (level[chunk] + top[chunk, :, None]) * width + left[chunk, None, :]
-                maxima = windows.index_select(0, window.flatten())
-                pooled = maxima if pooled is None else torch.maximum(pooled, maxima, out=pooled)
+        maxima = (
+            windows.index_select(0, ((level[chunk] + top[chunk, :, None]) * width + left[chunk, None, :]).flatten())
+            for top in tops
+            for left in lefts
+        )
+        pooled = next(maxima)
+        for others in maxima:
+            torch.maximum(pooled, others, out=pooled)
         pooled[empty[chunk].flatten()] = 0
         yield pooled.view(-1, size, size, channels).permute(0, 3, 1, 2)
 

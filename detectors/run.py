@@ -65,16 +65,10 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     if before and before[0].meta.get("source") == manifest.as_source():
         return False
     rows, samples = [], []
-    for row, sample, result in _detect_rows(catalog, manifest, detector):
-        if isinstance(result, Regions):
-            sample = dataclasses.replace(sample, regions=result)
-            try:
-                check_sample(sample)
-            except ValueError as error:
-                result = f"{BAD_REGIONS}: {error}"
-        if isinstance(result, Regions):
+    for row, result in _detect_rows(catalog, manifest, detector):
+        if isinstance(result, Sample):
             rows.append(Row(row["row"], row["key"], OK, url=row["url"], license=row["license"]))
-            samples.append(sample)
+            samples.append(result)
         else:
             status, _, detail = result.partition(": ")
             rows.append(Row(row["row"], row["key"], status, detail, row["url"], row["license"]))
@@ -97,10 +91,8 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     return commit_shard(catalog, stage_of(detector), shard, samples, rows, meta, before[0] if before else None)
 
 
-def _detect_rows(
-    catalog: Catalog, manifest: Manifest, detector: Detector
-) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
-    """Yield each ok row of the manifest, its sample and its regions; or None and the reason if it is unreadable."""
+def _detect_rows(catalog: Catalog, manifest: Manifest, detector: Detector) -> Iterator[tuple[dict, Sample | str]]:
+    """Yield each ok row of the manifest and its sample with regions, or the reason why it has none."""
     rows = manifest.ok().to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
@@ -109,10 +101,22 @@ def _detect_rows(
         results = dict(zip([sample.key for sample in readable], detector.detect(readable), strict=True))
         for row, sample in zip(rows[start : start + _GROUP], group, strict=True):
             if isinstance(sample, Sample):
-                yield row, sample, results[sample.key]
+                yield row, _add_regions(sample, results[sample.key])
             else:
                 # Without the tar's path, so that the manifest does not depend on where the root is mounted.
-                yield row, None, f"{BAD_SAMPLE}: {sample.__cause__}"
+                yield row, f"{BAD_SAMPLE}: {sample.__cause__}"
+
+
+def _add_regions(sample: Sample, regions: Regions | str) -> Sample | str:
+    """Return the sample with its regions, or the reason why there are none or they are invalid."""
+    if isinstance(regions, str):
+        return regions
+    detected = dataclasses.replace(sample, regions=regions)
+    try:
+        check_sample(detected)
+    except ValueError as error:
+        return f"{BAD_REGIONS}: {error}"
+    return detected
 
 
 def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], object] = print) -> int:
@@ -148,7 +152,7 @@ def make_detector(config: DetectionConfig) -> Detector:
         from detectors.imported import ImportedDetector
 
         return ImportedDetector(config.imported, config.keep_features)
-    if config.backend == "annotated":
+    if config.annotations:  # backend annotated
         from detectors.annotated import AnnotatedDetector
 
         return AnnotatedDetector(Path(config.annotations))
@@ -157,7 +161,7 @@ def make_detector(config: DetectionConfig) -> Detector:
     from detectors.weights.files import load_weights
 
     network = network_class(config.backend).random_init(_network_config(config), _SEED)
-    weights = _RANDOM if config.random_init else load_weights(network, Path(config.weights))
+    weights = load_weights(network, Path(config.weights)) if config.weights else _RANDOM
     return FasterRCNNDetector(network, weights, config, config.backend)
 
 
@@ -169,7 +173,7 @@ def identify(config: DetectionConfig) -> str:
     from detectors.weights.files import describe_weights
 
     network = _network_config(config)
-    weights = _RANDOM if config.random_init else describe_weights(Path(config.weights), network)
+    weights = describe_weights(Path(config.weights), network) if config.weights else _RANDOM
     return describe_detector(network, weights, config, config.backend)[0]
 
 
@@ -178,7 +182,7 @@ def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config
 
-    network = PRESETS[config.preset] if config.preset else read_config(Path(config.weights))
+    network = PRESETS[config.preset] if config.preset else read_config(Path(config.weights or ""))
     return dataclasses.replace(network, **config.network_overrides)
 
 

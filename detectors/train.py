@@ -99,7 +99,7 @@ class DetectorRun(Run):
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe, files = self.recipe, {CONFIG: as_json(to_json(self.recipe)), MODEL: self.network.state_dict()}
         files[OPTIMIZER] = optimizer_tensors(self.network, self.optimizer)
-        state = {"step": done, "steps": recipe.steps, "data": self.truth.hash}
+        state: dict[str, Any] = {"step": done, "steps": recipe.steps, "data": self.truth.hash}
         state |= {"validation": dict(validation), "loop": loop_state}
         name, keep = recipe.run, recipe.keep_checkpoints
         write_checkpoint(self.writer, name, done, recipe.steps, files, state, keep, BEST_BY)
@@ -126,29 +126,29 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     store = open_store(recipe.root)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
     folder = open_folder(store, saved[-1]) if saved else None
-    state = folder.state if folder else {"step": 0}
-    if not saved:
+    state: Mapping[str, Any] = folder.state if folder else {"step": 0}
+    if folder is None:
         check_decay(recipe.optimizer, recipe.steps)  # not for a resumed run, which may be ended early
     else:
         check_same(recipe, folder.json(CONFIG), folder.uri)
     # Read on one rank only: Visual Genome's files take minutes and gigabytes to read.
     truth = distributed.broadcast(read_ground_truth(recipe.data) if world.first else None, world)
     check_names(recipe, truth)
-    if saved and state["data"] != truth.hash:
+    if folder and state["data"] != truth.hash:
         raise ValueError(
-            f"{store.uri(saved[-1])} was trained on other annotations ({state['data']}, now {truth.hash}): images, "
+            f"{folder.uri} was trained on other annotations ({state['data']}, now {truth.hash}): images, "
             "boxes or names have changed. Restore them, or start a new run with --run_name=NAME"
         )
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same random weights on every rank
     network = FasterRCNN(recipe.network)
     network.backbone.freeze(recipe.frozen_stages)
-    if saved:
+    if folder:
         network.load_state_dict(load_tensors(folder, MODEL), strict=True)
     elif recipe.init_from:
         say(init_from(network, Path(recipe.init_from), truth.classes, truth.attribute_names))
-    network.to(world.device, memory_format=torch.channels_last)
+    network.to(world.device).to(memory_format=torch.channels_last)
     optimizer = make_optimizer(network, recipe.optimizer)
-    if saved:
+    if folder:
         load_optimizer(folder, network, optimizer)
     run = DetectorRun(
         recipe=recipe,

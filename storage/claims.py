@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
@@ -87,7 +87,7 @@ class Claims:
 
     def each(
         self, shards: Iterable[str], pending: Callable[[Sequence[str]], list[str]], log: Callable[[str], object]
-    ) -> Iterator[tuple[str, int]]:
+    ) -> Generator[tuple[str, int]]:
         """Yield shards to make, each claimed for this worker, with the number of shards left after it.
 
         Ends when no shard is pending. Waits for shards of other workers, and takes over those of dead workers.

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Run(ABC):
 
     recipe: Any  # RunSettings with an `optimizer`
     world: World
-    model: nn.Module  # with several ranks, the loop wraps it in DistributedDataParallel
+    model: Any  # an nn.Module; with several ranks, the loop wraps it in DistributedDataParallel
     optimizer: torch.optim.Optimizer
     writer: Writer
     step: int = 0  # number of optimizer steps done so far
@@ -42,7 +42,10 @@ class Run(ABC):
     metadata: Mapping[str, Any] = field(default_factory=dict)  # additional fields of the heartbeat
     unreadable: list[Unreadable] = field(default_factory=list)  # samples of this rank since the last log line
 
-    loss_weights: ClassVar[Mapping[str, float]] = {}  # by name of the loss; 1 for all others
+    @property
+    def loss_weights(self) -> Mapping[str, float]:
+        """Weights by name of the loss; 1 for all others."""
+        return {}
 
     @property
     @abstractmethod

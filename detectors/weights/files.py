@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
+from detectors.detectron2 import AnyFasterRCNN
+from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
 from detectors.weights.tensor_files import read_safetensors
 from storage.digests import sha256_of
@@ -24,7 +25,7 @@ COUNTER = re.compile(r"\.num_batches_tracked$")  # frozen norms have no such ten
 _MISMATCH = "does not fit the network; check whether it is for another preset"
 
 
-def load_weights(network: FasterRCNN, file: Path) -> dict[str, Any]:
+def load_weights(network: AnyFasterRCNN, file: Path) -> dict[str, Any]:
     """Load the weights of a file into the network, all or none, and return their metadata for the detector.
 
     The whole attribute head may be missing; it is then removed from the network. Anchors are optional. Raises

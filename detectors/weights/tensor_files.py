@@ -6,6 +6,7 @@ weights_only, and storage/pickles.py reads the pickles.
 
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         return read_safetensors(file)[0]
     try:
         if start.startswith((_ZIP, _OLD_TORCH)):
-            names = [(call, f"{module}.{name}") for (module, name), call in STAND_INS.items()]
+            names: list[Callable | tuple[Callable, str]] = [
+                (call, f"{module}.{name}") for (module, name), call in STAND_INS.items()
+            ]
             with torch.serialization.safe_globals(names):
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
         else:
@@ -80,7 +83,7 @@ def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor
     _read_start(file)
     try:
         with safe_open(file, framework="pt") as stream:
-            by_name = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
+            by_name: dict[str, Any] = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
             return by_name, stream.metadata() or {}
     except SafetensorError as error:
         raise ValueError(
