@@ -35,8 +35,11 @@ _MAX_PAUSE = 30.0  # seconds between two attempts
 class Samples(Protocol):
     """Samples by number: the shards of a snapshot, or an equivalent."""
 
-    urls: Sequence[str]
-    withdrawn: Collection[str]  # withdrawn URLs; new snapshots do not contain their samples
+    @property
+    def urls(self) -> Sequence[str]: ...
+
+    @property
+    def withdrawn(self) -> Collection[str]: ...  # withdrawn URLs; new snapshots do not contain their samples
 
     def __len__(self) -> int: ...
 

@@ -166,7 +166,7 @@ def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str,
     return changes
 
 
-def override_values(config: Any, values: dict[str, Any]) -> Any:
+def override_values(config: Any, values: Mapping[str, Any]) -> Any:
     """Return the config with all dotted fields of `values` set at once. Raises KeyError for an unknown field."""
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():

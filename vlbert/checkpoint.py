@@ -272,7 +272,7 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
     return vocabulary
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Load the tensors into `model`. Raises ValueError if one is missing, unexpected or of another shape."""
     wanted = model.state_dict()
     # Only live norms count their batches: a file may lack a counter of the model, or have one that the model lacks.

@@ -1,6 +1,7 @@
 """Check the settings of a new run, and make its vocabulary and first weights."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -92,11 +93,12 @@ def make_model(
         check_saved(task, resumed)
         load_model(model, resumed.model, resumed.uri)
         return model
-    if recipe.model.regions.weights and not init_from:
+    weights, fast_rcnn = recipe.model.regions.weights, model.vlbert.fast_rcnn
+    if weights and fast_rcnn and not init_from:
         from detectors.weights.files import load_resnet
 
-        load_resnet(model.vlbert.fast_rcnn.backbone, model.vlbert.fast_rcnn.res5, recipe.model.regions.weights)
-        report(f"Fast R-CNN from {recipe.model.regions.weights}")
+        load_resnet(fast_rcnn.backbone, fast_rcnn.res5, Path(weights))
+        report(f"Fast R-CNN from {weights}")
     if recipe.bert:
         report(init_from_bert(model.vlbert, model.head, recipe.bert, vocabulary))
     if init_from:

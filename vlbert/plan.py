@@ -211,7 +211,8 @@ def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Fig
             "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
         )
     values = len(sizes) / len(rows), sum(sizes) / len(sizes), len(done) / seconds
-    return tuple(Figure(value, f"a sample of {len(done)} URLs: {counts}") for value in values)
+    share, size, rate = (Figure(value, f"a sample of {len(done)} URLs: {counts}") for value in values)
+    return share, size, rate
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:

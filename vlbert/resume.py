@@ -1,6 +1,6 @@
 """Start a run, or resume it from its last checkpoint: data, model, optimizer and step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,9 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
     for name, now, before in differing_fields(_fields(to_json(recipe)), _fields(resumed.config["recipe"])):
         if name == "data.detector" and now is None:  # None means the checkpoint's
             continue
-        if name == "init_from" and now and before:  # the same checkpoint may lie under another root
+        if (
+            name == "init_from" and isinstance(now, str) and isinstance(before, str)
+        ):  # the same checkpoint may lie under another root
             now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
         if name.split(".")[0] in fixed and name not in free and now != before:
             raise ValueError(
@@ -161,7 +163,7 @@ def open_data(
         resumed.num_classes if resumed else _count_classes(opened, isinstance(recipe.task, PretrainingSettings))
     )
     task = make_task(recipe.task, vocabulary, num_classes)
-    corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
+    corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch and config.text_corpus else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
         raise ValueError(f"{config.text_corpus} is not the corpus that {resumed.uri} was trained with; give that one")
     split = recipe.task.validate_on
@@ -203,7 +205,7 @@ def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int
     return classes[0][1]
 
 
-def _check_same(name: str, values: list[tuple[str, object]]) -> None:
+def _check_same(name: str, values: Sequence[tuple[str, object]]) -> None:
     (first, expected), *others = values
     for dataset, value in others:
         if value != expected:
@@ -222,7 +224,7 @@ def _make_training_dataset(
         spans, weight = [SnapshotSpan(**span) for span in before["snapshots"]], before["weight"]
     else:
         spans, weight = [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])], config.datasets[name]
-    if len(examples) != spans[-1].examples:
+    if resumed and len(examples) != spans[-1].examples:
         raise ValueError(
             f"{resumed.uri} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
             "the files of the task have changed. Restore them"
@@ -234,14 +236,14 @@ def _make_training_dataset(
 def _open_held_out(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    opened = []
-    for number, name in enumerate(config.held_out or ()):
+    opened, names = [], config.held_out or ()
+    for number, name in enumerate(names):
         try:
             pinned = resumed.state["held_out"][number] if resumed else None
             opened.append(open_samples(store, name, config.detector, pinned, world))
         except ValueError as error:
             raise ValueError(
-                f"{error}; the dataset is named by data.held_out={','.join(config.held_out)}: restore its files, make "
+                f"{error}; the dataset is named by data.held_out={','.join(names)}: restore its files, make "
                 "it (docs/tasks.md, Held-out data), or start a run without validation: --data.held_out=None"
             ) from error
     return opened

@@ -152,7 +152,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
     if world.first:
         try:
             newer = pin_newer_snapshot(store, name, pinned)
-            samples = newer and opened(newer)
+            samples = opened(newer) if newer else None
         except (*EXPECTED, OSError) as error:  # the run continues without the new shards
             newer = None
             print(f"no new shards in step {step + 1}; the next epoch boundary checks again: {error}", flush=True)

@@ -152,7 +152,7 @@ def is_done(cell: Cell, root: str) -> bool:
     store = open_store(root, write=False)
     if cell.needs and _initial_hash(store, cell.checkpoint) != _weights_hash(store, cell.needs):
         return False
-    if cell.task is None:
+    if cell.split is None:
         return True
     return find_evaluation(cell.recipe, store.uri(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
@@ -215,5 +215,7 @@ def _train_and_evaluate(cell: Cell, root: str) -> None:
 
 
 def _stop_with_parent() -> None:
-    connection.wait([parent_process().sentinel])
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)

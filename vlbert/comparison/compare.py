@@ -85,7 +85,7 @@ class Comparison:
 
     def _run_in_process(self, cell: Cell, needed: Future[bool] | None, local: threading.local, output: Path) -> bool:
         """Run a cell after the one that it needs. Returns True if it is done. `local.slot` numbers the threads."""
-        if needed and not needed.result() and not self.stopping:
+        if cell.needs and needed and not needed.result() and not self.stopping:
             return self._fail(cell, f"not started: its pre-training {cell.needs.run} failed")
         threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()
         arguments = cell, self.root, output, device_of(local.slot), threads
@@ -143,11 +143,11 @@ def device_of(slot: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if devices else {}
 
 
-def _failure_reason(status: int, output: Path) -> str:
+def _failure_reason(status: int | None, output: Path) -> str:
     file = output.with_suffix(".reason")
     if file.exists():
         return file.read_text(encoding="utf-8")
-    ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    ended = f"ended by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines() if output.exists() else []
     return ": ".join([ended, *lines[-1:]])
 

@@ -131,8 +131,8 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
     return Evaluation(cell, examples, scores, metrics, warnings(evaluation))
 
 
-def score_of(value: float | Sequence[float], within: int | None) -> float:
-    """Return the score of an example: its value, or the share of its ranks (one per caption) up to `within`."""
+def score_of(value: Any, within: int | None) -> float:
+    """Return the score of an example: its value, or the share of its ranks (a list, one per caption) up to `within`."""
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 

@@ -11,7 +11,7 @@ Shape letters, used in every file of vlbert/:
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class TextInput:
     labels: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of_one_sentence(cls, tokens: Sequence[int], **labels: dict[str, np.ndarray]) -> "TextInput":
+    def of_one_sentence(cls, tokens: Sequence[int] | np.ndarray, **labels: dict[str, np.ndarray]) -> "TextInput":
         """Return the TextInput of one sentence that names no region. `labels` are label_masks and labels."""
         zeros = np.zeros(len(tokens), np.int64)
         return cls(np.array(tokens, np.int64), segments=zeros, token_region=zeros, **labels)
@@ -75,6 +75,9 @@ class ImageInput:
     averaged_over: int | None = None
     label_masks: dict[str, np.ndarray] = field(default_factory=dict)
     labels: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+Part = TypeVar("Part", TextInput, ImageInput)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +227,7 @@ def make_placeholder(example: Example) -> Example:
     )
 
 
-def remove_labels(part: TextInput | ImageInput) -> TextInput | ImageInput:
+def remove_labels(part: Part) -> Part:
     masks = {name: np.zeros_like(mask) for name, mask in part.label_masks.items()}
     return dataclasses.replace(part, label_masks=masks, labels={k: v[:0] for k, v in part.labels.items()})
 

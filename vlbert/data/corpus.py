@@ -71,7 +71,8 @@ def _open_corpus(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
         if len(mapped) != count:
             raise ValueError(f"{name} has {len(mapped)} numbers, but {count} according to corpus.json")
         arrays.append(np.asarray(mapped))  # slicing a memmap takes longer than copying the slice
-    return metadata, *arrays
+    tokens, offsets = arrays
+    return metadata, tokens, offsets
 
 
 def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, made_of: dict | None = None) -> dict:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ class PreparedImage:
         Each box gets the features of the region that overlaps it most (Unicoder-VL, 4.2), or of the first one if none
         does. `keep_unmatched` adds regions that match no box, up to the old number. Raises ValueError without regions.
         """
+        assert self.features is not None
         if len(self.boxes) == 1:
             raise ValueError("it has no region whose features an object could take; detect with selection.minimum=10")
         placed, regions = self.place(boxes), self.boxes[1:]
@@ -64,9 +66,7 @@ class PreparedImage:
             features=np.concatenate([self.features[matched], self.features[rest]]),
         )
 
-    def to_input(
-        self, masked: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None
-    ) -> ImageInput:
+    def to_input(self, masked: np.ndarray | None = None, count: int | None = None, **more: Any) -> ImageInput:
         """Return the ImageInput of the whole image and the first `count` of r regions; `more` has other fields of it.
 
         As in the published code, later regions matter, too: `masked`, bool [1 + r], masks their pixels, and the
@@ -135,7 +135,8 @@ def _read_features(sample: Sample, config: RegionConfig) -> np.ndarray:
 
 def _decode(sample: Sample) -> Tensor:
     try:
-        return decode_jpeg(torch.frombuffer(bytearray(sample.image), dtype=torch.uint8), ImageReadMode.RGB)
+        data = torch.frombuffer(bytearray(sample.image), dtype=torch.uint8)
+        return decode_jpeg(data, ImageReadMode.RGB)  # ty: ignore[invalid-explicit-return] a list only for a list
     except RuntimeError as error:
         raise ValueError(f"sample {sample.key}: its JPEG cannot be decoded: {error}") from error
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from storage.order import interleaved, samples_after, shuffled
-from storage.reading import Samples
+from storage.reading import Samples, ShardSamples
 from storage.sample import Sample
 from training.distributed import World
 from training.log import Unreadable
@@ -102,7 +102,7 @@ class TrainingDataset:
         pinned: other facts that a checkpoint records: `dataset`, `stage` and `random_init`.
     """
 
-    samples: Samples
+    samples: ShardSamples
     examples: Examples
     spans: list[SnapshotSpan] = field(default_factory=list)
     weight: float = 1.0
@@ -153,7 +153,9 @@ class TrainingData(Dataset):
                 boundaries.append((number, boundary))
         return boundaries
 
-    def switch_snapshot(self, number: int, samples: Samples, examples: Examples, snapshot: str, boundary: int) -> None:
+    def switch_snapshot(
+        self, number: int, samples: ShardSamples, examples: Examples, snapshot: str, boundary: int
+    ) -> None:
         """Read another snapshot of a dataset from sample `boundary` on, the first of an epoch."""
         dataset, before = self.datasets[number], self.source(number)
         last = len(dataset.spans)
@@ -164,8 +166,8 @@ class TrainingData(Dataset):
         current = {(number, last - 1): before, (number, last): replace(before, samples=samples, examples=examples)}
         self._sources = kept | current
 
-    def __getitem__(self, step: int) -> list[Batch]:
-        return [collate(*part) for part in self.examples(step)]
+    def __getitem__(self, index: int) -> list[Batch]:
+        return [collate(*part) for part in self.examples(index)]
 
     def examples(self, step: int) -> list[tuple[list[Example], list[Unreadable]]]:
         """Return (examples, unreadable ones) of each part of data[step]. Text-only examples come last."""
@@ -230,7 +232,7 @@ class TrainingData(Dataset):
         return [*examples, *self._texts(texts)], unreadable
 
     def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
-        if slots:
+        if slots and self.corpus is not None:
             settings, lines = self.task.settings, np.array([line for _, line in slots])
             for (epoch, line), tokens in zip(slots, self.corpus.passages(lines, settings.text_length), strict=True):
                 key = f"text-{line}"

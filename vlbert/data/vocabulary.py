@@ -68,7 +68,7 @@ class Vocabulary:
             texts(), vocab_size=size, min_frequency=2, special_tokens=[*SPECIALS, *letters], show_progress=False
         )
         ids = trainer.get_vocab()
-        return cls(sorted(ids, key=ids.get))
+        return cls(sorted(ids, key=ids.__getitem__))
 
     def text(self) -> str:
         """Return the content of vocab.txt."""

@@ -71,8 +71,8 @@ def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequenc
     return np.divide(intersection, union, out=np.zeros(len(boxes)), where=union > 0)
 
 
-def is_hit(convention: Convention, overlap: np.ndarray) -> np.ndarray:
-    """Return True if the overlap counts as a hit: 0.5 or more, for `plain` more than 0.5."""
+def is_hit(convention: Convention, overlap: Any) -> Any:
+    """Return True if the overlap, a number or an array, counts as a hit: 0.5 or more, for `plain` more than 0.5."""
     return overlap > 0.5 if convention == "plain" else overlap >= 0.5
 
 
@@ -156,7 +156,7 @@ def list_expressions(expressions: Expressions, split: str, folder: Path) -> list
 
 def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
     """Read a refs file and instances.json: split -> image file -> expressions."""
-    refs, instances = folder / refs, folder / FILES[1]
+    source, instances = folder / refs, folder / FILES[1]
     images, annotations = _read_instances(instances)
     objects, index_of = defaultdict(list), {}
     for number, (image, box) in annotations.items():
@@ -165,11 +165,11 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
             objects[image].append(box)
     objects_of = {image: tuple(boxes) for image, boxes in objects.items()}
     expressions = defaultdict(lambda: defaultdict(list))
-    for ref in _read_refs(refs):
+    for ref in _read_refs(source):
         image, annotation = ref["image_id"], ref["ann_id"]
         if image not in images or annotations.get(annotation, (None,))[0] != image:
             raise ValueError(
-                f"{refs}: ref {ref['ref_id']} names image {image} and annotation {annotation}, which do not belong "
+                f"{source}: ref {ref['ref_id']} names image {image} and annotation {annotation}, which do not belong "
                 "together in instances.json; use two files of the same data set"
             )
         entry, box = images[image], annotations[annotation][1]

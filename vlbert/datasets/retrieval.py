@@ -24,7 +24,7 @@ class Ranks:
     image_of_caption: np.ndarray
 
 
-def ranks(scores: np.ndarray, image_of: Sequence[int]) -> Ranks:
+def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
     """Rank by scores [images, captions], higher is better; image_of [captions] has the right image of each caption."""
     image_of = np.asarray(image_of)
     if not np.isfinite(scores).all():
@@ -52,7 +52,7 @@ def recalls(ranks: np.ndarray) -> dict[str, float]:
     return metrics | {"medr": float(np.floor(np.median(ranks)) + 1), "meanr": float(ranks.mean() + 1)}
 
 
-def folds(scores: np.ndarray, image_of: Sequence[int], count: int) -> list[Ranks]:
+def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) -> list[Ranks]:
     """Return the ranks within each of `count` equal parts of the images. COCO's 1K numbers are means over five."""
     image_of, size = np.asarray(image_of), len(scores) // count
     parts = []

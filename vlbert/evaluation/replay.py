@@ -194,6 +194,7 @@ def _draw_regions(example: Example, image: ImageInput) -> str:
     thin = [(box, OTHERS, "") for box in image.boxes[1:]]
     thin += [(box, OTHERS, "masked") for box in image.covered] if image.covered is not None else []
     boxes = [(image.boxes[n], colour_of(n), f"{n} masked" if n in masked else str(n)) for n in numbered]
+    assert image.pixels is not None  # `write_replay` decodes them
     pixels = Image.fromarray(image.pixels.permute(1, 2, 0).numpy())
     return data_uri(draw_boxes_on(pixels, [*thin, *boxes]))
 

@@ -87,8 +87,9 @@ def output_folder(out: str | None, checkpoints: Sequence[str], split: str, input
     else:
         store, folder = open_store(out), ""
     before = read_summary(store, folder)
-    for name, now in inputs.items() if before is not None else ():
-        old = before.get("inputs", {}).get(name)
+    recorded = inputs if before is None else before.get("inputs", {})
+    for name, now in inputs.items():
+        old = recorded.get(name)
         if old != now:
             raise ValueError(
                 f"{store.uri(folder + METRICS)} is of an evaluation with {name}={old}, but this one has {now}; write "

@@ -144,7 +144,8 @@ class TrainedRun:
             settings.check_same(self.record["task_files"], self.record["checkpoint"], "put it back")
             task = make_task(settings, self.checkpoint.vocabulary, self.checkpoint.num_classes)
             restore_saved(task, self.checkpoint)
-            examples = task.examples(_Urls(urls, read_withdrawn(store).urls), None)
+            samples = _Urls(urls, read_withdrawn(store).urls)
+            examples = task.examples(samples, None)  # ty: ignore[invalid-argument-type] reads no sample
         except ValueError as error:
             raise ValueError(f"the images of {self.run} are unknown without its task's files: {error}") from error
         if len(examples) != use.span.examples:
@@ -223,7 +224,9 @@ def seen_samples(
     seed, chunk = trained.record["seed"], trained.record["chunk"]
     for number, uses in enumerate(trained.uses):
         paths = [trained.store_of(use.dataset, use.stage, use.span.snapshot) for use in uses]
-        rows = [_read_rows(*path) if column is None else [find_rows(*path, column, values)] for path in paths]
+        rows: list[Any] = [
+            _read_rows(*path) if column is None else [find_rows(*path, column, values)] for path in paths
+        ]
         if column and not any(len(table) for (table,) in rows):
             continue  # before the order is computed
         all_steps = trained.steps_of(number)

@@ -19,7 +19,7 @@ from transformers import (
     AutoModelForVisualQuestionAnswering,
     AutoProcessor,
     AutoTokenizer,
-    BertTokenizerFast,
+    BertTokenizerFast,  # ty: ignore[missing-module-member] made at import
 )
 
 from vlbert.hf.config import VLBertConfig

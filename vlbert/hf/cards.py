@@ -49,7 +49,7 @@ def model_card(path: str) -> str:
     root, _, name = checkpoint.uri.rpartition("/runs/")
     store, run = open_store(root, write=False) if root else None, name.rpartition("/")[0]
     recipe = recipe_of(checkpoint) if settings_named(task) is not None and "recipe" in config else None
-    start = recipe and (recipe.init_from or recipe.bert)
+    start = (recipe.init_from or recipe.bert) if recipe else None
     datasets, kind = state.get("data") or [], task.removesuffix("Settings")
     title = recipe.run if recipe else PurePosixPath(checkpoint.uri).name
     facts = {
@@ -84,7 +84,9 @@ def _collect_results(checkpoint: Checkpoint, store: ObjectStore | None, run: str
         step, held_out = metrics.pop("step", state.get("step")), state.get("held_out") or []
         datasets = ", ".join(f"{data['dataset']} (snapshot {data['snapshot']})" for data in held_out) or UNKNOWN
         results.append({"title": f"Validation after step {step:,} on {datasets}.", "metrics": metrics})
-    paths = [info.path for info in store.list(f"runs/{run}/evaluations/")] if store else []
+    if store is None:
+        return results
+    paths = [info.path for info in store.list(f"runs/{run}/evaluations/")]
     for path in sorted(path for path in paths if path.endswith(f"/{METRICS}")):
         summary = read_summary(store, path.removesuffix(METRICS))
         if summary and summary["inputs"]["checkpoints"] == [name_of(checkpoint.uri)]:

@@ -54,11 +54,12 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
         (torch.zeros_like(input_ids) if values is None else values).reshape(by_text.shape).cpu().numpy()
         for values in (input_ids, token_type_ids, token_region)
     )
-    if pixel_values is not None and image_sizes is None:
-        image_sizes = torch.tensor([pixel_values.shape[2:]] * len(input_ids))
-    if pixel_values is not None and boxes is None:
-        high, wide = (image_sizes - 1).float().unbind(dim=1)
-        boxes = torch.stack([torch.zeros_like(wide), torch.zeros_like(wide), wide, high], dim=1)[:, None]
+    if pixel_values is not None:
+        if image_sizes is None:
+            image_sizes = torch.tensor([pixel_values.shape[2:]] * len(input_ids))
+        if boxes is None:
+            high, wide = (image_sizes - 1).float().unbind(dim=1)
+            boxes = torch.stack([torch.zeros_like(wide), torch.zeros_like(wide), wide, high], dim=1)[:, None]
     like = torch.zeros(len(input_ids), 0 if boxes is None else boxes.shape[1])
     regions = _count_real(visual_attention_mask, like, "visual_attention_mask")
     fields = {
@@ -74,7 +75,7 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
     for i, ends in enumerate(lengths.tolist()):
         rows, image = zip(tokens[i], segments[i], token_regions[i], ends, strict=True), None
         texts = [TextInput(ids[:end], segment[:end], region[:end]) for ids, segment, region, end in rows]
-        if count := int(regions[i]):
+        if (count := int(regions[i])) and image_sizes is not None:
             height, width = image_sizes[i].tolist()
             image = ImageInput(
                 size=(width, height),

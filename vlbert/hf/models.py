@@ -44,9 +44,11 @@ class VLBertPreTrainedModel(PreTrainedModel):
     config_class = VLBertConfig
     base_model_prefix = "vlbert"
     main_input_name = "input_ids"
-    input_modalities = ("image", "text")
+    input_modalities = ["image", "text"]
     _supports_sdpa = True
     new_settings: ClassVar[TaskSettings | None] = None  # of a new head, for a checkpoint of another task
+    task: Any  # of the class for new_settings; None without a head
+    head: Any
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -61,7 +63,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
                 raise ValueError(f"{needed}; the config has {actual}")
             if isinstance(settings, PretrainingSettings):
                 settings = replace(settings, monitored_words=())  # the only use of the vocabulary's words
-            self.task = make_task(settings, range(config.vocab_size), config.num_classes)
+            words: Any = range(config.vocab_size)  # a head needs only their number
+            self.task = make_task(settings, words, config.num_classes)
             self.head = self.task.head(self.vlbert.config)
         self.post_init()
 
@@ -82,11 +85,11 @@ class VLBertPreTrainedModel(PreTrainedModel):
         named = {name: value for name, value in named.items() if value is not None}
         attentions, states, as_object = (named.pop(name, getattr(self.config, name)) for name in _OPTIONS)
         labelled = {"labels": labels} | {name: named.pop(name, None) for name in _MORE_LABELS}
-        labels = {name: value.to(self.device) for name, value in labelled.items() if value is not None}
-        batch = self._add_labels(to_batch(*inputs, **named).to(self.device), **labels)
+        given = {name: value.to(self.device) for name, value in labelled.items() if value is not None}
+        batch = self._add_labels(to_batch(*inputs, **named).to(self.device), **given)
         encoded = self.vlbert(batch, attentions=attentions, hidden_states=states)
         outputs = self._make_outputs(encoded, batch)
-        if labels:
+        if given:
             losses = self.task.losses(self.vlbert, self.head, encoded, batch)
             outputs.loss = sum(
                 total / max(1, n) for name, (total, n) in losses.items() if not name.endswith("accuracy")
@@ -178,7 +181,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     def _load_weights(self, saved: Checkpoint, same_task: bool) -> None:
         if same_task:
-            self.saved = saved.saved | self.saved  # `id2label` may have renamed the answers
+            self.saved = {**saved.saved, **self.saved}  # `id2label` may have renamed the answers
             load_model(self, saved.model, saved.uri)
             return
         load_model(self.vlbert, saved.part("vlbert."), saved.uri)
@@ -259,14 +262,15 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
             raise ValueError(f"num_labels is {config.num_labels}, but the head has {count} answers (settings.answers)")
         if not config.num_labels:
             config.num_labels = count
-        elif (names := list(config.id2label.values())) != [f"LABEL_{number}" for number in range(count)]:
+        elif (names := list((config.id2label or {}).values())) != [f"LABEL_{number}" for number in range(count)]:
             self.saved = {"answers": names}
 
     @classmethod
     def _choose_settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
         settings = super()._choose_settings(config, saved)
-        new = settings is cls.new_settings and config.num_labels
-        return replace(settings, answers=config.num_labels) if new else settings
+        if isinstance(settings, VQASettings) and settings is cls.new_settings and config.num_labels:
+            return replace(settings, answers=config.num_labels)
+        return settings
 
     def _add_labels(self, batch: Batch, labels: Tensor | None = None) -> Batch:
         length = batch.text_mask.sum(dim=1, keepdim=True)

@@ -60,7 +60,7 @@ class VLBertProcessor(ProcessorMixin):
         self.config = config
         self.detector_file = None if detector is None else Path(detector)
         ids = tokenizer.get_vocab()
-        self.vocabulary = Vocabulary(sorted(ids, key=ids.get), source="the tokenizer")
+        self.vocabulary = Vocabulary(sorted(ids, key=ids.__getitem__), source="the tokenizer")
         if len(self.vocabulary) != config.vocab_size:
             raise ValueError(
                 f"the tokenizer has {len(self.vocabulary)} tokens, but the model has {config.vocab_size}; use its own"
@@ -107,7 +107,12 @@ class VLBertProcessor(ProcessorMixin):
             raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
         if text is None or text in ([], ()):
             raise ValueError("text is missing; a model reads a text with each image")
-        given = {"images": images, "boxes": boxes, "visual_embeds": visual_embeds, "image_sizes": image_sizes}
+        given: dict[str, Any] = {
+            "images": images,
+            "boxes": boxes,
+            "visual_embeds": visual_embeds,
+            "image_sizes": image_sizes,
+        }
         given |= {"choices": choices, "answer": answer or None, "mask_regions": mask_regions or None}
         given = {name: values for name, values in given.items() if values is not None}
         if isinstance(text, str):
@@ -171,7 +176,7 @@ class VLBertProcessor(ProcessorMixin):
         """Return the content of processor_config.json."""
         return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
 
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> list[str]:
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
         """Write processor_config.json, the tokenizer, vocab.txt and, if its file is known, a copy of the detector."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,10 +184,10 @@ class VLBertProcessor(ProcessorMixin):
         file = self.detector_file
         if file is not None and file.is_file() and file.resolve() != (folder / DETECTOR).resolve():
             shutil.copyfile(file, folder / DETECTOR)
-        return super().save_pretrained(str(folder), **kwargs)
+        return super().save_pretrained(str(folder), push_to_hub, **kwargs)
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # ty: ignore[incompatible-method-override] not by position
         cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
     ) -> Self:
         """Load the processor of a model's folder, a run, a checkpoint, or a model on the hub.

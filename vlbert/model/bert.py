@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -34,7 +34,7 @@ def bert_vocabulary(name: str) -> Vocabulary:
 
     ids: dict[str, int] = {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         ids = tokenizer.get_vocab()
     except ValueError:  # no vocabulary file, or only with remote code
         pass
@@ -45,7 +45,7 @@ def bert_vocabulary(name: str) -> Vocabulary:
     capitals = any(re.search("[A-Z]", token) for token in ids if not token.startswith("["))
     if capitals or not getattr(tokenizer, "do_lower_case", True):
         raise ValueError(f"{name} is a cased BERT, but captions are lower-cased here; use an uncased one")
-    return Vocabulary(sorted(ids, key=ids.get), source=name)
+    return Vocabulary(sorted(ids, key=ids.__getitem__), source=name)
 
 
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
@@ -85,7 +85,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
     return f"{', '.join(taken)} from {name}; everything else starts from random weights"
 
 
-def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
+def _head_parts(head: Any, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
     """Return the parts that a head shares with BERT: description -> [(our module or parameter, name in BERT)]."""
     parts: dict[str, list[tuple[nn.Module | Tensor, str]]] = {}
     if getattr(head, "word_transform", None) is not None:
@@ -115,7 +115,8 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.model_type != "bert":
             raise ValueError(f"it is a {config.model_type}")
-        bert, loading = BertForPreTraining.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
+        loaded: Any = BertForPreTraining.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
+        bert, loading = loaded
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {reason}") from error

@@ -173,6 +173,8 @@ class SeparateEmbedding(nn.Module):
 
     positions_behind_text = 0  # regions have no position
 
+    whole_image_location: Tensor
+
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
         self.config = config

@@ -18,7 +18,7 @@ MAX_GRAPHS = 32  # per class of blocks; beyond it, torch.compile logs a warning 
 
 def trainable_blocks(model: VLBert) -> list[nn.Module]:
     """Return the blocks with trainable parameters. Frozen blocks keep no activations."""
-    stages = [model.encoder.layers]
+    stages: list[nn.Module] = [model.encoder.layers]
     if model.fast_rcnn is not None:
         backbone = model.fast_rcnn.backbone
         stages += [backbone.res2, backbone.res3, backbone.res4, model.fast_rcnn.res5]
@@ -34,7 +34,8 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
             block.compile(dynamic=True)
     if recipe.compile:
         # All blocks of a class count together: first and other blocks of four stages, in training and in validation.
-        torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
+        limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
+        torch._dynamo.config.recompile_limit = limit  # ty: ignore[invalid-assignment] typed as its default, 8
 
 
 def checkpoint_activations(block: nn.Module) -> None:

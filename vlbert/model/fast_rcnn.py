@@ -20,6 +20,8 @@ STRIDE = 16  # pixels of the image per cell of the C4 map
 class FastRCNN(nn.Module):
     """A network that computes the appearance feature of each real region of a batch's images, not of padding."""
 
+    pixel_mean: Tensor
+
     def __init__(self, config: RegionConfig):
         super().__init__()
         self.config = config

@@ -23,6 +23,8 @@ from vlbert.config import ModelConfig, StreamSize
 
 LAYER_NORM_EPS = 1e-12
 
+Stream = Literal["both", "text", "regions"]
+
 
 @dataclass(frozen=True, eq=False)
 class Streams:
@@ -64,8 +66,8 @@ class AttentionMap:
 
     layer: int
     letter: str
-    queries: Literal["both", "text", "regions"]
-    keys: Literal["both", "text", "regions"]
+    queries: Stream
+    keys: Stream
     weights: Tensor
 
 
@@ -271,7 +273,7 @@ class Encoder(nn.Module):
         for number in numbers:
             maps = None if attentions is None else []
             packed = self.layers[number](packed, packing, maps)
-            if attentions is not None:
+            if attentions is not None and maps:
                 attentions.append(AttentionMap(number, "J", "both", "both", packing.widen(maps[0], packing)))
             if hidden_states is not None:
                 hidden_states.append(_split_streams(packing.unpack(packed), streams))
@@ -295,13 +297,14 @@ class Encoder(nn.Module):
             maps = None if attentions is None else []
             if letter == "X":
                 x["text"], x["regions"] = layer(x["text"], x["regions"], packs["text"], packs["regions"], maps)
-                pairs = [("text", "regions"), ("regions", "text")]
+                pairs: list[tuple[Stream, Stream]] = [("text", "regions"), ("regions", "text")]
             else:
-                name = "text" if letter == "T" else "regions"
+                name: Stream = "text" if letter == "T" else "regions"
                 x[name] = layer(x[name], packs[name], maps)
                 pairs = [(name, name)]
-            for (query, key), weights in zip(pairs, maps or [], strict=False):
-                attentions.append(AttentionMap(number, letter, query, key, packs[query].widen(weights, packs[key])))
+            if attentions is not None and maps:
+                for (query, key), weights in zip(pairs, maps, strict=True):
+                    attentions.append(AttentionMap(number, letter, query, key, packs[query].widen(weights, packs[key])))
             if hidden_states is not None:
                 hidden_states.append(_unpack_streams(x, packs, streams))
         return _unpack_streams(x, packs, streams)

@@ -82,8 +82,8 @@ class VLBert(nn.Module):
         return Encoded(
             *self._text_and_regions(encoded, batch),
             appearance,
-            tuple(maps) if attentions else None,
-            tuple(self._text_and_regions(streams, batch) for streams in states) if hidden_states else None,
+            None if maps is None else tuple(maps),
+            None if states is None else tuple(self._text_and_regions(streams, batch) for streams in states),
         )
 
     def _text_and_regions(self, streams: Streams, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def make_maps(prediction: Prediction) -> list[Map]:
 
     Of several choices, the maps are those of the chosen one. Raises ValueError if the prediction has no attention maps.
     """
-    if prediction.encoded is None or prediction.encoded.attentions is None:
+    if prediction.batch is None or prediction.encoded is None or prediction.encoded.attentions is None:
         raise ValueError("the prediction has no attention maps: give a text, and attentions=True")
     row, maps = prediction.chosen, []
     words, regions = prediction.batch.text_mask[row], prediction.batch.region_mask[row]

@@ -123,6 +123,7 @@ def page_app(predictor: Predictor) -> FastAPI:
             prediction = predictor(sample, *arguments, question.attention)
             figure = draw_attention(prediction) if question.attention else None
         row, lines = prediction.row, prediction.lines()
+        assert row is not None  # it has a text or masked regions
         return {
             "question": "" if ranking else row["question"],
             "answer": text if ranking else row["answer"],

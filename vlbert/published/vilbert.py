@@ -214,7 +214,8 @@ class PublishedViLBert(Published):
             return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
         if isinstance(self.task, VCRSettings):
             return VCRHead(self.model, self.task)
-        return task_of(self.task)(self.task, None, self.num_classes).head(self.model)
+        no_words: Any = None  # their heads need no vocabulary
+        return task_of(self.task)(self.task, no_words, self.num_classes).head(self.model)
 
     def entries(self) -> list[dict]:
         theirs = {name: key for key, name in (map_names(self.model.layers) | map_task_names(self.task)).items()}
@@ -293,6 +294,7 @@ def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
     channels_of = {"text": TEXT_HEAD}
     heads = hints.num_heads or [max(1, size // channels_of.get(kind, REGION_HEAD)) for kind, size in sizes.items()]
     kinds = ("num_heads", "region_num_heads", "coattention_num_heads")
+    num_heads: dict[str, Any] = dict(zip(kinds, heads, strict=False))
     return ModelConfig(
         layers=_infer_layers(shapes, one_stream),
         hidden_size=hidden_size,
@@ -307,7 +309,7 @@ def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
             resnet=ResNetConfig(width=channels // 32, stem_pool="torch"),
             masked_features="zeros",
         ),
-        **dict(zip(kinds, heads, strict=False)),
+        **num_heads,
         **two_streams,
     )
 

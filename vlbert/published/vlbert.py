@@ -157,7 +157,8 @@ class PublishedVLBert(Published):
         if isinstance(self.task, VCRSettings):
             return VCRHead(self.model, self.task)
         task = VQA if isinstance(self.task, VQASettings) else RefCOCO
-        return task(self.task, None, 0).head(self.model)
+        no_words: Any = None  # their heads need no vocabulary
+        return task(self.task, no_words, 0).head(self.model)
 
     def prefix_pairs(self) -> list[tuple[str, str]]:
         """Return (their prefix, our prefix) for all tensors of the model."""
@@ -201,11 +202,14 @@ def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
     _, inputs = PublishedVLBert.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
     from_pixels = has_any(shapes, "image_feature_extractor.backbone.")
     stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
-    blocks = tuple(count(shapes, rf"image_feature_extractor\.{re.escape(stage)}\.(\d+)\.") for stage in stages)
+    res2, res3, res4, res5 = (
+        count(shapes, rf"image_feature_extractor\.{re.escape(stage)}\.(\d+)\.") for stage in stages
+    )
+    blocks = (res2, res3, res4, res5) if from_pixels else (3, 4, 23, 3)
     width = (inputs - ModelConfig.geometry_channels) // 32  # res5 returns 32 channels per channel of the stem
     regions = RegionConfig(
         features="end_to_end" if from_pixels else "precomputed",
-        resnet=ResNetConfig(blocks=blocks if from_pixels else (3, 4, 23, 3), width=width, stem_pool="torch"),
+        resnet=ResNetConfig(blocks=blocks, width=width, stem_pool="torch"),
         masking="features" if from_pixels and "object_mask_visual_embedding.weight" in shapes else "pixels",
         padding="batch",
     )

@@ -162,12 +162,16 @@ class Task(ABC):
             rng: source of all randomness, so that runs can be repeated.
         """
 
+    def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
+        """Return the Example of a row of the text-only corpus. Raises ValueError if the task does not learn from it."""
+        raise ValueError(f"{type(self).__name__} does not learn from text-only rows; set --data.text_batch=0")
+
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """Return a module with the parameters that the task adds to VL-BERT, such as a Classifier."""
 
     @abstractmethod
-    def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+    def losses(self, vlbert: VLBert, head: Any, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum of a loss, number of its terms). Called in every training step.
 
         `head` is the module that the method `head` returned; `encoded` has the output vectors of words and regions. The
@@ -176,7 +180,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
+    def predictions(self, vlbert: VLBert, head: Any, encoded: Encoded, batch: Batch) -> list[dict]:
         """Return the model's answers: one dict of plain values per example, a row of predictions.parquet.
 
         Every task has these columns and may add more:
@@ -241,7 +245,7 @@ class Task(ABC):
     # checkpoint and loaded with it.
     saved: tuple[str, ...] = ()
 
-    def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
+    def pretrained_parts(self, head: Any) -> Mapping[str, str]:
         """Return part of the head -> part of pre-training's head that it starts from."""
         return head.init_from if isinstance(head, Classifier) else {}
 
@@ -249,7 +253,7 @@ class Task(ABC):
         """Convert tensors of pre-training's head to those of `part` of this head. The default changes nothing."""
         return tensors
 
-    def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  optional
+    def on_start(self, vlbert: VLBert, head: Any, init_from: str | None) -> None:  # noqa: B027  optional
         """Prepare a new run after its weights are loaded; `init_from` is the settings class of their run."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ class Task(ABC):
     joint_metrics: bool = False  # vlbert evaluate may score two runs together, as VCR's answers and rationales
     evaluation_batch_size: int = 64  # examples per batch of vlbert evaluate, at most
 
-    def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
+    def predict(self, vlbert: VLBert, head: Any, batch: Batch) -> list[dict]:
         """Return one dict per example in validation and evaluation. The default is `predictions`."""
         return self.predictions(vlbert, head, vlbert(batch), batch)
 

@@ -119,7 +119,7 @@ class Pretraining(Task):
             label_masks=text.label_masks | {"related": mismatched.text.label_masks["related"]},
             labels=text.labels | {"related": mismatched.text.labels["related"]},
         )
-        return replace(mismatched, text=text, image=remove_labels(mismatched.image))
+        return replace(mismatched, text=text, image=mismatched.image and remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
         """Return the caption with another pair's image, or unchanged if both pairs have the same image."""
@@ -188,8 +188,8 @@ class Pretraining(Task):
         """Return ImageInput.averaged_over by `mean_over`, given boxes [r, 4] and `labelled`, bool [r]."""
         if self.settings.mean_over == "regions":
             return None
-        boxes = torch.from_numpy(boxes)
-        overlapping = (box_iou_with_borders(boxes, boxes)[torch.from_numpy(labelled)] > OVERLAPPING).any(dim=0)
+        placed = torch.from_numpy(boxes)
+        overlapping = (box_iou_with_borders(placed, placed)[torch.from_numpy(labelled)] > OVERLAPPING).any(dim=0)
         return self.settings.max_regions - int(overlapping.sum())
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
@@ -204,7 +204,11 @@ class Pretraining(Task):
         return Example(key, self._text_input(row, np.pad(label_mask, 1), tokens[label_mask]))
 
     def _text_input(
-        self, tokens: Sequence[int], label_mask: np.ndarray, labels: np.ndarray, related: Sequence[int] = ()
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        label_mask: np.ndarray,
+        labels: np.ndarray,
+        related: Sequence[int] = (),
     ) -> TextInput:
         pair_label, pair_mask = {}, {}
         if self.settings.relationship:
@@ -234,7 +238,9 @@ class Pretraining(Task):
     def head(self, config: ModelConfig) -> nn.Module:
         return PretrainingHead(config, self.settings, len(self.vocabulary), self.num_classes)
 
-    def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+    def losses(
+        self, vlbert: VLBert, head: "PretrainingHead", encoded: Encoded, batch: Batch
+    ) -> dict[str, tuple[Tensor, int]]:
         words, regions = head(vlbert, encoded, batch)
         word_losses = F.cross_entropy(words.float(), batch.labels["words"], reduction="none")  # (M,)
         word_right = words.argmax(1) == batch.labels["words"]
@@ -274,7 +280,7 @@ class Pretraining(Task):
         labelled = sum(count > 0 for count in counts)
         return (sums / (numbers + ROW_EPSILON)).sum() * labelled / (labelled + ROW_EPSILON), labelled
 
-    def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
+    def predictions(self, vlbert: VLBert, head: "PretrainingHead", encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one row per example with more columns.
 
         masks           list of {"position", "guesses"} of the masked tokens, where [CLS] has position 0; guesses are
@@ -418,7 +424,7 @@ class PretrainingHead(nn.Module):
         )
         self.region_classifier = nn.Linear(region_size, 1 + num_classes)  # background first
         self.pooler = Pooler(config) if settings.relationship else None
-        self.relationship = nn.Linear(self.pooler.size, 2) if settings.relationship else None
+        self.relationship = nn.Linear(self.pooler.size, 2) if self.pooler else None
         initialise(self, config.initializer_range)
 
     def forward(self, vlbert: VLBert, encoded: Encoded, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -436,4 +442,6 @@ class PretrainingHead(nn.Module):
 
     def related(self, encoded: Encoded, rows: Tensor) -> Tensor:
         """Return logits [M, 2] of rows with an image, int64 [M]. Column RELATED means that text and image match."""
+        assert self.pooler is not None
+        assert self.relationship is not None
         return self.relationship(self.pooler(encoded.text.index_select(0, rows), encoded.regions.index_select(0, rows)))

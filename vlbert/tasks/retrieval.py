@@ -116,7 +116,7 @@ class Retrieval(Task):
         else:
             rows = [(item, item.image, item.image, "") for item in held_out]
         examples = make_examples(self.settings, samples, split, rows)
-        ranked = examples.annotations if split is None else self.with_candidates(examples.annotations)
+        ranked = examples.annotations if split is None else self.with_candidates(examples.annotations or ())
         return replace(examples, annotations=ranked, skipped=(*skipped, *examples.skipped))
 
     def with_candidates(self, images: Sequence[HeldOutImage]) -> list[HeldOutImage]:
@@ -129,7 +129,7 @@ class Retrieval(Task):
         ]
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        annotations = list(examples.annotations)
+        annotations = list(examples.annotations or ())
         chosen = sorted(numbers.tolist())
         for number, image in zip(chosen, self.with_candidates([annotations[n] for n in chosen]), strict=True):
             annotations[number] = image

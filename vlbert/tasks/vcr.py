@@ -8,7 +8,7 @@ The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -164,7 +164,7 @@ class VCR(Task):
             image = image.with_matched_features(boxes, self.settings.detected_regions)
         classes = np.zeros(len(image.boxes), np.int64)
         classes[1 : 1 + len(boxes)] = scene.classes
-        more = {"classes": classes}
+        more: dict[str, Any] = {"classes": classes}
         if self.settings.instance_masks:
             side = self.settings.mask_size
             masks = np.concatenate([np.ones((1, side, side), np.float32), scene.masks(side)])
@@ -202,11 +202,11 @@ class VCR(Task):
             segments = vlbert.embedding.segments.weight
             segments[1] = segments[0]
 
-    def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
+    def logits(self, head: "VCRHead", encoded: Encoded, batch: Batch) -> Tensor:
         """Return the logits of the choices, [questions, choices]."""
         return head.scores(encoded.text, encoded.regions).float().view(len(batch.keys), -1)
 
-    def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+    def losses(self, vlbert: VLBert, head: "VCRHead", encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         """Return the losses over questions whose right choice is known."""
         rows = batch.labelled["choice"] // batch.tokens.shape[1]
         logits = self.logits(head, encoded, batch).flatten().index_select(0, rows).view(-1, CHOICES)
@@ -230,7 +230,7 @@ class VCR(Task):
         regions = F.cross_entropy(head.classes(vectors).float(), classes, reduction="sum")
         return {"answers": answers, "regions": (regions, len(classes))} | monitored
 
-    def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
+    def predictions(self, vlbert: VLBert, head: "VCRHead", encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one row per question with more columns: `probabilities` of the choices, and Question.columns."""
         rows = []
         probabilities = self.logits(head, encoded, batch).double().softmax(1).tolist()
@@ -276,4 +276,5 @@ class VCRHead(nn.Module):
 
     def classes(self, regions: Tensor) -> Tensor:
         """Return logits [K, CLASSES] for region vectors [K, C']."""
+        assert self.region_classifier is not None
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))

@@ -64,7 +64,7 @@ class Question:
         else:
             context = [item["question"], item["answer_choices"][self.conditioned_on]]
             choices = item["rationale_choices"]
-        if self.from_user:  # its objects are the sample's regions, each of which fills its box
+        if self.item.metadata is None:  # from a user: its objects are the sample's regions, each of which fills its box
             boxes, size = sample.regions.boxes, (sample.width, sample.height)
             unknown = [i for i in mentioned([*context, *choices]) if i >= len(boxes)]
             if unknown:
@@ -106,7 +106,7 @@ def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask:
 
     questions = [Question(item, answer, not training) for item in items for answer in given_answers(item)]
     needed = {question.item.metadata for question in questions if not (training and question.invalid_reason)}
-    if missing := sorted(file for file in needed if not file.is_file()):
+    if missing := sorted(file for file in needed if file and not file.is_file()):
         raise ValueError(f"{len(missing)} metadata files are missing, such as {missing[0]}; fetch vcr1images")
     return questions
 

@@ -150,12 +150,12 @@ class VQA(Task):
         return {"pooler": "pooler"} if isinstance(head, PairClassifier) else super().pretrained_parts(head)
 
     @torch.no_grad()
-    def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
+    def on_start(self, vlbert: VLBert, head: Classifier, init_from: str | None) -> None:
         """Set each answer's weights to the mean embedding of its tokens, unless it has none, and its bias to 0."""
         if not self.settings.answers_from_words:
             return
-        inputs = getattr(head.output, "in_features", None)  # a weight-normed layer has none
-        if inputs != vlbert.config.hidden_size:
+        output = head.output
+        if not isinstance(output, nn.Linear) or output.in_features != vlbert.config.hidden_size:
             raise ValueError(
                 f"--task.classifier={self.settings.classifier} has no weights as wide as words, which have "
                 f"{vlbert.config.hidden_size} channels; set --task.no_answers_from_words"
@@ -164,8 +164,8 @@ class VQA(Task):
         for row, answer in enumerate(self.answers):
             tokens = self.vocabulary.encode(answer)
             if len(tokens):
-                head.output.weight[row] = embedding[torch.from_numpy(tokens).to(embedding.device)].mean(dim=0)
-        head.output.bias.zero_()
+                output.weight[row] = embedding[torch.from_numpy(tokens).to(embedding.device)].mean(dim=0)
+        output.bias.zero_()
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
         """Return the logits of the answers, [N, answers]."""
