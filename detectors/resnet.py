@@ -135,9 +135,10 @@ def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
         return False
     if x.is_cuda:
         # Tensor cores need a multiple of eight channels, and float32 only if it may be rounded to TF32.
-        tf32 = dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"  # ty: ignore[missing-attribute] stub
+        cudnn = torch.backends.cudnn
+        tf32 = dtype == torch.float32 and cudnn.conv.fp32_precision == "tf32"  # ty: ignore[missing-attribute] stub
         rounded = dtype == torch.bfloat16 or tf32
-        return rounded and torch.backends.cudnn.is_available() and conv.weight.shape[0] % 8 == 0
+        return rounded and cudnn.is_available() and conv.weight.shape[0] % 8 == 0
     return x.device.type == "cpu" and dtype in _FUSED_DTYPES
 
 

@@ -117,9 +117,8 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
     for name, now, before in differing_fields(_fields(to_json(recipe)), _fields(resumed.config["recipe"])):
         if name == "data.detector" and now is None:  # None means the checkpoint's
             continue
-        if (
-            name == "init_from" and isinstance(now, str) and isinstance(before, str)
-        ):  # the same checkpoint may lie under another root
+        # The same checkpoint may lie under another root.
+        if name == "init_from" and isinstance(now, str) and isinstance(before, str):
             now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
         if name.split(".")[0] in fixed and name not in free and now != before:
             raise ValueError(

@@ -78,12 +78,12 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """Read the tensors by name and the metadata of a safetensors file. With tensors=False every tensor is None."""
     _read_start(file)
     try:
         with safe_open(file, framework="pt") as stream:
-            by_name: dict[str, Any] = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
+            by_name = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
             return by_name, stream.metadata() or {}
     except SafetensorError as error:
         raise ValueError(

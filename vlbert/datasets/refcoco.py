@@ -71,7 +71,7 @@ def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequenc
     return np.divide(intersection, union, out=np.zeros(len(boxes)), where=union > 0)
 
 
-def is_hit(convention: Convention, overlap: Any) -> Any:
+def is_hit(convention: Convention, overlap: np.ndarray | float) -> np.ndarray | bool:
     """Return True if the overlap, a number or an array, counts as a hit: 0.5 or more, for `plain` more than 0.5."""
     return overlap > 0.5 if convention == "plain" else overlap >= 0.5
 

@@ -107,12 +107,8 @@ class VLBertProcessor(ProcessorMixin):
             raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
         if text is None or text in ([], ()):
             raise ValueError("text is missing; a model reads a text with each image")
-        given: dict[str, Any] = {
-            "images": images,
-            "boxes": boxes,
-            "visual_embeds": visual_embeds,
-            "image_sizes": image_sizes,
-        }
+        given: dict[str, Any] = {"images": images, "boxes": boxes}
+        given |= {"visual_embeds": visual_embeds, "image_sizes": image_sizes}
         given |= {"choices": choices, "answer": answer or None, "mask_regions": mask_regions or None}
         given = {name: values for name, values in given.items() if values is not None}
         if isinstance(text, str):
@@ -187,7 +183,7 @@ class VLBertProcessor(ProcessorMixin):
         return super().save_pretrained(str(folder), push_to_hub, **kwargs)
 
     @classmethod
-    def from_pretrained(  # ty: ignore[incompatible-method-override] not by position
+    def from_pretrained(  # ty: ignore[incompatible-method-override] by name only
         cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
     ) -> Self:
         """Load the processor of a model's folder, a run, a checkpoint, or a model on the hub.

@@ -162,10 +162,6 @@ class Task(ABC):
             rng: source of all randomness, so that runs can be repeated.
         """
 
-    def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
-        """Return the Example of a row of the text-only corpus. Raises ValueError if the task does not learn from it."""
-        raise ValueError(f"{type(self).__name__} does not learn from text-only rows; set --data.text_batch=0")
-
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """Return a module with the parameters that the task adds to VL-BERT, such as a Classifier."""
@@ -236,6 +232,10 @@ class Task(ABC):
         In training they are the next ones of the whole step, for any number of ranks; its first follow its last.
         """
         return list(examples)
+
+    def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
+        """Return the Example of a row of the text-only corpus. Raises ValueError if the task does not learn from it."""
+        raise ValueError(f"{type(self).__name__} does not learn from text-only rows; set --data.text_batch=0")
 
     # --- initial weights ----------------------------------------------------------------------------------------------
 
