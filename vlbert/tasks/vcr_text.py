@@ -64,12 +64,13 @@ class Question:
         else:
             context = [item["question"], item["answer_choices"][self.conditioned_on]]
             choices = item["rationale_choices"]
-        if self.item.metadata is None:  # from a user: its objects are the sample's regions, each of which fills its box
-            boxes, size = sample.regions.boxes, (sample.width, sample.height)
+        if self.from_user:  # its objects are the sample's regions, each of which fills its box
+            boxes, size = sample.require_regions().boxes, (sample.width, sample.height)
             unknown = [i for i in mentioned([*context, *choices]) if i >= len(boxes)]
             if unknown:
                 raise ValueError(f"the text mentions region {unknown[0] + 1}; the image has {len(boxes)}, from 1")
             return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, [[]] * len(boxes)), context, choices
+        assert self.item.metadata is not None  # not from_user
         scene = read_scene(self.item.metadata)
         if item["objects"] != scene.names:
             raise ValueError(f"{self.item.location} and {self.item.metadata} list different objects; use one release")
