@@ -168,12 +168,13 @@ class Losses(nn.Module):
             attributes.append(example.attributes[objects])
         labels, is_foreground, targets, attributes = map(torch.cat, (labels, is_foreground, targets, attributes))
         classes = F.cross_entropy(predictor.cls_score(features).float(), labels, reduction="sum")
-        deltas = predictor.bbox_pred(features[is_foreground]).float().unflatten(1, (-1, 4))
-        own = deltas[torch.arange(len(deltas), device=deltas.device), labels[is_foreground]]
+        features, true_classes = features[is_foreground], labels[is_foreground]
+        deltas = predictor.bbox_pred(features).float().unflatten(1, (-1, 4))
+        own = deltas[torch.arange(len(deltas), device=deltas.device), true_classes]
         boxes = F.smooth_l1_loss(own, targets, reduction="sum", beta=sampling.roi_beta)
         losses = {"classes": (classes, len(labels)), "boxes": (boxes, len(labels))}
         # The head gets the true class: the most probable one is usually wrong early in training.
-        logits = predictor.attribute_logits(features[is_foreground], labels[is_foreground])
+        logits = predictor.attribute_logits(features, true_classes)
         if logits is not None:
             logs = logits.float().log_softmax(dim=1)
             losses["attributes"] = (-(logs * attributes).sum(), int(attributes.sum()))
