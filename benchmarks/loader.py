@@ -107,7 +107,7 @@ def measure_reads(samples: ShardSamples, rounds: int) -> list[Line]:
 def measure_examples(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
     """Measure how fast examples are made: read, decode, resize, mask."""
     torch.set_num_threads(1)  # as in a loading worker
-    task = Pretraining(PretrainingSettings(), make_vocabulary(), samples.sample(0).regions.num_classes)
+    task = Pretraining(PretrainingSettings(), make_vocabulary(), samples.sample(0).require_regions().num_classes)
     regions, starts = RegionConfig(), itertools.count(0, count)
 
     def examples() -> int:

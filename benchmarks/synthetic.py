@@ -139,10 +139,8 @@ def make_sample(
 def commit_samples(root: str, dataset: str, samples: Sequence[Sample], first_row: int = 0, shard: int = 0) -> None:
     """Commit a region shard of these samples, like the detection stage."""
     rows = [Row(first_row + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(samples)]
-    catalog = Catalog(open_store(root), dataset)
-    commit_shard(
-        catalog, f"regions/{samples[0].regions.detector}", f"{shard:05d}", samples, rows, {"random_init": False}
-    )
+    catalog, stage = Catalog(open_store(root), dataset), f"regions/{samples[0].require_regions().detector}"
+    commit_shard(catalog, stage, f"{shard:05d}", samples, rows, {"random_init": False})
 
 
 def make_samples(config: RegionConfig, numbers: Sequence[int], shape: tuple[int, int] | None = None) -> list[Sample]:

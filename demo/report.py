@@ -148,12 +148,13 @@ def draw_held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
     catalog, scenes = Catalog(store, "held-out"), []
     names = catalog.manifest(stage, catalog.shards(stage)[0]).meta["config"]["classes"]
     for sample in islice(read_samples(catalog, stage), SCENES):
-        labels = [names[label - 1] for label in sample.regions.labels_background_first().tolist()]
+        regions = sample.require_regions()
+        labels = [names[label - 1] for label in regions.labels_background_first().tolist()]
         boxes = [
             (box, BOX_COLOURS[i % len(BOX_COLOURS)], labels[i] if i < MAX_NAMES else "")
-            for i, box in enumerate(sample.regions.boxes[:MAX_BOXES])
+            for i, box in enumerate(regions.boxes[:MAX_BOXES])
         ]
-        scores = zip(labels, sample.regions.scores.tolist(), strict=True)
+        scores = zip(labels, regions.scores.tolist(), strict=True)
         scenes.append(
             {
                 "image": data_uri(draw_boxes(sample, boxes)),

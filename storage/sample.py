@@ -127,6 +127,12 @@ class Sample:
     regions: Regions | None = None
     extra: dict[str, str | int | float | bool | None] | None = None
 
+    def require_regions(self) -> Regions:
+        """Return `regions`. Raises ValueError, naming the sample, if it has none."""
+        if self.regions is None:
+            raise ValueError(f"sample {self.key} has no regions; run the detection stage on its shard first")
+        return self.regions
+
 
 class BadSample(ValueError):
     """Raised for, or returned in place of, a sample that breaks a rule of docs/formats.md."""

@@ -99,12 +99,11 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
     With precomputed features nothing is decoded, only the boxes are transformed. Raises ValueError, with the sample, if
     it has no regions or no features, or if its JPEG cannot be decoded.
     """
-    if sample.regions is None:
-        raise ValueError(f"sample {sample.key} has no regions; run the detection stage on its shard first")
+    regions = sample.require_regions()
     stored = (sample.width, sample.height)
     pixels, features = None, None
     if config.features == "precomputed":
-        features = _read_features(sample, config)
+        features = _read_features(sample.key, regions.features, config)
     else:
         pixels = _decode(sample)
         stored = (pixels.shape[2], pixels.shape[1])
@@ -118,16 +117,15 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
     scale = (width / stored[0], height / stored[1])
     # As in the authors' code, the whole image is a box in stored pixels, transformed like all others.
     whole_image = np.array([[0, 0, stored[0] - 1, stored[1] - 1]], np.float32)
-    boxes = _place(np.concatenate([whole_image, sample.regions.boxes]), scale, flip, width, height)
+    boxes = _place(np.concatenate([whole_image, regions.boxes]), scale, flip, width, height)
     return PreparedImage((width, height), boxes, scale, flip, pixels, features)
 
 
-def _read_features(sample: Sample, config: RegionConfig) -> np.ndarray:
-    features = sample.regions.features
+def _read_features(key: str, features: np.ndarray | None, config: RegionConfig) -> np.ndarray:
     if features is None or features.shape[1] != config.channels:
         present = "no features" if features is None else f"features of {features.shape[1]} channels"
         raise ValueError(
-            f"the regions of sample {sample.key} have {present}, but the model takes {config.channels} channels; "
+            f"the regions of sample {key} have {present}, but the model takes {config.channels} channels; "
             "detect with --keep_features, or train from pixels: --model.regions.features=end_to_end"
         )
     return features.astype(np.float32)

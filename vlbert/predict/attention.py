@@ -81,7 +81,8 @@ def draw_attention(prediction: Prediction) -> bytes:
     figure = Figure((5.0 + 4.0 * columns, max(5.0, height * rows)), layout="constrained")
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.35] + [1] * columns)
     image = figure.add_subplot(grid[:, 0])
-    boxes = [(prediction.sample.regions.boxes[n - 1], colour_of(n), str(n)) for n in reversed(regions) if n]
+    all_boxes = prediction.sample.require_regions().boxes
+    boxes = [(all_boxes[n - 1], colour_of(n), str(n)) for n in reversed(regions) if n]
     image.imshow(draw_boxes(prediction.sample, boxes, 700))
     image.set_axis_off()
     image.set_title(f"{len(boxes)} of {len(prediction.names)} regions", fontsize=15)

@@ -96,7 +96,7 @@ def page_app(predictor: Predictor) -> FastAPI:
         """Return the image as it would be stored, and its regions."""
         with lock:
             sample = predictor.detect(data)
-            named = zip(sample.regions.boxes, predictor(sample).names, strict=True)
+            named = zip(sample.require_regions().boxes, predictor(sample).names, strict=True)
             key = secrets.token_hex(8)
             samples[key] = sample
             if len(samples) > _MAX_SAMPLES:

@@ -66,9 +66,8 @@ class Prediction:
 
     def draw(self) -> Image.Image:
         """Draw the image with the boxes of the answer or, without a question, with all regions."""
-        assert self.sample.regions is not None  # `names` come from them
         if self.row is None:
-            boxes = zip(self.sample.regions.boxes, range(1, len(self.names) + 1), self.names, strict=True)
+            boxes = zip(self.sample.require_regions().boxes, range(1, len(self.names) + 1), self.names, strict=True)
         else:
             boxes = [(np.array(box["box"], np.float32), box["region"], box["name"]) for box in self.row["boxes"]]
         drawn = [(box, colour_of(region), name) for box, region, name in boxes]

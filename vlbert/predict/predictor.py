@@ -85,9 +85,8 @@ class Predictor:
         more = {"choices": choices, "answer": answer, "mask_regions": mask_regions}
         annotation = None if only_regions else user_annotation(self.task, text or "", **more)
         sample = image if isinstance(image, Sample) else self.detect(image)
-        assert sample.regions is not None  # `detect` returns regions or raises
         classes = self.detector.metadata.get("classes")
-        names = name_regions(sample.regions, classes)
+        names = name_regions(sample.require_regions(), classes)
         if only_regions:
             return Prediction(sample, names)
         batch = self.make_batch(sample, annotation)

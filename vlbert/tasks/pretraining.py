@@ -139,23 +139,24 @@ class Pretraining(Task):
         self, sample: Sample, image: PreparedImage, annotation: MaskedInput | None, rng: np.random.Generator
     ) -> Example:
         """Return [CLS] caption [SEP] and regions, partly masked. Labels are masked tokens and classes of regions."""
-        if sample.regions.num_classes != self.num_classes:
+        all_regions = sample.require_regions()
+        if all_regions.num_classes != self.num_classes:
             raise ValueError(
-                f"sample {sample.key} has regions of {sample.regions.num_classes} classes, others of {self.num_classes}"
+                f"sample {sample.key} has regions of {all_regions.num_classes} classes, others of {self.num_classes}"
             )
         mismatched = annotation is None and self.settings.mismatched > 0 and rng.random() < self.settings.mismatched
         text = self.vocabulary.encode(sample.caption if annotation is None else annotation.text)
-        max_count = len(sample.regions) if self.settings.max_regions is None else self.settings.max_regions
-        tokens, count = self._truncate(text, min(max_count, len(sample.regions)))
-        regions = sample.regions.take(np.arange(count))
+        max_count = len(all_regions) if self.settings.max_regions is None else self.settings.max_regions
+        tokens, count = self._truncate(text, min(max_count, len(all_regions)))
+        regions = all_regions.take(np.arange(count))
         if annotation is not None:
-            check_fits(annotation, len(text), len(tokens), count, len(sample.regions))
+            check_fits(annotation, len(text), len(tokens), count, len(all_regions))
             masked_tokens, token_labels = tokens, tokens == self.vocabulary.mask
-            masked_regions = region_labels = np.isin(np.arange(1 + len(sample.regions)), annotation.regions)
+            masked_regions = region_labels = np.isin(np.arange(1 + len(all_regions)), annotation.regions)
         else:
             masked_tokens, token_labels = mask_words(tokens, self.vocabulary, self.settings.words, rng)
             # As published, all regions take part: regions that do not fit into the row mask pixels, too.
-            masked_regions, region_labels = mask_regions(len(sample.regions), self.settings.regions, rng)
+            masked_regions, region_labels = mask_regions(len(all_regions), self.settings.regions, rng)
             masked_regions[1 + max_count :] = False
         region_labels = region_labels[: 1 + count]
         classes = regions.class_probs_background_first()[region_labels[1:]]

@@ -121,7 +121,7 @@ class RefCOCO(Task):
         shipped = expression.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
         if regions is None:
-            regions = sample.regions.boxes / to_stored
+            regions = sample.require_regions().boxes / to_stored
         else:
             regions = np.array(regions, np.float64).reshape(-1, 4)
             image = replace(image, boxes=image.boxes[:1]).with_boxes(regions * to_stored)

@@ -65,7 +65,7 @@ class Question:
             context = [item["question"], item["answer_choices"][self.conditioned_on]]
             choices = item["rationale_choices"]
         if self.from_user:  # its objects are the sample's regions, each of which fills its box
-            boxes, size = sample.regions.boxes, (sample.width, sample.height)
+            boxes, size = sample.require_regions().boxes, (sample.width, sample.height)
             unknown = [i for i in mentioned([*context, *choices]) if i >= len(boxes)]
             if unknown:
                 raise ValueError(f"the text mentions region {unknown[0] + 1}; the image has {len(boxes)}, from 1")
