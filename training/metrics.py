@@ -48,9 +48,11 @@ def mean_loss(losses: Losses, numbers: Tensor, weights: Mapping[str, float]) -> 
     A loss without labels in this step is 0, not NaN.
     """
     divisors = numbers[len(losses) :].clamp(min=1).float()
-    pairs = zip(losses.items(), divisors, strict=False)
-    terms = [weights.get(name, 1.0) * value / n for (name, (value, _)), n in pairs if value.requires_grad]
-    return sum(terms[1:], terms[0])
+    total = 0.0
+    for (name, (value, _)), count in zip(losses.items(), divisors, strict=False):
+        if value.requires_grad:
+            total = total + weights.get(name, 1.0) * value / count
+    return torch.as_tensor(total)
 
 
 @dataclass(frozen=True)
