@@ -14,6 +14,7 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def count_flops(config: FasterRCNNConfig, size: tuple[int, int]) -> dict[str, in
     """Return the FLOPs of each stage for an image of this resized size, on the meta device. A multiply-add is 2."""
     flops = {}
 
-    def count(stage: str, call: Callable[[], object]) -> object:
+    def count(stage: str, call: Callable[[], Any]) -> Any:
         with FlopCounterMode(display=False) as counter:
             result = call()
         flops[stage] = counter.get_total_flops()
@@ -91,7 +92,7 @@ def compare_outputs(exact: FasterRCNNDetector, half: FasterRCNNDetector, samples
         pixels = to_input(resize(decode_bgr(sample.image), exact.network.config), exact.settings.device)
         c4 = exact.network.backbone(pixels)
         logits, deltas = exact.network.rpn(c4)
-        boxes, _ = exact.network.proposals(logits, deltas, *pixels.shape[2:])
+        boxes, _ = exact.network.proposals(logits, deltas, pixels.shape[2], pixels.shape[3])
         a, b = (detector.network.roi_features(c4, boxes) for detector in (exact, half))
         errors += ((a - b).norm(dim=1) / a.norm(dim=1).clamp(min=1e-6)).tolist()
         cosines += torch.nn.functional.cosine_similarity(a, b).tolist()

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import describe_machine, make_parser, write_json
 from storage.collect.download import DownloadSettings
@@ -175,7 +176,7 @@ def check(title: str, value: float, bar: str) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Measure all cases, print the report, and return the exit status."""
-    report = {"images": options.images, "in_flight": IN_FLIGHT, "bars": BARS}
+    report: dict[str, Any] = {"images": options.images, "in_flight": IN_FLIGHT, "bars": BARS}
     passed = []
     with Server() as server:
         report["image_bytes"] = server.image_bytes

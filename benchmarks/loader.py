@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -137,7 +137,7 @@ def measure_order(n: int, rounds: int) -> list[Line]:
 def pin_synthetic_snapshot(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
     """Pin a snapshot of n samples that do not exist, and return its id."""
 
-    def shards() -> Sequence[tuple[Header, pa.Table]]:
+    def shards() -> Iterator[tuple[Header, pa.Table]]:
         for shard, start in enumerate(range(0, n, per_shard)):
             count = min(per_shard, n - start)
             name, digest = f"{shard:05d}", f"{shard:064x}"

@@ -9,6 +9,7 @@ optimizer that updates one parameter after the other. Shape letters are those of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from vlbert.tasks.base import TaskModel
 LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as returned by the model
 
 NO_LABEL = -100  # target of positions without a label
-_AS_PUBLISHED = {
+_AS_PUBLISHED: dict[str, Any] = {
     "visual_norm": "layer_norm",
     "special_tokens": "own",
     "masked_region_token": True,
@@ -266,10 +267,8 @@ class PlainPretraining:
 
 def make_plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> torch.optim.AdamW:
     """Make an AdamW that updates one parameter after the other."""
-    rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    return torch.optim.AdamW(
-        plain.parameters(), betas=config.betas, eps=config.epsilon, foreach=False, fused=False, **rates
-    )
+    rate, decay = config.learning_rate, config.weight_decay
+    return torch.optim.AdamW(plain.parameters(), rate, config.betas, config.epsilon, decay, foreach=False, fused=False)
 
 
 def gradient_errors(model: TaskModel, plain: PlainPretraining) -> dict[str, float]:

@@ -75,8 +75,8 @@ class Prepared(Dataset):
     def __init__(self, prepared: Sequence[Batch]):
         self.prepared = prepared
 
-    def __getitem__(self, step: int) -> list[Batch]:
-        return [self.prepared[step % len(self.prepared)]]
+    def __getitem__(self, index: int) -> list[Batch]:
+        return [self.prepared[index % len(self.prepared)]]
 
 
 class Stored(Dataset):
@@ -85,11 +85,11 @@ class Stored(Dataset):
     def __init__(self, recipe: Recipe, task: Any, samples: Sequence[Sample], pairs: int, texts: int):
         self.recipe, self.task, self.samples, self.pairs, self.texts = recipe, task, samples, pairs, texts
 
-    def __getitem__(self, step: int) -> list[Batch]:
-        first = step * self.pairs
+    def __getitem__(self, index: int) -> list[Batch]:
+        first = index * self.pairs
         samples = [self.samples[number % len(self.samples)] for number in range(first, first + self.pairs)]
-        examples = mask_pairs(self.task, self.recipe.model.regions, samples, seed=step)
-        texts = make_text_examples(self.task, range(step * self.texts, (step + 1) * self.texts))
+        examples = mask_pairs(self.task, self.recipe.model.regions, samples, seed=index)
+        texts = make_text_examples(self.task, range(index * self.texts, (index + 1) * self.texts))
         return [collate(examples + texts)]
 
 

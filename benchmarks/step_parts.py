@@ -50,7 +50,7 @@ class TrainingStep:
 
 def total_loss(losses: dict[str, tuple[Tensor, int]]) -> Tensor:
     """Return the sum of the mean losses. Entries without gradient are measures, and do not count."""
-    return sum(loss / max(1, count) for loss, count in losses.values() if loss.requires_grad)
+    return torch.as_tensor(sum(loss / max(1, count) for loss, count in losses.values() if loss.requires_grad))
 
 
 class Marks(Protocol):
@@ -171,7 +171,7 @@ def mark_modules(model: TaskModel, clock: Marks) -> Iterator[None]:
     modules = [(vlbert, "embedding", "pixels" if fast_rcnn is None else "res5", "encoder")]
     modules += [(vlbert, "encoder", "embedding", "heads")]
     if fast_rcnn is not None:
-        modules += [(fast_rcnn, "backbone", "pixels", "RoIAlign"), (fast_rcnn, "res5", "RoIAlign", "res5")]
+        modules = [*modules, (fast_rcnn, "backbone", "pixels", "RoIAlign"), (fast_rcnn, "res5", "RoIAlign", "res5")]
     originals = [(parent, name, getattr(parent, name)) for parent, name, _, _ in modules]
     for parent, name, before, behind in modules:
         setattr(parent, name, MarkedModule(getattr(parent, name), clock, before, name, behind))

@@ -88,7 +88,8 @@ def make_caption(rng: np.random.Generator, words: int | None = None) -> str:
 def make_jpeg(width: int, height: int, number: int) -> bytes:
     """Make a JPEG of soft patches of colour with grain. 500 x 375 pixels take about 60 kB."""
     rng = np.random.default_rng((width, height, number))
-    patches = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    patches = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+    patches = patches.resize((width, height), Image.Resampling.BICUBIC)
     pixels = np.asarray(patches, np.float32) + rng.normal(0, 9, (height, width, 3))
     stream = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(stream, "JPEG", quality=85)

@@ -97,10 +97,9 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         collated = [batch.pin_memory() for batch in collated]
     precisions = options.precision or [recipe.precision]
     model = new_model(recipe, device)
-    contenders: list[Fast | Plain] = [
-        Fast(dataclasses.replace(recipe, precision=precision), model, world, collated) for precision in precisions
-    ]
-    for fast in contenders:
+    fasts = [Fast(dataclasses.replace(recipe, precision=precision), model, world, collated) for precision in precisions]
+    contenders: list[Fast | Plain] = [*fasts]
+    for fast in fasts:
         try:
             warm_up(fast, options.batches)
         except torch.OutOfMemoryError as error:
@@ -123,11 +122,11 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             with recipe_precision(dataclasses.replace(recipe, precision=precision)):
                 product_rates.setdefault(precision, []).append(measure_matrix_flops(device, dtype))
-        for fast in (contender for contender in contenders if isinstance(contender, Fast)):
+        for fast in fasts:
             for step in range(number * options.steps, (number + 1) * options.steps):  # the same batches as unmarked
                 marks.setdefault(fast.name, []).append(fast.parts(step, Clock(device)))
-    with recipe_precision(contenders[0].recipe):
-        flops = [count_flops(contenders[0], batch) for batch in collated]
+    with recipe_precision(fasts[0].recipe):
+        flops = [count_flops(fasts[0], batch) for batch in collated]
     report = {
         "machine": describe_machine(device),
         "recipe": to_json(recipe),
@@ -145,9 +144,8 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         "notes": notes,
     }
     if options.workers:
-        fast = next(contender for contender in contenders if isinstance(contender, Fast))
         steps = max(10, options.steps * options.rounds)
-        report["with a loader"] = measure_with_loader(fast, samples, pairs, texts, steps, options.workers)
+        report["with a loader"] = measure_with_loader(fasts[0], samples, pairs, texts, steps, options.workers)
     return report
 
 
@@ -176,7 +174,7 @@ def check_step(options: argparse.Namespace) -> dict[str, Any]:
             losses = fast.losses(collate(examples).to(device))
             total_loss(losses).backward()
         errors = gradient_errors(model, plain)
-        worst = max(errors, key=errors.get)
+        worst = max(errors, key=errors.__getitem__)
         loss_error = max(
             abs(float(losses[name][0].detach() / loss.detach()) - 1) for name, (loss, count) in theirs.items() if count
         )

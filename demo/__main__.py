@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from demo.data import DemoDataSettings, draw_demo_data
 from demo.deployments import (
@@ -100,7 +100,7 @@ def measure_stages(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Tra
 
     Later runs skip what earlier ones did. The memory of the download stage is unknown.
     """
-    stages = {
+    stages: dict[str, Sequence[Any]] = {
         "train detector": trained,
         "download": [result for pipeline in pipelines for result in pipeline.collected],
         "detect": [result for pipeline in pipelines for result in pipeline.detected.values()],
@@ -121,7 +121,7 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> None:
     run_child(command, say)
 
 
-def run_deployment(deployment: str, parameters: dict, log: Path) -> "PipelineResult | Trained":
+def run_deployment(deployment: str, parameters: dict, log: Path) -> Any:
     """Run a deployment with some of its parameters changed, print the stages' log lines, and return its result.
 
     Raises RuntimeError if the run does not complete.
@@ -131,15 +131,16 @@ def run_deployment(deployment: str, parameters: dict, log: Path) -> "PipelineRes
 
     say(f"prefect deployment run {deployment}")
     with open(log, encoding="utf-8", errors="replace") as lines, get_client(sync_client=True) as client:
-        run = start(deployment, parameters=parameters, timeout=0)
-        while not run.state.is_final():
+        run: Any = start(deployment, parameters=parameters, timeout=0)
+        state = run.state
+        while state is None or not state.is_final():
             time.sleep(1)
-            run = client.read_flow_run(run.id)
+            state = client.read_flow_run(run.id).state
             for message in STAGE_LINE.findall(lines.read()):
                 say(message)
-    if not run.state.is_completed():
-        raise RuntimeError(f"{deployment} is {run.state.name}: {run.state.message}; see {log}")
-    return run.state.result()
+    if not state.is_completed():
+        raise RuntimeError(f"{deployment} is {state.name}: {state.message}; see {log}")
+    return state.result()
 
 
 def say(line: str) -> None:

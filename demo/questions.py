@@ -63,13 +63,13 @@ def _describe_fields(appearance: Appearance, chosen: Sequence[str]) -> str:
 def ask_colour(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
     words, answer = describe(objects, target, without="colour"), objects[target].colour
     others = tuple(colour for colour in COLOURS if colour != answer)
-    return words and Question(f"What color is the {words}?", answer, others, "what color is the", answer_type="other")
+    return Question(f"What color is the {words}?", answer, others, "what color is the", "other") if words else None
 
 
 def ask_shape(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
     words, answer = describe(objects, target, without="shape"), objects[target].shape
     others = tuple(shape for shape in SHAPES if shape != answer)
-    return words and Question(f"What shape is the {words}?", answer, others, "what", answer_type="other")
+    return Question(f"What shape is the {words}?", answer, others, "what", "other") if words else None
 
 
 def ask_number(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -188,7 +188,7 @@ def read_samples(catalog: Catalog, stage: str) -> Iterator[Sample]:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def select_curves(tasks: Sequence[str], log: dict[str, dict[str, list[dict]]]) -> dict[str, Lines]:
+def select_curves(tasks: Iterable[str], log: dict[str, dict[str, list[dict]]]) -> dict[str, Lines]:
     """Return the lines of each panel over optimizer steps, by title. Panels of a task have both of its runs."""
     training, validation = (log["pretrain"][kind] for kind in ("training", "validation"))
     accuracies = {"right image": "monitored_accuracy", "another image": "monitored_accuracy_shuffled"}

@@ -142,7 +142,7 @@ def rasterise(obj: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
             ((x * scale + obj.x - left) * SUPERSAMPLING, (y * scale + obj.y - top) * SUPERSAMPLING) for x, y in points
         ]
 
-    inside = Image.new("L", (patch * SUPERSAMPLING,) * 2)
+    inside = Image.new("L", (patch * SUPERSAMPLING, patch * SUPERSAMPLING))
     rim = Image.new("L", inside.size)
     pen_inside, pen_rim = ImageDraw.Draw(inside), ImageDraw.Draw(rim)
     edges = [size] + ([RING_HOLE * size] if obj.appearance.shape == "ring" else [])

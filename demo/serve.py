@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import tyro
 
@@ -45,7 +45,7 @@ def png_bomb() -> bytes:
 class _Handler(http.server.BaseHTTPRequestHandler):
     """Handler with one connection per request (HTTP/1.0), so that idle connections do not delay the server's end."""
 
-    server: "DemoServer"
+    server: "DemoServer"  # ty: ignore[incompatible-mutable-override] the only server
     wbufsize = -1  # send the header together with the body
     timeout = 10  # seconds until the connection of a silent client is closed
 
@@ -116,7 +116,7 @@ class DemoServer(http.server.ThreadingHTTPServer):
             ) from error
         self.base_url = f"http://{HOST}:{self.server_port}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Print errors, except those of clients that disconnect or stop responding."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
@@ -125,7 +125,7 @@ class DemoServer(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         self.shutdown()
         self.server_close()
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
@@ -14,7 +14,7 @@ class DemoTask:
     """A task of the demo data."""
 
     title: str
-    task: str  # value of FinetuneSettings.task
+    task: Literal["refcoco", "vqa", "vcr"]  # value of FinetuneSettings.task
     metric: str  # compared at the last validation, also with the metric `chance`
     loss: str  # training loss, in nats
     measures: str  # meaning of the metric, for the report

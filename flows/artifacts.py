@@ -27,9 +27,9 @@ _SECONDS, _SHARE = 10.0, 0.02  # minimum time between two updates of an artifact
 _MAX_DETAIL = 200  # characters shown of an example
 
 
-def stage_logger() -> logging.LoggerAdapter:
+def stage_logger() -> logging.Logger | logging.LoggerAdapter:
     """Return the logger for the stage's own messages in this flow or task run. Prefect's loggers have other names."""
-    return get_run_logger().getChild(STAGE_LOG)
+    return get_run_logger().getChild(STAGE_LOG)  # ty: ignore[missing-union-attribute] Prefect's adapter has it
 
 
 class Artifact:
@@ -52,7 +52,7 @@ class Artifact:
             shown = content()
             if self.id is None:
                 made = MarkdownArtifact(key=self.key, description=self.description, markdown=shown)
-                self.id = made.create(_sync=True).id
+                self.id = made.create(_sync=True).id  # ty: ignore[unknown-argument, missing-union-attribute] decorated
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(self.id, ArtifactUpdate(data=shown))
@@ -89,7 +89,7 @@ def make_counts_table(catalog: Catalog, stage: str) -> str:
 
 def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
     """Return the first detail of each status. Reads manifests only until every status has one."""
-    details = {}
+    details: dict[str, str] = {}
     for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
         for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():
             details.setdefault(row["status"], row["detail"])

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 import yaml
@@ -73,7 +73,7 @@ def set_alarms() -> None:
         )
         actions = [ChangeFlowRunState(state=StateType.CRASHED, message=message)]
         with suppress(ValueError):  # raised if there is no automation of this name
-            existing = Automation.read(name=name)
+            existing: Any = Automation.read(name=name)  # Prefect types it as a coroutine
             if (existing.trigger, existing.actions) == (trigger, actions):
                 continue
             existing.delete()

@@ -4,11 +4,13 @@ Collection and detection share shards by claims in the storage (storage/claims.p
 other. Each run ends when the whole stage is complete. Cancelling the first run cancels all.
 """
 
+from uuid import UUID
+
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run as current_run
 from prefect.states import Cancelled, Cancelling
 
 
@@ -22,7 +24,7 @@ def start_others(machines: int) -> None:
     if machines == 1:
         return
     with get_client(sync_client=True) as client:
-        ours = client.read_flow_run(flow_run.get_id())
+        ours = client.read_flow_run(UUID(current_run.get_id()))
         if ours.deployment_id is None:
             raise ValueError(f"machines is {machines}, but this run has no deployment; use `prefect deployment run`")
         limit = client.read_deployment(ours.deployment_id).global_concurrency_limit
@@ -37,12 +39,12 @@ def start_others(machines: int) -> None:
             )
 
 
-def cancel_others(flow: Flow, run: FlowRun, state: State) -> None:
-    """Cancel the runs that `run` has started. A cancellation hook of a flow."""
-    started = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"with:{run.id}"]))
+def cancel_others(flow: Flow, flow_run: FlowRun, state: State) -> None:
+    """Cancel the runs that `flow_run` has started. A cancellation hook of a flow."""
+    started = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"with:{flow_run.id}"]))
     with get_client(sync_client=True) as client:
         for other in client.read_flow_runs(flow_run_filter=started):
             if other.state is None or not other.state.is_final():
                 scheduled = other.state is None or other.state.is_scheduled()
-                cancelled = (Cancelled if scheduled else Cancelling)(message=f"with {run.name}")
+                cancelled = (Cancelled if scheduled else Cancelling)(message=f"with {flow_run.name}")
                 client.set_flow_run_state(other.id, cancelled, force=True)

@@ -73,7 +73,7 @@ def keep_slot() -> None:
     """
     import prefect.flow_engine
 
-    prefect.flow_engine.maintain_concurrency_lease = lambda *_, **__: nullcontext()
+    prefect.flow_engine.maintain_concurrency_lease = lambda *_, **__: nullcontext()  # ty: ignore[invalid-assignment]
 
 
 def renew_slot(
@@ -136,7 +136,7 @@ def handle_sigterm_once() -> None:
             received.append(number)
             handler(number, frame)
 
-    engine._prefect_sigterm_handler = handle
+    engine._prefect_sigterm_handler = handle  # ty: ignore[invalid-assignment] it may return
 
 
 def end_as_cancelled() -> None:

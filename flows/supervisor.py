@@ -53,7 +53,7 @@ class ChildTimedOut(ChildFailed):
 
 
 def run_child(
-    command: Sequence[str],
+    command: Sequence[str | Path],
     log: Callable[[str], object],
     watch: Callable[[], object] = lambda: None,
     *,
@@ -115,7 +115,7 @@ def run_child(
 
 @contextmanager
 def run_in_background(
-    command: Sequence[str], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
+    command: Sequence[str | Path], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
     """Context manager: run `command` with its output in the file `log`. Yields a function: is it still running?"""
     with open(log, "ab") as file:
@@ -140,7 +140,7 @@ def _start(
         process = subprocess.Popen(
             # -I -S: the environment and site-packages cannot interfere, and it starts in 20 ms.
             [sys.executable, "-I", "-S", __file__, str(grace), *command],
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=output,
             stderr=subprocess.STDOUT,
             encoding="utf-8",

@@ -5,9 +5,9 @@ where the digests of the other files are.
 """
 
 import hashlib
+import io
 import mmap
 from pathlib import Path
-from typing import BinaryIO
 
 from storage.safe_json import short_repr
 
@@ -21,7 +21,7 @@ class UnsupportedVersion(ValueError):
     """Raised for a file that another version of this code wrote. The file is not damaged."""
 
 
-def sha256_of(file: Path | BinaryIO) -> str:
+def sha256_of(file: Path | io.BufferedReader) -> str:
     """Return the sha256 of a file's bytes, as hex digits."""
     if isinstance(file, Path):
         with file.open("rb") as stream:

@@ -550,14 +550,14 @@ class Ranges(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         return self._position
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:  # a writable buffer of bytes
         length = max(0, min(len(buffer), self._size - self._position))
         buffer[:length] = self._store.get_range(self._path, self._position, length)
         self._position += length
         return length
 
 
-def open_object(store: ObjectStore, path: str) -> BinaryIO:
+def open_object(store: ObjectStore, path: str) -> io.BufferedReader:
     """Open an object for reading, as a local file or as a stream from the bucket. Raises OSError or ObjectMissing."""
     file = store.local_path(path)
     return io.BufferedReader(Ranges(store, path), _CHUNK) if file is None else file.open("rb")

@@ -10,7 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class UnsafePickle(ValueError):
 
 class _Dtype:
     """A stand-in for numpy.dtype. A pickle can give numpy's own a state that makes it read bytes as pointers."""
+
+    order: Literal["<", ">", "=", "|"]
 
     def __init__(self, kind: str, *_: Any):
         if not re.fullmatch(r"[fiu][1248]|b1", kind):
@@ -52,7 +54,7 @@ def _reconstruct(*_: Any) -> _Array:
     return _Array(0, np.uint8)
 
 
-def _frombuffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
+def _frombuffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: Literal["C", "F"]) -> np.ndarray:
     return np.frombuffer(raw, dtype.plain()).reshape(shape, order=order)
 
 

@@ -8,8 +8,8 @@ import json
 import reprlib
 from typing import Any
 
-_NAMES = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
-_NAMES[type(None)] = "null"
+_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
+_NAMES |= {bool: "true or false", type(None): "null"}
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200

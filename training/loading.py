@@ -51,7 +51,7 @@ def copy_ahead(items: Iterable[Any], device: torch.device) -> Iterator[Any]:
                 copied = _move(item, device)
             yield copied, copying.record_event()
 
-    for (item, copied_event), _ in itertools.pairwise(itertools.chain(copies(), [None])):
+    for (item, copied_event), _ in itertools.pairwise(itertools.chain(copies(), [(None, None)])):
         streams.current_stream().wait_event(copied_event)
         yield item
 
@@ -69,9 +69,9 @@ class _ErrorsAsItems(Dataset):
     def __init__(self, data: Dataset):
         self.data = data
 
-    def __getitem__(self, step: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
         try:
-            return self.data[step]
+            return self.data[index]
         except EXPECTED as error:
             return error
 

@@ -173,9 +173,9 @@ class RunLog:
 
     def skipped(self, step: int, reason: str, result: "Step", keys: Iterable[str]) -> None:
         """Log a skipped step and the keys of its samples on all ranks."""
+        losses = {name: _finite(value) for name, value in result.losses.items()}
         line = {"step": step, "why": reason, "loss": _finite(result.loss), "gradient_norm": _finite(result.norm)}
-        line |= {"losses": {name: _finite(value) for name, value in result.losses.items()}, "keys": list(keys)}
-        self._skipped.add(line)
+        self._skipped.add(line | {"losses": losses, "keys": list(keys)})
         print(f"step {step}/{self.steps}  skipped: {reason}", flush=True)
 
     def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:

@@ -141,7 +141,7 @@ def train_steps(run: Run) -> dict[str, float]:
             averages.add(result, taken=skip_reason is None)
             if run.log:
                 run.log.step(done)
-            if skipping.in_a_row >= recipe.most_skipped:
+            if skip_reason is not None and skipping.in_a_row >= recipe.most_skipped:
                 raise skipped_steps_error(run, skipping.in_a_row, done, skip_reason)
             validated = finish_step(run, done, result.stop_requested, stop, skipping, averages)
             metrics = metrics if validated is None else validated
@@ -192,8 +192,9 @@ def add_gradients(
     """Run the forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
-        syncs = world.size == 1 or number == len(parts) - 1  # ranks exchange gradients after the last part
-        with contextlib.nullcontext() if syncs else parallel.no_sync():
+        last = number == len(parts) - 1  # ranks exchange gradients after the last part
+        waits = isinstance(parallel, DistributedDataParallel) and not last
+        with parallel.no_sync() if waits else contextlib.nullcontext():
             losses = run.losses(parallel, part)
             totals.append(sum_losses(losses, world, stop.requested, waited))
             loss = mean_loss(losses, totals[-1], run.loss_weights) / len(parts)

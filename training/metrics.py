@@ -52,7 +52,7 @@ def mean_loss(losses: Losses, numbers: Tensor, weights: Mapping[str, float]) -> 
     for (name, (value, _)), count in zip(losses.items(), divisors, strict=False):
         if value.requires_grad:
             total = total + weights.get(name, 1.0) * value / count
-    return total
+    return torch.as_tensor(total)
 
 
 @dataclass(frozen=True)

@@ -86,12 +86,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         key = config.learning_rate if rate is None else rate, config.weight_decay if decays else 0.0
         groups.setdefault(key, []).append(parameter)
     parameters = [{"params": group, "peak": peak, "decay": decay} for (peak, decay), group in groups.items()]
+    rate, decay = config.learning_rate, config.weight_decay
     # Fused: one kernel for all parameters, also on CPUs.
-    common = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
     if config.kind == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
+        return torch.optim.SGD(parameters, rate, config.momentum, weight_decay=decay, fused=True)
     adam = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
-    return adam(parameters, betas=config.betas, eps=config.epsilon, **common)
+    return adam(parameters, rate, config.betas, config.epsilon, decay, fused=True)
 
 
 def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
@@ -132,11 +132,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
 
 def clip_gradients(model: nn.Module, config: OptimizerConfig) -> Tensor:
     """Clip the gradients according to `config`, and return their global norm before clipping."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    if not config.clip_each:
+    if config.max_grad_norm is None or not config.clip_each:
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         return nn.utils.clip_grad_norm_(parameters, math.inf if config.max_grad_norm is None else config.max_grad_norm)
     # All at once: on a GPU, one clip_grad_norm_ call per tensor took as long as a forward pass.
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
     torch._foreach_mul_(gradients, [*(config.max_grad_norm / (norms + 1e-6)).clamp(max=1).unbind()])
     return norms.norm()

@@ -21,7 +21,8 @@ Float32 = Literal["ieee", "tf32"]
 @contextmanager
 def float32_precision(convolutions: Float32, matrices: Float32) -> Iterator[None]:
     """Context manager: set the precision of float32 convolutions and matrix products on GPUs."""
-    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    conv = torch.backends.cudnn.conv  # ty: ignore[missing-attribute] set by torch at import
+    matmul = torch.backends.cuda.matmul
     before = conv.fp32_precision, matmul.fp32_precision
     conv.fp32_precision, matmul.fp32_precision = convolutions, matrices
     try:

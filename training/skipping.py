@@ -16,10 +16,10 @@ class Skipping:
     """Decides which steps to skip. The state has only losses, so that a resumed run skips the same steps."""
 
     def __init__(self, spike: float | None, state: Mapping[str, Any] | None = None):
-        state = state or {"taken": [], "in_a_row": 0}
+        state = state or {}
         self.spike = spike
-        self.taken = deque(state["taken"], WINDOW)  # losses of the last steps that were not skipped
-        self.in_a_row: int = state["in_a_row"]
+        self.taken = deque(state.get("taken", ()), WINDOW)  # losses of the last steps that were not skipped
+        self.in_a_row: int = state.get("in_a_row", 0)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
 _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
@@ -23,7 +24,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.requested = False
-        self._before: dict[int, signal.Handlers] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # only there can handlers be set

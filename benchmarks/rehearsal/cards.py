@@ -8,6 +8,7 @@ its launch and after the previous operation. Where the host waits for the device
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -108,7 +109,7 @@ def operation_seconds(operation: Operation, card: Card, float32: Float32 = "ieee
 
 def timeline(operations: Iterable[tuple[str, Operation]], card: Card, float32: Float32 = "ieee") -> dict[str, Part]:
     """Return the costs of each part. `operations` are (part, operation) in order."""
-    parts: dict[str, Part] = defaultdict(Part)
+    parts: dict[str, Any] = defaultdict(Part)  # typeshed's Counter counts only in integers
     host = device = 0.0
     for name, operation in operations:
         if not operation.kernels and not operation.waits:
@@ -117,7 +118,7 @@ def timeline(operations: Iterable[tuple[str, Operation]], card: Card, float32: F
         host += LAUNCH + LAUNCH_TENSOR * operation.tensors
         if operation.kernels:
             seconds = operation_seconds(operation, card, float32)
-            bound = max(seconds, key=seconds.get)
+            bound = max(seconds, key=seconds.__getitem__)
             part["host"] += max(0.0, host - device)
             part[bound] += seconds[bound]
             device = max(host, device) + seconds[bound]

@@ -1,5 +1,6 @@
 """Count kernels, products and bytes of a call of torch's dispatcher on a GPU, from shapes."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,7 +155,7 @@ def _products(name: str, args: tuple, results: list[Tensor]) -> Iterator[Product
         yield Product(a.shape[0], a.shape[1], b.shape[2], a.shape[2])
     elif name in _CONVOLUTIONS:
         y, weight = results[0], args[1]
-        yield Product(1, y.shape[0] * y.shape[2:].numel(), weight.shape[0], weight[0].numel())
+        yield Product(1, y.shape[0] * math.prod(y.shape[2:]), weight.shape[0], weight[0].numel())
     elif name == "aten::convolution_backward":
         grad, _, weight = args[:3]
         outputs, inputs, area = weight.shape[0], weight.shape[1], weight.shape[2:].numel()

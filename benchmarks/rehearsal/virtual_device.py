@@ -40,7 +40,7 @@ from benchmarks.rehearsal.operations import (
 )
 
 aten = torch.ops.aten
-_FOREACH = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)  # for _foreach_ operations
+_FOREACH: tuple[list[Any], ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
 _BLOCK = 512  # bytes: the CUDA allocator's block sizes are multiples of it
 
 
@@ -90,7 +90,7 @@ class VirtualTensor(torch.Tensor):
         self.held = held
 
     @property
-    def is_cuda(self) -> bool:
+    def is_cuda(self) -> bool:  # ty: ignore[incompatible-property-override] never set
         """True, so that programs take the same branches as on a GPU."""
         return True
 
@@ -101,10 +101,10 @@ class VirtualTensor(torch.Tensor):
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # ty: ignore[incompatible-method-override]
         if _active is None:
-            raise RuntimeError(f"{function} was called on the virtual device outside of `with VirtualDevice()`")
-        return _active.compute(function, args, kwargs or {})
+            raise RuntimeError(f"{func} was called on the virtual device outside of `with VirtualDevice()`")
+        return _active.compute(func, args, kwargs or {})
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
@@ -131,24 +131,24 @@ class VirtualDevice(TorchDispatchMode, Record):
         _active = self
         self._threads = torch.autograd.is_multithreading_enabled()
         torch.autograd.set_multithreading_enabled(False)  # autograd has no thread for the virtual device
-        self._clear, torch.clear_autocast_cache = torch.clear_autocast_cache, _casts.clear
+        self._clear, torch.clear_autocast_cache = torch.clear_autocast_cache, _casts.clear  # ty: ignore[invalid-assignment]
         for kinds in _FOREACH:
             kinds.append(VirtualTensor)
         return super().__enter__()
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         global _active
-        super().__exit__(*raised)
+        super().__exit__(exc_type, exc_val, exc_tb)
         for kinds in _FOREACH:
             kinds.remove(VirtualTensor)
-        torch.clear_autocast_cache = self._clear
+        torch.clear_autocast_cache = self._clear  # ty: ignore[invalid-assignment] patched, as above
         torch.autograd.set_multithreading_enabled(self._threads)
         _casts.clear()
         _active = None
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Handle all calls, also those without a tensor of the device, such as torch.arange(3, device=DEVICE)."""
-        return self.compute(function, args, kwargs or {})
+        return self.compute(func, args, kwargs or {})
 
     def start(self) -> None:
         """Start recording. Memory in use is kept."""
@@ -227,7 +227,7 @@ class VirtualDevice(TorchDispatchMode, Record):
         self.held -= size
 
 
-_active: VirtualDevice | None = None
+_active: Any = None  # a VirtualDevice, while one is entered
 _storages: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()  # of the device
 _pinned: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()  # of the host, page-locked
 
@@ -406,7 +406,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _with_casts(operation: Any, dtype: torch.dtype | None) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
-        guard = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))
+        guard = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))  # ty: ignore[missing-attribute]
         with guard:
             target = dtype or torch.get_autocast_dtype(DEVICE.type)
             args, kwargs = tree_map(lambda value: _cast(value, target), (args, kwargs))
@@ -426,9 +426,9 @@ def _attention(
 ) -> Tensor:
     """Call the memory-efficient kernel, which CUDA uses with a mask, as in padded rows."""
     bias = attn_mask
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     gradients = torch.is_grad_enabled() and query.requires_grad
     return aten._scaled_dot_product_efficient_attention.default(query, key, value, bias, gradients, dropout_p)[0]

@@ -1,8 +1,8 @@
 """`vlbert catalog`: prints a summary of a root, checks its files, and deletes files that nothing uses."""
 
 import sys
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
 
 import tyro
 
@@ -58,5 +58,5 @@ def _print_faults(inventory: Inventory) -> int:
     return 1 if faults else 0
 
 
-COMMANDS = {"status": print_status, "verify": verify_files, "gc": delete_garbage}
+COMMANDS: dict[str, Callable[..., Any]] = {"status": print_status, "verify": verify_files, "gc": delete_garbage}
 main = Command("vlbert catalog", COMMANDS, ObjectMissing, StorageUnreachable)

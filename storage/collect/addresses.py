@@ -55,7 +55,7 @@ class AddressGuard:
     def check_url(self, url: str) -> "yarl.URL":
         """Parse a URL for sending. Raises Refused if its form, its port or its literal address is not allowed."""
         parsed = parse_url(url)
-        host, port = parsed.host, parsed.port
+        host, port = str(parsed.host), parsed.port  # parse_url refuses a URL without a host
         if f"{host}:{port}" in self.allowed:
             return parsed
         if port not in _PORTS:
@@ -124,10 +124,10 @@ def guarded_resolver(guard: AddressGuard) -> Any:
 
     aiohttp caches an answer for ten seconds. `open_socket` checks the address of each connection again.
     """
-    from aiohttp.abc import AbstractResolver
+    from aiohttp.abc import AbstractResolver, ResolveResult
 
     class Resolver(AbstractResolver):
-        async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[dict[str, Any]]:
+        async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[ResolveResult]:
             try:
                 addresses = [ipaddress.ip_address(address) for address in await system_lookup(host, port)]
             except UnicodeError as error:  # a label that is empty or over 63 characters
@@ -167,10 +167,10 @@ def parse_url(url: str) -> "yarl.URL":
         raise Refused(Status.BAD_URL, f"{shown} has a user name")
     try:
         parsed = yarl.URL(text, encoded=_PLAIN_URL.fullmatch(text) is not None)
-        host, port = parsed.host, parsed.port
-        if not host or not port:
+        host, raw_host = parsed.host, parsed.raw_host
+        if not host or not raw_host or not parsed.port:
             raise ValueError("no host")
-        parsed.raw_host.encode("ascii")
+        raw_host.encode("ascii")
     except ValueError as error:  # also UnicodeError; its text may contain part of a password
         raise Refused(Status.BAD_URL, f"{shown} cannot be parsed") from error
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import aiohttp
     import yarl
 
-_SERVER_ERRORS = {Status.HTTP_429} | {Status(f"http_{code}") for code in range(500, 600)}
+_SERVER_ERRORS = {Status(f"http_{code}") for code in (429, *range(500, 600))}
 _RETRIED = _SERVER_ERRORS | {Status.CONNECT}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
@@ -213,14 +213,14 @@ class Fetcher:
             async with asyncio.timeout_at(end), self.session.get(url, allow_redirects=False) as response:
                 return await read(response)
         except aiohttp.ClientError as error:
-            hint = resource_error_hint(error)
+            hint, number = resource_error_hint(error), getattr(error, "errno", None)
             if hint:
-                raise OSError(error.errno, f"{error}, while requesting {display_url(str(url))}; {hint}") from error
+                raise OSError(number, f"{error}, while requesting {display_url(str(url))}; {hint}") from error
             status = _status_of(error)
             text = str(error).replace(str(url), display_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
             lost = status in (Status.CONNECT, Status.TIMEOUT)
-            transient = lost or (status == Status.DNS and error.errno == socket.EAI_AGAIN)
+            transient = lost or (status == Status.DNS and number == socket.EAI_AGAIN)
             raise Refused(status, detail, 0.0 if transient else None) from error
         except TimeoutError as error:  # without a retry, because the deadline has passed
             raise Refused(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error

@@ -68,7 +68,7 @@ class Hosts:
             host.answered_url, host.answered, host.failures = url, asyncio.get_running_loop().time(), 0
             if began >= host.lowered:
                 host.latencies.append(seconds)
-        if must_wait or status in (Status.HTTP_429, Status.HTTP_503):
+        if must_wait or status in ("http_429", "http_503"):
             if began >= host.lowered:  # requests that were in flight together lower the limit once
                 self._lower(host, 1 if must_wait else host.limit // 2)
         elif len(host.latencies) >= max(_INITIAL_LIMIT, host.limit):

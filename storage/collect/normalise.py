@@ -109,7 +109,7 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
         if image.format in ("JPEG", "MPO"):
             flags += _jpeg_flags(data, image)
         else:
-            flags.append(image.format.lower())
+            flags.append(str(image.format).lower())
             if getattr(image, "is_animated", False):
                 flags.append("animated")
             if image.format == "PNG" and data[24] == 16:  # IHDR's bit depth; Pillow reduces colour images to 8 bits
@@ -133,7 +133,7 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
         flags.append("exif_rotated")
     if max(image.size) > settings.max_side:
         scale = settings.max_side / max(image.size)
-        size = tuple(max(1, round(side * scale)) for side in image.size)
+        size = [max(1, round(side * scale)) for side in image.size]
         image = image.resize(size, Image.Resampling.LANCZOS)  # Pillow antialiases when it shrinks
         flags.append("resized")
     image.info = {}  # do not write a comment of the file again
@@ -223,7 +223,7 @@ def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
         flags.append("palette")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        if image.getchannel("A").getextrema()[0] < 255:
+        if image.getchannel("A").getextrema() != (255, 255):
             flags.append("alpha")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     elif image.mode == "CMYK":

@@ -12,7 +12,7 @@ _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 class Status(StrEnum):
     """The outcome of a row, with an explanation. HTTP_400 to HTTP_599 are members, too."""
 
-    _ignore_ = ("code", "members")
+    _ignore_ = "code members"
     meaning: str
 
     def __new__(cls, value: str, meaning: str) -> "Status":

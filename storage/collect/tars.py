@@ -81,7 +81,7 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=stream, mode="r:") as members:
             while (member := members.next()) is not None:
-                members.members.clear()  # or the list would grow with the tar
+                members.members.clear()  # ty: ignore[missing-attribute] not in typeshed; it would grow with the tar
                 if member.isreg() and not member.issparse() and not _META.match(member.name):
                     yield member
             end = members.offset
