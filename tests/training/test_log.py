@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from places import PROJECT
@@ -81,3 +82,12 @@ def test_the_heartbeat_tells_where_the_run_is_and_the_page_of_formats_names_its_
     (table,) = re.findall(r"\| field of `heartbeat.json` .*?\n(.*?)\n\n", page, re.DOTALL)
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == beat.keys() | {"detector", "snapshot"}
+
+
+def test_the_time_of_a_validation_is_not_training_time(monkeypatch: pytest.MonkeyPatch):
+    moments = iter([0.0, 10.0, 60.0, 75.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
+    averages = RunningAverages()
+    with averages.paused():
+        pass
+    assert averages.seconds()[0] == 25.0

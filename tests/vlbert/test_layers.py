@@ -87,3 +87,11 @@ def test_linear_layers_compute_no_padding(encoder: Encoder):
     encode(encoder, x, mask)
     assert seen == [(int(mask.sum()), 40)]
     assert Packing.of(mask, mask.sum(dim=1).tolist(), torch.float32).filled.shape == (5, int(mask.sum(dim=1).max()))
+
+
+def test_attention_weights_are_dropped_in_training_only(encoder: Encoder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda _, x: x)  # so that only attention's own is left
+    x, mask = some_rows()
+    expected = encode(encoder, x, mask)
+    assert torch.equal(encode(encoder, x, mask), expected)
+    assert not torch.equal(encode(encoder.train(), x, mask), expected)
