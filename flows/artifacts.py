@@ -52,7 +52,7 @@ class Artifact:
             shown = content()
             if self.id is None:
                 made = MarkdownArtifact(key=self.key, description=self.description, markdown=shown)
-                self.id = made.create(_sync=True).id  # ty: ignore[unknown-argument, missing-union-attribute] decorated
+                self.id = made.create(_sync=True).id  # ty: ignore[unknown-argument, missing-union-attribute] dispatched
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(self.id, ArtifactUpdate(data=shown))

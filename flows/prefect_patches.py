@@ -73,7 +73,7 @@ def keep_slot() -> None:
     """
     import prefect.flow_engine
 
-    prefect.flow_engine.maintain_concurrency_lease = lambda *_, **__: nullcontext()  # ty: ignore[invalid-assignment]
+    prefect.flow_engine.maintain_concurrency_lease = lambda *_, **__: nullcontext()  # ty: ignore[invalid-assignment] patched
 
 
 def renew_slot(

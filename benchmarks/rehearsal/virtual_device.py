@@ -101,7 +101,7 @@ class VirtualTensor(torch.Tensor):
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # ty: ignore[incompatible-method-override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # ty: ignore[incompatible-method-override] torch has no signature
         if _active is None:
             raise RuntimeError(f"{func} was called on the virtual device outside of `with VirtualDevice()`")
         return _active.compute(func, args, kwargs or {})
@@ -131,7 +131,7 @@ class VirtualDevice(TorchDispatchMode, Record):
         _active = self
         self._threads = torch.autograd.is_multithreading_enabled()
         torch.autograd.set_multithreading_enabled(False)  # autograd has no thread for the virtual device
-        self._clear, torch.clear_autocast_cache = torch.clear_autocast_cache, _casts.clear  # ty: ignore[invalid-assignment]
+        self._clear, torch.clear_autocast_cache = torch.clear_autocast_cache, _casts.clear  # ty: ignore[invalid-assignment] patched
         for kinds in _FOREACH:
             kinds.append(VirtualTensor)
         return super().__enter__()
@@ -406,7 +406,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _with_casts(operation: Any, dtype: torch.dtype | None) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
-        guard = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))  # ty: ignore[missing-attribute]
+        guard = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY)))
         with guard:
             target = dtype or torch.get_autocast_dtype(DEVICE.type)
             args, kwargs = tree_map(lambda value: _cast(value, target), (args, kwargs))
