@@ -17,7 +17,6 @@ from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
 
 from demo.serve import free_port
 from flows.settings import Processes
-from flows.supervisor import ChildFailed, ChildTimedOut
 from flows.torchrun import TrainingStopped, Watch, torchrun
 from storage.object_store import open_store
 from training.distributed import World
@@ -91,15 +90,8 @@ from vlbert.config import Recipe
 from vlbert.train import train
 
 root, name, rank, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-def say(line):
-    os.write(1, f"{line}\\n".encode())  # at once, for the ranks share the pipe
-
-say(f"LOCAL_RANK {os.environ['LOCAL_RANK']} RANK {os.environ['RANK']}")
 
 def observe(at, parts):
-    for part in parts:
-        texts = sum(key.startswith("text-") for key in part.keys)
-        say(f"RANK {os.environ['RANK']} takes {len(part.keys) - texts} images and {texts} texts")
     killed = Path("killed")
     if (at, int(os.environ["RANK"])) == (step, rank) and not killed.exists():
         while not list(root.glob(f"runs/{name}/step-*/state.json")):  # it is written meanwhile
@@ -118,31 +110,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_root(tmp_path_factory.mktemp("many"))
 
 
-@pytest.fixture(scope="module")
-def alone(root: Path) -> list[tuple]:
-    """The losses of one process."""
-    still = dataclasses.replace(TINY_MODEL, dropout=0.0)
-    train(tiny_recipe(root, run_name="alone", model=still), World(0, 1, torch.device("cpu")))
-    return losses(root, "alone")
-
-
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
 def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0) -> list[subprocess.Popen]:
     """Two torchruns that meet as two machines do, with two ranks each."""
     options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=tiny"]
     options.append(f"--max-restarts={restarts}")
-    return [launched(folder, program, *arguments, options=options, **OWN_STORE) for _ in range(2)]
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [launched(folder, program, *arguments, options=options, **own_store) for _ in range(2)]
 
 
 @pytest.mark.slow
-def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, alone, tmp_path):
+def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, tmp_path):
+    still = dataclasses.replace(TINY_MODEL, dropout=0.0)
+    train(tiny_recipe(root, run_name="alone", model=still), World(0, 1, torch.device("cpu")))
     nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", 2, 3, restarts=2)]
     assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
     assert (tmp_path / "killed").exists()
     assert "nodes again resumes from" in nodes[0][1] + nodes[1][1]
-    np.testing.assert_allclose(np.array(losses(root, "nodes again")), np.array(alone), rtol=2e-5)
+    np.testing.assert_allclose(np.array(losses(root, "nodes again")), np.array(losses(root, "alone")), rtol=2e-5)
 
 
 @pytest.mark.slow
@@ -212,60 +196,3 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
     assert 3 <= step < 2000
     logged = trained_by_a_flow(root, "signalled", lambda: None, processes, steps=step + 1)
     assert any(f"resumes from {place}" in line for line in logged)
-
-
-def in_place_of_torchrun(folder: Path, program: str) -> None:
-    """Have `python -m training.launch`, started in the folder, run this."""
-    (folder / "training").mkdir()
-    (folder / "training" / "__init__.py").touch()
-    (folder / "training" / "launch.py").write_text(program)
-
-
-# In place of torchrun: what is printed last, and the exit status.
-ENDING = """
-import sys
-line, status = {!r}
-print(line, flush=True)
-sys.exit(status)
-"""
-
-
-@pytest.mark.parametrize(
-    ("ending", "raised", "words"),
-    [
-        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "by SIGTERM .*after step 5 of 9"),
-        (("vlbert train r: out of memory", 1), ChildFailed, r"  \| vlbert train r: out of memory"),
-    ],
-)
-def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch, ending, raised, words):
-    in_place_of_torchrun(tmp_path, ENDING.format(ending))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RuntimeError, match=words) as ended:
-        torchrun("a.program", [], Processes(), lambda line: None)
-    assert ended.type is raised
-
-
-# In place of torchrun: asked to end, it takes half a second.
-SLOW_TO_END = """
-import signal, sys, time
-
-def end(*_):
-    time.sleep(0.5)
-    sys.exit("saved")
-
-signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def test_torchrun_gets_its_restarts_and_its_grace_to_save(tmp_path, monkeypatch):
-    in_place_of_torchrun(tmp_path, SLOW_TO_END)
-    monkeypatch.chdir(tmp_path)
-    for grace, printed in ((0.1, ["ready"]), (20, ["ready", "saved"])):
-        processes = Processes(restarts=3, grace=grace, timeout=1.5)
-        with pytest.raises(ChildTimedOut) as failed:
-            torchrun("no.program", [], processes, lambda line: None)
-        assert failed.value.tail == printed
-        assert "--max-restarts=3" in failed.value.command
-    assert Processes(grace=119.5).environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
