@@ -28,7 +28,6 @@ from flows.settings import FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.object_store import StorageUnreachable, open_store
-from training.log import last_metrics
 
 
 @pytest.fixture
@@ -79,20 +78,19 @@ def test_only_what_may_pass_is_tried_again(error: Exception, again: bool):
     assert is_transient(None, None, Failed(data=error)) is again
 
 
-def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """From here on, `vlbert detect` is this program."""
-    (folder / "detectors").mkdir(exist_ok=True)
-    (folder / "detectors" / "__init__.py").touch()
-    (folder / "detectors" / "run.py").write_text(program)
-    monkeypatch.chdir(folder)
-
-
-def real_detector() -> str:
-    """A program that goes on as the real `vlbert detect`."""
-    return (
-        f"import os, sys; os.chdir({str(PROJECT)!r}); "
-        "os.execv(sys.executable, [sys.executable, '-m', 'vlbert', *sys.argv[1:]])"
-    )
+# In place of `vlbert detect`: one dataset fails, storage is away once, and then it goes on as the real one.
+DETECT = """
+import os, pathlib, sys
+if sys.argv[3] == "broken":
+    print("no memory")
+    sys.exit(3)
+tried = pathlib.Path("tried")
+if not tried.exists():
+    tried.touch()
+    sys.exit({unreachable})
+os.chdir({project!r})
+os.execv(sys.executable, [sys.executable, "-m", "vlbert", *sys.argv[1:]])
+"""
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -106,10 +104,11 @@ def test_a_storage_that_comes_back_costs_a_second_attempt_and_a_dataset_that_fai
 ):
     shutil.copytree(Path(root) / "captions", Path(root) / "broken")
     (Path(root) / "runs" / "images").mkdir(parents=True)  # no dataset: no shard is in it
-    program = "import pathlib, sys\nif sys.argv[3] == 'broken':\n    print('no memory'); sys.exit(3)\n"
-    program += f"tried = pathlib.Path({str(tmp_path / 'tried')!r})\n"
-    program += f"if not tried.exists():\n    tried.touch(); sys.exit({STORAGE_UNREACHABLE})\n"
-    stand_in(tmp_path, monkeypatch, program + real_detector())
+    (tmp_path / "detectors").mkdir()
+    (tmp_path / "detectors" / "__init__.py").touch()
+    program = DETECT.format(unreachable=STORAGE_UNREACHABLE, project=str(PROJECT))
+    (tmp_path / "detectors" / "run.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
     quick = detect_dataset.with_options(retry_delay_seconds=0.1, retry_jitter_factor=None)
     monkeypatch.setattr("flows.detect.detect_dataset", quick)
     with pytest.raises(ChildFailed, match=r"vlbert detect .* broken .*\nit failed with exit status 3; its last lines:"):
@@ -123,10 +122,7 @@ def test_a_storage_that_comes_back_costs_a_second_attempt_and_a_dataset_that_fai
     assert (run["name"], run["state_type"]) == ("detect all", "FAILED")
     assert "ChildFailed" in run["state"]["message"]
     assert set(artifacts_of(served, run)) == {"regions-broken", "regions-captions"}
-    assert any(
-        record.getMessage().startswith("broken: ") and "  | no memory" in record.getMessage()
-        for record in caplog.records
-    )
+    assert re.search(r"^.*broken: (?s:.)*  \| no memory", caplog.text, re.MULTILINE)
 
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------
@@ -187,11 +183,9 @@ def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_
     assert sum("nothing to detect" in line for line in lines) == 3
     # The deployment of the fine-tuning names no detector, and the checkpoint `latest`.
     assert any(line.startswith("refcoco-with is complete") for line in pipeline_rerun["finetune/default"])
-    assert (again.pretrained.checkpoint, again.pretrained.metrics) == (
-        pipeline.pretrained.checkpoint,
-        pipeline.pretrained.metrics,
-    )
     assert {one.peak_bytes for one in (again.pretrained, *again.detected.values())} == {0}, "no process was started"
+    same = {name: getattr(pipeline.pretrained, name) for name in ("seconds", "peak_bytes")}
+    assert dataclasses.replace(again.pretrained, **same) == pipeline.pretrained
     assert {run["state_type"] for run in [*stages, *stages_again]} == {"COMPLETED"}
 
     # One task run for each group of shards, and one artifact for each table: never one for each image.
@@ -211,11 +205,8 @@ def test_a_fine_tuning_is_evaluated_once_on_each_split_that_is_named(
     served: Operated, demo_data: DemoData, monkeypatch: pytest.MonkeyPatch
 ):
     root = served.deployments.parent / "root"
-    parameters = tiny_pipeline(demo_data, root)["finetunings"][0] | {
-        "pretraining": "pretrain",
-        "evaluate": ["val", "testA"],
-    }
-    settings = TypeAdapter(FinetuneSettings).validate_python(parameters)
+    more = {"pretraining": "pretrain", "evaluate": ["val", "testA"]}
+    settings = TypeAdapter(FinetuneSettings).validate_python(tiny_pipeline(demo_data, root)["finetunings"][0] | more)
     trained = finetune_flow(str(root), str(root / "work"), settings)
     assert [one.split for one in trained.evaluated] == ["val", "testA"]
     folders = [Path(one.folder) for one in trained.evaluated]
@@ -247,35 +238,23 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     for module in ("detect", "torchrun"):  # the corpus is looked at by its own program
         monkeypatch.setattr(f"flows.{module}.run_child", start)
     root = served.deployments.parent / "root"
-    parameters, work, lines = tiny_pipeline(demo_data, root), str(root / "work"), []
+    parameters, work = tiny_pipeline(demo_data, root), str(root / "work")
     pretraining = TypeAdapter(PretrainSettings).validate_python(parameters["pretraining"])
     tuning = TypeAdapter(FinetuneSettings).validate_python(parameters["finetunings"][0] | {"pretraining": "pretrain"})
-    detector = DetectionConfig("annotated", annotations=str(demo_data.annotations))
     corpus = Path(work, "text", pretraining.resolved_recipe.run, "corpus.json")
     written = corpus.stat().st_mtime_ns
-
-    found = detect(str(root), "captions", detector, lines.append)
-    assert (found.shards, found.new_shards, found.peak_bytes) == (4, 0, 0)
-    first, tuned = (
-        pretrain(str(root), work, pretraining, found.detector, lines.append),
-        finetune(str(root), work, tuning, lines.append),
-    )
-    for trained, run in ((first, "pretrain"), (tuned, "refcoco-with")):
-        assert (trained.checkpoint, trained.peak_bytes) == (str(root / f"runs/{run}/step-0000004"), 0)
-        assert trained.metrics == last_metrics(open_store(str(root)), run)
-        assert f"{run} is complete: {trained.checkpoint} has step 4 of 4" in lines
+    pretrain(str(root), work, pretraining)
+    finetune(str(root), work, tuning)
     assert corpus.stat().st_mtime_ns == written
 
-    again = dataclasses.replace(pretraining, overrides=(*pretraining.overrides, "--steps=5"))
     other = DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
-    for program, run in (
-        ("vlbert detect", lambda: detect(str(root), "captions", other)),
-        ("vlbert.train", lambda: pretrain(str(root), work, again)),
-        ("vlbert.train", lambda: finetune(str(root), work, dataclasses.replace(tuning, run="other"))),
-        (
-            "vlbert.evaluation.evaluate",
-            lambda: finetune(str(root), work, dataclasses.replace(tuning, evaluate=("testB",))),
-        ),
-    ):
-        with pytest.raises(Started, match=rf"-m {program} "):
-            run()
+    again = dataclasses.replace(pretraining, overrides=(*pretraining.overrides, "--steps=5"))
+    renamed, evaluated = dataclasses.replace(tuning, run="other"), dataclasses.replace(tuning, evaluate=("testB",))
+    with pytest.raises(Started, match="-m vlbert detect "):
+        detect(str(root), "captions", other)
+    with pytest.raises(Started, match=r"-m vlbert\.train "):
+        pretrain(str(root), work, again)
+    with pytest.raises(Started, match=r"-m vlbert\.train "):
+        finetune(str(root), work, renamed)
+    with pytest.raises(Started, match=r"-m vlbert\.evaluation\.evaluate "):
+        finetune(str(root), work, evaluated)
