@@ -89,8 +89,7 @@ def test_a_skipped_step_changes_nothing_and_is_logged_with_its_samples(tmp_path,
     as_if, other = run_small(without, [0, 1, 3, 4])
     # The statistics of the norm, and how many batches they are of, too.
     torch.testing.assert_close(network.state_dict(), as_if.state_dict(), rtol=0, atol=0)
-    moments = zip(optimizer.state.values(), other.state.values(), strict=True)
-    assert all(torch.equal(one[name], two[name]) for one, two in moments for name in one)
+    torch.testing.assert_close(optimizer.state_dict()["state"], other.state_dict()["state"], rtol=0, atol=0)
 
     (line,) = lines_of(skipped, "skipped.jsonl")
     assert line["keys"] == [f"{float(row[0]):.3f}" for part in parts_of(2) for row in part]
@@ -106,10 +105,9 @@ def test_a_skipped_step_changes_nothing_and_is_logged_with_its_samples(tmp_path,
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     store = open_store(str(tmp_path))
     run_small(store, range(6), bad=[1, 3])  # one at a time
-    with pytest.raises(FloatingPointError) as error:
+    named = rf"2 steps in a row.* size \(nan\).* no checkpoint.* {tmp_path}/runs/run/skipped.jsonl"
+    with pytest.raises(FloatingPointError, match=named) as error:
         run_small(store, range(6), bad=[1, 3, 4])
-    for words in ("2 steps in a row", "size (nan)", f"{tmp_path}/runs/run/skipped.jsonl", "no checkpoint"):
-        assert words in str(error.value)
     assert [line["step"] for line in lines_of(store, "skipped.jsonl")] == [2, 4, 5]
     beat = read_heartbeat(store, "run")
     assert (beat["state"], beat["step"], beat["reason"]) == ("failed", 5, str(error.value))
@@ -136,15 +134,11 @@ def test_a_measure_without_gradient_changes_no_weight(tmp_path):
     assert 0 <= line["data_wait"] <= 1
     assert line["memory_gb"] > 0.01
 
-    class Unmeasured(Network):
-        def forward(self, rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
-            return {"size": super().forward(rows)["size"]}
-
-    plain = Unmeasured()
+    plain = Network()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for number in range(4):
         for part in parts_of(number):
-            (loss, count) = plain(part)["size"]
+            loss, count = plain(part)["size"]
             (loss / count / 2).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
@@ -214,10 +208,11 @@ def test_sigterm_during_a_validation_stops_the_run_after_it(tmp_path, before):
         wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "validating")  # a thread writes it
         return {"accuracy": 1.0}, []
 
+    def save(writer: Writer, done: int, state: dict) -> None:
+        saved.append(done)
+
     with pytest.raises(Stopped, match="after step 2 of 6"):
-        run_small(
-            store, range(6), validate=validate, save=lambda writer, done, state: saved.append(done), validate_every=2
-        )
+        run_small(store, range(6), validate=validate, save=save, validate_every=2)
     assert saved == [2]
     assert [line["kind"] for line in lines_of(store, "metrics.jsonl")] == ["training", "validation"]
     assert read_heartbeat(store, "run")["state"] == "stopped"
@@ -274,9 +269,7 @@ with Stop():
 
 
 def test_a_second_ctrl_c_waits_for_nothing():
-    program = [sys.executable, "-c", TWICE]
-    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=40)
+    ended = subprocess.run([sys.executable, "-c", TWICE], cwd=PROJECT, capture_output=True, text=True, timeout=40)
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr.count("Ctrl-C again exits at once") == 1
 
