@@ -75,8 +75,9 @@ def test_the_fast_rcnn_learns_at_its_own_rate_and_what_is_frozen_not_at_all():
     config = OptimizerConfig(learning_rate=8.0, region_learning_rate=2.0, warmup_steps=4, weight_decay=0.0)
     optimizer = make_optimizer(model, config)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
-    set_learning_rate(optimizer, 1, 10, config)
-    assert [group["lr"] for group in optimizer.param_groups] == [4, 1]
+    for step, factor in ((0, 1 / 4), (1, 1 / 2), (9, 1 / 7)):  # the last step of ten learns, too
+        set_learning_rate(optimizer, step, 10, config)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([8 * factor, 2 * factor])
 
 
 AS_VILBERT = {"bert_adam": False, "bias_correction": False, "max_grad_norm": 1.0, "clip_each": True}
