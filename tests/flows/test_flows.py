@@ -199,62 +199,47 @@ def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_
     }
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("prefect_server", "pipeline_run")
-def test_a_fine_tuning_is_evaluated_once_on_each_split_that_is_named(
-    served: Operated, demo_data: DemoData, monkeypatch: pytest.MonkeyPatch
-):
-    root = served.deployments.parent / "root"
-    more = {"pretraining": "pretrain", "evaluate": ["val", "testA"]}
-    settings = TypeAdapter(FinetuneSettings).validate_python(tiny_pipeline(demo_data, root)["finetunings"][0] | more)
-    trained = finetune_flow(str(root), str(root / "work"), settings)
-    assert [one.split for one in trained.evaluated] == ["val", "testA"]
-    folders = [Path(one.folder) for one in trained.evaluated]
-    assert folders[0] == root / "runs/refcoco-with/evaluations/val-step-0000004"
-    assert trained.evaluated[0].metrics == json.loads((folders[0] / "metrics.json").read_text())["metrics"]
-    assert (folders[1] / trained.evaluated[1].submission[0]).is_file()
-    shown = artifacts_of(served, newest(served, "finetune"))["finetune-refcoco-with"]
-    assert re.search(r"\| accuracy\\_published \| \d\.\d+ \| .*base", shown), "beside the paper's"
-
-    before = {file: file.stat().st_mtime_ns for place in folders for file in place.iterdir()}
-    monkeypatch.delattr("flows.torchrun.run_child")
-    again = finetune(str(root), str(root / "work"), settings)
-    assert again.evaluated == trained.evaluated
-    assert {file: file.stat().st_mtime_ns for file in before} == before
-
-
 class Started(Exception):
     """A stage has started this command."""
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("pipeline_run")
-def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does(
+@pytest.mark.usefixtures("prefect_server", "pipeline_run")
+def test_a_stage_or_an_evaluation_that_is_done_starts_no_process_and_one_with_other_settings_does(
     served: Operated, demo_data: DemoData, monkeypatch: pytest.MonkeyPatch
 ):
+    root = served.deployments.parent / "root"
+    parameters, work = tiny_pipeline(demo_data, root), str(root / "work")
+    pretraining = TypeAdapter(PretrainSettings).validate_python(parameters["pretraining"])
+    given = parameters["finetunings"][0] | {"pretraining": "pretrain", "evaluate": ["val", "testA"]}
+    tuning = TypeAdapter(FinetuneSettings).validate_python(given)
+    tuned = finetune_flow(str(root), work, tuning)
+    assert [one.split for one in tuned.evaluated] == ["val", "testA"]
+    folders = [Path(one.folder) for one in tuned.evaluated]
+    assert folders[0] == root / "runs/refcoco-with/evaluations/val-step-0000004"
+    assert tuned.evaluated[0].metrics == json.loads((folders[0] / "metrics.json").read_text())["metrics"]
+    assert (folders[1] / tuned.evaluated[1].submission[0]).is_file()
+    shown = artifacts_of(served, newest(served, "finetune"))["finetune-refcoco-with"]
+    assert re.search(r"\| accuracy\\_published \| \d\.\d+ \| .*base", shown), "beside the paper's"
+
     def start(command: list[object], *_: object, **__: object) -> None:
         raise Started(" ".join(map(str, command)))
 
     for module in ("detect", "torchrun"):  # the corpus is looked at by its own program
         monkeypatch.setattr(f"flows.{module}.run_child", start)
-    root = served.deployments.parent / "root"
-    parameters, work = tiny_pipeline(demo_data, root), str(root / "work")
-    pretraining = TypeAdapter(PretrainSettings).validate_python(parameters["pretraining"])
-    tuning = TypeAdapter(FinetuneSettings).validate_python(parameters["finetunings"][0] | {"pretraining": "pretrain"})
-    corpus = Path(work, "text", pretraining.resolved_recipe.run, "corpus.json")
-    written = corpus.stat().st_mtime_ns
+    corpus = root / "work" / "text" / pretraining.resolved_recipe.run
+    before = {file: file.stat().st_mtime_ns for folder in (corpus, *folders) for file in folder.iterdir()}
     pretrain(str(root), work, pretraining)
-    finetune(str(root), work, tuning)
-    assert corpus.stat().st_mtime_ns == written
+    assert finetune(str(root), work, tuning).evaluated == tuned.evaluated
+    assert {file: file.stat().st_mtime_ns for file in before} == before
 
-    other = DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
     again = dataclasses.replace(pretraining, overrides=(*pretraining.overrides, "--steps=5"))
-    renamed, evaluated = dataclasses.replace(tuning, run="other"), dataclasses.replace(tuning, evaluate=("testB",))
+    renamed, other_split = (dataclasses.replace(tuning, **new) for new in ({"run": "other"}, {"evaluate": ("testB",)}))
     with pytest.raises(Started, match="-m vlbert detect "):
-        detect(str(root), "captions", other)
+        detect(str(root), "captions", DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances)))
     with pytest.raises(Started, match=r"-m vlbert\.train "):
         pretrain(str(root), work, again)
     with pytest.raises(Started, match=r"-m vlbert\.train "):
         finetune(str(root), work, renamed)
     with pytest.raises(Started, match=r"-m vlbert\.evaluation\.evaluate "):
-        finetune(str(root), work, evaluated)
+        finetune(str(root), work, other_split)

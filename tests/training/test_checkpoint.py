@@ -134,11 +134,9 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     writer = Writer(open_store(str(tmp_path)), logged.append)
     writer.put("runs/r/metrics.jsonl", b"1")
     write(writer, 1)
-    with pytest.raises(StorageUnreachable) as error:
+    named = r"^not saved: (?=.*/step-\*)(?=.*/metrics.jsonl).*cannot write or remove"
+    with pytest.raises(StorageUnreachable, match=named):
         writer.finish(wait=0.3)
-    assert str(error.value).startswith("not saved: ")
-    for name in ("runs/r/metrics.jsonl", "runs/r/step-*", "cannot write or remove"):
-        assert name in str(error.value)
     writer.put("runs/r/heartbeat.json", b"failed")
     away.unlink()
     writer.finish()
@@ -221,11 +219,10 @@ def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_
 
 def write_to_a_full_disk(root: Path) -> None:
     """Files may have 20 kB, and the model has 40."""
-    store, errors = open_store(str(root)), []
+    errors = []
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    writer = Writer(store, errors.append)
-    model = {"a": torch.ones(100, 100)}
-    write_checkpoint(writer, "r", 1, 1, {MODEL: model}, {"step": 1}, 1, None)
+    writer = Writer(open_store(str(root)), errors.append)
+    write_checkpoint(writer, "r", 1, 1, {MODEL: {"a": torch.ones(100, 100)}}, {"step": 1}, 1, None)
     wait_for(lambda: errors)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     writer.finish()
