@@ -32,8 +32,6 @@ from vlbert.evaluation.evaluate import evaluate
 from vlbert.recipes import RECIPES, all_recipes
 from vlbert.train import prepare, train
 
-# --- standard steps ---------------------------------------------------------------------------------------------------
-
 GOLDEN = json.loads((DATA / "rehearsed.json").read_text())  # of 8 pairs, and as many text rows where the recipe has any
 LONG = {"pretrain_vilbert_base", "pretrain_unicoder_vl_base"}
 
@@ -65,9 +63,6 @@ def test_each_part_computes_as_many_flops_as_torch_counts_on_the_cpu():
     assert parts["backbone"] > 0 < parts["encoder, backward"]
 
 
-# --- the device -------------------------------------------------------------------------------------------------------
-
-
 MIXED = {
     "a sum": lambda here, there: here + there,
     "in place": lambda here, there: there.add_(here),
@@ -85,8 +80,6 @@ def test_tensors_of_both_devices_are_refused_and_the_line_is_named(mixed: Callab
         with pytest.raises(RuntimeError, match=rf"mixes .*{mixed.__code__.co_firstlineno} < test_rehearsal.py:"):
             mixed(here, there)
 
-
-# --- programs ---------------------------------------------------------------------------------------------------------
 
 GPU = World(0, 1, DEVICE)
 SHORT = {"steps": 1, "save_every": 1, "validation_samples": 4}  # what was not computed reads as "stop after this step"
@@ -122,12 +115,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", PRETRAININGS)
 def test_pretraining_runs(root: Path, name: str):
     precomputed = PRETRAININGS[name]["model"].regions.features == "precomputed"
+    data = {"datasets": {"features": None}, "held_out": ("features",)} if precomputed else {}
+    data |= {} if name == "vlbert" else {"text_batch": 0, "text_corpus": None}
     recipe = tiny_recipe(root, **SHORT | {"run_name": name} | PRETRAININGS[name])
-    data = {"datasets": {"features" if precomputed else "captions": None}, "batch": 4}
-    data |= {"held_out": ("features" if precomputed else "held-out",), "gradient_accumulation": 2}
-    data |= {"text_batch": 2} if name == "vlbert" else {"text_batch": 0, "text_corpus": None}
+    data = dataclasses.replace(recipe.data, batch=4, gradient_accumulation=2, **data)
     with VirtualDevice() as device:
-        train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **data)), GPU)
+        train(dataclasses.replace(recipe, data=data), GPU)
     products = [one for one in device.operations if one.products]
     low = [one for one in products if one.dtype == torch.bfloat16]
     assert len(low) > 0.9 * len(products) if recipe.precision == "bf16" else not low
@@ -176,9 +169,6 @@ def test_batches_come_without_waiting(root: Path):
     assert {tensor.device for tensor in (part.tokens, part.boxes, *part.pixels, *part.labels.values())} == {DEVICE}
     assert sum(one.copied for one in device.operations) > 4 * 3 * 64 * 96, "pixels"
     assert [one for one in device.operations if one.waits] == []
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -44,9 +44,6 @@ def fits(expression: str, annotation: dict) -> bool:
     return {same.get(word, word) for word in expression.split()} - FILLING <= properties
 
 
-# ---- the images of the tasks, and VQA ----
-
-
 SPLITS = {"train2014": "train", "val2014": "val", "test2015": "test"}  # of VQA and of VCR
 
 
@@ -133,9 +130,6 @@ def test_the_right_choices_are_true_of_the_scene_and_the_others_are_not(items, t
         assert colours[one] not in offered, "no rationale says the colour of the right answer"
 
 
-# ---- drawing again ----
-
-
 # sha256 of all files of TINY but the images; a change needs another DATA_VERSION.
 WORDS = "b11bb51814fca56348f79ed2d98f62c3e7c1a91bb56f5c1a1e7982e1527e1fe8"
 
@@ -169,9 +163,6 @@ def test_data_that_are_there_stay_and_others_are_refused_and_an_interrupted_draw
     drawn.description.write_text(json.dumps(json.loads(drawn.description.read_text()) | {"version": 0}))
     with pytest.raises(ValueError, match=r"demo.json is of another version.*remove"):
         draw_demo_data(tmp_path, TINY)
-
-
-# ---- the server ----
 
 
 @pytest.fixture(scope="module")

@@ -65,9 +65,6 @@ def test_a_line_of_a_chart_is_thinned_and_passes_over_rows_without_the_value():
     assert len(base64.b64decode(draw_panels({"x": lines}).partition(",")[2])) < 30_000
 
 
-# --- an artifact that grows -------------------------------------------------------------------------------------------
-
-
 def test_an_artifact_changes_at_most_each_fiftieth_of_the_time_that_has_passed(monkeypatch: pytest.MonkeyPatch):
     clock, shown = SimpleNamespace(now=0.0), []
     monkeypatch.setattr("flows.artifacts.time", SimpleNamespace(monotonic=lambda: clock.now))

@@ -48,8 +48,6 @@ def test_the_form_in_the_flow_ui_describes_every_setting():
     assert [name for name, field in fields.items() if not field.get("description")] == []
 
 
-# --- the whole pipeline -----------------------------------------------------------------------------------------------
-
 PRECOMPUTED = {"recipe": "pretrain_vlbert --features precomputed", "overrides": ()}
 REFUSED = [
     ("datasets", {"detector": {"misspelt": 1}}, r"datasets.0.detector.misspelt: Unexpected"),
@@ -129,9 +127,6 @@ def test_a_task_without_a_file_of_its_own_is_refused(parameters: dict, tmp_path:
 def test_a_stage_alone_refuses_an_override_of_what_it_sets(stage: Callable, settings: type, name: str, source: str):
     with pytest.raises(ValueError, match=f"override --{name}=x: .* {source}"):
         stage("r", "w", settings(overrides=(f"--{name}=x",)))
-
-
-# --- deployments ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", ["project", "demo"])

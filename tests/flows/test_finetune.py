@@ -63,24 +63,17 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "training" / "launch.py"
 
 
-# What is printed last, and the exit status.
-ENDING = """
-import sys
-line, status = {!r}
-print(line, flush=True)
-sys.exit(status)
-"""
-
-
 @pytest.mark.parametrize(
-    ("ending", "raised", "words"),
+    ("line", "status", "raised", "words"),
     [
-        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "by SIGTERM .*after step 5 of 9"),
-        (("vlbert train r: out of memory", 1), ChildFailed, r"  \| vlbert train r: out of memory"),
+        ("vlbert train r: stopped: after step 5 of 9", 75, TrainingStopped, "by SIGTERM .*after step 5 of 9"),
+        ("vlbert train r: out of memory", 1, ChildFailed, r"  \| vlbert train r: out of memory"),
     ],
 )
-def test_a_flow_knows_a_stopped_training_from_a_failed_one(launcher: Path, ending: tuple, raised: type, words: str):
-    launcher.write_text(ENDING.format(ending))
+def test_a_flow_knows_a_stopped_training_from_a_failed_one(
+    launcher: Path, line: str, status: int, raised: type, words: str
+):
+    launcher.write_text(f"print({line!r})\nraise SystemExit({status})")
     with pytest.raises(raised, match=words):
         torchrun("a.program", [], Processes(), lambda line: None)
 
@@ -88,12 +81,7 @@ def test_a_flow_knows_a_stopped_training_from_a_failed_one(launcher: Path, endin
 # Asked to end, it takes half a second.
 SLOW_TO_END = """
 import signal, sys, time
-
-def end(*_):
-    time.sleep(0.5)
-    sys.exit("saved")
-
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or sys.exit("saved"))
 print("ready", flush=True)
 time.sleep(600)
 """

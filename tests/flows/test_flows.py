@@ -59,9 +59,6 @@ def artifacts_of(served: Operated, *runs: dict) -> dict[str, str]:
     return {one["key"]: one["data"] for one in shown}
 
 
-# --- collect and detect -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "again"),
     [
@@ -123,9 +120,6 @@ def test_a_storage_that_comes_back_costs_a_second_attempt_and_a_dataset_that_fai
     assert "ChildFailed" in run["state"]["message"]
     assert set(artifacts_of(served, run)) == {"regions-broken", "regions-captions"}
     assert re.search(r"^.*broken: (?s:.)*  \| no memory", caplog.text, re.MULTILINE)
-
-
-# --- the pipeline -----------------------------------------------------------------------------------------------------
 
 
 def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_them_all():

@@ -42,12 +42,6 @@ from flows.prefect_patches import (
     set_running,
 )
 
-# Stands for a worker: starts a run, says its process id, and waits.
-WORKER = """
-import subprocess, sys, time
-print(subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]]).pid, flush=True)
-time.sleep(600)
-"""
 # Stands for a run: notes each SIGTERM in a file, and ends with none.
 RUN = """
 import os, signal, sys, time
@@ -65,7 +59,8 @@ while True:
 
 def test_a_run_ends_with_its_worker_also_where_it_hears_no_sigterm(tmp_path: Path):
     notes = tmp_path / "notes"
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, RUN, str(notes)], stdout=subprocess.PIPE, text=True)
+    starts = ["sh", "-c", '"$@" & echo $!; exec sleep 600', "worker"]  # a run, says its process id, and waits
+    worker = subprocess.Popen([*starts, sys.executable, "-c", RUN, str(notes)], stdout=subprocess.PIPE, text=True)
     pid = int(worker.stdout.readline())
 
     def lives() -> bool:
@@ -137,9 +132,8 @@ def test_a_lease_that_cannot_be_renewed_ends_no_run(monkeypatch: pytest.MonkeyPa
 
 def test_a_signal_is_handled_once(monkeypatch: pytest.MonkeyPatch):
     handled = []
-    monkeypatch.setattr(
-        "prefect.utilities.engine._prefect_sigterm_handler", lambda number, frame: handled.append(number)
-    )
+    handler = "prefect.utilities.engine._prefect_sigterm_handler"
+    monkeypatch.setattr(handler, lambda number, frame: handled.append(number))
     handle_sigterm_once()
     with capture_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -169,9 +163,6 @@ def test_only_an_alarm_since_the_process_began_is_wrong(kind: StateType, message
     assert is_wrongly_crashed(FlowRun(flow_id=uuid4(), state=state), began) is wrong
 
 
-# --- the place of a run among those of its deployment -----------------------------------------------------------------
-
-
 class Deployed:
     """A deployment that runs once at a time, on the server of `served`, with no worker that would take its runs."""
 
@@ -185,10 +176,6 @@ class Deployed:
         for state in (Pending(), Running()):
             self.client.set_flow_run_state(run.id, state)
         return self.client.read_flow_run(run.id)
-
-    def end(self, run: FlowRun) -> None:
-        """As the engine does it."""
-        self.client.set_flow_run_state(run.id, Completed())
 
     def places(self) -> int:
         """How many the server believes to be taken."""
@@ -227,9 +214,7 @@ def test_the_lease_of_a_cancelled_run_ends_with_it(
     engine._client, engine._is_started = deployed.client, True
     engine.handle_cancellation(TerminationSignal(signal.SIGTERM))
     assert deployed.client.read_flow_run(run.id).state.is_cancelled()
-    assert (deployed.places(), deployed.seconds_left(lease)) == (0, None), (
-        "else it frees another run's place, a day later"
-    )
+    assert (deployed.places(), deployed.seconds_left(lease)) == (0, None), "else it frees another's place, a day later"
 
 
 def test_the_slot_of_a_run_is_renewed_to_a_day_also_when_it_has_it_again_and_ends_with_it(
@@ -251,7 +236,7 @@ def test_the_slot_of_a_run_is_renewed_to_a_day_also_when_it_has_it_again_and_end
     renewed = renew_slot(deployed.client, again, renewed)
     assert deployed.seconds_left(lease_of(again)) > 86000
     assert deployed.places() == 1
-    deployed.end(again)
+    deployed.client.set_flow_run_state(again.id, Completed())  # as the engine does it
     assert (deployed.places(), deployed.seconds_left(lease_of(again))) == (0, None)
     assert renew_slot(deployed.client, deployed.client.read_flow_run(run.id), renewed) == renewed, "nothing is left"
 
@@ -264,7 +249,7 @@ def test_a_run_without_a_slot_frees_none_when_it_ends(deployed: Deployed):
     again = deployed.client.read_flow_run(run.id)
     renew_slot(deployed.client, again, (None, 0.0))
     assert deployed.places() == 1
-    deployed.end(run)
+    deployed.client.set_flow_run_state(run.id, Completed())
     assert deployed.places() == 1
     assert deployed.seconds_left(lease_of(again)) is None
     assert deployed.seconds_left(lease_of(other)) > 0

@@ -47,7 +47,7 @@ def test_new_shards_of_a_flow_or_of_another_program_are_detected_once(
     other = str(tmp_path / "other")
     settings = TypeAdapter(CollectSettings).validate_python(source)
     collect(other, settings, lambda line: None)
-    for file in sorted(Path(other, "photos/images").iterdir(), key=lambda file: file.suffix == ".parquet"):
+    for file in sorted(Path(other, "photos/images").glob("0*"), key=lambda file: file.suffix == ".parquet"):
         if file.name[:5] > "00002":
             shutil.copy(file, root / "photos/images")  # manifests, which make shards visible, last
     printed = served.listen()

@@ -37,9 +37,6 @@ def read(root: Path, folder: str) -> float:
     return load((root / folder / MODEL).read_bytes())["a"][0, 0].item()
 
 
-# --- beside the steps -------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_holds_all_as_it_was_when_it_began_and_is_whole_at_the_end(tmp_path, logged):
     store, model, state = Held(tmp_path, MODEL), tensors(1), {"step": 1, "loop": {"taken": [1.0]}}
     model["t"] = torch.arange(12.0).reshape(3, 4).T  # in another order of memory
@@ -87,9 +84,6 @@ def test_objects_are_written_in_order_and_of_one_path_the_newest(tmp_path):
         store.let_through.set()
     assert store.order == ["first", "first", "metrics", f"{FIRST}/{MODEL}", f"{FIRST}/state.json", "heartbeat"]
     assert (store.get("metrics"), store.get("first")) == (b"2", b"2")
-
-
-# --- storage is away --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -144,9 +138,6 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     assert checkpoints(writer.store, "r") == []
 
 
-# --- other errors -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", [lambda w: w.put("a", b""), lambda w: write(w, 2), Writer.finish])
 def test_another_error_comes_out_of_the_next_call_once_and_costs_nothing_behind_it(
     tmp_path, logged, call: Callable[[Writer], object]
@@ -165,9 +156,6 @@ def test_another_error_comes_out_of_the_next_call_once_and_costs_nothing_behind_
         with pytest.raises(ValueError, match="a bug"):
             call(writer)
     assert read(tmp_path, FIRST) == 1
-
-
-# --- which are kept ---------------------------------------------------------------------------------------------------
 
 
 def saved(root: Path, *steps: int, metric: str | None = "accuracy", **accuracies: float) -> list[str]:

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from places import PROJECT
-from programs import ended, launched
-from safetensors.torch import load_file
 from small_run import Network, parts_of, run_small
 from tiny import tiny_recipe, tiny_root
 from torch import nn
@@ -37,9 +35,6 @@ from vlbert.train import train
 
 def step(loss: float, norm: float = 1.0, **losses: float) -> Step:
     return Step({f"loss_{name}": (value, 1.0) for name, value in losses.items()}, loss, norm, 0.0, False)
-
-
-# --- which steps are skipped ------------------------------------------------------------------------------------------
 
 
 def test_a_spike_is_measured_against_the_last_hundred_steps_taken():
@@ -73,9 +68,6 @@ def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
     after = Skipping(2.0, json.loads(json.dumps(before.state)))
     assert first + [after.skip_reason(step(loss)) for loss in losses[cut:]] == reasons
     assert after.state == whole.state
-
-
-# --- a small run ------------------------------------------------------------------------------------------------------
 
 
 def lines_of(store: ObjectStore, name: str) -> list[dict]:
@@ -159,9 +151,6 @@ def before() -> Iterator[list[int]]:
         signal.signal(number, default)
 
 
-# --- in a whole run ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_root(tmp_path_factory.mktemp("left-alone"))
@@ -195,9 +184,6 @@ def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, ca
     last = open_folder(store, "runs/stopped/step-0000008").state
     assert beat["snapshot"] == last["data"][0]["snapshots"][-1]["snapshot"]
     assert len([line for line in capsys.readouterr().out.splitlines() if " samples/s " in line]) == 3 + 3
-
-
-# --- SIGTERM and Ctrl-C -----------------------------------------------------------------------------------------------
 
 
 def test_sigterm_during_a_validation_stops_the_run_after_it(tmp_path, before):
@@ -272,39 +258,6 @@ def test_a_second_ctrl_c_waits_for_nothing():
     ended = subprocess.run([sys.executable, "-c", TWICE], cwd=PROJECT, capture_output=True, text=True, timeout=40)
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr.count("Ctrl-C again exits at once") == 1
-
-
-RANK = """
-import dataclasses, sys
-from pathlib import Path
-from tiny import TINY_MODEL, tiny_recipe
-from training import distributed
-from vlbert.train import train
-
-world = distributed.start()
-
-def poison(step, parts):
-    if step == 2 and world.rank == world.size - 1:
-        parts[-1].labels["region_classes"][-1] = float("nan")
-
-recipe = tiny_recipe(Path(sys.argv[1]), run_name=sys.argv[2], model=dataclasses.replace(TINY_MODEL, dropout=0.0))
-train(recipe, world, poison)
-distributed.stop(world)
-"""
-
-
-@pytest.mark.slow
-def test_all_ranks_skip_what_one_cannot_learn_from(root, tmp_path):
-    for run, processes in (("one", 1), ("two", 2)):
-        status, _, errors = ended(launched(tmp_path, RANK, root, run, processes=processes))
-        assert status == 0, errors
-    one, two = (json.loads((root / "runs" / run / "skipped.jsonl").read_text()) for run in ("one", "two"))
-    assert (one["step"], one["why"]) == (two["step"], two["why"]) == (3, "the loss of regions (nan) is not finite")
-    assert sorted(one["keys"]) == sorted(two["keys"])
-    assert len(one["keys"]) == 8 + 4
-    weights = [load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in ("one", "two")]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Trainings of several processes under a real torchrun: equal numbers, deaths, hangs, restarts, signals."""
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from operated import running
 from places import PROJECT
 from programs import ended, launched, losses
+from safetensors.torch import load_file
 from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
 
 from demo.serve import free_port
@@ -53,19 +56,6 @@ run_in_world("rank.py", work, timedelta(seconds=float(sys.argv[2])))
 """
 
 
-def children(pid: int) -> set[int]:
-    """The processes that this one started and that have not ended."""
-    return {int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
-def descendants(pid: int) -> set[int]:
-    below = children(pid)
-    return below.union(*map(descendants, below))
-
-
-# --- one dies ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
     """torchrun kills it 30 s after it asked it to end."""
@@ -76,9 +66,8 @@ def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
     assert "[rank" not in errors, "no traceback of a rank"
 
 
-# --- trainings --------------------------------------------------------------------------------------------------------
-
-# A rank of a training of the tiny recipe without dropout. As it begins a step it may kill itself, once in all.
+# A rank of a training of the tiny recipe without dropout. As it begins a step, one is killed, once in all, or gets a
+# label that is no number.
 TRAINING = """
 import dataclasses, os, sys, time
 from pathlib import Path
@@ -86,14 +75,17 @@ from pathlib import Path
 from tiny import TINY_MODEL, tiny_recipe
 
 from training.program import run_in_world
-from vlbert.config import Recipe
 from vlbert.train import train
 
-root, name, rank, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+root, name, harm, rank, step = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5])
 
 def observe(at, parts):
+    if (at, int(os.environ["RANK"])) != (step, rank):
+        return
     killed = Path("killed")
-    if (at, int(os.environ["RANK"])) == (step, rank) and not killed.exists():
+    if harm == "poison":
+        parts[-1].labels["region_classes"][-1] = float("nan")
+    elif not killed.exists():
         while not list(root.glob(f"runs/{name}/step-*/state.json")):  # it is written meanwhile
             time.sleep(0.01)
         killed.touch()
@@ -122,11 +114,25 @@ def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0)
 def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, tmp_path):
     still = dataclasses.replace(TINY_MODEL, dropout=0.0)
     train(tiny_recipe(root, run_name="alone", model=still), World(0, 1, torch.device("cpu")))
-    nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", 2, 3, restarts=2)]
+    nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", "kill", 2, 3, restarts=2)]
     assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
     assert (tmp_path / "killed").exists()
     assert "nodes again resumes from" in nodes[0][1] + nodes[1][1]
     np.testing.assert_allclose(np.array(losses(root, "nodes again")), np.array(losses(root, "alone")), rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_what_one_cannot_learn_from(root, tmp_path):
+    for run, processes in (("one", 1), ("two", 2)):
+        ranks = launched(tmp_path, TRAINING, root, run, "poison", processes - 1, 2, processes=processes)
+        status, _, errors = ended(ranks)
+        assert status == 0, errors
+    one, two = (json.loads((root / "runs" / run / "skipped.jsonl").read_text()) for run in ("one", "two"))
+    assert (one["step"], one["why"]) == (two["step"], two["why"]) == (3, "the loss of regions (nan) is not finite")
+    assert sorted(one["keys"]) == sorted(two["keys"])
+    assert len(one["keys"]) == 8 + 4
+    weights = [load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in ("one", "two")]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -161,9 +167,6 @@ def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path):
     assert shown.startswith("vlbert train of_rank_0:recipe: rank 1: of_rank_0 cannot be imported (no such library)")
 
 
-# --- a flow around them -----------------------------------------------------------------------------------------------
-
-
 def trained_by_a_flow(root: Path, run: str, watch: Watch, processes: Processes, **changes) -> list[str]:
     """The lines that a flow would log."""
     logged, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
@@ -177,14 +180,14 @@ def trained_by_a_flow(root: Path, run: str, watch: Watch, processes: Processes, 
 def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
     """Every process is signalled, as by systemd and SLURM: torchrun, ranks, and what loads for them."""
     monkeypatch.setattr("flows.supervisor.WATCH_SECONDS", 0.2)
-    others = set(children(os.getpid()))
+    monkeypatch.setenv("TO_BE_SIGNALLED", str(root))
 
     def stop() -> None:
         beat = read_heartbeat(open_store(str(root)), "signalled")
         if beat and beat["step"] >= 3 and beat["state"] != "stopped":
-            (supervisor,) = set(children(os.getpid())) - others
-            for pid in sorted(descendants(supervisor)):
-                os.kill(pid, signal.SIGTERM)
+            for pid, command, variables in running():
+                if f"\0TO_BE_SIGNALLED={root}\0" in variables and "supervisor.py" not in command:
+                    os.kill(pid, signal.SIGTERM)
 
     processes = Processes(count=2, threads=1)
     with pytest.raises(TrainingStopped, match="it was stopped by SIGTERM .*resumes from") as stopped:
