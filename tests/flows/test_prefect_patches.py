@@ -20,14 +20,12 @@ import prefect.flow_engine
 import pytest
 from operated import Operated, running, wait_until
 from places import PROJECT
-from prefect import flow
 from prefect._internal import control_listener
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.exceptions import TerminationSignal
-from prefect.flow_engine import FlowRunEngine
-from prefect.states import Cancelling, Completed, Crashed, Pending, Running
+from prefect.states import Completed, Crashed, Pending, Running
 from prefect.utilities.engine import capture_sigterm
 
 from demo.serve import free_port
@@ -198,23 +196,6 @@ def lease_of(run: FlowRun) -> UUID | None:
 def deployed(served: Operated, prefect_server: None) -> Iterator[Deployed]:
     with get_client(sync_client=True) as client:
         yield Deployed(client, served.home)
-
-
-@pytest.mark.parametrize("by_server", [True, False])  # or by its worker alone
-def test_the_lease_of_a_cancelled_run_ends_with_it(
-    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, by_server: bool
-):
-    run = deployed.at_work()
-    renew_slot(deployed.client, run, (None, 0.0))
-    lease = lease_of(run)
-    if by_server:
-        deployed.client.set_flow_run_state(run.id, Cancelling())
-    monkeypatch.setenv("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true")
-    engine = FlowRunEngine(flow=flow(name="places")(lambda: None), flow_run=run, parameters={})
-    engine._client, engine._is_started = deployed.client, True
-    engine.handle_cancellation(TerminationSignal(signal.SIGTERM))
-    assert deployed.client.read_flow_run(run.id).state.is_cancelled()
-    assert (deployed.places(), deployed.seconds_left(lease)) == (0, None), "else it frees another's place, a day later"
 
 
 def test_the_slot_of_a_run_is_renewed_to_a_day_also_when_it_has_it_again_and_ends_with_it(

@@ -1,14 +1,12 @@
-"""The log of a run: its files and the heartbeat."""
+"""The files of a run's log."""
 
 import json
 
 import pytest
-from writing import wait_for
 
 from storage.object_store import ObjectStore, open_store
 from training.checkpoint import Writer
-from training.log import RunLog, read_heartbeat, read_metrics
-from training.metrics import RunningAverages, Step
+from training.log import RunLog, read_metrics
 
 
 @pytest.fixture
@@ -48,17 +46,3 @@ def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path, store):
         for read in (lambda: read_metrics(store, "run", "training"), lambda: RunLog(Writer(store), "run", 2, 9, 1)):
             with pytest.raises(ValueError, match=f"^line 2 of {file} .*remove that line"):
                 read()
-
-
-def test_the_heartbeat_tells_where_the_run_is(store):
-    averages, record = RunningAverages(), RunLog(Writer(store), "run", 0, 10, 1)
-    averages.add(Step({"loss_all": (1.5, 1.0)}, 1.5, 1.0, 0.0, False), taken=True)
-    with record.writer, record.running():
-        wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "starting")
-        record.step(1)
-        wait_for(lambda: read_heartbeat(store, "run")["state"] == "training")
-        assert read_heartbeat(store, "run")["step"] == 1
-        record.training(5, averages, 0.1, 0)
-    beat = read_heartbeat(store, "run")
-    assert beat["losses"] == {"all": 1.5}
-    assert beat["seconds_left"] > 0

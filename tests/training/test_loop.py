@@ -157,10 +157,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, capsys, before):
-    recipe = tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
+    store, recipe = open_store(str(root)), tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
     train(dataclasses.replace(recipe, run_name="unstopped"), ALONE)
 
     def stop(step: int, parts: Sequence[Batch]) -> None:
+        state = "training" if step else "starting"
+        wait_for(lambda: (read_heartbeat(store, "stopped") or {}).get("state") == state)  # a thread writes it
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -170,7 +172,6 @@ def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, ca
         train(stopped, ALONE, stop)
     os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when another rank has ended first
     assert before == []
-    store = open_store(str(root))
     beat = read_heartbeat(store, "stopped")
     assert (beat["state"], beat["step"], beat["steps"], beat["checkpoint"]) == ("stopped", 5, 8, str(folder))
     assert beat["reason"] == str(error.value)
