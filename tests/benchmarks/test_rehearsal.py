@@ -7,28 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+import family
 import pytest
 import torch
 from places import DATA
-from refcoco_files import write_refcoco
-from retrieval_files import write_retrieval
-from tiny import (
-    CHANNELS,
-    SMALL_MODEL,
-    TINY_MODEL,
-    UNICODER_VL,
-    VILBERT,
-    commit_samples,
-    tiny_recipe,
-    tiny_root,
-    tiny_sample,
-)
+from tiny import SMALL_MODEL, TINY_MODEL, UNICODER_VL, VILBERT, commit_samples, tiny_recipe, tiny_root
 from tiny_detector import annotated_images
 from tiny_detector import tiny_recipe as detector_recipe
-from torch import Tensor
-from vcr_files import write_vcr
-from vqa_files import ANNOTATORS, ANSWERS, coco, write_vqa
 
 import detectors.train
 from benchmarks.rehearsal.__main__ import main, rehearse_training
@@ -45,22 +30,10 @@ from training.precision import float32_precision
 from vlbert.config import DataConfig
 from vlbert.evaluation.evaluate import evaluate
 from vlbert.recipes import RECIPES, all_recipes
-from vlbert.tasks.base import TaskSettings
-from vlbert.tasks.refcoco import RefCOCOSettings
-from vlbert.tasks.retrieval import RetrievalSettings
-from vlbert.tasks.vcr import VCRSettings
-from vlbert.tasks.vqa import VQASettings
 from vlbert.train import prepare, train
-
-# --- standard steps ---------------------------------------------------------------------------------------------------
 
 GOLDEN = json.loads((DATA / "rehearsed.json").read_text())  # of 8 pairs, and as many text rows where the recipe has any
 LONG = {"pretrain_vilbert_base", "pretrain_unicoder_vl_base"}
-
-
-def counts(device: VirtualDevice) -> dict[str, int]:
-    found = {name: sum(getattr(one, name) for one in device.operations) for name in ("kernels", "waits", "flops")}
-    return found | {"bytes": sum(one.bytes for one in device.operations), "peak": device.peak}
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in GOLDEN])
@@ -70,7 +43,10 @@ def test_a_step_costs_what_it_did(name: str):
     device = rehearse_training(recipe, 8, 8 if recipe.data.text_batch else 0)
     parts = timeline(device.parts(), CARDS["h200"])
     milliseconds = 1000 * sum(part.seconds for part in parts.values())
-    found = counts(device) | {"ms on an H200": round(milliseconds, 6)}
+    found = {
+        name: sum(getattr(one, name) for one in device.operations) for name in ("kernels", "waits", "flops", "bytes")
+    }
+    found |= {"peak": device.peak, "ms on an H200": round(milliseconds, 6)}
     assert found == GOLDEN[name], f"now {json.dumps(found)}"
     assert {*parts} <= {*PARTS}, "each operation belongs to a part"
 
@@ -87,13 +63,6 @@ def test_each_part_computes_as_many_flops_as_torch_counts_on_the_cpu():
     assert parts["backbone"] > 0 < parts["encoder, backward"]
 
 
-# --- the device -------------------------------------------------------------------------------------------------------
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
 MIXED = {
     "a sum": lambda here, there: here + there,
     "in place": lambda here, there: there.add_(here),
@@ -105,64 +74,40 @@ MIXED = {
 
 @pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
 def test_tensors_of_both_devices_are_refused_and_the_line_is_named(mixed: Callable):
-    here = numbers(4, 4)
+    here = torch.ones(4, 4)
     with VirtualDevice():
         there = here.to(DEVICE)
         with pytest.raises(RuntimeError, match=rf"mixes .*{mixed.__code__.co_firstlineno} < test_rehearsal.py:"):
             mixed(here, there)
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
 GPU = World(0, 1, DEVICE)
 SHORT = {"steps": 1, "save_every": 1, "validation_samples": 4}  # what was not computed reads as "stop after this step"
-NORMS = dataclasses.replace(
-    TINY_MODEL,
-    regions=dataclasses.replace(
-        TINY_MODEL.regions, resnet=dataclasses.replace(TINY_MODEL.regions.resnet, norm="batch"), frozen_stages=1
-    ),
-)
+NORMS = dataclasses.replace(TINY_MODEL.regions.resnet, norm="batch")
+NORMS = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, resnet=NORMS, frozen_stages=1))
 PRETRAININGS = {
     "vlbert": {"model": TINY_MODEL, "precision": "bf16"},
     "unicoder-vl": {"model": UNICODER_VL, "optimizer": OptimizerConfig(max_grad_norm=0.1, clip_each=True)},
     "vilbert": {"model": VILBERT, "precision": "bf16"},
-    "live norms, computed again": {"model": NORMS, "activation_checkpointing": True},
+    "live-norms-computed-again": {"model": NORMS, "activation_checkpointing": True},
 }
-VQA = VQASettings(answers=len(ANSWERS) - 1, question_length=40)
-RETRIEVAL = RetrievalSettings(caption_length=20, validate_on="test")
-# Dataset -> the split that is evaluated, the settings of VL-BERT's task, and what ViLBERT's authors set otherwise.
-TASKS: dict[str, tuple[str, TaskSettings, dict[str, object]]] = {
-    "vqa": ("val2014", VQA, {"reads": "pair", "classifier": "weight_norm", "answers_from_words": False}),
-    "vcr": (
-        *("val", VCRSettings(names="class", mask_size=2, max_tokens=40)),
-        {"instance_masks": False, "loss": "softmax", "region_loss": "contextual", "copies_segment": False},
-    ),
-    "refcoco+": (
-        *("val", RefCOCOSettings()),
-        {"regions": "detected", "target": "iou", "loss_over": "rows", "classifier": "linear"},
-    ),
-    "flickr30k": ("test", RETRIEVAL, {"loss": "cross_entropy", "wrong_captions": 2, "wrong_images": 1}),
+# Dataset -> the task with files and samples as ViLBERT's authors set it, and what VL-BERT's set otherwise.
+VQA = {"reads": "mask", "classifier": "words", "classifier_dropout": None, "answers_from_words": True}
+VCR = {"names": "class", "mask_size": 2, "instance_masks": True, "loss": "sigmoid", "copies_segment": True}
+REFCOCO = {"regions": "ground_truth", "target": "binary", "loss_over": "regions", "classifier": "regions"}
+RETRIEVAL = {"loss": "cross_entropy", "wrong_captions": 2, "wrong_images": 1}
+TASKS = {
+    "vqa": (family.vqa, {"validate_on": "train2014", "question_length": 40}, VQA),
+    "vcr": (family.vcr, {"validate_on": "val"}, VCR),
+    "refcoco+": (family.refcoco, {"validate_on": "val"}, REFCOCO),
+    "flickr30k": (family.retrieval, {"validate_on": "test"} | RETRIEVAL, {"loss": "hinge", "wrong_captions": 3}),
 }
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with samples and files of each task: captions and held-out, and a dataset for each other."""
     root = tiny_root(tmp_path_factory.mktemp("virtual"), samples=8, held_out=4)
-    samples = []
-    for number in range(8):
-        sample = tiny_sample(number, regions=1 + number % 3)
-        features = np.ones((len(sample.regions), CHANNELS), np.float16)
-        samples.append(dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features)))
-    for dataset in ("features", "refcoco+", "vcr", "flickr30k"):
-        commit_samples(root, dataset, samples)
-    commit_samples(root, "vqa", coco(samples[:4], "train2014") + coco(samples[:4], "val2014"))
-    for split in ("train2014", "val2014"):
-        write_vqa(root / "files", split, ANNOTATORS)
-    (root / "files" / "answers_vqa.txt").write_text("\n".join(ANSWERS[1:]))
-    write_refcoco(root / "files", samples)
-    write_vcr(root / "files", samples)
-    write_retrieval(root / "files", samples, test=3)
+    commit_samples(root, "features", family.SAMPLES)
     annotated_images(root / "annotated", 16)
     return root
 
@@ -170,12 +115,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", PRETRAININGS)
 def test_pretraining_runs(root: Path, name: str):
     precomputed = PRETRAININGS[name]["model"].regions.features == "precomputed"
-    recipe = tiny_recipe(root, **SHORT | {"run_name": name.replace(" ", "-").replace(",", "")} | PRETRAININGS[name])
-    data = {"datasets": {"features" if precomputed else "captions": None}, "batch": 4}
-    data |= {"held_out": ("features" if precomputed else "held-out",), "gradient_accumulation": 2}
-    data |= {"text_batch": 2} if name == "vlbert" else {"text_batch": 0, "text_corpus": None}
+    data = {"datasets": {"features": None}, "held_out": ("features",)} if precomputed else {}
+    data |= {} if name == "vlbert" else {"text_batch": 0, "text_corpus": None}
+    recipe = tiny_recipe(root, **SHORT | {"run_name": name} | PRETRAININGS[name])
+    data = dataclasses.replace(recipe.data, batch=4, gradient_accumulation=2, **data)
     with VirtualDevice() as device:
-        train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **data)), GPU)
+        train(dataclasses.replace(recipe, data=data), GPU)
     products = [one for one in device.operations if one.products]
     low = [one for one in products if one.dtype == torch.bfloat16]
     assert len(low) > 0.9 * len(products) if recipe.precision == "bf16" else not low
@@ -183,16 +128,19 @@ def test_pretraining_runs(root: Path, name: str):
 
 @pytest.mark.parametrize("vilbert", [False, True], ids=["vlbert", "vilbert"])
 @pytest.mark.parametrize("dataset", TASKS)
-def test_finetuning_and_evaluation_run(root: Path, dataset: str, vilbert: bool, tmp_path: Path):
-    split, settings, otherwise = TASKS[dataset]
-    settings = dataclasses.replace(settings, folder=str(root / "files"), **otherwise if vilbert else {})
-    data = DataConfig(root=str(root), datasets={dataset: None}, held_out=(dataset,), batch=4, workers=0)
-    fresh = {"vocabulary": None, "vocabulary_size": 90, "random_init": True, "run_name": f"{dataset}-{vilbert}"}
+def test_finetuning_and_evaluation_run(dataset: str, vilbert: bool, tmp_path: Path):
+    make, given, otherwise = TASKS[dataset]
+    task, samples = make(tmp_path / "files", **given)
+    commit_samples(tmp_path, dataset, samples)
+    settings = dataclasses.replace(task.settings, **{} if vilbert else otherwise)
+    held_out = None if settings.validate_on in settings.train_on else (dataset,)
+    data = DataConfig(root=str(tmp_path), datasets={dataset: None}, held_out=held_out, batch=4, workers=0)
+    fresh = {"vocabulary": None, "vocabulary_size": 90, "random_init": True}
     model = {"model": VILBERT if vilbert else TINY_MODEL}
-    recipe = tiny_recipe(root, task=settings, data=data, **SHORT | fresh | model)
+    recipe = tiny_recipe(tmp_path, task=settings, data=data, **SHORT | fresh | model)
     with VirtualDevice():
         train(recipe, GPU)
-        evaluate(recipe, [f"{root}/runs/{recipe.run}"], split, {}, str(tmp_path), GPU)
+        evaluate(recipe, [f"{tmp_path}/runs/{recipe.run}"], settings.validate_on, {}, str(tmp_path / "out"), GPU)
 
 
 def test_detector_training_runs(root: Path):
@@ -223,17 +171,12 @@ def test_batches_come_without_waiting(root: Path):
     assert [one for one in device.operations if one.waits] == []
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_puts_what_a_card_took_beside_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture):
     measured, report = tmp_path / "measured.json", tmp_path / "report.json"
     measured.write_text(json.dumps({"parts": {"bf16": {"encoder": 2.0, "optimizer": 4.0}}}))
     given = ["--pairs", "4", "--device", "a100", "--measured", str(measured), "--json", str(report)]
     main(["pretrain_vlbert", *given, *SMALL_MODEL])
-    rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
-    found = json.loads(report.read_text())
-    assert float(rows["encoder"][-2]) == 2.0
-    assert float(rows["encoder"][-1]) == pytest.approx(500 * found["parts"]["encoder"]["seconds"], abs=0.006)
-    assert float(rows["the step"][-2]) == 6.0
-    assert found["seconds"] == pytest.approx(sum(part["seconds"] for part in found["parts"].values()))
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines() if line}
+    seconds = {name: part["seconds"] for name, part in json.loads(report.read_text())["parts"].items()}
+    for name, found, took in (("encoder", seconds["encoder"], 2.0), ("the step", sum(seconds.values()), 6.0)):
+        assert list(map(float, rows[name])) == [took, pytest.approx(1000 * found / took, abs=0.006)]

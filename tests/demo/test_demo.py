@@ -14,7 +14,7 @@ import demo.compare as demo_compare
 from demo.data import DemoDataSettings, draw_demo_data
 from demo.deployments import SHIPPED_DETECTOR, flow_parameters
 from demo.report import evaluate_detector
-from demo.tasks import DEFAULT_TASKS, DEMO_TASKS
+from demo.tasks import DEMO_TASKS
 from detectors.weights.files import read_config
 from flows.settings import quiet_prefect
 from vlbert.recipes.demo import DEMO
@@ -26,31 +26,24 @@ GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
 
 
 @pytest.mark.parametrize(
-    ("map50", "grounding", "tasks", "named"),
+    ("map50", "groundings", "tasks", "named"),
     [
-        (0.7, 0.12, {"refcoco": (0.5, 0.39, 0.25)}, []),
-        (0.69, 0.12, {}, ["mAP@0.5 is 0.690, under 0.7"]),
-        (0.7, 0.3, {"vqa": (0.5, 0.41, 0.2)}, ["VQA with pre-training is 0.500, not 0.1 over 0.410 without it"]),
-        (0.7, 0.3, {"vcr-rationales": (0.28, 0.2, 0.25)}, ["VCR, QA→R with pre-training is 0.280, not 0.05 over"]),
-        (0.1, 0.0, {"refcoco": (0.1, 0.4, 0.25)}, ["mAP", "grounding", "over chance", "over 0.400 without it"]),
+        (0.7, [0.12], {"refcoco": (0.5, 0.39, 0.25)}, []),
+        (0.69, [0.12], {}, ["mAP@0.5 is 0.690, under 0.7"]),
+        (0.7, [0.3], {"vqa": (0.5, 0.41, 0.2)}, ["VQA with pre-training is 0.500, not 0.1 over 0.410 without it"]),
+        (0.7, [0.3], {"vcr-rationales": (0.28, 0.2, 0.25)}, ["VCR, QA→R with pre-training is 0.280, not 0.05 over"]),
+        (0.1, [0.0], {"refcoco": (0.1, 0.4, 0.25)}, ["mAP", "grounding", "over chance", "over 0.400 without it"]),
+        (0.8, [0.02, 0.12, 0.22], {}, []),  # of several seeds their means
+        (0.8, [0.02, 0.12, 0.22, 0.08], {}, ["grounding is 0.110"]),
     ],
 )
-def test_the_gates_name_what_was_not_learned(map50: float, grounding: float, tasks: dict, named: list[str]):
-    messages = demo.check_gates([pipeline(grounding, GOOD | tasks, "-seed7")], map50, 0.7)
+def test_the_gates_name_what_was_not_learned(map50: float, groundings: list, tasks: dict, named: list[str]):
+    pipelines = [pipeline(grounding, GOOD | tasks, "-seed7") for grounding in groundings]
+    messages = demo.check_gates(pipelines, map50, 0.7)
     assert len(messages) == len(named)
     for message, words in zip(messages, named, strict=True):
         assert message.startswith("GATE FAILED: ")
         assert words in message
-
-
-def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFixture):
-    pipelines = [pipeline(grounding, GOOD) for grounding in (0.02, 0.12, 0.22)]
-    assert demo.check_gates(pipelines, 0.8, 0.5) == []
-    printed = capsys.readouterr().out
-    assert "grounding 0.120" in printed
-    assert "RefCOCO+: 0.500 with pre-training, 0.300 without, 0.250 by chance" in printed
-    (failed,) = demo.check_gates([*pipelines, pipeline(0.08, GOOD)], 0.8, 0.5)
-    assert "grounding is 0.110" in failed
 
 
 def test_the_gates_of_a_comparison_name_what_a_model_did_not_learn():
@@ -84,20 +77,13 @@ def test_a_proxy_is_not_asked_for_prefects_server(tmp_path: Path, monkeypatch: p
 
 
 def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):
-    def clean(root: Path) -> int:
-        return subprocess.run(
-            ["make", "clean", f"ROOT={root}"], cwd=PROJECT, capture_output=True, check=False
-        ).returncode
-
     mine, made = tmp_path / "my thesis", tmp_path / "my demo"
     mine.mkdir()
     (made / "data").mkdir(parents=True)
     (made / "data" / "demo.json").touch()
-    assert clean(mine) != 0
-    assert mine.exists()
-    assert clean(made) == 0
-    assert not made.exists()
-    assert clean(tmp_path / "nothing") == 0
+    for root, cleaned, left in ((mine, False, [made, mine]), (made, True, [mine]), (tmp_path / "no", True, [mine])):
+        clean = subprocess.run(["make", "clean", f"ROOT={root}"], cwd=PROJECT, capture_output=True, check=False)
+        assert (clean.returncode == 0, sorted(tmp_path.iterdir())) == (cleaned, left)
 
 
 def test_the_shipped_detector_finds_objects_in_scenes_that_it_never_saw(tmp_path: Path):
@@ -118,21 +104,18 @@ def test_the_models_start_from_the_network_that_finds_their_regions():
     )
 
 
-def test_a_seed_changes_nothing_but_training_and_names(tmp_path: Path):
+def test_a_seed_and_a_start_change_nothing_but_training_and_names(tmp_path: Path):
     demo_data, mine = draw_demo_data(tmp_path / "data", TINY, 9001), tmp_path / "mine.safetensors"
-    own, other = (flow_parameters(tmp_path, demo_data, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
+    own, other = (
+        flow_parameters(tmp_path, demo_data, seed, 2, mine, f"-seed{seed}", tuple(DEMO_TASKS)) for seed in (0, 1)
+    )
     assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
     trainings = [own["pretraining"], *own["finetunings"]]
     assert all(f"--model.regions.weights={mine}" in training["overrides"] for training in trainings)
-    assert len({training["run"] for training in trainings}) == 1 + 2 * len(DEFAULT_TASKS)
+    assert len({training["run"] for training in trainings}) == 1 + 2 * len(DEMO_TASKS)
     changed = json.dumps(own).replace("-seed0", "-seed1").replace("--data.seed=0", "--data.seed=1")
     assert json.loads(changed) == other
-
-
-def test_every_task_runs_with_and_without_pre_training_and_differs_in_nothing_else(tmp_path: Path):
-    demo_data = draw_demo_data(tmp_path / "data", TINY, 9001)
-    parameters = flow_parameters(tmp_path, demo_data, 0, 2, tasks=tuple(DEMO_TASKS))["finetunings"]
-    for with_it, without in zip(parameters[::2], parameters[1::2], strict=True):
+    for with_it, without in zip(own["finetunings"][::2], own["finetunings"][1::2], strict=True):
         assert (with_it["checkpoint"], without["checkpoint"]) == ("latest", "none")
         same = {"run": "", "checkpoint": ""}
         assert with_it | same == without | same

@@ -1,4 +1,4 @@
-"""Where a fine-tuning starts, and its evaluation."""
+"""Where a fine-tuning starts, how torchrun may end, and the evaluation."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 from seeded import put_checkpoint
 
 from flows.finetune import find_checkpoint, finetune
-from flows.settings import FinetuneSettings
-from flows.supervisor import ChildFailed
-from flows.torchrun import Evaluated, Trained, evaluate
+from flows.settings import FinetuneSettings, Processes
+from flows.supervisor import ChildFailed, ChildTimedOut
+from flows.torchrun import Evaluated, Trained, TrainingStopped, evaluate, torchrun
 from storage.object_store import open_store
 
 
@@ -42,28 +42,62 @@ def test_a_checkpoint_is_found_by_its_name(root: str, checkpoint: str, pretraini
 @pytest.mark.parametrize(
     ("checkpoint", "pretraining", "named"),
     [
-        ("latest", "", ["checkpoint is latest", "pretraining", "{root}/runs"]),
-        ("step-0000030", "x", ["{root}/runs/x", "step-0000030", "step-0000010, step-0000020"]),
-        ("latest", "y", ["{root}/runs/y", "none"]),
-        ("none", "y", ["{root}/runs/y"]),
+        ("latest", "", "checkpoint is latest, but pretraining .*{root}/runs"),
+        ("step-0000030", "x", "{root}/runs/x .*step-0000030.* step-0000010, step-0000020"),
+        ("latest", "y", "{root}/runs/y .*none"),
+        ("none", "y", "{root}/runs/y "),
     ],
 )
-def test_a_checkpoint_that_is_not_there_is_refused(root: str, checkpoint: str, pretraining: str, named: list[str]):
-    with pytest.raises(ValueError) as refused:
+def test_a_checkpoint_that_is_not_there_is_refused(root: str, checkpoint: str, pretraining: str, named: str):
+    with pytest.raises(ValueError, match=named.format(root=root)):
         find_checkpoint(root, FinetuneSettings(checkpoint=checkpoint, pretraining=pretraining))
-    assert [word for word in named if word.format(root=root) not in str(refused.value)] == []
 
 
 @pytest.fixture
-def no_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, `training.launch` ends at once: with 1 or, where there is a file `well`, with 0."""
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program that stands for `training.launch`, which starts torchrun; by itself it fails."""
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "__init__.py").touch()
-    (tmp_path / "training" / "launch.py").write_text("import os; raise SystemExit(not os.path.exists('well'))")
+    (tmp_path / "training" / "launch.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
+    return tmp_path / "training" / "launch.py"
 
 
-@pytest.mark.usefixtures("no_torchrun")
+@pytest.mark.parametrize(
+    ("line", "status", "raised", "words"),
+    [
+        ("vlbert train r: stopped: after step 5 of 9", 75, TrainingStopped, "by SIGTERM .*after step 5 of 9"),
+        ("vlbert train r: out of memory", 1, ChildFailed, r"  \| vlbert train r: out of memory"),
+    ],
+)
+def test_a_flow_knows_a_stopped_training_from_a_failed_one(
+    launcher: Path, line: str, status: int, raised: type, words: str
+):
+    launcher.write_text(f"print({line!r})\nraise SystemExit({status})")
+    with pytest.raises(raised, match=words):
+        torchrun("a.program", [], Processes(), lambda line: None)
+
+
+# Asked to end, it takes half a second.
+SLOW_TO_END = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or sys.exit("saved"))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("grace", "printed"), [(0.1, ["ready"]), (20, ["ready", "saved"])])
+def test_torchrun_gets_its_restarts_and_its_grace_to_save(launcher: Path, grace: float, printed: list[str]):
+    launcher.write_text(SLOW_TO_END)
+    with pytest.raises(ChildTimedOut) as failed:
+        torchrun("no.program", [], Processes(restarts=3, grace=grace, timeout=1.5), lambda line: None)
+    assert failed.value.tail == printed
+    assert "--max-restarts=3" in failed.value.command
+    assert Processes(grace=119.5).environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
+
+
+@pytest.mark.usefixtures("launcher")
 def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_alone(root: str, tmp_path: Path):
     def arguments_of(settings: FinetuneSettings) -> list[str]:
         with pytest.raises(ChildFailed) as failed:
@@ -83,8 +117,9 @@ def test_a_fine_tuning_starts_from_the_checkpoint_or_else_takes_its_vocabulary_a
     assert file.read_bytes() == b"[PAD]\nstep-0000020\n"
 
 
-@pytest.mark.usefixtures("no_torchrun")
-def test_a_split_is_evaluated_by_the_last_checkpoint_and_its_metrics_are_read_from_its_folder(root: str):
+def test_a_split_is_evaluated_by_the_last_checkpoint_and_its_metrics_are_read_from_its_folder(
+    root: str, launcher: Path
+):
     """Also one that is there already: only the program knows whether by the same settings."""
     trained = Trained("tuned", "finetune_vqa_base", "abc", "s", f"{root}/runs/tuned/step-0000100", {}, 1.0, 7)
     fields, folder = {"data.datasets": {"vqa": None}}, "runs/tuned/evaluations/test2015-step-0000100"
@@ -99,7 +134,7 @@ def test_a_split_is_evaluated_by_the_last_checkpoint_and_its_metrics_are_read_fr
         *(f"--data.root={root}", "--data.datasets", "vqa", "--model.layers=JJ"),
     ]
 
-    Path("well").touch()
+    launcher.write_text("")
     (found,) = evaluate(root, settings, trained, fields, lambda line: None).evaluated
     expected = ({"accuracy": None}, {"accuracy": "71.16"}, ("results.json",))
     assert found == Evaluated("test2015", f"{root}/{folder}", *expected)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import Mock
 from uuid import UUID, uuid4
@@ -18,16 +18,14 @@ from uuid import UUID, uuid4
 import httpx
 import prefect.flow_engine
 import pytest
-from operated import Operated, wait_until
+from operated import Operated, running, wait_until
 from places import PROJECT
-from prefect import flow
 from prefect._internal import control_listener
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.exceptions import TerminationSignal
-from prefect.flow_engine import FlowRunEngine
-from prefect.states import Cancelling, Completed, Crashed, Pending, Running
+from prefect.states import Completed, Crashed, Pending, Running
 from prefect.utilities.engine import capture_sigterm
 
 from demo.serve import free_port
@@ -42,12 +40,6 @@ from flows.prefect_patches import (
     set_running,
 )
 
-# Stands for a worker: starts a run, says its process id, and waits.
-WORKER = """
-import subprocess, sys, time
-print(subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]]).pid, flush=True)
-time.sleep(600)
-"""
 # Stands for a run: notes each SIGTERM in a file, and ends with none.
 RUN = """
 import os, signal, sys, time
@@ -63,38 +55,24 @@ while True:
 """
 
 
-def ended(pid: int) -> bool:
-    """Also where nobody has reaped it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def test_a_run_ends_with_its_worker_also_where_it_hears_no_sigterm(tmp_path: Path):
     notes = tmp_path / "notes"
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, RUN, str(notes)], stdout=subprocess.PIPE, text=True)
-    run = int(worker.stdout.readline())
+    starts = ["sh", "-c", '"$@" & echo $!; exec sleep 600', "worker"]  # a run, says its process id, and waits
+    worker = subprocess.Popen([*starts, sys.executable, "-c", RUN, str(notes)], stdout=subprocess.PIPE, text=True)
+    pid = int(worker.stdout.readline())
+
+    def lives() -> bool:
+        return pid in {one for one, _, _ in running()}
+
     try:
         wait_until(notes.exists, 20)
         time.sleep(0.5)
-        assert not ended(run), "while its worker lives"
+        assert lives(), "while its worker does"
     finally:
         worker.kill()
         worker.wait()
-    assert 3 <= wait_until(lambda: ended(run), 10) <= 5
+    assert 3 <= wait_until(lambda: not lives(), 10) <= 5
     assert notes.read_text() == "SIGTERM ", "one, and no second that would interrupt what the first one started"
-
-
-class Answers(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 ASK = """
@@ -117,7 +95,7 @@ with PrefectHttpxSyncClient(trust_env=False) as client:
 
 @contextmanager
 def answering(port: int) -> Iterator[None]:
-    with ThreadingHTTPServer(("127.0.0.1", port), Answers) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield
         server.shutdown()
@@ -145,19 +123,15 @@ def test_a_lease_that_cannot_be_renewed_ends_no_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("prefect.concurrency._leases._RENEWAL_MAX_ATTEMPTS", 1)
     monkeypatch.setattr(SyncPrefectClient, "renew_concurrency_lease", Mock(side_effect=httpx.ConnectError("away")))
 
-    def at_work() -> None:
-        with prefect.flow_engine.maintain_concurrency_lease(uuid4(), 300, raise_on_lease_renewal_failure=True):
-            time.sleep(1)
-
     keep_slot()
-    at_work()
+    with prefect.flow_engine.maintain_concurrency_lease(uuid4(), 300, raise_on_lease_renewal_failure=True):
+        time.sleep(1)
 
 
 def test_a_signal_is_handled_once(monkeypatch: pytest.MonkeyPatch):
     handled = []
-    monkeypatch.setattr(
-        "prefect.utilities.engine._prefect_sigterm_handler", lambda number, frame: handled.append(number)
-    )
+    handler = "prefect.utilities.engine._prefect_sigterm_handler"
+    monkeypatch.setattr(handler, lambda number, frame: handled.append(number))
     handle_sigterm_once()
     with capture_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -172,21 +146,19 @@ def test_a_run_that_ends_as_cancelled_says_so_to_the_engine(monkeypatch: pytest.
     assert control_listener.get_intent() == "cancel"
 
 
-def test_only_an_alarm_since_the_process_began_is_wrong():
+@pytest.mark.parametrize(
+    ("kind", "message", "hours", "wrong"),
+    [
+        (StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone", 1, True),
+        (StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone", -1, False),  # of an attempt before
+        (StateType.CRASHED, "its process was gone", 1, False),
+        (StateType.FAILED, NO_SIGN, 1, False),
+    ],
+)
+def test_only_an_alarm_since_the_process_began_is_wrong(kind: StateType, message: str, hours: int, wrong: bool):
     began = datetime.now(UTC)
-
-    def wrong(kind: StateType, message: str | None, hours: int = 1) -> bool:
-        state = State(type=kind, message=message, timestamp=began + timedelta(hours=hours))
-        return is_wrongly_crashed(FlowRun(flow_id=uuid4(), state=state), began)
-
-    assert wrong(StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone")
-    assert not wrong(StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone", -1), "of an attempt before"
-    assert not wrong(StateType.CRASHED, "its process was gone")
-    assert not wrong(StateType.FAILED, NO_SIGN)
-    assert not wrong(StateType.CRASHED, None)
-
-
-# --- the place of a run among those of its deployment -----------------------------------------------------------------
+    state = State(type=kind, message=message, timestamp=began + timedelta(hours=hours))
+    assert is_wrongly_crashed(FlowRun(flow_id=uuid4(), state=state), began) is wrong
 
 
 class Deployed:
@@ -201,14 +173,7 @@ class Deployed:
         run = self.client.create_flow_run_from_deployment(self.id)
         for state in (Pending(), Running()):
             self.client.set_flow_run_state(run.id, state)
-        run = self.client.read_flow_run(run.id)
-        assert run.state.is_running()
-        assert lease_of(run)
-        return run
-
-    def end(self, run: FlowRun) -> None:
-        """As the engine does it."""
-        self.client.set_flow_run_state(run.id, Completed())
+        return self.client.read_flow_run(run.id)
 
     def places(self) -> int:
         """How many the server believes to be taken."""
@@ -233,58 +198,28 @@ def deployed(served: Operated, prefect_server: None) -> Iterator[Deployed]:
         yield Deployed(client, served.home)
 
 
-@pytest.mark.parametrize("by_server", [True, False])  # or by its worker alone
-def test_the_lease_of_a_cancelled_run_ends_with_it(
-    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, by_server: bool
+def test_the_slot_of_a_run_is_renewed_to_a_day_also_when_it_has_it_again_and_ends_with_it(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ):
     run = deployed.at_work()
-    renew_slot(deployed.client, run, (None, 0.0))
-    lease = lease_of(run)
-    if by_server:
-        deployed.client.set_flow_run_state(run.id, Cancelling())
-    monkeypatch.setenv("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true")
-    engine = FlowRunEngine(flow=flow(name="places")(lambda: None), flow_run=run, parameters={})
-    engine._client, engine._is_started = deployed.client, True
-    engine.handle_cancellation(TerminationSignal(signal.SIGTERM))
-    assert deployed.client.read_flow_run(run.id).state.is_cancelled()
-    assert (deployed.places(), deployed.seconds_left(lease)) == (0, None), (
-        "else it frees another run's place, a day later"
-    )
-
-
-def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_each_second(deployed: Deployed, monkeypatch):
-    run, renewals, renewed = deployed.at_work(), [], (None, 0.0)
-    renew = deployed.client.renew_concurrency_lease
-    monkeypatch.setattr(
-        deployed.client, "renew_concurrency_lease", lambda *given: renewals.append(given) or renew(*given)
-    )
     assert deployed.seconds_left(lease_of(run)) < 3600
-    for _ in range(3):
-        renewed = renew_slot(deployed.client, run, renewed)
-    assert deployed.seconds_left(lease_of(run)) > 86000
-    assert len(renewals) == 1
-    monkeypatch.setattr("flows.prefect_patches._RENEW_SECONDS", 0.0)
-    renewed = renew_slot(deployed.client, run, renewed)
-    assert len(renewals) == 2
-    deployed.end(run)
-    renew_slot(deployed.client, deployed.client.read_flow_run(run.id), renewed)  # nothing is left to renew
-    assert len(renewals) == 2
-
-
-def test_a_slot_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):
-    run = deployed.at_work()
     renewed = renew_slot(deployed.client, run, (None, 0.0))
+    assert deployed.seconds_left(lease_of(run)) > 86000
     assert renew_slot(deployed.client, run, renewed) == renewed, "not each second"
+    monkeypatch.setattr("flows.prefect_patches._RENEW_SECONDS", 0.0)
+    assert renew_slot(deployed.client, run, renewed) != renewed
+
     deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
     set_running(deployed.client, deployed.client.read_flow_run(run.id))
     again = deployed.client.read_flow_run(run.id)
     assert lease_of(again) not in (None, lease_of(run))
     assert deployed.seconds_left(lease_of(again)) <= _SHORT_LEASE
-    renew_slot(deployed.client, again, renewed)
+    renewed = renew_slot(deployed.client, again, renewed)
     assert deployed.seconds_left(lease_of(again)) > 86000
     assert deployed.places() == 1
-    deployed.end(again)
+    deployed.client.set_flow_run_state(again.id, Completed())  # as the engine does it
     assert (deployed.places(), deployed.seconds_left(lease_of(again))) == (0, None)
+    assert renew_slot(deployed.client, deployed.client.read_flow_run(run.id), renewed) == renewed, "nothing is left"
 
 
 def test_a_run_without_a_slot_frees_none_when_it_ends(deployed: Deployed):
@@ -293,10 +228,9 @@ def test_a_run_without_a_slot_frees_none_when_it_ends(deployed: Deployed):
     other = deployed.at_work()
     set_running(deployed.client, deployed.client.read_flow_run(run.id))
     again = deployed.client.read_flow_run(run.id)
-    assert again.state.is_running()
     renew_slot(deployed.client, again, (None, 0.0))
     assert deployed.places() == 1
-    deployed.end(run)
+    deployed.client.set_flow_run_state(run.id, Completed())
     assert deployed.places() == 1
     assert deployed.seconds_left(lease_of(again)) is None
     assert deployed.seconds_left(lease_of(other)) > 0

@@ -24,25 +24,20 @@ from flows.collect import COMMITTED
 from flows.deploy import NEVER_BEGAN, SILENCE, START_LIMIT, set_alarms
 
 
-def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    command = [sys.executable, "-m", "vlbert", "serve", *arguments]
-    environment = variables | {"PYTHONPATH": str(PROJECT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-
-
 def test_a_taken_port_and_a_missing_file_are_refused_before_anything_starts(tmp_path: Path):
-    found = serve("--port", str(free_port()), folder=tmp_path)
-    assert (found.returncode, found.stdout) == (1, "")
-    wrong = "vlbert serve: there is no file prefect.yaml; name one with --deployments, such as prefect.yaml\n"
-    assert found.stderr == wrong
-
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    variables["PYTHONPATH"] = str(PROJECT)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        found = serve("--port", port, "--deployments", str(PROJECT / "prefect.yaml"), folder=tmp_path)
-    assert found.returncode == 1
-    assert f"port {port} is in use; choose another one with make serve PORT=..." in found.stderr
-    assert not (tmp_path / ".prefect").exists()
+        taken = str(other.getsockname()[1])
+        for port, file, refusal in (
+            (str(free_port()), "no.yaml", "vlbert serve: there is no file no.yaml; name one with --deployments"),
+            (taken, str(PROJECT / "prefect.yaml"), f"vlbert serve: port {taken} is in use; "),
+        ):
+            command = [sys.executable, "-m", "vlbert", "serve", "--port", port, "--deployments", file]
+            found = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+            assert found.returncode == 1
+            assert found.stderr.startswith(refusal)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -55,10 +50,10 @@ def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_f
     alarm.trigger.within = timedelta(seconds=10)
     alarm.update()
     try:
-        deployment = served.ask("GET", "/deployments/name/collect-captions/default")
-        place = f"/v2/concurrency_limits/deployment:{deployment['id']}"
+        deployment = served.ask("GET", "/deployments/name/collect-captions/default")["id"]
+        place = f"/v2/concurrency_limits/deployment:{deployment}"
         later = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2100-01-01T00:00:00Z"}}  # for no worker
-        run = served.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", state=later)["id"]
+        run = served.ask("POST", f"/deployments/{deployment}/create_flow_run", state=later)["id"]
         served.ask("POST", f"/flow_runs/{run}/set_state", state={"type": "PENDING"}, force=False)
         assert (served.state(run), served.ask("GET", place)["active_slots"]) == ("PENDING", 1)
         served.wait_for(run, lambda: served.state(run) == "CRASHED", 60)
@@ -115,13 +110,12 @@ def test_a_server_that_gets_many_events_answers_within_seconds(served: Operated)
             httpx.post(f"{served.url}/api{path}", json=json, timeout=90, trust_env=False)
 
     def hear() -> None:
-        for _ in range(25):
-            runs = [f"prefect.flow-run.{uuid4()}" for _ in range(5)]
-            for state in ("Pending", "Running", "heartbeat", "Completed"):
+        for _ in range(100):
+            run, events = {"prefect.resource.id": f"prefect.flow-run.{uuid4()}"}, []
+            for state in ("Pending", "Running", "heartbeat", "Completed", "heartbeat"):
                 event = {"occurred": datetime.now(UTC).isoformat(), "event": f"prefect.flow-run.{state}", "payload": {}}
-                post(
-                    "/events", [event | {"id": str(uuid4()), "resource": {"prefect.resource.id": run}} for run in runs]
-                )
+                events.append(event | {"id": str(uuid4()), "resource": run})
+            post("/events", events)
 
     threads = [threading.Thread(target=hear) for _ in range(2)]
     for thread in threads:

@@ -1,37 +1,18 @@
-"""The log of a run: its files and the heartbeat."""
+"""The files of a run's log."""
 
 import json
-import re
 import time
 
 import pytest
-from places import PROJECT
-from writing import wait_for
 
 from storage.object_store import ObjectStore, open_store
 from training.checkpoint import Writer
-from training.log import RunLog, read_heartbeat, read_metrics
-from training.metrics import RunningAverages, Step
-
-
-def averages() -> RunningAverages:
-    found = RunningAverages()
-    found.add(Step({"loss_all": (1.5, 1.0)}, 1.5, 1.0, 0.0, False), taken=True)
-    return found
-
-
-def add_line(record: RunLog, step: int) -> None:
-    record.training(step, averages(), 0.1, 0)
+from training.log import RunLog, read_metrics
 
 
 @pytest.fixture
 def store(tmp_path) -> ObjectStore:
     return open_store(str(tmp_path))
-
-
-@pytest.fixture
-def record(store) -> RunLog:
-    return RunLog(Writer(store), "run", 0, 10, 1)
 
 
 def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, store, capsys):
@@ -66,22 +47,6 @@ def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path, store):
         for read in (lambda: read_metrics(store, "run", "training"), lambda: RunLog(Writer(store), "run", 2, 9, 1)):
             with pytest.raises(ValueError, match=f"^line 2 of {file} .*remove that line"):
                 read()
-
-
-def test_the_heartbeat_tells_where_the_run_is_and_the_page_of_formats_names_its_fields(store, record):
-    with record.writer, record.running():
-        wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "starting")
-        record.step(1)
-        wait_for(lambda: read_heartbeat(store, "run")["state"] == "training")
-        assert read_heartbeat(store, "run")["step"] == 1
-        add_line(record, 5)
-    beat = read_heartbeat(store, "run")
-    assert beat["losses"] == {"all": 1.5}
-    assert beat["seconds_left"] > 0
-    page = (PROJECT / "docs" / "formats.md").read_text()
-    (table,) = re.findall(r"\| field of `heartbeat.json` .*?\n(.*?)\n\n", page, re.DOTALL)
-    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert named == beat.keys() | {"detector", "snapshot"}
 
 
 def test_the_time_of_a_validation_is_not_training_time(monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from places import PROJECT
-from programs import ended, launched
-from safetensors.torch import load_file
 from small_run import Network, parts_of, run_small
 from tiny import tiny_recipe, tiny_root
 from torch import nn
@@ -37,9 +35,6 @@ from vlbert.train import train
 
 def step(loss: float, norm: float = 1.0, **losses: float) -> Step:
     return Step({f"loss_{name}": (value, 1.0) for name, value in losses.items()}, loss, norm, 0.0, False)
-
-
-# --- which steps are skipped ------------------------------------------------------------------------------------------
 
 
 def test_a_spike_is_measured_against_the_last_hundred_steps_taken():
@@ -75,9 +70,6 @@ def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
     assert after.state == whole.state
 
 
-# --- a small run ------------------------------------------------------------------------------------------------------
-
-
 def lines_of(store: ObjectStore, name: str) -> list[dict]:
     path = f"runs/run/{name}"
     return [json.loads(line) for line in store.get(path).splitlines()] if store.exists(path) else []
@@ -89,8 +81,7 @@ def test_a_skipped_step_changes_nothing_and_is_logged_with_its_samples(tmp_path,
     as_if, other = run_small(without, [0, 1, 3, 4])
     # The statistics of the norm, and how many batches they are of, too.
     torch.testing.assert_close(network.state_dict(), as_if.state_dict(), rtol=0, atol=0)
-    moments = zip(optimizer.state.values(), other.state.values(), strict=True)
-    assert all(torch.equal(one[name], two[name]) for one, two in moments for name in one)
+    torch.testing.assert_close(optimizer.state_dict()["state"], other.state_dict()["state"], rtol=0, atol=0)
 
     (line,) = lines_of(skipped, "skipped.jsonl")
     assert line["keys"] == [f"{float(row[0]):.3f}" for part in parts_of(2) for row in part]
@@ -106,10 +97,9 @@ def test_a_skipped_step_changes_nothing_and_is_logged_with_its_samples(tmp_path,
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     store = open_store(str(tmp_path))
     run_small(store, range(6), bad=[1, 3])  # one at a time
-    with pytest.raises(FloatingPointError) as error:
+    named = rf"2 steps in a row.* size \(nan\).* {tmp_path}/runs/run/skipped.jsonl .* no checkpoint"
+    with pytest.raises(FloatingPointError, match=named) as error:
         run_small(store, range(6), bad=[1, 3, 4])
-    for words in ("2 steps in a row", "size (nan)", f"{tmp_path}/runs/run/skipped.jsonl", "no checkpoint"):
-        assert words in str(error.value)
     assert [line["step"] for line in lines_of(store, "skipped.jsonl")] == [2, 4, 5]
     beat = read_heartbeat(store, "run")
     assert (beat["state"], beat["step"], beat["reason"]) == ("failed", 5, str(error.value))
@@ -136,15 +126,11 @@ def test_a_measure_without_gradient_changes_no_weight(tmp_path):
     assert 0 <= line["data_wait"] <= 1
     assert line["memory_gb"] > 0.01
 
-    class Unmeasured(Network):
-        def forward(self, rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
-            return {"size": super().forward(rows)["size"]}
-
-    plain = Unmeasured()
+    plain = Network()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for number in range(4):
         for part in parts_of(number):
-            (loss, count) = plain(part)["size"]
+            loss, count = plain(part)["size"]
             (loss / count / 2).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
@@ -165,19 +151,18 @@ def before() -> Iterator[list[int]]:
         signal.signal(number, default)
 
 
-# --- in a whole run ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_root(tmp_path_factory.mktemp("left-alone"))
 
 
 def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, capsys, before):
-    recipe = tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
+    store, recipe = open_store(str(root)), tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
     train(dataclasses.replace(recipe, run_name="unstopped"), ALONE)
 
     def stop(step: int, parts: Sequence[Batch]) -> None:
+        state = "training" if step else "starting"
+        wait_for(lambda: (read_heartbeat(store, "stopped") or {}).get("state") == state)  # a thread writes it
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -187,7 +172,6 @@ def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, ca
         train(stopped, ALONE, stop)
     os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when another rank has ended first
     assert before == []
-    store = open_store(str(root))
     beat = read_heartbeat(store, "stopped")
     assert (beat["state"], beat["step"], beat["steps"], beat["checkpoint"]) == ("stopped", 5, 8, str(folder))
     assert beat["reason"] == str(error.value)
@@ -203,9 +187,6 @@ def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, ca
     assert len([line for line in capsys.readouterr().out.splitlines() if " samples/s " in line]) == 3 + 3
 
 
-# --- SIGTERM and Ctrl-C -----------------------------------------------------------------------------------------------
-
-
 def test_sigterm_during_a_validation_stops_the_run_after_it(tmp_path, before):
     store, saved = open_store(str(tmp_path)), []
 
@@ -214,10 +195,11 @@ def test_sigterm_during_a_validation_stops_the_run_after_it(tmp_path, before):
         wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "validating")  # a thread writes it
         return {"accuracy": 1.0}, []
 
+    def save(writer: Writer, done: int, state: dict) -> None:
+        saved.append(done)
+
     with pytest.raises(Stopped, match="after step 2 of 6"):
-        run_small(
-            store, range(6), validate=validate, save=lambda writer, done, state: saved.append(done), validate_every=2
-        )
+        run_small(store, range(6), validate=validate, save=save, validate_every=2)
     assert saved == [2]
     assert [line["kind"] for line in lines_of(store, "metrics.jsonl")] == ["training", "validation"]
     assert read_heartbeat(store, "run")["state"] == "stopped"
@@ -274,44 +256,9 @@ with Stop():
 
 
 def test_a_second_ctrl_c_waits_for_nothing():
-    program = [sys.executable, "-c", TWICE]
-    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=40)
+    ended = subprocess.run([sys.executable, "-c", TWICE], cwd=PROJECT, capture_output=True, text=True, timeout=40)
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr.count("Ctrl-C again exits at once") == 1
-
-
-RANK = """
-import dataclasses, sys
-from pathlib import Path
-from tiny import TINY_MODEL, tiny_recipe
-from training import distributed
-from vlbert.train import train
-
-world = distributed.start()
-
-def poison(step, parts):
-    if step == 2 and world.rank == world.size - 1:
-        parts[-1].labels["region_classes"][-1] = float("nan")
-
-recipe = tiny_recipe(Path(sys.argv[1]), run_name=sys.argv[2], model=dataclasses.replace(TINY_MODEL, dropout=0.0))
-train(recipe, world, poison)
-distributed.stop(world)
-"""
-
-
-@pytest.mark.slow
-def test_all_ranks_skip_what_one_cannot_learn_from(root, tmp_path):
-    for run, processes in (("one", 1), ("two", 2)):
-        status, _, errors = ended(launched(tmp_path, RANK, root, run, processes=processes))
-        assert status == 0, errors
-    one, two = (json.loads((root / "runs" / run / "skipped.jsonl").read_text()) for run in ("one", "two"))
-    assert (one["step"], one["why"]) == (two["step"], two["why"]) == (3, "the loss of regions (nan) is not finite")
-    assert sorted(one["keys"]) == sorted(two["keys"])
-    assert len(one["keys"]) == 8 + 4
-    weights = [load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in ("one", "two")]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.slow

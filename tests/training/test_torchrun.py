@@ -1,6 +1,7 @@
 """Trainings of several processes under a real torchrun: equal numbers, deaths, hangs, restarts, signals."""
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -11,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from operated import running
 from places import PROJECT
 from programs import ended, launched, losses
+from safetensors.torch import load_file
 from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
 
 from demo.serve import free_port
 from flows.settings import Processes
-from flows.supervisor import ChildFailed, ChildTimedOut
 from flows.torchrun import TrainingStopped, Watch, torchrun
 from storage.object_store import open_store
 from training.distributed import World
@@ -54,19 +56,6 @@ run_in_world("rank.py", work, timedelta(seconds=float(sys.argv[2])))
 """
 
 
-def children(pid: int) -> set[int]:
-    """The processes that this one started and that have not ended."""
-    return {int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
-def descendants(pid: int) -> set[int]:
-    below = children(pid)
-    return below.union(*map(descendants, below))
-
-
-# --- one dies ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
     """torchrun kills it 30 s after it asked it to end."""
@@ -77,9 +66,8 @@ def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
     assert "[rank" not in errors, "no traceback of a rank"
 
 
-# --- trainings --------------------------------------------------------------------------------------------------------
-
-# A rank of a training of the tiny recipe without dropout. As it begins a step it may kill itself, once in all.
+# A rank of a training of the tiny recipe without dropout. As it begins a step, one is killed, once in all, or gets a
+# label that is no number.
 TRAINING = """
 import dataclasses, os, sys, time
 from pathlib import Path
@@ -87,21 +75,17 @@ from pathlib import Path
 from tiny import TINY_MODEL, tiny_recipe
 
 from training.program import run_in_world
-from vlbert.config import Recipe
 from vlbert.train import train
 
-root, name, rank, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-def say(line):
-    os.write(1, f"{line}\\n".encode())  # at once, for the ranks share the pipe
-
-say(f"LOCAL_RANK {os.environ['LOCAL_RANK']} RANK {os.environ['RANK']}")
+root, name, harm, rank, step = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5])
 
 def observe(at, parts):
-    for part in parts:
-        texts = sum(key.startswith("text-") for key in part.keys)
-        say(f"RANK {os.environ['RANK']} takes {len(part.keys) - texts} images and {texts} texts")
+    if (at, int(os.environ["RANK"])) != (step, rank):
+        return
     killed = Path("killed")
-    if (at, int(os.environ["RANK"])) == (step, rank) and not killed.exists():
+    if harm == "poison":
+        parts[-1].labels["region_classes"][-1] = float("nan")
+    elif not killed.exists():
         while not list(root.glob(f"runs/{name}/step-*/state.json")):  # it is written meanwhile
             time.sleep(0.01)
         killed.touch()
@@ -118,31 +102,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_root(tmp_path_factory.mktemp("many"))
 
 
-@pytest.fixture(scope="module")
-def alone(root: Path) -> list[tuple]:
-    """The losses of one process."""
-    still = dataclasses.replace(TINY_MODEL, dropout=0.0)
-    train(tiny_recipe(root, run_name="alone", model=still), World(0, 1, torch.device("cpu")))
-    return losses(root, "alone")
-
-
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
 def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0) -> list[subprocess.Popen]:
     """Two torchruns that meet as two machines do, with two ranks each."""
     options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=tiny"]
     options.append(f"--max-restarts={restarts}")
-    return [launched(folder, program, *arguments, options=options, **OWN_STORE) for _ in range(2)]
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [launched(folder, program, *arguments, options=options, **own_store) for _ in range(2)]
 
 
 @pytest.mark.slow
-def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, alone, tmp_path):
-    nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", 2, 3, restarts=2)]
+def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, tmp_path):
+    still = dataclasses.replace(TINY_MODEL, dropout=0.0)
+    train(tiny_recipe(root, run_name="alone", model=still), World(0, 1, torch.device("cpu")))
+    nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", "kill", 2, 3, restarts=2)]
     assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
     assert (tmp_path / "killed").exists()
     assert "nodes again resumes from" in nodes[0][1] + nodes[1][1]
-    np.testing.assert_allclose(np.array(losses(root, "nodes again")), np.array(alone), rtol=2e-5)
+    np.testing.assert_allclose(np.array(losses(root, "nodes again")), np.array(losses(root, "alone")), rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_what_one_cannot_learn_from(root, tmp_path):
+    for run, processes in (("one", 1), ("two", 2)):
+        ranks = launched(tmp_path, TRAINING, root, run, "poison", processes - 1, 2, processes=processes)
+        status, _, errors = ended(ranks)
+        assert status == 0, errors
+    one, two = (json.loads((root / "runs" / run / "skipped.jsonl").read_text()) for run in ("one", "two"))
+    assert (one["step"], one["why"]) == (two["step"], two["why"]) == (3, "the loss of regions (nan) is not finite")
+    assert sorted(one["keys"]) == sorted(two["keys"])
+    assert len(one["keys"]) == 8 + 4
+    weights = [load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in ("one", "two")]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -177,9 +167,6 @@ def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path):
     assert shown.startswith("vlbert train of_rank_0:recipe: rank 1: of_rank_0 cannot be imported (no such library)")
 
 
-# --- a flow around them -----------------------------------------------------------------------------------------------
-
-
 def trained_by_a_flow(root: Path, run: str, watch: Watch, processes: Processes, **changes) -> list[str]:
     """The lines that a flow would log."""
     logged, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
@@ -193,14 +180,14 @@ def trained_by_a_flow(root: Path, run: str, watch: Watch, processes: Processes, 
 def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
     """Every process is signalled, as by systemd and SLURM: torchrun, ranks, and what loads for them."""
     monkeypatch.setattr("flows.supervisor.WATCH_SECONDS", 0.2)
-    others = set(children(os.getpid()))
+    monkeypatch.setenv("TO_BE_SIGNALLED", str(root))
 
     def stop() -> None:
         beat = read_heartbeat(open_store(str(root)), "signalled")
         if beat and beat["step"] >= 3 and beat["state"] != "stopped":
-            (supervisor,) = set(children(os.getpid())) - others
-            for pid in sorted(descendants(supervisor)):
-                os.kill(pid, signal.SIGTERM)
+            for pid, command, variables in running():
+                if f"\0TO_BE_SIGNALLED={root}\0" in variables and "supervisor.py" not in command:
+                    os.kill(pid, signal.SIGTERM)
 
     processes = Processes(count=2, threads=1)
     with pytest.raises(TrainingStopped, match="it was stopped by SIGTERM .*resumes from") as stopped:
@@ -212,60 +199,3 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
     assert 3 <= step < 2000
     logged = trained_by_a_flow(root, "signalled", lambda: None, processes, steps=step + 1)
     assert any(f"resumes from {place}" in line for line in logged)
-
-
-def in_place_of_torchrun(folder: Path, program: str) -> None:
-    """Have `python -m training.launch`, started in the folder, run this."""
-    (folder / "training").mkdir()
-    (folder / "training" / "__init__.py").touch()
-    (folder / "training" / "launch.py").write_text(program)
-
-
-# In place of torchrun: what is printed last, and the exit status.
-ENDING = """
-import sys
-line, status = {!r}
-print(line, flush=True)
-sys.exit(status)
-"""
-
-
-@pytest.mark.parametrize(
-    ("ending", "raised", "words"),
-    [
-        (("vlbert train r: stopped: after step 5 of 9", 75), TrainingStopped, "by SIGTERM .*after step 5 of 9"),
-        (("vlbert train r: out of memory", 1), ChildFailed, r"  \| vlbert train r: out of memory"),
-    ],
-)
-def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch, ending, raised, words):
-    in_place_of_torchrun(tmp_path, ENDING.format(ending))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RuntimeError, match=words) as ended:
-        torchrun("a.program", [], Processes(), lambda line: None)
-    assert ended.type is raised
-
-
-# In place of torchrun: asked to end, it takes half a second.
-SLOW_TO_END = """
-import signal, sys, time
-
-def end(*_):
-    time.sleep(0.5)
-    sys.exit("saved")
-
-signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def test_torchrun_gets_its_restarts_and_its_grace_to_save(tmp_path, monkeypatch):
-    in_place_of_torchrun(tmp_path, SLOW_TO_END)
-    monkeypatch.chdir(tmp_path)
-    for grace, printed in ((0.1, ["ready"]), (20, ["ready", "saved"])):
-        processes = Processes(restarts=3, grace=grace, timeout=1.5)
-        with pytest.raises(ChildTimedOut) as failed:
-            torchrun("no.program", [], processes, lambda line: None)
-        assert failed.value.tail == printed
-        assert "--max-restarts=3" in failed.value.command
-    assert Processes(grace=119.5).environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
