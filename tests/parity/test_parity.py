@@ -88,6 +88,7 @@ def test_all_cases_of_vilbert_pass(capsys: pytest.CaptureFixture):
         (vlbert.report, "parity/vqa_prec", "inter/encoder.input", (2, 3, 5), 3e-5),
         (vlbert.report, "parity/vqa_prec", "out/ans_loss", (), 0.1),
         (vlbert.report, "parity/vqa_prec", "grad/l2", (20,), 1.0),
+        (vlbert.report, "parity/vqa_prec", "grad/dot", (20,), 1.0),
         (partial(vlbert.report, precision="bf16"), "parity/vqa_prec", "inter/encoder.input", (2, 3, 5), 0.3),
     ],
 )
