@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,16 +35,6 @@ def test_the_shared_data_agree_in_every_value(capsys: pytest.CaptureFixture):
     assert "2953 of 2953 values agree" in capsys.readouterr().out
 
 
-def edit(file: Path, change: Callable[[Any], Any]) -> None:
-    """Write back a JSON file or an array that `change` has changed in place."""
-    value = np.load(file) if file.suffix == ".npy" else json.loads(file.read_bytes())
-    change(value)
-    if file.suffix == ".npy":
-        np.save(file, value)
-    else:
-        file.write_text(json.dumps(value))
-
-
 VQA = "vqa/v2_OpenEnded_mscoco_synthetic"
 EDITED = [  # file, change, what is printed
     ("vqa/expected_official_eval.json", lambda e: e["perQuestion"].update({"1004000": 30.01}), "ours '30.00', expect"),
@@ -59,7 +48,10 @@ EDITED = [  # file, change, what is printed
 def test_a_value_that_differs_is_named_and_fails(
     name: str, change: Callable, printed: str, cases: Path, capsys: pytest.CaptureFixture
 ):
-    edit(cases / name, change)
+    file = cases / name
+    value = np.load(file) if file.suffix == ".npy" else json.loads(file.read_bytes())
+    change(value)
+    np.save(file, value) if file.suffix == ".npy" else file.write_text(json.dumps(value))
     with pytest.raises(SystemExit) as ended:
         main([str(cases)])
     assert ended.value.code == 1

@@ -72,23 +72,10 @@ def test_a_sample_gets_the_boxes_of_its_image_or_a_status(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"images": [', r"a\.json is not JSON"),
-        ({"images": [], "annotations": []}, "categories missing or no list"),
-        (coco(annotations=[None]), r"annotations\[0\] is None, not an object"),
-    ],
-)
-def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, message: str):
-    file = tmp_path / "a.json"
-    file.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(ValueError, match=message):
-        AnnotatedDetector(file)
-
-
-@pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
+        ("categories", None, None, "categories missing or no list"),
+        ("annotations", None, [None], r"annotations\[0\] is None, not an object"),
         ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number"),
         ("categories", "id", 30, r"categories\[1\] has the same id as another entry, 30"),
         ("categories", "name", None, r"categories\[1\] has the name None, not a non-empty string"),
@@ -99,8 +86,17 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, 
         ("annotations", "category_id", 6, r"annotations\[1\] refers to image 7 and category 6"),
     ],
 )
-def test_a_wrong_entry_is_named(tmp_path: Path, kind: str, field: str, value: object, message: str):
+def test_a_wrong_entry_is_named(tmp_path: Path, kind: str, field: str | None, value: object, message: str):
     content = coco()
-    content[kind][1][field] = value
+    if field is None:
+        content[kind] = value
+    else:
+        content[kind][1][field] = value
     with pytest.raises(ValueError, match=rf"annotations\.json.*{message}"):
         detector_of(tmp_path, content)
+
+
+def test_a_torn_file_is_refused(tmp_path: Path):
+    (tmp_path / "a.json").write_text('{"images": [')
+    with pytest.raises(ValueError, match=r"a\.json is not JSON"):
+        AnnotatedDetector(tmp_path / "a.json")

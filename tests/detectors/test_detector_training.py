@@ -1,7 +1,6 @@
 """Runs of a detector's training: stopped, resumed, ended early, on several processes; and what they leave."""
 
 import dataclasses
-import functools
 import json
 import os
 import subprocess
@@ -239,18 +238,11 @@ def test_the_stage_trains_and_says_where_the_weights_are(images, tmp_path):
     from flows.train_detector import train_detector
 
     recipe = tiny_recipe(images, tmp_path)
-    given = ("root", "run_name", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last")
-    values = {name: functools.reduce(getattr, name.split("."), recipe) for name in given}
-    overrides = as_overrides(recipe, override_values(detector_vg_resnet101(), values))
-    settings = TrainDetectorSettings(
-        run="staged",
-        images=recipe.data.images,
-        annotations=recipe.data.annotations,
-        attribute_names=recipe.data.attribute_names,
-        held_out_last=recipe.data.held_out_last,
-        overrides=tuple(overrides),
-        processes=Processes(threads=1, timeout=120),
-    )
+    data = {n: getattr(recipe.data, n) for n in ("annotations", "images", "attribute_names", "held_out_last")}
+    given = {"root": recipe.root, "run_name": recipe.run_name} | {f"data.{name}": data[name] for name in data}
+    overrides = tuple(as_overrides(recipe, override_values(detector_vg_resnet101(), given)))
+    processes = Processes(threads=1, timeout=120)
+    settings = TrainDetectorSettings(run="staged", overrides=overrides, processes=processes, **data)
     lines = []
     trained = train_detector(str(tmp_path), settings, lines.append)
     assert trained.checkpoint == str(tmp_path / "runs/staged/weights.safetensors")

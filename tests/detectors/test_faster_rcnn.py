@@ -201,8 +201,9 @@ def test_images_of_a_batch_get_the_proposals_that_each_gets_alone(arithmetic: st
     assert counts[5] == 0
 
 
-def test_in_half_precision_boxes_are_pooled_where_they_lie_in_float32():
-    network = small_network(roi_op="pool")
+@pytest.mark.parametrize("roi_op", ["pool", "align1"])
+def test_in_half_precision_boxes_are_pooled_where_they_lie_in_float32(roi_op: str):
+    network = small_network(roi_op=roi_op)
     c4 = torch.arange(64.0).expand(1, 64, 40, 64).contiguous().bfloat16()  # every cell holds its column
     rois = torch.tensor([[0, 517.0, 100, 933, 600], [0, 641, 33, 1001, 500]])
     with torch.autocast("cpu", torch.bfloat16):

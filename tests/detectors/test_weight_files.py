@@ -15,7 +15,6 @@ from detectors.resnet import Res5, ResNetC4
 from detectors.weights.files import (
     ANCHORS,
     ATTRIBUTE_HEAD,
-    describe_weights,
     load_resnet,
     load_weights,
     write_weights,
@@ -51,6 +50,8 @@ def test_a_file_that_does_not_fit_is_refused_by_its_tensors_and_nothing_is_loade
         "backbone.fc.weight": torch.zeros(2),
         f"{HEAD}cls_score.bias": torch.zeros(7),
         f"{RPN}conv.bias": torch.full((16,), float("nan")),
+        f"{RPN}anchor_deltas.bias": torch.zeros(24, dtype=torch.int64),
+        ANCHORS: torch.zeros(12, 4),
     }
     tensors = tiny_tensors(**wrong)
     del tensors["backbone.res2.0.conv1.weight"]
@@ -64,6 +65,8 @@ def test_a_file_that_does_not_fit_is_refused_by_its_tensors_and_nothing_is_loade
         "unexpected backbone.fc.weight",
         "cls_score.bias has shape [7], but the network has [9]",
         "rpn_head.conv.bias is not finite",
+        "anchor_deltas.bias has dtype torch.int64",
+        f"{ANCHORS} has shape [12, 4]",
     ):
         assert fault in str(error.value)
     assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
@@ -80,20 +83,6 @@ def test_the_attribute_head_is_whole_or_absent(tmp_path: Path):
     write_weights(tmp_path / "half.safetensors", half, {})
     with pytest.raises(ValueError, match=r"missing roi_heads\.box_predictor\.fc_attr\.bias"):
         load_weights(FasterRCNN.random_init(TINY, 0), tmp_path / "half.safetensors")
-
-
-def test_anchors_of_a_file_are_used(tmp_path: Path):
-    network, file = FasterRCNN.random_init(TINY, seed=0), tmp_path / "w.safetensors"
-    own = {ANCHORS: torch.arange(24.0).reshape(6, 4)}
-    for tensors, anchors in ((tiny_tensors(), "generated"), (tiny_tensors(**own), "file")):
-        write_weights(file, tensors, {"network": dataclasses.asdict(TINY)})
-        loaded = load_weights(network, file)
-        assert loaded == describe_weights(file, TINY)
-        assert loaded["anchors"] == anchors
-    assert torch.equal(network.proposal_generator.cell_anchors, own[ANCHORS])
-    write_weights(file, tiny_tensors(**{ANCHORS: torch.zeros(12, 4)}), {})
-    with pytest.raises(ValueError, match=rf"w\.safetensors .*{ANCHORS} has shape \[12, 4\]"):
-        load_weights(network, file)
 
 
 def test_region_features_take_the_resnet_with_live_norms_or_frozen(tmp_path: Path):

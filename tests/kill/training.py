@@ -160,7 +160,7 @@ def run_killed(root: Path, worlds: Sequence[int], draw: random.Random, say: Say)
         if step is None:
             attempt.finish()
             continue
-        rank, half = draw.choice([None, draw.randrange(size)]), ""
+        rank = draw.choice([None, draw.randrange(size)])
         attempt.begin(step)
         if rank is None and step < STEPS - SAVE_EVERY:  # in the next save; without a pause, for it takes milliseconds
             before = half_written(root)

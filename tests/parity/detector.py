@@ -8,6 +8,7 @@ Differences are shares of the largest value of theirs.
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
@@ -20,11 +21,11 @@ from PIL import Image
 from torch import Tensor
 
 from detectors.detect import to_stored_pixels
-from detectors.faster_rcnn import FasterRCNN, HeadOutputs, cell_anchors, grid_anchors
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, HeadOutputs, cell_anchors, grid_anchors
 from detectors.preprocess import decode_bgr, resize, to_input
+from detectors.resnet import ResNetConfig
 from detectors.select import SelectionSettings, find_overlaps, select_regions, surviving_confidence
-from tests.parity.cases import Row, apart, not_run
-from tests.parity.detector_cases import build, prepared, read_config, regenerated
+from tests.parity.cases import Row, apart, not_run, standard_normal
 
 TOLERANCE = 1e-4  # of the largest value of a tensor
 HALF_TOLERANCE = 1e-3  # of one that is stored as float16; integers must be equal
@@ -33,6 +34,14 @@ HALF_TOLERANCE = 1e-3  # of one that is stored as float16; integers must be equa
 MISSING = 0.1
 SAME_BOX = 0.99  # IoU
 DETECTION_SCORE, DETECTION_NMS, DETECTIONS = 0.2, 0.6, 100  # detectron2's inference, for det_*
+BOXES_AT_ONCE = 16  # in res5: bounds the memory
+
+# What it says in words of a network like ours; of these there is one value only.
+_WORDS = {
+    "pooler": "RoIPool 14x14 scale 1/16",
+    "res5": "stride 1, conv2 dilation 2 padding 2",
+    "stem_pool": "3x3 stride 2 pad 0 ceil_mode",
+}
 Stored = dict[str, np.ndarray]
 
 
@@ -189,6 +198,72 @@ STAGES: dict[str, Callable[[Stages], Tensor]] = {
     "max_conf_caffe": lambda ours: ours.confidence(plus_one=True),
 }
 _SELECTION = re.compile(r"sel_(caffe_(?:origspace_)?)?thr([0-9.]+)(?:_(strict|ge))?_(\d+)_(\d+)")
+
+
+# --- the network ---------------------------------------------------------------------------------------------------
+
+
+def read_config(metadata: dict) -> FasterRCNNConfig:
+    """Return the network that a meta.json describes. Raises ValueError if it describes one of another kind."""
+    for key, ours in _WORDS.items():
+        if metadata.get(key, ours) != ours:
+            raise ValueError(f"meta.json: {key} is {metadata[key]!r}, our network's is {ours!r}")
+    shapes, rpn = metadata["shapes"], metadata["rpn"]
+    stages = ("backbone.res2", "backbone.res3", "backbone.res4", "roi_heads.res5")
+    found = [[re.match(rf"{re.escape(stage)}\.(\d+)\.", name) for name in shapes] for stage in stages]
+    blocks = tuple(1 + max(int(match[1]) for match in matches if match) for matches in found)
+    head = "roi_heads.box_predictor"
+    return FasterRCNNConfig(
+        resnet=ResNetConfig(blocks, width=shapes["backbone.stem.conv1.weight"][0]),
+        num_classes=metadata["num_classes"],
+        num_attributes=metadata["num_attrs"],
+        anchor_sizes=tuple(rpn["sizes"]),
+        anchor_ratios=tuple(rpn["ratios"]),
+        rpn_channels=rpn["hidden"],
+        short_side=metadata["min_size"],
+        long_side=metadata["max_size"],
+        pre_nms=rpn["pre_nms"],
+        rpn_nms_threshold=rpn["nms"],
+        post_nms=rpn["post_nms"],
+        box_weights=tuple(metadata["box_reg_weights"]),
+        attribute_embedding=shapes[f"{head}.cls_embedding.weight"][1],
+        attribute_hidden=shapes[f"{head}.fc_attr.weight"][0],
+    )
+
+
+def regenerated(metadata: dict) -> dict[str, Tensor]:
+    """Draw the weights that a meta.json describes by rules. Raises ValueError if a checksum differs."""
+    tensors = {name: _drawn(metadata, name, tuple(shape)) for name, shape in metadata["shapes"].items()}
+    for name, total in metadata.get("checks", {}).items():
+        ours = float(tensors[name].double().sum())
+        if not math.isclose(ours, total, rel_tol=1e-6, abs_tol=1e-9):
+            raise ValueError(f"meta.json: {name} should sum up to {total}, by the rules it does to {ours}")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("num_batches_tracked")}
+
+
+def _drawn(metadata: dict, name: str, shape: tuple[int, ...]) -> Tensor:
+    draw = standard_normal(metadata.get("salt", "") + name, 0, shape)
+    kind, offset, gain = next(rule for pattern, *rule in metadata["rules"] if re.search(pattern, name))
+    scale = 1 / math.sqrt(math.prod(shape[1:])) if kind == "fan" else 1.0
+    draw = np.abs(draw) if kind == "abs" else draw
+    return torch.from_numpy(np.asarray(offset + gain * scale * draw, np.float32))
+
+
+def build(config: FasterRCNNConfig, tensors: dict[str, Tensor]) -> FasterRCNN:
+    """Build the network with these weights. Raises an error naming tensors that do not fit it."""
+    with torch.device("meta"):
+        network = FasterRCNN(config)
+    network.load_state_dict(tensors, strict=True, assign=True)
+    network.proposal_generator.cell_anchors = cell_anchors(config)
+    return network.eval()
+
+
+def prepared(network: FasterRCNN, plain: bool) -> FasterRCNN:
+    """Return it in the form in which it detects; plain: the one in which it learns."""
+    if not plain:
+        return network.for_inference("fp32", BOXES_AT_ONCE)
+    network.rois_at_a_time = BOXES_AT_ONCE
+    return network
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

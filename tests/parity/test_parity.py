@@ -4,13 +4,15 @@ What the formats compare is tested in test_vlbert.py and test_detector.py.
 """
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from places import DATA
 
-from tests.parity import vilbert
+from tests.parity import vilbert, vlbert
 from tests.parity.__main__ import main
 from tests.parity.cases import Row
 
@@ -76,18 +78,28 @@ def test_all_cases_of_vilbert_pass(capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "index"),
+    ("report", "name", "array", "index", "change"),
     [
-        ("pretrain_paper", "inter/X0.regions", (1, 2, 3)),
-        ("refcoco_paper", "out/selected", (0,)),
-        ("refcoco_paper", "grad/dot", (5,)),
-        ("vcr_paper", "out/choice_logits", (0, 1)),
+        (vilbert.report, "vilbert/pretrain_paper", "inter/X0.regions", (1, 2, 3), 1e-3),
+        (vilbert.report, "vilbert/refcoco_paper", "out/selected", (0,), 1),
+        (vilbert.report, "vilbert/refcoco_paper", "grad/dot", (5,), 0.0135),
+        (vilbert.report, "vilbert/vcr_paper", "out/choice_logits", (0, 1), 1e-3),
+        (vlbert.report, "parity/vqa_prec", "out/label_logits", (1, 7), 3e-5),
+        (vlbert.report, "parity/vqa_prec", "inter/encoder.input", (2, 3, 5), 3e-5),
+        (vlbert.report, "parity/vqa_prec", "out/ans_loss", (), 0.1),
+        (vlbert.report, "parity/vqa_prec", "grad/l2", (20,), 1.0),
+        (vlbert.report, "parity/vqa_prec", "grad/dot", (20,), 1.0),
+        (partial(vlbert.report, precision="bf16"), "parity/vqa_prec", "inter/encoder.input", (2, 3, 5), 0.3),
     ],
 )
-def test_a_case_of_vilbert_that_differs_does_not_pass(tmp_path: Path, name: str, array: str, index: tuple):
-    arrays = dict(np.load(DATA / "vilbert" / f"{name}.npz"))
+def test_a_case_that_differs_does_not_pass(
+    tmp_path: Path, report: Callable, name: str, array: str, index: tuple, change: float
+):
+    arrays = dict(np.load(DATA / f"{name}.npz"))
     changed = arrays[array] = arrays[array].copy()
-    changed[index] += 1 if changed.dtype.kind == "i" else 1e-3 * max(1, np.nanmax(np.abs(changed)))
-    np.savez(tmp_path / f"{name}.npz", **arrays)
-    shutil.copy(DATA / "vilbert" / f"{name}.json", tmp_path)
-    assert not vilbert.report(tmp_path / f"{name}.json", name).passes
+    changed[index] += change
+    np.savez(tmp_path / "changed.npz", **arrays)
+    shutil.copy(DATA / f"{name}.json", tmp_path / "changed.json")
+    row = report(tmp_path / "changed.json", "changed")
+    assert row.differences or "selected regions" in row.remark
+    assert not row.passes, str(row)

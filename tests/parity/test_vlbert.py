@@ -3,7 +3,6 @@
 Two cases lie in tests/data/parity; all nine, and the figures of single components, in ../shared/parity/vlbert.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,27 +49,6 @@ def test_our_model_computes_what_the_authors_code_computes_in_each_precision(
         return
     row = report(case.path, case.name, precision)
     assert row.passes, str(row)
-
-
-@pytest.mark.parametrize(
-    ("array", "index", "difference", "precision"),
-    [
-        ("out/label_logits", (1, 7), 3e-5, "fp32"),
-        ("inter/encoder.input", (2, 3, 5), 3e-5, "fp32"),
-        ("out/ans_loss", (), 0.1, "fp32"),
-        ("grad/l2", (20,), 1.0, "fp32"),
-        ("inter/encoder.input", (2, 3, 5), 0.3, "bf16"),
-    ],
-)
-def test_a_case_that_differs_does_not_pass(tmp_path: Path, array: str, index: tuple, difference: float, precision: str):
-    shutil.copy(HERE / "vqa_prec.json", tmp_path)
-    arrays = dict(np.load(HERE / "vqa_prec.npz"))
-    arrays[array] = arrays[array].copy()
-    arrays[array][index] += difference
-    np.savez(tmp_path / "vqa_prec.npz", **arrays)
-    row = report(tmp_path / "vqa_prec.json", "vqa_prec", precision)
-    assert row.differences
-    assert not row.passes, str(row)
 
 
 def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
