@@ -8,6 +8,7 @@ import pytest
 from storage.object_store import ObjectStore, open_store
 from training.checkpoint import Writer
 from training.log import RunLog, read_metrics
+from training.metrics import RunningAverages
 
 
 @pytest.fixture
