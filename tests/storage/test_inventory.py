@@ -62,12 +62,16 @@ def test_status_counts_rows_and_marks_snapshots_of_runs(local, capsys):
     old = local.pin(REGIONS)
     detect(local, 1)
     new = local.pin(REGIONS)
+    samples, rows = shard_of(0)
+    samples[1] = dataclasses.replace(samples[1], image=samples[1].image + bytes(700_000))
+    commit_shard(Catalog(local.store, "refcoco+"), "images", "00000", samples, rows, {})
     local.store.put("runs/first/metrics.parquet", b"not ours")
     checkpoint(local.store, "first", 200, data_of(old.id, stage=REGIONS))
     checkpoint(local.store, "detector", 5, "0123456789ab")  # of annotations: detectors/train.py
     lines = [" ".join(line.split()) for line in status(local.store)]
     for stage in ("images", REGIONS):
         assert any(re.fullmatch(rf"captions {stage} 2 12 \S+ http_404 4, ok 8", line) for line in lines)
+    assert "refcoco+ images 1 6 0.7 http_404 2, ok 4" in lines
     assert [(line.split()[3:5], line.split()[-1]) for line in lines if old.id in line or new.id in line] == [
         (["1", "4"], "yes"),
         (["2", "8"], "no"),
