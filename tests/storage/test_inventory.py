@@ -55,7 +55,7 @@ def faults_of(catalog: Catalog) -> list[str]:
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
-def test_status_lists_stages_and_snapshots(local, capsys):
+def test_status_counts_rows_and_marks_snapshots_of_runs(local, capsys):
     for number in range(2):
         commit(local, number)
     detect(local, 0)
@@ -68,17 +68,13 @@ def test_status_lists_stages_and_snapshots(local, capsys):
     local.store.put("runs/first/metrics.parquet", b"not ours")
     checkpoint(local.store, "first", 200, data_of(old.id, stage=REGIONS))
     checkpoint(local.store, "detector", 5, "0123456789ab")  # of annotations: detectors/train.py
-    lines = [line.split() for line in status(local.store)]
-    assert lines[0] == ["dataset", "stage", "shards", "rows", "MB", "rows", "by", "status"]
-    assert [line[:4] + line[5:] for line in lines[1:4]] == [
-        ["captions", "images", "2", "12", "http_404", "4,", "ok", "8"],
-        ["captions", REGIONS, "2", "12", "http_404", "4,", "ok", "8"],
-        ["refcoco+", "images", "1", "6", "http_404", "2,", "ok", "4"],
-    ]
-    assert lines[3][4] == "0.7"
-    assert [(*line[:5], line[-1]) for line in lines[6:]] == [
-        ("captions", REGIONS, old.id, "1", "4", "yes"),
-        ("captions", REGIONS, new.id, "2", "8", "no"),
+    lines = [" ".join(line.split()) for line in status(local.store)]
+    for stage in ("images", REGIONS):
+        assert any(re.fullmatch(rf"captions {stage} 2 12 \S+ http_404 4, ok 8", line) for line in lines)
+    assert "refcoco+ images 1 6 0.7 http_404 2, ok 4" in lines
+    assert [(line.split()[3:5], line.split()[-1]) for line in lines if old.id in line or new.id in line] == [
+        (["1", "4"], "yes"),
+        (["2", "8"], "no"),
     ]
     main(["status", local.store.root])
     assert capsys.readouterr().out.splitlines() == status(local.store)

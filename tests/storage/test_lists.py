@@ -100,9 +100,7 @@ NUMBERED = [(n, *row) for n, row in enumerate(ROWS)]
         ("a.json", json.dumps(SBU).encode(), "image_urls,captions,user_ids", {"user_ids": "47889917@N08"}),
     ],
 )
-def test_columns_are_named_or_counted_and_further_ones_are_kept(
-    name: str, data: bytes, columns: str, extra: dict | None, tmp_path: Path
-):
+def test_columns_are_named_or_counted_and_further_ones_are_kept(name, data, columns, extra, tmp_path: Path):
     file = tmp_path / name
     file.write_bytes(data)
     rows = list(read_rows(file, find_reading(file, tuple(columns.split(",")))))
