@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import yarl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated import Answer, Simulated, downloaded
 
@@ -56,6 +56,11 @@ def urls_of(*paths: object) -> list[str]:
     return [f"http://host.example/{path}" for path in paths]
 
 
+def urls_at(places: str) -> list[str]:
+    """The URLs of places such as `a/1`."""
+    return [f"http://{host}.example/{number}" for host, number in (place.split("/") for place in places.split())]
+
+
 def statuses_in(done: Simulated) -> list[str]:
     return [item.status for item in done.shards[0]]
 
@@ -80,10 +85,26 @@ def lists(draw: st.DrawFn) -> tuple[list[list[str]], dict[str, tuple], DownloadS
     return dealt(urls, draw(st.integers(1, 4))), hosts, limits
 
 
+# The host `a` answers the third shard while the first still waits for another host.
+_MEANWHILE = (
+    [
+        urls_at("b/0 a/0 a/1 c/0 a/3 a/4 a/5 a/6 a/7"),
+        urls_at("a/8 a/9 a/2 d/0 d/1 d/2 d/3 d/4 d/5"),
+        urls_at("a/10 d/6 d/7 d/8 d/9 d/10 d/11"),
+    ],
+    {
+        f"{host}.example:80": (0.0, float("inf"), [0.5 if number == answered else None for number in range(12)], False)
+        for host, answered in {"a": 10, "b": None, "c": None, "d": 4}.items()
+    },
+    DownloadSettings(concurrency=1, retries=0),
+)
+
+
+@example(_MEANWHILE)
 @given(lists())
 @settings(max_examples=70)
-def test_no_url_of_a_host_that_answers_is_a_host_timeout_and_every_other_one_is_requested(example: tuple):
-    shards, hosts, limits = example
+def test_no_url_of_a_host_that_answers_is_a_host_timeout_and_every_other_one_is_requested(case: tuple):
+    shards, hosts, limits = case
 
     def serve(url: yarl.URL, now: float, in_flight: int) -> Answer:
         begin, end, delays, refuses = hosts[f"{url.host}:80"]
@@ -125,7 +146,7 @@ def test_a_host_that_comes_back_gets_all_its_urls_and_one_that_goes_away_is_not_
     urls = urls_of(*range(500))
     back = collected(urls, lambda url, now, _: Answer(0.1 if now >= 10 else None), 5).statuses
     assert back == {"ok": 500}
-    away = collected(urls, lambda url, now, _: Answer(0.1 if now < 2 else None), 5)
+    away = collected(urls, lambda url, now, _: Answer(0.1 if now < 1 else None), 5)
     assert away.statuses.keys() == {"ok", "timeout", "host_timeout"}
     assert away.seconds < 60  # not 10 s for each eight
 
@@ -150,6 +171,19 @@ def test_a_fast_host_is_downloaded_at_its_pace_and_an_overloaded_one_is_not_pres
 
     assert collected(urls, at_most_20, 2).statuses == {"ok": 400}
     assert refusals < 50
+
+
+def test_a_host_that_slows_down_gets_fewer_urls_at_once():
+    late = []
+
+    def serve(_: yarl.URL, now: float, in_flight: int) -> Answer:
+        if now > 5:
+            late.append(in_flight)
+        return Answer(0.1 if now < 1 else in_flight / 20)
+
+    assert collected(urls_of(*range(600)), serve).statuses == {"ok": 600}
+    assert late
+    assert max(late) < 8
 
 
 def by_url(**answers: Answer | list[Answer]) -> Callable[..., Answer]:
