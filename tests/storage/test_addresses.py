@@ -92,6 +92,8 @@ def test_public_addresses_are_admitted(address: str):
 def test_a_local_server_is_refused_unless_it_is_allowed_whatever_proxies_there_are(web: Web, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     url = web.put("/allowed.jpg", send(JPEG))
     before = len(web.requests + web.robots_requests)
     assert statuses([url], DownloadSettings()) == ["blocked_address"]
