@@ -17,9 +17,9 @@ PAIRS = dataclasses.replace(VILBERT, regions=dataclasses.replace(ON_FEATURES.reg
 
 
 @pytest.fixture(scope="session")
-def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with a run of each task, and with photo.jpg; not to be changed."""
-    root = tmp_path_factory.mktemp("predicting")
+    root = tmp_path_factory.mktemp("models")
     (root / "answers.txt").write_text("yes\nno\nred\n")
     for run, task in {
         "pretraining": PretrainingSettings(max_elements=48),

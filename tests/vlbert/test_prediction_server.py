@@ -49,8 +49,8 @@ class Watched(Predictor):
 
 
 @pytest.fixture(scope="module")
-def predictor(predicting: Path) -> Predictor:
-    return Watched(str(predicting / "runs/pretraining"))
+def predictor(models: Path) -> Predictor:
+    return Watched(str(models / "runs/pretraining"))
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +164,9 @@ def served(predictor: Predictor) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", QUESTIONS)
-def test_an_image_is_asked_about_in_a_browser(predicting, browser, run):
+def test_an_image_is_asked_about_in_a_browser(models, browser, run):
     fields, kind = QUESTIONS[run], Ranker if run == "retrieval" else Predictor
-    predictor = kind(f"{predicting}/runs/{run}", WEIGHTS)
+    predictor = kind(f"{models}/runs/{run}", WEIGHTS)
     sample = predictor.detect(PHOTO)
     if run == "retrieval":
         lines = predictor.captions(sample, fields["captions"][0].splitlines())
@@ -199,8 +199,8 @@ def test_an_image_is_asked_about_in_a_browser(predicting, browser, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_ends_it_at_once(predicting, number, status):
-    command = [sys.executable, "-m", "vlbert", "predict", f"{predicting}/runs/retrieval", "--serve", "--port", "0"]
+def test_a_signal_ends_it_at_once(models, number, status):
+    command = [sys.executable, "-m", "vlbert", "predict", f"{models}/runs/retrieval", "--serve", "--port", "0"]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         host = re.search(r"127.0.0.1:\d+", next(line for line in process.stderr if "running" in line))[0]

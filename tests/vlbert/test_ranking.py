@@ -27,8 +27,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("run", ["retrieval", "related"])
-def test_images_of_a_folder_are_ranked_and_files_that_are_none_are_named(predicting, photos, run, capsys):
-    main([f"{predicting}/runs/{run}", "--among", str(photos), "a red square"])
+def test_images_of_a_folder_are_ranked_and_files_that_are_none_are_named(models, photos, run, capsys):
+    main([f"{models}/runs/{run}", "--among", str(photos), "a red square"])
     printed, skipped = capsys.readouterr()
     ranking = [line.split() for line in printed.splitlines()]
     assert {name for _, name in ranking} == {"a.jpg", "b.png", "c.webp"}
@@ -38,8 +38,8 @@ def test_images_of_a_folder_are_ranked_and_files_that_are_none_are_named(predict
     assert re.fullmatch(r"note: skipped: .*notes\.txt.*\nnote: skipped: .*torn\.jpg.*\n", skipped)
 
 
-def test_captions_of_a_file_are_ranked_as_each_by_itself(predicting, photos, tmp_path, capsys):
-    photo, run = str(photos / "a.jpg"), f"{predicting}/runs/retrieval"
+def test_captions_of_a_file_are_ranked_as_each_by_itself(models, photos, tmp_path, capsys):
+    photo, run = str(photos / "a.jpg"), f"{models}/runs/retrieval"
     (tmp_path / "captions.txt").write_text("\n".join(["", *CAPTIONS, " "]))
     main([run, photo, "--captions", f"{tmp_path}/captions.txt"])
     printed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -62,10 +62,10 @@ def test_captions_of_a_file_are_ranked_as_each_by_itself(predicting, photos, tmp
         (["RUNS/pretraining", "--among", "FOLDER/texts", "a"], "was pre-trained without the relationship head"),
     ],
 )
-def test_what_cannot_be_ranked_is_one_line(predicting, tmp_path, arguments, named):
+def test_what_cannot_be_ranked_is_one_line(models, tmp_path, arguments, named):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "b.txt").write_text(" \n")
-    arguments = [one.replace("RUNS", f"{predicting}/runs").replace("FOLDER", str(tmp_path)) for one in arguments]
+    arguments = [one.replace("RUNS", f"{models}/runs").replace("FOLDER", str(tmp_path)) for one in arguments]
     with pytest.raises(SystemExit, match=rf"(?s)^vlbert predict: .*{named}") as raised:
         main(arguments)
     assert "\n" not in str(raised.value)
