@@ -1,12 +1,18 @@
-"""Checkpoints of every task, with random weights, for the tests that predict."""
+"""Checkpoints of every task, with random weights, for the tests that predict; and tasks of one's own."""
 
 import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from guides import blocks
 from predicted import ON_FEATURES, STARTED, demo_detector, recorded, save_model
 from tiny import VILBERT, tiny_sample
 
+import vlbert.tasks
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
@@ -37,3 +43,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(root, "vilbert", pairs, featured, model=PAIRS)
     (root / "photo.jpg").write_bytes(tiny_sample(3).image)
     return root
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], ModuleType]]:
+    """Writes the Python file of a page, in a folder of somebody else's, and imports it: (page, name)."""
+    monkeypatch.setattr(vlbert.tasks, "TASKS", {**vlbert.tasks.TASKS})  # which it adds its own to
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+
+    def write(page: str, name: str) -> ModuleType:
+        (code,) = blocks(page, "python")
+        (tmp_path / f"{name}.py").write_text(code)
+        names.append(name)
+        return importlib.import_module(name)
+
+    yield write
+    for name in names:
+        del sys.modules[name]
