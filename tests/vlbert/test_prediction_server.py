@@ -19,7 +19,7 @@ import uvicorn
 from browser import chromium
 from places import PROJECT
 from playwright.sync_api import Browser, expect
-from predicted import ON_FEATURES, STARTED, WEIGHTS, demo_detector, recorded, save_model
+from predicted import WEIGHTS
 from starlette.testclient import TestClient
 from tiny import tiny_sample
 
@@ -28,11 +28,6 @@ from vlbert.data.image_file import IMAGES
 from vlbert.predict import Predictor, Ranker
 from vlbert.predict import page as prediction_page
 from vlbert.predict.page import page_app
-from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.tasks.refcoco import RefCOCOSettings
-from vlbert.tasks.retrieval import RetrievalSettings
-from vlbert.tasks.vcr import VCRSettings
-from vlbert.tasks.vqa import VQASettings
 
 PHOTO = tiny_sample(3).image
 JSON = {"Content-Type": "application/json"}
@@ -54,25 +49,8 @@ class Watched(Predictor):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with a run of each task."""
-    root, detector = tmp_path_factory.mktemp("served"), recorded(demo_detector())
-    (root / "answers.txt").write_text("yes\nno\nred\n")
-    for run, task in {
-        "pretraining": PretrainingSettings(max_elements=48),
-        "refcoco": RefCOCOSettings(regions="detected"),
-        "vcr": VCRSettings(mask_size=2, max_tokens=40, subtask="rationale"),
-        "retrieval": RetrievalSettings(caption_length=20),
-    }.items():
-        save_model(root, run, task, detector, model=STARTED)
-    vqa = VQASettings(str(root), answer_list="answers.txt", answers=3, question_length=58, answers_from_words=False)
-    save_model(root, "vqa", vqa, recorded(demo_detector(keep_features=True)), model=ON_FEATURES)
-    return root
-
-
-@pytest.fixture(scope="module")
-def predictor(root: Path) -> Predictor:
-    return Watched(str(root / "runs/pretraining"))
+def predictor(models: Path) -> Predictor:
+    return Watched(str(models / "runs/pretraining"))
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +59,11 @@ def page(predictor: Predictor) -> TestClient:
 
 
 def ask(page: TestClient, **question: object) -> dict:
-    reply = page.post("/answer", json=question)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
+    return page.post("/answer", json=question).raise_for_status().json()
 
 
 def dropped(page: TestClient) -> dict:
-    reply = page.post("/regions", content=PHOTO)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
+    return page.post("/regions", content=PHOTO).raise_for_status().json()
 
 
 def test_answers_are_the_predictors_one_at_a_time(page, predictor):
@@ -119,31 +93,24 @@ def test_images_that_were_dropped_long_ago_are_forgotten(page, monkeypatch):
     assert (reply.status_code, "drop it once more" in reply.text) == (410, True)
 
 
-TOO_LARGE = {"Content-Length": str(IMAGES.max_bytes + 1)}
 REFUSED = [  # path, body, headers, status, what is named
-    ("/", None, {"Host": "evil.example"}, 400, "host"),
     ("/", None, {"Host": "127.0.0.1.evil.example:8000"}, 400, "host"),
     ("/docs", None, {}, 404, "Not Found"),
-    ("/regions", PHOTO, {"Origin": "https://evil.example"}, 403, "another site"),
     ("/regions", PHOTO, {"Origin": "http://127.0.0.1:1"}, 403, "another site"),
     ("/regions", PHOTO, {"Origin": "null"}, 403, "another site"),
     ("/answer", b"{}", JSON | {"Sec-Fetch-Site": "cross-site"}, 403, "another site"),
-    ("/regions", b"", TOO_LARGE, 413, "Too Large"),
-    ("/answer", b"", JSON | TOO_LARGE, 413, "Too Large"),
+    ("/regions", b"", {"Content-Length": str(IMAGES.max_bytes + 1)}, 413, "Too Large"),
     ("/regions", b"<html>", {}, 400, "not_image"),
     ("/regions", png_bomb(), {}, 400, "too_many_pixels"),
     ("/answer", b'{"image": 3}', JSON, 422, "image"),
     ("/answer", b'{"image": "IMAGE", "text": "a [MASK] \\ud800"}', JSON, 400, "not Unicode text"),
     ("/answer", b'{"image": "x", "text": "a [MASK]"}', JSON, 410, "drop it once more"),
     ("/answer", b'{"image": "IMAGE", "text": " "}', JSON, 400, "write a text"),
-    ("/answer", b'{"image": "IMAGE", "text": "a square"}', JSON, 400, "write [MASK]"),
     ("/answer", b'{"image": "IMAGE", "captions": ["a square"]}', JSON, 400, "ranks no captions"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "headers", "status", "named"), REFUSED, ids=[f"{path} {named}" for path, *_, named in REFUSED]
-)
+@pytest.mark.parametrize(("path", "body", "headers", "status", "named"), REFUSED)
 def test_what_is_refused(page, path, body, headers, status, named):
     if body and b"IMAGE" in body:
         body = body.replace(b"IMAGE", dropped(page)["image"].encode())
@@ -157,9 +124,7 @@ def test_the_page_is_for_this_machine_alone(page, predictor, monkeypatch):
     for host in ("localhost:9000", "127.0.0.1", "[::1]:8000"):  # through a tunnel the port is another one
         reply = page.get("/", headers={"Host": host})
         assert reply.status_code == 200
-    assert not re.findall(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:|//)""", reply.text), (
-        "it loads nothing from elsewhere"
-    )
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:|//)""", reply.text), "it loads nothing else"
     assert "<script>alert(1)" not in reply.text
     assert reply.headers["X-Frame-Options"] == "DENY"
     own = {"Origin": "http://localhost:9000", "Host": "localhost:9000", "Sec-Fetch-Site": "same-origin"}
@@ -173,7 +138,7 @@ QUESTIONS = {  # run -> what is written into the page's fields
     "refcoco": {"text": "the red square"},
     "vqa": {"text": "is a square red"},
     "vcr": {"text": "why is [1] red", "answer": "red", "choices": ["a red square", "[1] is", "is a blue", "white"]},
-    "retrieval": {"captions": ["a red square", "a blue circle"]},
+    "retrieval": {"captions": ["a red square\na blue circle"]},
 }
 
 
@@ -199,12 +164,12 @@ def served(predictor: Predictor) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", QUESTIONS)
-def test_an_image_is_asked_about_in_a_browser(root, browser, run):
+def test_an_image_is_asked_about_in_a_browser(models, browser, run):
     fields, kind = QUESTIONS[run], Ranker if run == "retrieval" else Predictor
-    predictor = kind(f"{root}/runs/{run}", WEIGHTS)
+    predictor = kind(f"{models}/runs/{run}", WEIGHTS)
     sample = predictor.detect(PHOTO)
     if run == "retrieval":
-        lines = predictor.captions(sample, fields["captions"])
+        lines = predictor.captions(sample, fields["captions"][0].splitlines())
         answer = lines[0][0]
     else:
         prediction = predictor(sample, fields["text"], fields.get("choices", ()), fields.get("answer", ""))
@@ -218,12 +183,8 @@ def test_an_image_is_asked_about_in_a_browser(root, browser, run):
         page.set_input_files("#file", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": PHOTO})
         expect(page.locator("#chips button")).to_have_text(predictor(sample).names)
         for name, value in fields.items():
-            places = page.locator(f"[name={name}]")
-            if name == "captions":
-                places.fill("\n".join(value))
-            else:
-                for number, text in enumerate([value] if isinstance(value, str) else value):
-                    places.nth(number).fill(text)
+            for number, text in enumerate([value] if isinstance(value, str) else value):
+                page.locator(f"[name={name}]").nth(number).fill(text)
         page.locator("[name=attention]").check()
         page.locator(".ask").click()
         expect(page.locator(".result .big")).to_have_text([answer], timeout=30_000)
@@ -238,31 +199,24 @@ def test_an_image_is_asked_about_in_a_browser(root, browser, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_ends_it_at_once(root, number, status):
-    command = [sys.executable, "-m", "vlbert", "predict", f"{root}/runs/retrieval", "--serve", "--port", "0"]
+def test_a_signal_ends_it_at_once(models, number, status):
+    command = [sys.executable, "-m", "vlbert", "predict", f"{models}/runs/retrieval", "--serve", "--port", "0"]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        url = re.search(r"http://127.0.0.1:\d+", next(line for line in process.stderr if "running" in line))[0]
-        connection = http.client.HTTPConnection(url.split("/")[2], timeout=60)
+        host = re.search(r"127.0.0.1:\d+", next(line for line in process.stderr if "running" in line))[0]
+        connection = http.client.HTTPConnection(host, timeout=60)
         connection.request("POST", "/regions", PHOTO)
         image = json.loads(connection.getresponse().read())["image"]
         many = json.dumps({"image": image, "captions": ["a red square"] * 50_000}).encode()  # for a minute or more
-        waiting = threading.Thread(target=lambda: post_until_it_ends(url, many))
-        waiting.start()
+        connection.request("POST", "/answer", many, JSON)
         time.sleep(1)
         process.send_signal(number)
         started = time.monotonic()
         _, errors = process.communicate(timeout=30)
         assert time.monotonic() - started < 5
-        waiting.join(10)
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            connection.getresponse()
         assert process.returncode == status, errors
         assert "Traceback" not in errors
     finally:
         process.kill()
-
-
-def post_until_it_ends(url: str, body: bytes) -> None:
-    connection = http.client.HTTPConnection(url.split("/")[2], timeout=60)
-    connection.request("POST", "/answer", body, JSON)
-    with pytest.raises((ConnectionError, http.client.HTTPException)):
-        connection.getresponse()

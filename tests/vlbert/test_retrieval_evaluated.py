@@ -2,19 +2,18 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from loaded import ALONE
 from retrieval_files import captions_of, retrieval_recipe, retrieval_root
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
 from storage.object_store import open_store
-from training.distributed import World
+from training.optimizer import OptimizerConfig
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig
 from vlbert.data.batch import with_texts
@@ -27,8 +26,6 @@ from vlbert.tasks.pretraining import RELATED, PretrainingSettings
 from vlbert.tasks.retrieval import Retrieval
 from vlbert.train import train
 from vlbert.validate import validate
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluated(
-    folder: Path,
-    out: Path | None = None,
-    run: str = "tuned",
-    changes: Mapping[str, object] = MappingProxyType({}),
-) -> dict:
-    given = {"task.caption_length": 20, "task.folder": str(folder / "files"), **changes}
-    paths = [f"{folder / 'root'}/runs/{run}"]
-    return evaluate(retrieval_recipe(folder), paths, "test", given, out and str(out), ALONE)
+def evaluated(folder: Path, out: Path, run: str = "tuned", rows_at_once: int = 64) -> dict:
+    given = {"task.caption_length": 20, "task.folder": str(folder / "files"), "task.rows_at_once": rows_at_once}
+    return evaluate(retrieval_recipe(folder), [f"{folder / 'root'}/runs/{run}"], "test", given, str(out), ALONE)
 
 
 def rows_in(folder: Path) -> list[dict]:
@@ -62,19 +53,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_all_images_and_captions_of_a_split_are_ranked(folder, tmp_path, capsys):
+def test_all_images_and_captions_of_a_split_are_ranked(folder, tmp_path):
     summary = evaluated(folder, tmp_path / "out")
     rows = rows_in(tmp_path / "out")
     samples = [tiny_sample(i, regions=1 + i % 3) for i in range(10, 16)]
     assert [row["captions"] for row in rows] == [captions_of(sample) for sample in samples]
     assert [row["question"] for row in rows] == [sample.url.rpartition("/")[2] for sample in samples]
     assert summary["metrics"] == Retrieval.metrics(None, rows)
-    assert summary["metrics"]["chance"] == pytest.approx(1 / 6)
     assert summary["examples"] == {"all": 6, "predicted": 6, "unreadable": 0, "skipped": 0, "invalid": 0}
-    assert "image_r1" in capsys.readouterr().out
     page = (tmp_path / "out" / "index.html").read_text()
-    assert "71.5 Unicoder-VL" in page
-    assert rows[0]["answer"] in page
     assert f"{rows[0]['image_ranks'][0]}: {rows[0]['captions'][0]}" in page
     assert {*contents(tmp_path / "out")} == {"predictions.parquet", "metrics.json", "index.html"}
 
@@ -93,91 +80,66 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> 
     return calls
 
 
-def test_an_evaluation_that_was_stopped_goes_on_and_writes_the_same(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
-    monkeypatch.setattr(Retrieval, "evaluation_batch_size", 2)
-    evaluated(folder, tmp_path / "whole")
-    out = tmp_path / "out"
-    with monkeypatch.context() as interrupted:
-        count_calls(interrupted, stop_at=2)
-        with pytest.raises(KeyboardInterrupt):
-            evaluated(folder, out)
-    assert not (out / "metrics.json").exists()
-    assert len([*out.glob("blocks-*/*.mp")]) == 2
-    calls = count_calls(monkeypatch)
-    evaluated(folder, out)
-    assert len(calls) == 1
-    assert contents(out) == contents(tmp_path / "whole")
+def append_a_line(folder: Path, block: Path) -> dict:
+    with open(folder / "files" / "dataset_flickr30k.json", "a") as file:
+        file.write("\n")
+    return {}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "batches"),
     [
-        lambda folder: {"task.rows_at_once": 5},
-        lambda folder: (folder / "files" / "dataset_flickr30k.json").open("a").write("\n") and {},
+        (lambda folder, block: {}, 2),
+        (lambda folder, block: {"rows_at_once": 5}, 3),
+        (append_a_line, 3),
+        (lambda folder, block: block.write_bytes(block.read_bytes()[:-9]) and {}, None),
     ],
+    ids=["as it was", "other settings", "another file", "a damaged block"],
 )
-def test_blocks_of_other_settings_and_files_are_not_taken(folder, tmp_path, monkeypatch, change: Callable):
+def test_an_evaluation_that_was_stopped_goes_on_from_its_own_blocks(folder, tmp_path, monkeypatch, change, batches):
     monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
-    monkeypatch.setattr(Retrieval, "evaluation_batch_size", 3)
-    shutil.copytree(folder, tmp_path / "copy")
+    monkeypatch.setattr(Retrieval, "evaluation_batch_size", 2)
+    root, out = shutil.copytree(folder, tmp_path / "copy"), tmp_path / "out"
     with monkeypatch.context() as interrupted:
         count_calls(interrupted, stop_at=1)
         with pytest.raises(KeyboardInterrupt):
-            evaluated(tmp_path / "copy", tmp_path / "out")
-    calls = count_calls(monkeypatch)
-    evaluated(tmp_path / "copy", tmp_path / "out", changes=change(tmp_path / "copy"))
-    assert len(calls) == 2
-
-
-def test_a_damaged_block_is_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
-    monkeypatch.setattr(Retrieval, "evaluation_batch_size", 3)
-    count_calls(monkeypatch, stop_at=1)
-    with pytest.raises(KeyboardInterrupt):
-        evaluated(folder, tmp_path / "out")
-    (block,) = (tmp_path / "out").glob("blocks-*/*.mp")
-    block.write_bytes(block.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=rf"{block.name} is damaged"):
-        evaluated(folder, tmp_path / "out")
+            evaluated(root, out)
+    assert not (out / "metrics.json").exists()
+    (block,) = out.glob("blocks-*/*.mp")
+    changes, calls = change(root, block), count_calls(monkeypatch)
+    if batches is None:
+        with pytest.raises(ValueError, match=rf"{block.name} is damaged"):
+            evaluated(root, out)
+        return
+    evaluated(root, out, **changes)
+    assert len(calls) == batches
+    evaluated(root, tmp_path / "whole", **changes)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_predictions_survive_a_block(tmp_path):
-    store, row = open_store(str(tmp_path)), {"a": [1, None, "x", 0.1, True], "b": {"c": []}}
-    predicted = evaluation_blocks.Predicted(
-        [7, 8],
-        [row | {"scores": np.array([0.1, -np.inf], np.float32), "n": np.int64(3)}],
-        [row],
-        {9: evaluation_blocks.Unreadable(0, None, "gone")},
-    )
+    store, row = open_store(str(tmp_path)), {"a": [1, None, "x", 0.1, True], "b": {"c": []}, "n": 3}
+    scores, unreadable = np.array([0.1, -np.inf], np.float32), {9: evaluation_blocks.Unreadable(0, None, "gone")}
     blocks = evaluation_blocks.Blocks(store, "x/", {"a": 1})
     blocks._written = -1e9
-    blocks.add(4, predicted)
-    (found,) = evaluation_blocks.Blocks(store, "x/", {"a": 1}).read().items()
-    assert found[0] == 4
-    assert (found[1].numbers, found[1].shuffled, found[1].unreadable) == ([7, 8], [row], predicted.unreadable)
-    scores = found[1].rows[0].pop("scores")
-    assert (scores.dtype, scores.tolist()) == (np.float32, [np.float32(0.1), -np.inf])
-    assert found[1].rows == [row | {"n": 3}]
-    assert evaluation_blocks.Blocks(store, "x/", {"a": 2}).read() == {}
-    evaluation_blocks.delete_blocks(store, "x/")
-    assert [*tmp_path.rglob("*.mp")] == []
+    rows = [row | {"scores": scores, "n": np.int64(3)}]
+    blocks.add(4, evaluation_blocks.Predicted([7, 8], rows, [row], unreadable))
+    ((at, found),) = evaluation_blocks.Blocks(store, "x/", {"a": 1}).read().items()
+    assert (at, found.numbers, found.shuffled, found.unreadable) == (4, [7, 8], [row], unreadable)
+    again = found.rows[0].pop("scores")
+    assert (again.dtype, again.tolist(), found.rows) == (np.float32, scores.tolist(), [row])
 
 
 def test_a_limited_validation_ranks_its_images_and_their_captions_alone(folder):
-    model, recipe = load_task_model(
-        open_checkpoint(f"{folder / 'root'}/runs/tuned"),
-        {"task.folder": str(folder / "files")},
-        retrieval_recipe(folder),
-    )
+    checkpoint, given = open_checkpoint(f"{folder / 'root'}/runs/tuned"), {"task.folder": str(folder / "files")}
+    model, recipe = load_task_model(checkpoint, given, retrieval_recipe(folder))
     samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
     held_out = {"flickr30k": (samples, model.task.examples(samples, "test"))}
     _, rows = validate(model, dataclasses.replace(recipe, validation_samples=2), held_out, ALONE)
     assert len(rows) == 2
     assert {name for row in rows for name in row["found_images"]} <= {row["image"] for row in rows}
-    assert {one["answer"] for row in rows for one in row["ranking"]} == {
-        text for row in rows for text in row["captions"]
-    }
+    ranked = {one["answer"] for row in rows for one in row["ranking"]}
+    assert ranked == {text for row in rows for text in row["captions"]}
 
 
 # --- without fine-tuning ----------------------------------------------------------------------------------------------
@@ -186,15 +148,10 @@ def test_a_limited_validation_ranks_its_images_and_their_captions_alone(folder):
 def relationship_of(folder: Path, run: str) -> np.ndarray:
     """Probabilities [test images, their captions] that pre-training's own head gives."""
     model, recipe = load_task_model(open_checkpoint(f"{folder / 'root'}/runs/{run}"))
-    tuned, _ = load_task_model(
-        open_checkpoint(f"{folder / 'root'}/runs/tuned"),
-        {"task.folder": str(folder / "files")},
-        retrieval_recipe(folder),
-    )
-    tuned.task.vocabulary = model.task.vocabulary
+    task = Retrieval(retrieval_recipe(folder).task, model.task.vocabulary, 8)
     samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
-    examples = tuned.task.examples(samples, "test")
-    data = ValidationData(samples, examples, tuned.task, recipe.data, TINY_MODEL.regions, ALONE, None, 1)
+    examples = task.examples(samples, "test")
+    data = ValidationData(samples, examples, task, recipe.data, TINY_MODEL.regions, ALONE, None, 1)
     found = {}
     for parts, (number,), _ in data:
         batch = with_texts(parts[0], examples.annotations[number].candidates)
@@ -215,16 +172,9 @@ def test_a_pretrained_model_ranks_by_its_relationship_head(folder, tmp_path):
 
 
 def test_a_fine_tuning_begins_where_the_pretrained_model_is(folder, tmp_path):
-    recipe = retrieval_recipe(
-        folder,
-        run_name="from",
-        random_init=False,
-        init_from=f"{folder / 'root'}/runs/pretrained",
-        steps=1,
-        save_every=1,
-    )
-    optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e-12, warmup_steps=0)
-    train(dataclasses.replace(recipe, optimizer=optimizer), ALONE)
+    source, still = f"{folder / 'root'}/runs/pretrained", OptimizerConfig(learning_rate=1e-12, warmup_steps=0)
+    recipe = retrieval_recipe(folder, run_name="from", random_init=False, init_from=source, steps=1, save_every=1)
+    train(dataclasses.replace(recipe, optimizer=still), ALONE)
     evaluated(folder, tmp_path / "out", "from")
     evaluated(folder, tmp_path / "zero", "pretrained")
     found, expected = ([row["probability"] for row in rows_in(tmp_path / name)] for name in ("out", "zero"))

@@ -46,17 +46,13 @@ def six_steps(root) -> list[tuple]:
     return losses(root, "whole")
 
 
-def test_equal_seeds_give_equal_losses(root, six_steps):
-    run(root, "again")
-    assert losses(root, "again") == six_steps
-    recipe = tiny_recipe(root)
-    run(root, "other", data=dataclasses.replace(recipe.data, seed=1))
-    assert losses(root, "other") != six_steps
-    assert np.isfinite(np.array(six_steps, float)).all()
+def test_another_seed_gives_other_losses(root, six_steps):
+    run(root, "other", steps=1, data=dataclasses.replace(tiny_recipe(root).data, seed=1))
+    assert losses(root, "other") != six_steps[:1]
 
 
 def test_a_killed_run_goes_on_to_the_bit(root, six_steps, capsys):
-    run(root, "killed", steps=6, save_every=3)
+    run(root, "killed")
     # As if it had been killed in step 5: the last checkpoint is gone, the metrics run ahead of the one before.
     for file in (root / "runs" / "killed" / "step-0000006").iterdir():
         file.unlink()
@@ -76,12 +72,10 @@ def test_a_finished_run_changes_nothing(root, six_steps, capsys):
     assert printed.startswith("whole is complete")
     assert find_complete(recipe, 2) == printed.strip()
     assert {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")} == before
-    for refused in (["--steps=7"], ["--optimizer.learning_rate=0.5"], ["--data.root="], ["--run_name=nobody"]):
-        assert find_complete(override(recipe, refused), 1) is None, "left to the program"
+    for refused in ("--steps=7", "--optimizer.learning_rate=0.5", "--data.root=", "--run_name=nobody"):
+        assert find_complete(override(recipe, [refused]), 1) is None, "left to the program"
     assert find_complete(recipe, 3) is None, "which cannot share the batch"
-
-
-def test_a_finished_run_is_settled_after_a_kill(root, six_steps):
+    # Settled, as after a kill that left more checkpoints than it keeps.
     shutil.copytree(root / "runs" / "whole", root / "runs" / "unsettled")
     assert find_complete(tiny_recipe(root, run_name="unsettled", keep_checkpoints=1), 1)
     assert not (root / "runs" / "unsettled" / "step-0000003" / "state.json").exists()
@@ -149,17 +143,14 @@ def test_what_a_run_started_from_is_not_needed_to_go_on(root, six_steps):
 def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
     with s3_server("models"):
         store = open_store("s3://models/demo")
-        for file in (root / "captions", root / "held-out"):
-            for path in sorted(p for p in file.rglob("*") if p.is_file()):
+        for dataset in ("captions", "held-out"):
+            for path in sorted(p for p in (root / dataset).rglob("*") if p.is_file()):
                 store.put(str(path.relative_to(root)), path)
-        recipe = tiny_recipe(root)
-        recipe = tiny_recipe(
-            root, data=dataclasses.replace(recipe.data, root="s3://models/demo"), steps=2, run_name="cloud"
-        )
+        data = dataclasses.replace(tiny_recipe(root).data, root="s3://models/demo")
+        recipe = tiny_recipe(root, data=data, steps=2, run_name="cloud")
         monkeypatch.chdir(tmp_path)
         train(recipe, ALONE)
         assert checkpoints(store, "cloud") == ["runs/cloud/step-0000002"]
-        assert [line["step"] for line in read_metrics(store, "cloud", "training")] == [1, 2]
         assert list((tmp_path / "runs/cloud/tensorboard").iterdir()), "beside the program"
         train(dataclasses.replace(recipe, steps=3), ALONE)
         assert [line["step"] for line in read_metrics(store, "cloud", "training")] == [1, 2, 3]
@@ -168,7 +159,6 @@ def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        (["--optimiser.rate=1"], "--optimiser.rate"),
         (["--data.root="], "data.root is not set"),
         (["--trackers", "tensorboard", "gone"], "there is no tracker gone, only tensorboard"),
     ],

@@ -34,6 +34,10 @@ ASKS = PretrainingSettings(WordMasking(probability=0.5), RegionMasking(probabili
 STILL = dataclasses.replace(TINY_MODEL, dropout=0.0)  # dropout draws anew where a batch has another shape
 
 
+def a_sample(number: int) -> Sample:
+    return tiny_sample(number, regions=1 + number % 3)
+
+
 def torn(sample: Sample) -> Sample:
     return dataclasses.replace(sample, image=sample.image[: len(sample.image) // 2])
 
@@ -55,12 +59,10 @@ def without_classes(sample: Sample) -> Sample:
 
 def a_root(folder: Path, broken: dict[int, Callable[[Sample], Sample]], count: int = 16, held_out: int = 0) -> Path:
     """A root with `count` samples, some of them broken, and as many held out as wanted."""
-    samples = [tiny_sample(i, regions=1 + i % 3) for i in range(count)]
     with another_writer():
-        commit_samples(folder, "captions", [broken.get(i, lambda s: s)(sample) for i, sample in enumerate(samples)])
-        if held_out:
-            samples = [tiny_sample(1000 + i) for i in range(held_out)]
-            commit_samples(folder, "held-out", [broken.get(1000 + i, lambda s: s)(s) for i, s in enumerate(samples)])
+        for name, first, number in (("captions", 0, count), ("held-out", 1000, held_out)):
+            samples = [broken.get(first + i, lambda sample: sample)(a_sample(first + i)) for i in range(number)]
+            commit_samples(folder, name, samples)
     (folder / "text").mkdir()
     (folder / "text" / "vocab.txt").write_text(WORDS.text())
     return folder
@@ -68,29 +70,12 @@ def a_root(folder: Path, broken: dict[int, Callable[[Sample], Sample]], count: i
 
 def a_recipe(root: Path, **data: object):
     config = DataConfig(root=str(root), batch=4, text_batch=0, workers=0, unreadable=1.0)
-    return tiny_recipe(
-        root,
-        task=ASKS,
-        model=STILL,
-        data=dataclasses.replace(config, **data),
-        steps=4,
-        save_every=100,
-    )
+    return tiny_recipe(root, task=ASKS, model=STILL, data=dataclasses.replace(config, **data), steps=4, save_every=100)
 
 
 def training_data(root: Path, *rank_and_size: int, **data: object) -> TrainingData:
     changes = {"batch": 4, "text_batch": 0} | data
     return loaded.training_data(root, *rank_and_size, task=Pretraining(ASKS, WORDS, 8), **changes)
-
-
-def overwrite(root: Path, number: int, what: bytes, at: int = 0) -> str:
-    """Damage the tar at a sample, so many bytes behind its beginning; returns tar and offset as messages have them."""
-    index = open_samples(open_store(str(root)), "captions", None, None, ALONE)[0].index
-    tar, offset = root / index.tars[index.shard[number]], int(index.offset[number])
-    with open(tar, "r+b") as file:
-        file.seek(offset + at)
-        file.write(what)
-    return f"{tar} at byte {offset}"
 
 
 # --- placeholders -----------------------------------------------------------------------------------------------------
@@ -134,16 +119,16 @@ def test_a_placeholder_changes_no_loss_and_no_gradient(make, tmp_path):
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
-def keys_of(data: TrainingData, steps: int) -> list[list[str]]:
-    return [[key for batch in data[step] for key in batch.keys] for step in range(steps)]
+def keys_of(data: TrainingData) -> list[list[str]]:
+    return [[key for batch in data[step] for key in batch.keys] for step in range(4)]
 
 
 @pytest.mark.parametrize("breaks", [torn, infinite, of_other_classes, without_classes])
 def test_a_broken_sample_leaves_its_slot_empty(tmp_path, breaks):
-    whole = keys_of(training_data(a_root(tmp_path / "whole", {})), 4)
+    whole = keys_of(training_data(a_root(tmp_path / "whole", {})))
     broken = training_data(a_root(tmp_path / "broken", {5: breaks, 11: breaks}))
-    missing = {tiny_sample(5, regions=3).key, tiny_sample(11, regions=3).key}
-    assert keys_of(broken, 4) == [[key for key in step if key not in missing] for step in whole]
+    missing = {a_sample(5).key, a_sample(11).key}
+    assert keys_of(broken) == [[key for key in step if key not in missing] for step in whole]
     named = [one for step in range(4) for batch in broken[step] for one in batch.unreadable]
     assert {one.key for one in named} == missing
     assert all(one.key in one.reason for one in named)
@@ -153,22 +138,25 @@ def test_a_broken_sample_leaves_its_slot_empty(tmp_path, breaks):
 @pytest.mark.parametrize("at", [0, 512])  # the header of the tar, the image
 def test_without_a_key_the_tar_and_offset_are_named(tmp_path, at):
     root = a_root(tmp_path, {})
-    where = overwrite(root, 5, b"\xff" * 100, at)
+    index = open_samples(open_store(str(root)), "captions", None, None, ALONE)[0].index
+    tar, offset = root / index.tars[index.shard[5]], int(index.offset[5])
+    with open(tar, "r+b") as file:
+        file.seek(offset + at)
+        file.write(b"\xff" * 100)
     (one,) = [one for step in range(4) for batch in training_data(root)[step] for one in batch.unreadable]
-    assert (where in one.reason) if at == 0 else (one.key in one.reason)
     assert (one.key is None) == (at == 0)
+    assert (one.key or f"{tar} at byte {offset}") in one.reason
 
 
-@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (2, 2)])
-def test_ranks_and_parts_miss_the_same_slots_and_an_empty_part_has_a_placeholder(tmp_path, size, gradient_accumulation):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ranks_and_parts_miss_the_same_slots_and_an_empty_part_has_a_placeholder(tmp_path, parts):
     broken = {i: torn for i in range(16) if i % 3}
-    root = a_root(tmp_path, broken)
-    kept = {tiny_sample(i, regions=1 + i % 3).key for i in range(16)} - {tiny_sample(i, 1 + i % 3).key for i in broken}
-    dealt = [training_data(root, rank, size, gradient_accumulation=gradient_accumulation) for rank in range(size)]
+    root, missing = a_root(tmp_path, broken), {a_sample(i).key for i in broken}
+    kept = {a_sample(i).key for i in range(16)} - missing
+    dealt = [training_data(root, rank, 2, gradient_accumulation=parts) for rank in range(2)]
     epoch = [batch for step in range(4) for data in dealt for batch in data[step]]
-    counted = [batch.keys[row] for batch in epoch for row in batch.counted]
-    assert sorted(counted) == sorted(kept)
-    assert {one.key for batch in epoch for one in batch.unreadable} == {tiny_sample(i, 1 + i % 3).key for i in broken}
+    assert sorted(batch.keys[row] for batch in epoch for row in batch.counted) == sorted(kept)
+    assert {one.key for batch in epoch for one in batch.unreadable} == missing
     empty = [batch for batch in epoch if not len(batch.counted)]
     assert empty
     assert all(len(batch) == 1 and batch.keys[0] in kept for batch in empty)
@@ -176,8 +164,6 @@ def test_ranks_and_parts_miss_the_same_slots_and_an_empty_part_has_a_placeholder
 
 def test_many_unreadable_samples_in_a_row_are_an_error(tmp_path):
     data = training_data(a_root(tmp_path / "all", dict.fromkeys(range(8), torn), count=8))
-    with pytest.raises(ValueError, match="8 examples in a row cannot be read, the last because sample"):
-        data[0]
     with pytest.raises(ValueError, match=r"^8 examples in a row cannot be read, the last because sample \w+: its JPEG"):
         next(batches(data, range(4), 1, ALONE.device))  # by a loading process, whose error comes out as it is
 
@@ -204,8 +190,7 @@ def validated(root: Path, size: int) -> tuple[list[str], list[str], list[float]]
 def test_validation_skips_the_same_broken_samples_in_every_world(tmp_path):
     root = a_root(tmp_path, {2: torn, 9: infinite, 10: torn})
     keys, missing, boxes = validated(root, 1)
-    assert len(keys) + len(missing) == 14
-    assert len(missing) >= 2
+    assert (len(keys) + len(missing), len(missing) >= 2) == (14, True)
     assert len(set(boxes)) == len(keys), "each image is shown once"
     for size in (2, 7):
         assert validated(root, size) == (keys, missing, boxes)
@@ -214,8 +199,8 @@ def test_validation_skips_the_same_broken_samples_in_every_world(tmp_path):
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def lines_of(root: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (root / "runs" / "tiny" / name).read_text().splitlines()]
+def lines_of(root: Path) -> list[dict]:
+    return [json.loads(line) for line in (root / "runs/tiny/unreadable.jsonl").read_text().splitlines()]
 
 
 def test_too_many_unreadable_samples_end_the_run(tmp_path):
@@ -231,12 +216,9 @@ def test_a_run_logs_each_broken_sample_once_and_counts_every_slot(tmp_path, caps
     recipe = dataclasses.replace(a_recipe(root, held_out=("held-out",)), vocabulary=None, steps=8, save_every=4)
     train(recipe, ALONE)
     printed = capsys.readouterr().out
-    lines = lines_of(root, "unreadable.jsonl")
-    keys = {tiny_sample(i, regions=1 + i % 3).key for i in (0, 7)}
-    assert sorted(line["key"] for line in lines) == sorted([*keys, tiny_sample(1001).key])
-    assert all(line["key"] in line["reason"] for line in lines)
+    lines = lines_of(root)
+    assert sorted(line["key"] for line in lines) == sorted(a_sample(i).key for i in (0, 7, 1001))
     assert sum(printed.count(line["reason"]) for line in lines) <= 3, "once, though met in every epoch"
-    assert "samples cannot be read" in printed
     training = read_metrics(open_store(str(root)), "tiny", "training")
     assert sum(line.get("unreadable", 0) for line in training) == 4, "two epochs of two"
     first = next(line for line in training if "unreadable" in line)
@@ -244,10 +226,10 @@ def test_a_run_logs_each_broken_sample_once_and_counts_every_slot(tmp_path, caps
     assert read_metrics(open_store(str(root)), "tiny", "validation")[-1]["unreadable"] == 1
 
     # As if killed after step 4, with lines of later steps written already.
-    (root / "runs" / "tiny" / "step-0000008" / "state.json").unlink()
-    with open(root / "runs" / "tiny" / "unreadable.jsonl", "a") as file:
+    (root / "runs/tiny/step-0000008/state.json").unlink()
+    with open(root / "runs/tiny/unreadable.jsonl", "a") as file:
         file.write(json.dumps({"step": 6, "key": "x", "reason": "of a step that is done again"}) + "\n")
     train(recipe, ALONE)
-    assert lines_of(root, "unreadable.jsonl") == lines
+    assert lines_of(root) == lines
     again = read_metrics(open_store(str(root)), "tiny", "training")
     assert [line.get("unreadable") for line in again] == [line.get("unreadable") for line in training]

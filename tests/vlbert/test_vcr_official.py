@@ -12,26 +12,18 @@ from tiny import SIZE, tiny_sample
 from vcr_files import BOXES, ITEM, write_vcr
 
 from detectors.annotated import AnnotatedDetector
-from vlbert.datasets.vcr import COLUMNS, instance_mask, read_items, read_scene, submission
+from vlbert.datasets.vcr import instance_mask, read_items, read_scene, submission
 from vlbert.tasks.vcr_text import read_questions
 
 IDS = ["b", "a", "c"]  # in no order
-LABELS = [(0, 3), (2, 2), (1, 0)]  # answer, rationale
 EVEN = [0.25] * 4
 
 
-def sure(choice: int) -> list[float]:
-    return [0.7 if i == choice else 0.1 for i in range(4)]
-
-
-def lines_of(*changes: dict) -> str:
-    items = [
-        ITEM | {"annot_id": one, "answer_label": answer, "rationale_label": rationale}
-        for one, (answer, rationale) in zip(IDS, LABELS, strict=True)
-    ]
-    image = {"img_fn": "movie/x.jpg", "metadata_fn": "movie/x.json"}
-    more = [*changes, *[{}] * (3 - len(changes))]
-    return "".join(json.dumps(item | image | change) + "\n" for item, change in zip(items, more, strict=True))
+def lines_of(**of_the_second: object) -> str:
+    """The items of a file, some of whose fields are changed in the second."""
+    image, changes = {"img_fn": "movie/x.jpg", "metadata_fn": "movie/x.json"}, [{}, of_the_second, {}]
+    items = [ITEM | image | {"annot_id": one} | change for one, change in zip(IDS, changes, strict=True)]
+    return "".join(json.dumps(item) + "\n" for item in items)
 
 
 def rows_of(table: dict[str, list[list[float]]]) -> list[dict]:
@@ -54,13 +46,11 @@ def items(tmp_path) -> Path:
 
 def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
     third = [1 / 3, 1 / 3, 1 / 3 - 1e-17, 1e-17]
-    table = {"b": [third, EVEN, sure(0), EVEN, EVEN], "a": [EVEN] * 5, "c": [[1.0, 0, 0, 0]] * 5}
+    table = {"b": [third, EVEN, [0.7, 0.1, 0.1, 0.1], EVEN, EVEN], "a": [EVEN] * 5, "c": [[1.0, 0, 0, 0]] * 5}
     text = submission(tmp_path, rows_of(table))
     header, *lines = text.decode().split("\n")
-    assert header.split(",") == COLUMNS
     assert header.startswith("annot_id,answer_0,answer_1,answer_2,answer_3,rationale_conditioned_on_a0_0,")
-    assert header.endswith(",rationale_conditioned_on_a3_3")
-    assert len(COLUMNS) == 21
+    assert (header.count(","), header.endswith(",rationale_conditioned_on_a3_3")) == (20, True)
     assert [line.split(",")[0] for line in lines] == [*IDS, ""]
     again = {one: [float(number) for number in numbers] for one, *numbers in csv.reader(lines[:-1])}
     assert again == {one: sum(rows, []) for one, rows in table.items()}
@@ -90,47 +80,32 @@ def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
 # --- items ------------------------------------------------------------------------------------------------------------
 
 
-def second(**change: object) -> bytes:
-    return lines_of({}, change).encode()
-
-
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (second(annot_id="b"), "1 ids of .*val.jsonl are repeated, such as b"),
-        (second(question="Why is this?"), "line 2: .*question is not a list of words and objects"),
-        (second(question=["Why", [4]]), "question mentions object 4 of 4"),
-        (
-            second(answer_choices=[["no"], [[0.5]], ["the"], ["no"]]),
-            r"its answer_choices\[1\] mentions object 0.5 of 4",
-        ),
-        (second(rationale_label=None), "answer_label is 2, rationale_label None"),
-        (second(answer_label=1.0), "answer_label is 1.0,"),
-        (second(answer_label=4), "answer_label is 4,"),
-        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1: .*answer_label is None, rationale"),
-        (second(metadata_fn="../other/x.json"), "its metadata_fn, ../other/x.json, is not inside vcr1images"),
-        (lines_of()[:-40].encode(), "line 3: .*; fetch it again"),
-        (lines_of().replace("Why", "\u00e9").encode("latin-1"), "line 1: UnicodeDecodeError"),
+        (lines_of(annot_id="b"), "1 ids of .*val.jsonl are repeated, such as b"),
+        (lines_of(question="Why is this?"), "line 2: .*question is not a list of words and objects"),
+        (lines_of(question=["Why", [4]]), "question mentions object 4 of 4"),
+        (lines_of(answer_choices=[["no"], [[0.5]], ["the"], ["no"]]), r"answer_choices\[1\] mentions object 0.5 of 4"),
+        (lines_of(rationale_label=None), "answer_label is 2, rationale_label None"),
+        (lines_of(answer_label=1.0), "answer_label is 1.0,"),
+        (lines_of(answer_label=4), "answer_label is 4,"),
+        (lines_of().replace('"answer_label"', '"label"', 1), "line 1: .*answer_label is None, rationale"),
+        (lines_of(metadata_fn="../other/x.json"), "its metadata_fn, ../other/x.json, is not inside vcr1images"),
+        (lines_of()[:-40], "line 3: .*; fetch it again"),
+        (lines_of().replace("Why", "\u00e9"), "line 1: UnicodeDecodeError"),
+        (None, r"there is no .*val.jsonl; .*set task.folder"),
+        (Path("/proc/self/mem"), r"^cannot read .*val\.jsonl: Input/output error"),
     ],
 )
 def test_a_wrong_item_is_named_by_its_line(items, content, named):
-    items.write_bytes(content)
+    items.unlink()
+    if isinstance(content, Path):
+        items.symlink_to(content)
+    elif content:
+        items.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=named):
         read_items(items)
-
-
-def test_a_file_that_is_missing_or_unreadable_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no .*val.jsonl; .*set task.folder"):
-        read_items(tmp_path / "val.jsonl")
-    (tmp_path / "val.jsonl").symlink_to("/proc/self/mem")
-    with pytest.raises(ValueError, match=r"^cannot read .*val\.jsonl: Input/output error"):
-        read_items(tmp_path / "val.jsonl")
-
-
-def test_missing_metadata_are_named(metadata):
-    metadata.unlink()
-    with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
-        read_questions(metadata.parents[2], ["train"], True, "answer")
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------
@@ -144,19 +119,14 @@ def metadata(tmp_path) -> Path:
 
 
 def test_boxes_are_clipped_to_the_image_and_one_without_area_becomes_a_pixel(metadata):
-    good = json.loads(metadata.read_text())
-    width, height = SIZE
-
-    def boxes_of(*boxes: list) -> list:
-        metadata.write_text(json.dumps(good | {"boxes": [*boxes, *good["boxes"][len(boxes) :]]}))
-        scene = read_scene(metadata)
-        assert scene.boxes[len(boxes) :].tolist() == BOXES[len(boxes) :]
-        return scene.boxes[: len(boxes)].tolist()
-
-    assert boxes_of([-5, -5, 300, 300, 0.9]) == [[0, 0, width, height]]
-    assert boxes_of([3, 4, 3, 9, 0.9]) == [[3, 4, 4, 5]]
-    assert boxes_of([1, 2, 3, 4], [9, 9, 2, 12]) == [[1, 2, 3, 4], [9, 9, 10, 10]]
-    assert boxes_of([width + 8, 5, width + 20, 6], [-9, -9, -3, -3]) == [[width - 1, 5, width, 6], [0, 0, 1, 1]]
+    good, (width, height) = json.loads(metadata.read_text()), SIZE
+    for given, found in (
+        ([[-5, -5, 300, 300, 0.9], [3, 4, 3, 9, 0.9]], [[0, 0, width, height], [3, 4, 4, 5]]),
+        ([[1, 2, 3, 4], [9, 9, 2, 12]], [[1, 2, 3, 4], [9, 9, 10, 10]]),
+        ([[width + 8, 5, width + 20, 6], [-9, -9, -3, -3]], [[width - 1, 5, width, 6], [0, 0, 1, 1]]),
+    ):
+        metadata.write_text(json.dumps(good | {"boxes": [*given, *good["boxes"][2:]]}))
+        assert read_scene(metadata).boxes.tolist() == [*found, *BOXES[2:]]
 
 
 def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(metadata):
@@ -192,6 +162,9 @@ def test_wrong_metadata_are_named(metadata, field, change, named):
     with pytest.raises(ValueError, match=named) as error:
         question.read(None)
     assert "000000.json" in str(error.value)
+    metadata.unlink()
+    with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
+        read_questions(metadata.parents[2], ["train"], True, "answer")
 
 
 def test_the_program_of_the_manual_writes_a_file_for_the_annotated_detector(tmp_path, monkeypatch):

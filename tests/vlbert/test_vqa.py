@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -45,10 +44,8 @@ def example_of(task: VQA, sample: object, question: Question, flip: bool = False
 
 def examples_of(task: VQA, samples: list, flip: bool = False) -> list[Example]:
     found = task.examples(urls(samples), None)
-    return [
-        example_of(task, samples[i], question, flip)
-        for i, question in zip(found.samples, found.annotations, strict=True)
-    ]
+    both = zip(found.samples, found.annotations, strict=True)
+    return [example_of(task, samples[i], question, flip) for i, question in both]
 
 
 def predicted(task: VQA, examples: list[Example], classes: list[int]) -> list[dict]:
@@ -71,15 +68,12 @@ def test_each_question_of_the_splits_is_an_example_of_its_own_image(task, sample
     assert task.examples(urls(samples), "val2014").samples.tolist() == [5], "image 1 of val2014"
     both = changed(task, train_on=("train2014", "val2014")).examples(urls(samples), None)
     assert both.samples.tolist() == [1, 1, 2, 3, 5]
-    escaped = SimpleNamespace(
-        urls=[url.replace("COCO_", "%43OCO%5F") + "?size=9" for url in urls(samples).urls], withdrawn=()
-    )
-    assert task.examples(escaped, None).samples.tolist() == [1, 1, 2, 3]
-    twice = SimpleNamespace(
-        urls=[*urls(samples).urls, "http://elsewhere.org/COCO_train2014_000000000002.jpg"], withdrawn=()
-    )
+    read = urls(samples)
+    read.urls = [url.replace("COCO_", "%43OCO%5F") + "?size=9" for url in read.urls]
+    assert task.examples(read, None).samples.tolist() == [1, 1, 2, 3]
+    read.urls.append("http://elsewhere.org/COCO_train2014_000000000002.jpg")
     with pytest.raises(ValueError, match="1 of 3 images .* in several samples, such as COCO_train2014_0+2.jpg, from"):
-        task.examples(twice, None)
+        task.examples(read, None)
 
 
 def test_the_label_is_at_a_mask_behind_the_question(task, samples):
@@ -115,7 +109,6 @@ def test_training_skips_empty_and_too_long_questions_and_evaluation_cuts_them(ta
     assert len(long.text.tokens) == ROOM + 4
     assert WORDS.decode(long.text.tokens[-4:]) == "left [SEP] [MASK] [SEP]"
     assert long.text.label_masks["answer"].tolist() == [False] * (ROOM + 2) + [True, False]
-    assert TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval().predict(collate([long]))[0]["answer"] in ANSWERS
     write_vqa(tmp_path / "vqa", "train2014", ANNOTATORS, dict.fromkeys(ANNOTATORS, ""))
     with pytest.raises(ValueError, match="none of the 4 examples of train2014 of .* question 10 of train2014: it has"):
         task.examples(urls(samples), None)
@@ -126,28 +119,22 @@ def test_a_users_question_is_an_example_like_any(task, samples):
     assert WORDS.decode(example.text.tokens) == "[CLS] is it left ? [SEP] [MASK] [SEP]"
     (row,) = predicted(task, [example], [3])
     assert (row["question"], row["answer"], row["ground_truth"]) == ("Is it left?", "left", "left")
-    (row,) = predicted(task, [example_of(task, samples[1], task.annotation_for("Is it?"))], [3])
-    assert (row["ground_truth"], row["score"]) == (None, None)
 
 
-def test_what_does_not_fit_is_refused(task, tmp_path, samples):
-    def of_no_list() -> None:
-        (tmp_path / "vqa" / "answers_vqa.txt").write_text("a\nb\nc\nd\ne\nf\n")
-        changed(task).examples(urls(samples), None)
-
-    for call, named in (
-        (
-            lambda: changed(task, question_length=59).head(TINY_MODEL),
-            "task.question_length is 59, the model has positions",
-        ),
-        (lambda: changed(task, answers=3129).examples(urls(samples), None), "has 6 answers, but task.answers is 3129"),
-        (lambda: task.annotation_for(" "), "is invalid: it has no words"),
-        (lambda: task.annotation_for("\u200b"), "is invalid: it has no words"),
-        (lambda: task.annotation_for(LONG), "is invalid: it has 600 tokens"),
-        (of_no_list, "no question of train2014 has an answer of answers_vqa.txt"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            call()
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda task: changed(task, question_length=59).head(TINY_MODEL), "question_length is 59, the model has"),
+        (lambda task: changed(task, answers=3129).examples(urls([]), None), "has 6 answers, but task.answers is 3129"),
+        (lambda task: changed(task, answer_list="others.txt").examples(urls([]), None), "no question .* others.txt"),
+        (lambda task: task.annotation_for("\u200b"), "is invalid: it has no words"),
+        (lambda task: task.annotation_for(LONG), "is invalid: it has 600 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(task, tmp_path, call, named):
+    (tmp_path / "vqa" / "others.txt").write_text("a\nb\nc\nd\ne\nf\n")
+    with pytest.raises(ValueError, match=named):
+        call(task)
 
 
 # --- the head and its losses ------------------------------------------------------------------------------------------
@@ -172,11 +159,6 @@ def test_losses_are_those_of_their_names(task, samples):
     for losses in (bce, cross_entropy):
         total, count = losses["accuracy"]
         assert (float(total), count) == (pytest.approx(best), 4)
-    for settings in ({}, {"loss": "cross_entropy", "classifier": "linear"}, {"classifier": "two_layers"}):
-        model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, **settings))
-        loss, _ = model(batch)["answers"]
-        loss.backward()
-        assert torch.isfinite(loss)
 
 
 def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
@@ -201,34 +183,22 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
-def test_a_prediction_has_the_official_accuracy(task, samples):
+def test_a_prediction_has_the_official_accuracy(task, tmp_path, samples):
     rows = predicted(task, examples_of(task, samples), [4, 2, 2, 1])
-    assert [(row["question_id"], row["answer"]) for row in rows] == [(10, "right"), (11, "no"), (20, "no"), (30, "yes")]
+    assert [row["question_id"] for row in rows] == [10, 11, 20, 30]
+    assert [row["answer"] for row in rows] == ["right", "no", "no", "yes"]
     assert [row["score"] for row in rows] == pytest.approx([0.9, 1, 0, 0])
     assert [row["ground_truth"] for row in rows] == ["left", "no", "yes", "nobody knows"]
     first = rows[0]
     assert (first["question"], first["annotator_answers"]) == ("Is it on the left, 10?", ANNOTATORS[10])
-    assert (first["answer_type"], first["question_type"], first["split"]) == ("yes/no", "is it", "train2014")
-    assert len(first["ranking"]) == 5
+    assert (len(first["ranking"]), first["boxes"]) == (5, [])
     assert first["ranking"][0] == {"answer": "right", "probability": first["probability"]}
     assert first["probability"] == pytest.approx(1 / (1 + np.exp(-1))), "bce: each answer by itself"
-    assert first["boxes"] == []
     softmax = predicted(changed(task, loss="cross_entropy"), examples_of(task, samples), [4, 2, 2, 1])
     assert softmax[0]["probability"] == pytest.approx(np.e / (np.e + 5))
-    pyarrow.Table.from_pylist(rows)
-
-
-def test_metrics_are_means_over_all_and_over_each_type(task, tmp_path, samples):
-    rows = predicted(task, examples_of(task, samples), [4, 2, 2, 1])
-    assert task.metrics(rows) == pytest.approx(
-        {
-            "accuracy": 1.9 / 4,
-            "chance": 1.3 / 4,  # yes to all: of equally common ground truths the last in the alphabet
-            "accuracy/yes/no": 1.9 / 3,
-            "accuracy/other": 0.0,
-            "accuracy/is it": 1.9 / 4,
-        }
-    )
+    by_type = {"accuracy/yes/no": 1.9 / 3, "accuracy/other": 0.0, "accuracy/is it": 1.9 / 4}
+    # Chance is yes to all: of equally common ground truths the last in the alphabet.
+    assert task.metrics(rows) == pytest.approx({"accuracy": 1.9 / 4, "chance": 1.3 / 4} | by_type)
     write_vqa(tmp_path / "vqa", "train2014", {10: ["yes"] * 10, 11: ["no"] * 10, 20: ["no"] * 10, 30: ["no"] * 10})
     assert task.metrics(predicted(task, examples_of(task, samples), [1, 1, 1, 1]))["chance"] == 0.75
 
@@ -244,20 +214,18 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     assert {(row["ground_truth"], row["score"]) for row in rows} == {(None, None)}
     assert task.metrics(rows) == {}
     pyarrow.Table.from_pylist(rows)
-    (name, data), *_ = task.submission(rows).items()
-    assert name == "v2_OpenEnded_mscoco_test-dev2015_results.json"
     answers = zip(ANNOTATORS, ["yes", "no", "left", "right"], strict=True)
+    ((name, data),) = task.submission(rows).items()
+    assert name == "v2_OpenEnded_mscoco_test-dev2015_results.json"
     assert json.loads(data) == [{"question_id": i, "answer": answer} for i, answer in answers]
-    with pytest.raises(
-        ValueError, match="--task.train_on=test-dev2015 has a test split, which has no answers to learn from"
-    ):
+    with pytest.raises(ValueError, match="train_on=test-dev2015 has a test split, which has no answers to learn from"):
         changed(task, train_on=("test-dev2015",)).examples(urls(images), None)
 
 
 def test_a_submission_holds_every_question_of_the_split_once(task, samples):
     rows = predicted(task, examples_of(task, samples), [4, 2, 2, 1])
     for part, named in (
-        (rows[:2] + rows[3:], "1 ids of train2014 are missing in the predictions, such as 20; they must match"),
+        (rows[:2] + rows[3:], "1 ids of train2014 are missing in the predictions, such as 20"),
         ([*rows, rows[0]], "1 ids of the predictions are repeated, such as 10"),
         ([*rows, rows[0] | {"question_id": 5}], "1 ids of the predictions are not in train2014, such as 5"),
     ):

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import pickle
 import re
 import shutil
 from collections import defaultdict
@@ -15,19 +14,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from loaded import ALONE, captions
-from programs import torchrun
-from refcoco_files import write_refcoco
-from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from refcoco_files import change_refs, write_refcoco
+from tiny import DETECTOR, commit_more, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage import snapshots
 from storage.catalog import Catalog
-from storage.catalog.commit import commit_shard
 from storage.garbage import collect_garbage
-from storage.inventory import Inventory
-from storage.manifests import Row
 from storage.object_store import open_store
-from storage.runs import checkpoints, open_folder
-from training.log import read_metrics
+from storage.sample import Sample
 from vlbert.commands import main as run_command
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
@@ -39,7 +33,6 @@ from vlbert.tasks.vcr import VCRSettings
 from vlbert.train import train
 
 STAGE = f"regions/{DETECTOR}"
-GROUP = snapshots._GROUP
 
 
 class Watched:
@@ -50,10 +43,9 @@ class Watched:
 
     def __call__(self, step: int, parts: Sequence[Batch]) -> None:
         if step == self.at:
-            new = [tiny_sample(300 + i, regions=1 + i % 3) for i in range(5)]
-            rows = [Row(i, sample.key, "ok", url=sample.url) for i, sample in enumerate(new)]
-            catalog = Catalog(open_store(str(self.root)), "captions")
-            assert commit_shard(catalog, STAGE, "00009", new, rows, {"random_init": False})
+            assert commit_more(self.root, "00009", range(300, 305))
+        if step == 0:
+            self.first = parts[0].tokens.tolist(), parts[0].labels.get("target", parts[0].tokens).tolist()
         for batch in parts:
             for key in captions(batch):
                 self.steps[key].append(step + 1)
@@ -65,33 +57,35 @@ def run_of(root: Path, name: str, steps: int, **data: object) -> Recipe:
     return dataclasses.replace(recipe, data=dataclasses.replace(config, **data))
 
 
-def told(root: Path, checkpoint: str, key: str) -> dict[str, list[int]]:
-    """By run, the steps that whence finds for a key."""
+def drawn(count: int) -> list[Sample]:
+    """The samples of a tiny root."""
+    return [tiny_sample(i, regions=1 + i % 3) for i in range(count)]
+
+
+def printed(program: object, *arguments: object) -> list[str]:
+    """The lines that a program prints."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        program.main([str(one) for one in arguments])
+    return text.getvalue().splitlines()
+
+
+def told(checkpoint: object, image: str) -> dict[tuple[str, ...], list[int]]:
+    """(run, dataset, shard, key) -> the steps that the program prints of an image."""
     found = defaultdict(list)
-    for trained in whence.lineage(whence.open_checkpoint(f"{root}/runs/{checkpoint}", tensors=False))[0]:
-        found[trained.run] += [
-            step
-            for table in whence.seen_samples(trained, "key", frozenset([key]))
-            for steps in table["steps"]
-            for step in steps.as_py()
-        ]
-    return {run: steps for run, steps in found.items() if steps}
+    for *sighting, step in (line.split() for line in printed(whence, checkpoint, image)):
+        if re.fullmatch("[0-9a-f]{20}", sighting[-1] if sighting else ""):
+            found[tuple(sighting)].append(int(step))
+    return dict(found)
 
 
 def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tuple[str, str], list[int]]:
     """(run, key) -> the steps, of the file that the program writes."""
     whence.main([f"{root}/runs/{checkpoint}", f"--out={file}", *fields])
-    rows = pq.read_table(file).to_pylist()
     found = defaultdict(list)
-    for row in rows:
-        found[row["run"], row["key"]] += row["steps"]  # a row for each snapshot that has the sample
-    assert [(len(one := row["steps"]), one[0], one[-1]) for row in rows] == [
-        (row["times"], row["first_step"], row["last_step"]) for row in rows
-    ]
-    for row in rows:  # as tiny_root and commit_samples have them
-        number = int(row["url"].rpartition("/")[2][:6])
-        in_its_list = number % 200 if number < 300 else None
-        assert in_its_list is None or row["license"] == (None if in_its_list % 3 else "CC BY 4.0"), row
+    for row in pq.read_table(file).to_pylist():
+        found[row["run"], row["key"]] += (steps := row["steps"])  # a row for each snapshot that has the sample
+        assert (row["times"], row["first_step"], row["last_step"]) == (len(steps), steps[0], steps[-1])
     assert all(steps == sorted(steps) for steps in found.values())
     return dict(found)
 
@@ -115,9 +109,6 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     for taken in watched.steps.values():
         taken[:] = [step for step in taken if step <= 6]
     train(run_of(root, "pretrain", 12, datasets=weights, chunk=4), ALONE, watched)
-    store = open_store(str(root))
-    captioned, _ = open_folder(store, checkpoints(store, "pretrain")[-1]).state["data"]
-    assert len(captioned["snapshots"]) == 2
     yield root, watched
     patched.undo()
 
@@ -126,7 +117,7 @@ def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
     root, watched = pretrained
     assert len(watched.steps) == 13 + 9 + 5
     for key, steps in watched.steps.items():
-        assert told(root, "pretrain", key) == {"pretrain": sorted(steps)}
+        assert sum(told(root / "runs/pretrain", key).values(), []) == sorted(steps)
     found = exported(root, "pretrain", tmp_path / "all.parquet")
     assert found == {("pretrain", key): value for key, value in summary(watched.steps).items()}
     earlier = exported(root, "pretrain/step-0000002", tmp_path / "all.parquet")
@@ -135,8 +126,7 @@ def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
 
 def finetuned(root: Path, run: str, init_from: str | None, steps: int = 5, **changes: object) -> tuple[Recipe, Watched]:
     """A RefCOCO+ training over some of the images, whose examples are phrases."""
-    samples = [tiny_sample(i, regions=1 + i % 3) for i in range(13)]
-    write_refcoco(root / "refcoco", [sample for sample in samples if len(sample.regions) > 1])
+    write_refcoco(root / "refcoco", [sample for sample in drawn(13) if len(sample.regions) > 1])
     recipe = run_of(root, run, steps, datasets={"captions": None}, batch=4)
     recipe = dataclasses.replace(
         recipe, task=RefCOCOSettings(folder=str(root / "refcoco")), init_from=init_from, **changes
@@ -159,19 +149,18 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
         assert f"{root}/runs/refcoco/step-0000005: 5 steps of 4 examples of captions (" in first
         assert f"{root}/runs/pretrain/step-0000012: 12 steps of 8 examples of captions (18 examples), more (9" in second
         # Its snapshots stay.
-        pins = {snapshot for _, _, snapshot in Inventory(open_store(str(root))).pins()}
         collect_garbage(open_store(str(root)), 0, delete=True)
         assert exported(root, "refcoco", tmp_path / "all.parquet") == both
-        assert len(pins) >= 3
     finally:
         hidden.rename(folder)
     key = next(key for key in fine.steps if len(fine.steps[key]) > 1)
-    assert told(root, "refcoco", key) == {"refcoco": sorted(fine.steps[key]), "pretrain": sorted(watched.steps[key])}
+    steps = {run: steps for (run, *_), steps in told(root / "runs/refcoco", key).items()}
+    assert steps == {"refcoco": sorted(fine.steps[key]), "pretrain": sorted(watched.steps[key])}
     # Resumed, it still says so; and a run that starts from it leads back over both.
     train(dataclasses.replace(recipe, steps=6), ALONE, fine)
     again, third = finetuned(root, "again", f"{root}/runs/refcoco/step-0000006", steps=2)
     train(again, ALONE, third)
-    assert told(root, "again", key).keys() >= {"refcoco", "pretrain"}
+    assert {run for run, *_ in told(root / "runs/again", key)} >= {"refcoco", "pretrain"}
     # Without the task's files only the pre-training can be told.
     refs = (root / "refcoco").rename(tmp_path / "refs")
     with pytest.raises(SystemExit, match=r"there is no .*instances\.json"):
@@ -180,13 +169,10 @@ def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrai
     refs.rename(root / "refcoco")
 
 
-def with_images_swapped(folder: Path) -> None:
+def swap_images(refs: list[dict]) -> None:
     """The same number of examples, two of which are about each other's image."""
-    file = folder / "refs(unc).p"
-    refs = pickle.loads(file.read_bytes())
     for name in ("image_id", "ann_id"):
         refs[1][name], refs[3][name] = refs[3][name], refs[1][name]
-    file.write_bytes(pickle.dumps(refs, protocol=0))
 
 
 def test_a_task_whose_files_have_changed_is_named(tmp_path):
@@ -194,18 +180,19 @@ def test_a_task_whose_files_have_changed_is_named(tmp_path):
     recipe, watched = finetuned(root, "one", None, steps=2, random_init=True)
     train(recipe, ALONE, watched)
     shutil.copytree(root / "refcoco", tmp_path / "before")
-    with_images_swapped(root / "refcoco")
+    change_refs(root / "refcoco", swap_images)
     changed = r"refcoco/refs\(unc\)\.p has changed since .*/runs/one/step-0000002 was trained \(sha256 "
     out = tmp_path / "all.parquet"
     with pytest.raises(SystemExit, match=changed + ".*put it back"):
         whence.main([f"{root}/runs/one", f"--out={out}"])
     with pytest.raises(ValueError, match=changed + ".*put it back, or name the folder that has it: --folder=FOLDER"):
         replay(f"{root}/runs/one", 1)
-    assert replay(f"{root}/runs/one", 1, ReplaySettings(folder=str(tmp_path / "before"))).examples
+    found = replay(f"{root}/runs/one", 1, ReplaySettings(folder=str(tmp_path / "before"))).batch
+    assert (found.tokens.tolist(), found.labels["target"].tolist()) == watched.first
     with pytest.raises(ValueError, match=changed + ".*put it back, or start another run: --run_name=NAME"):
         train(dataclasses.replace(recipe, steps=3), ALONE, watched)
     # What the checkpoint saw is not known for certain.
-    lines = withdrawn(root, tiny_sample(5, regions=3).url)
+    lines = printed(withdraw, root, tiny_sample(5, regions=3).url)
     assert any(re.match(f"unknown for .*runs/one/step-0000002: .*{changed}", line) for line in lines)
     shutil.rmtree(root / "refcoco")
     (tmp_path / "before").rename(root / "refcoco")
@@ -226,81 +213,37 @@ def test_files_that_validation_alone_reads_may_be_gone_or_change(tmp_path):
     settings.to_train().check_same(recorded, "the run", "do this")  # its reader says so
 
 
-def test_a_copied_checkpoint_finds_the_root_that_it_is_of(tmp_path, capsys):
+def test_a_copied_checkpoint_finds_the_root_that_it_is_of(tmp_path):
     root = tiny_root(tmp_path, samples=8, held_out=1)
     watched = Watched(root)
     train(run_of(root, "one", 3), ALONE, watched)
     copy = shutil.copytree(root / "runs/one/step-0000003", tmp_path / "copy")
     shutil.rmtree(root / "runs")
     key = tiny_sample(3, regions=1).key
-    whence.main([str(copy), key])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("one ")]
-    assert sorted(int(row[4]) for row in rows) == sorted(watched.steps[key])
+    assert [*told(copy, key).values()] == [sorted(watched.steps[key])]
     root.rename(tmp_path / "elsewhere")
     with pytest.raises(SystemExit, match="captions/.* is gone; put it back, or name the checkpoint in its root"):
         whence.main([str(copy), key])
     shutil.copytree(copy, tmp_path / "elsewhere/runs/one/step-0000003")
-    whence.main([f"{tmp_path}/elsewhere/runs/one", key])
+    assert told(tmp_path / "elsewhere/runs/one", key)
 
 
-def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
+def test_one_url_is_told_with_dataset_shard_step_and_licence(pretrained, capsys):
     root, watched = pretrained
-    sample = tiny_sample(200, regions=1)
-    for what in (sample.url, sample.key):
-        whence.main([f"{root}/runs/pretrain", what])
-        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        rows = [line for line in lines if line[0] == "pretrain"]
-        assert [(row[1], row[2], row[3]) for row in rows] == [("more", "00000", sample.key)] * len(rows)
-        assert [int(row[4]) for row in rows] == sorted(watched.steps[sample.key])
-        assert ["licence", "in", "its", "list:", "CC", "BY", "4.0"] in lines
-    whence.main([f"{root}/runs/pretrain", tiny_sample(201, regions=2).url])
-    assert "licence" not in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        whence.main([f"{root}/runs/pretrain", "http://example.org/another.jpg?size=3"])
-    assert ended.value.code == 1
+    sample, run = tiny_sample(200, regions=1), root / "runs/pretrain"
+    expected = {("pretrain", "more", "00000", sample.key): sorted(watched.steps[sample.key])}
+    assert told(run, sample.url) == told(run, sample.key) == expected
+    assert "licence in its list: CC BY 4.0" in printed(whence, run, sample.url)
+    assert "licence" not in "".join(printed(whence, run, tiny_sample(201, regions=2).url))
+    with pytest.raises(SystemExit, match="^1$"):
+        whence.main([str(run), "http://example.org/another.jpg?size=3"])
     assert "another.jpg?… was not seen by these runs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["runs/pretrain", "http://a", "http://b"], "Unrecognized options: http://b"),
-        (["text"], "text holds no model"),
-        (["runs/pretrain", "--out=/nowhere/all.parquet"], "/nowhere/all.parquet"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(pretrained, capsys, arguments, named):
-    root, _ = pretrained
-    with pytest.raises(SystemExit) as ended:
-        whence.main([f"{root}/{arguments[0]}", *arguments[1:]])
-    assert named in (capsys.readouterr().err if ended.value.code == 2 else str(ended.value.code))
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_goes_on_with_the_same_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshots, "_GROUP", GROUP)  # as its processes have it, whatever `pretrained` patches
-    root = tiny_root(tmp_path, samples=10, held_out=2)
-    watched = Watched(root)
-    train(run_of(root, "worlds", 8), ALONE, watched)
-    recipe = run_of(root, "changed", 8)
-    changes = {name: getattr(recipe, name) for name in ("data", "save_every", "keep_checkpoints")}
-    for processes, steps in ((2, 3), (1, 5), (4, 8)):
-        result = torchrun(root, "changed", processes, steps=steps, **changes)
-        assert result.returncode == 0, result.stderr[-3000:]
-    one, other = (exported(root, run, tmp_path / "all.parquet") for run in ("worlds", "changed"))
-    assert {key: value for (_, key), value in one.items()} == summary(watched.steps)
-    assert {key: value for (_, key), value in other.items()} == summary(watched.steps)
+    for arguments in ([str(root / "text")], [str(run), "--out=/nowhere/all.parquet"]):
+        with pytest.raises(SystemExit, match="text holds no model|/nowhere/all.parquet"):
+            whence.main(arguments)
 
 
 # --- withdraw ---------------------------------------------------------------------------------------------------------
-
-
-def withdrawn(root: Path, *arguments: str) -> list[str]:
-    """What the program prints."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        withdraw.main([str(root), *arguments])
-    return printed.getvalue().splitlines()
 
 
 def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
@@ -308,12 +251,13 @@ def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
     watched = Watched(root)
     train(run_of(root, "one", 4, new_shards_every=None), ALONE, watched)
     late = next(key for key, steps in watched.steps.items() if steps == [3])  # after the first checkpoint
-    (sample,) = [one for one in (tiny_sample(i, regions=1 + i % 3) for i in range(20)) if one.key == late]
+    samples = {sample.key: sample for sample in drawn(20)}
+    sample = samples[late]
     same = dataclasses.replace(sample, key="0" * 20, url="http://example.org/the-same-image.jpg")
     commit_samples(root, "other", [sample, same])  # a withdrawal is one of the whole root
     (tmp_path / "urls.txt").write_text(f"{sample.url}\n\nhttp://example.org/nowhere.jpg\n")
     for new in (2, 0):  # again, the same list
-        lines = withdrawn(root, f"--urls={tmp_path / 'urls.txt'}")
+        lines = printed(withdraw, root, f"--urls={tmp_path / 'urls.txt'}")
         assert lines[0] == f"{new} URLs are now withdrawn, {2 - new} were already"
         assert re.fullmatch("1 of them are in no list under .*: http://example.org/nowhere.jpg", lines[1])
         assert ("1 more URLs of the same images are also withdrawn" in lines) == (new == 2)
@@ -325,8 +269,7 @@ def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
         ]
     assert Catalog(open_store(str(root)), "other").manifest(STAGE, "00000").statuses == {"withdrawn": 2}
     often, steps = next((key, steps) for key, steps in watched.steps.items() if len(steps) > 1 and key != late)
-    (again,) = [one for one in (tiny_sample(i, regions=1 + i % 3) for i in range(20)) if one.key == often]
-    *_, line = [one for one in withdrawn(root, again.url) if one.startswith("runs/")]
+    *_, line = [one for one in printed(withdraw, root, samples[often].url) if one.startswith("runs/")]
     assert line.split() == ["runs/one/step-0000004", "one", "1", "of", "1", f"{min(steps)}"]
     with pytest.raises(SystemExit, match="no URL is given"):
         withdraw.main([str(root)])
@@ -343,29 +286,22 @@ def test_withdrawing_lists_every_checkpoint_that_has_seen_it(tmp_path):
 
 def test_a_resumed_run_leaves_a_withdrawn_sample_out_and_then_enters_a_snapshot_without_it(tmp_path, capsys):
     root = tiny_root(tmp_path, samples=16, held_out=2)
-    store, samples, watched = (
-        open_store(str(root)),
-        [tiny_sample(i, regions=1 + i % 3) for i in range(16)],
-        Watched(root),
-    )
+    samples, watched = drawn(16), Watched(root)
     train(run_of(root, "run", 2, batch=4), ALONE, watched)
     sample = next(sample for sample in samples if sample.key not in watched.steps)  # still to come in this epoch
-    withdrawn(root, sample.url)
+    printed(withdraw, root, sample.url)
     run_command(["catalog", "gc", str(root), "--delete"])
     capsys.readouterr()
     train(run_of(root, "run", 8, batch=4), ALONE, watched)
     assert sample.key not in watched.steps
     assert "revised shards from step 5, the beginning of epoch 1: 15 examples" in capsys.readouterr().out
-    (event,) = read_metrics(store, "run", "snapshot")
-    assert (event["step"], event["examples"]) == (5, 15)
     (line,) = [json.loads(line) for line in (root / "runs/run/unreadable.jsonl").read_text().splitlines()]
     assert line["key"] == sample.key
     assert "was withdrawn since" in line["reason"]
     # Every other sample was there in both epochs, at the steps that whence says.
     found = exported(root, "run", tmp_path / "all.parquet")
     assert {key: value for (_, key), value in found.items() if key != sample.key} == summary(watched.steps)
-    whence.main([f"{root}/runs/run", sample.url])
-    assert f"{sample.url} has been withdrawn" in capsys.readouterr().out
+    assert f"{sample.url} has been withdrawn" in printed(whence, root / "runs/run", sample.url)
     # A new run never meets it.
     new = Watched(root)
     train(run_of(root, "new", 4, batch=4), ALONE, new)
@@ -374,7 +310,7 @@ def test_a_resumed_run_leaves_a_withdrawn_sample_out_and_then_enters_a_snapshot_
 
 def test_withdrawing_beside_a_running_training_does_not_end_it(tmp_path):
     root = tiny_root(tmp_path, samples=16, held_out=2)
-    samples, gone = [tiny_sample(i, regions=1 + i % 3) for i in range(16)], []
+    samples, gone = drawn(16), []
 
     class Withdrawing(Watched):
         def __call__(self, step: int, parts: Sequence[Batch]) -> None:
@@ -382,7 +318,7 @@ def test_withdrawing_beside_a_running_training_does_not_end_it(tmp_path):
             if step == 0:  # one of each tar that is still to come
                 for tar in (samples[:8], samples[8:]):
                     gone.append(next(sample for sample in tar if sample.key not in self.steps))
-                withdrawn(root, *(sample.url for sample in gone))
+                printed(withdraw, root, *(sample.url for sample in gone))
                 collect_garbage(open_store(str(root)), 0, delete=True)
 
     watched = Withdrawing(root)

@@ -2,22 +2,18 @@
 
 import csv
 import dataclasses
-import importlib
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
-from guides import blocks, run_commands
+from guides import run_commands
 from tiny import TINY_MODEL, as_overrides, tiny_sample, urls
 
 from training.optimizer import OptimizerConfig
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.tasks import TASKS, make_task
+from vlbert.tasks import make_task
 
 PAGE = "your-own-labels.md"
 WORDS = Vocabulary([*SPECIALS, "which", "colour", "shape"])
@@ -34,23 +30,10 @@ def write_csv(file: Path, rows: list[tuple[str, str, str]]) -> None:
         csv.writer(lines).writerows([("image", "text", "label"), *rows])
 
 
-@pytest.fixture
-def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The page's file, in a folder of somebody else's."""
-    (code,) = blocks(PAGE, "python")
-    (tmp_path / "labels.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("labels")
-    yield module
-    del sys.modules["labels"]
-    TASKS.pop(module.LabelSettings)
-
-
-def test_rows_that_cannot_be_used_are_named(labels, tmp_path):
-    samples = urls([tiny_sample(number) for number in range(3)])
-    write_csv(
-        tmp_path / "train.csv", [("000000.jpg", "which colour", "red"), ("000001.jpg", "which shape " * 40, "red")]
-    )
+def test_rows_that_cannot_be_used_are_named(own_module, tmp_path):
+    samples, labels = urls([tiny_sample(number) for number in range(3)]), own_module(PAGE, "labels")
+    good, long = ("000000.jpg", "which colour", "red"), ("000001.jpg", "which shape " * 40, "red")
+    write_csv(tmp_path / "train.csv", [good, long])
     write_csv(tmp_path / "val.csv", [("000002.jpg", "which colour", "red"), ("000001.jpg", "which colour", "plaid")])
     task = make_task(labels.LabelSettings(("red",), str(tmp_path)), WORDS, 8)
     training, validation = task.examples(samples, None), task.examples(samples, "val")
@@ -67,7 +50,8 @@ def test_rows_that_cannot_be_used_are_named(labels, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_train_a_classifier_that_needs_image_and_text(labels, tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_page_train_a_classifier_of_image_and_text(own_module, tmp_path, monkeypatch, capsys):
+    labels = own_module(PAGE, "labels")
     (tmp_path / "images").mkdir()
     rng, rows = np.random.default_rng(0), {"train": [], "val": []}
     for number in range(200):
