@@ -96,11 +96,7 @@ def write_tsv(
     return file
 
 
-def write_json(
-    target: Path,
-    images: Sequence[ImageFeatures],
-    changes: dict[str, Any] | None = None,
-) -> Path:
+def write_json(target: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None) -> Path:
     """A zip or, without the extension, a folder; beside its files are those that macOS copies."""
     texts = {"._hidden.json": b"\x00\x05\x16\x07"}
     for name, fields in _fields(images, [*BOTTOM_UP, "classes"], changes).items():

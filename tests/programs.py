@@ -43,14 +43,7 @@ def launched(
 ) -> subprocess.Popen:
     """torchrun of a program's text, in the folder."""
     (folder / "rank.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        f"--nproc-per-node={processes}",
-        "rank.py",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={processes}", "rank.py"]
     paths = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
     return subprocess.Popen(
         [*command, *map(str, arguments)],
