@@ -40,7 +40,7 @@ def seeded_fractions(seed: str, *shape: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(shape).astype(np.float32) / 256
 
 
-def seeded_regions(seed: int, count: int, detector: str = DETECTOR, everything: bool = False) -> Regions:
+def seeded_regions(seed: int, count: int, everything: bool = False) -> Regions:
     """`count` regions in an image of 16 x 8 pixels, 5 classes; everything: with attributes and features too."""
     corner = seeded_fractions(f"corner {seed}", count, 2) * np.float32([8, 4])
     side = np.float32([8, 4]) * (1 + seeded_fractions(f"side {seed}", count, 2)) / 2
@@ -48,7 +48,7 @@ def seeded_regions(seed: int, count: int, detector: str = DETECTOR, everything: 
         boxes=np.concatenate([corner, corner + side], axis=1),
         scores=np.sort(seeded_fractions(f"score {seed}", count))[::-1],
         labels=np.arange(count, dtype=np.int32) % 5 + 1,
-        detector=detector,
+        detector=DETECTOR,
         class_probs=seeded_fractions(f"class {seed}", count, 6).astype(np.float16),
     )
     if not everything:
@@ -116,22 +116,17 @@ def detect(catalog: Catalog, number: int) -> bool:
 
 def as_dict(sample: Sample) -> dict:
     """All that a sample says, for comparison with ==: arrays as (dtype, shape, bytes)."""
-    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    if sample.regions is not None:
-        fields["regions"] = {
-            field.name: (str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
-            for field in dataclasses.fields(sample.regions)
-            for value in [getattr(sample.regions, field.name)]
-        }
-    return fields
+
+    def plain(value: object) -> object:
+        return (str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+    return dataclasses.asdict(sample, dict_factory=lambda items: {name: plain(value) for name, value in items})
 
 
 def sealed_parquet(table: pa.Table, metadata: dict[str, str]) -> bytes:
     """The file of these rows and these words in its footer, with its own digest: what a wrong writer would commit."""
     sink = io.BytesIO()
-    with pq.ParquetWriter(sink, table.schema.remove_metadata()) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata({**metadata, OWN_SHA256: BLANK})
+    pq.write_table(table.replace_schema_metadata({**metadata, OWN_SHA256: BLANK}), sink)
     data = bytearray(sink.getvalue())
     write_digest(data)
     return bytes(data)
@@ -139,10 +134,9 @@ def sealed_parquet(table: pa.Table, metadata: dict[str, str]) -> bytes:
 
 def put_checkpoint(store: ObjectStore, folder: str, state: dict, files: dict[str, bytes] | None = None) -> None:
     """A whole checkpoint of these files."""
-    files = files or {}
-    for name, data in files.items():
+    for name, data in (files or {}).items():
         store.put(f"{folder}/{name}", data)
-    hashes = {name: file_hash([data]) for name, data in files.items()}
+    hashes = {name: file_hash([data]) for name, data in (files or {}).items()}
     metadata = {"version": CHECKPOINT_VERSION, "step": int(folder[-7:])}
     store.put(f"{folder}/state.json", json_with_digest(metadata | state | {"files": hashes}))
 
