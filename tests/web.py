@@ -4,7 +4,7 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -53,11 +53,13 @@ def send(body: bytes, status: int = 200, length: int | None = None, **headers: s
     return answer
 
 
-def raw(answer_bytes: bytes) -> Answer:
-    """These bytes and nothing else, then the connection is closed."""
+def raw(*parts: bytes, pause: float = 0.0) -> Answer:
+    """These bytes and nothing else, a pause after each part, then the connection is closed."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.wfile.write(answer_bytes)
+        for part in parts:
+            handler.wfile.write(part)
+            handler.server.stopping.wait(pause)
         handler.close_connection = True
 
     return answer
@@ -65,26 +67,13 @@ def raw(answer_bytes: bytes) -> Answer:
 
 def drip(body: bytes, step: int, pause: float) -> Answer:
     """The headers at once, then `step` bytes every `pause` seconds: never silent, never done."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        for start in range(0, len(body), step):
-            handler.wfile.write(body[start : start + step])
-            handler.server.stopping.wait(pause)
-
-    return answer
+    first = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:step]
+    return raw(first, *(body[start : start + step] for start in range(step, len(body), step)), pause=pause)
 
 
 def silent(seconds: float) -> Answer:
     """No answer for so long, then none at all."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.server.stopping.wait(seconds)
-        handler.close_connection = True
-
-    return answer
+    return raw(b"", pause=seconds)
 
 
 def in_turn(*answers: Answer) -> Answer:
@@ -164,19 +153,15 @@ def settings_for(*servers: Web | str, **changes: object) -> DownloadSettings:
     return DownloadSettings(allowed_hosts=hosts, **({"deadline": 5.0, "retries": 0} | changes))
 
 
-def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[CaptionRow]:
-    """The rows as one shard; their images can be read as long as a row lives."""
+def results(urls: Iterable[str], settings: DownloadSettings) -> list[CaptionRow]:
+    """What becomes of these URLs, as one shard; their images can be read as long as a row lives."""
+    rows = [CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)]
 
     async def work() -> list[CaptionRow]:
         async with Downloader(settings) as downloader:
             return await downloader.download(rows, Spool().__enter__())
 
     return asyncio.run(work())
-
-
-def results(urls: Iterable[str], settings: DownloadSettings) -> list[CaptionRow]:
-    """What becomes of these URLs."""
-    return downloaded([CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)], settings)
 
 
 def statuses(urls: Iterable[str], settings: DownloadSettings) -> list[str]:
