@@ -97,12 +97,8 @@ class Operated:
     def logs(self, run: str) -> list[str]:
         """What the run and those below it have logged, in order of time."""
         runs = [run, *(child["id"] for child in self.below(run))]
-        lines = [
-            line
-            for one in runs
-            for line in self.ask("POST", "/logs/filter", logs={"flow_run_id": {"any_": [one]}}, limit=200)
-        ]
-        return [line["message"] for line in sorted(lines, key=lambda line: line["timestamp"])]
+        asked = [self.ask("POST", "/logs/filter", logs={"flow_run_id": {"any_": [one]}}, limit=200) for one in runs]
+        return [line["message"] for line in sorted(sum(asked, []), key=lambda line: line["timestamp"])]
 
     def processes(self, run: str) -> dict[int, str]:
         """Process id and command line of all that works for the run: children inherit the variable that names it."""
@@ -118,24 +114,15 @@ class Operated:
 
     def serve(self) -> int:
         """Process id of `vlbert serve` itself."""
-        ours = f"\0-m\0vlbert\0serve\0--home\0{self.home}\0"
-        return next(pid for pid, command, _ in running() if ours in command and "supervisor.py" not in command)
+        return _process(f"\0-m\0vlbert\0serve\0--home\0{self.home}\0")
 
     def worker(self) -> int:
         """Process id of the worker."""
-        return self._prefects("worker")
+        return _process("\0worker\0start\0", f"PREFECT_HOME={self.home}\0")
 
     def server(self) -> int:
         """Process id of the server."""
-        return self._prefects("server")
-
-    def _prefects(self, part: str) -> int:
-        ours = f"PREFECT_HOME={self.home}"
-        return next(
-            pid
-            for pid, command, variables in running()
-            if f"\0{part}\0start\0" in command and "supervisor.py" not in command and ours in variables.split("\0")
-        )
+        return _process("\0server\0start\0", f"PREFECT_HOME={self.home}\0")
 
 
 @contextmanager
@@ -208,6 +195,12 @@ def running() -> Iterator[tuple[int, str, str]]:
                 continue
             if command:  # empty of one that has ended and is not reaped
                 yield int(folder.name), command.decode(errors="replace"), variables.decode(errors="replace")
+
+
+def _process(words: str, variable: str = "") -> int:
+    """Process id of the one with these words and this variable; not of its supervisor, which has the same words."""
+    found = {pid: command for pid, command, variables in running() if words in command and variable in variables}
+    return next(pid for pid, command in found.items() if "supervisor.py" not in command)
 
 
 def wait_until(holds: Callable[[], object], seconds: float, why: Callable[[], str] = lambda: "") -> float:
