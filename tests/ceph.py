@@ -10,7 +10,7 @@ from pathlib import Path
 
 import boto3
 import urllib3
-from s3 import SETTINGS, certificate, environment
+from s3 import SETTINGS, environment
 from tools import skip_without
 
 from demo.serve import free_port
@@ -65,9 +65,9 @@ class Gateway:
 @contextlib.contextmanager
 def ceph(folder: Path, *buckets: str) -> Iterator[Gateway]:
     """A gateway with these empty buckets; its files lie in `folder`, which need not outlive it."""
-    for program in ("ceph-mon", "ceph-osd", "radosgw", "ceph"):
+    for program in ("ceph-mon", "ceph-osd", "radosgw", "ceph", "openssl"):
         if not shutil.which(program):
-            skip_without("far", f"{program} is not installed; Debian: ceph-mon ceph-osd radosgw ceph-common")
+            skip_without("far", f"{program} is not installed; Debian: ceph-mon ceph-osd radosgw ceph-common openssl")
     with contextlib.ExitStack() as stack:
         gateway = _start(folder, stack)
         with environment(**gateway.variables()):
@@ -80,10 +80,11 @@ def _start(folder: Path, stack: contextlib.ExitStack) -> Gateway:
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
     fsid, monitor, http, https = str(uuid.uuid4()), free_port(), free_port(), free_port()
-    file, made = folder / "ceph.conf", certificate(folder)
-    file.write_text(
-        _CONFIGURATION.format(fsid=fsid, monitor=monitor, folder=folder, http=http, https=https, certificate=made)
-    )
+    file, certificate = folder / "ceph.conf", folder / "certificate.pem"
+    ports = {"monitor": monitor, "http": http, "https": https}
+    file.write_text(_CONFIGURATION.format(fsid=fsid, folder=folder, certificate=certificate, **ports))
+    request = ["openssl", "req", "-x509", "-nodes", "-subj=/", "-addext=subjectAltName=IP:127.0.0.1", "-days=1"]
+    subprocess.run([*request, "-keyout", certificate, "-out", certificate], check=True, capture_output=True)
 
     def once(program: str, *arguments: str) -> None:
         done = subprocess.run([program, "-c", str(file), *arguments], capture_output=True, text=True, timeout=_STARTS)
@@ -112,4 +113,4 @@ def _start(folder: Path, stack: contextlib.ExitStack) -> Gateway:
     key, secret = SETTINGS["AWS_ACCESS_KEY_ID"], SETTINGS["AWS_SECRET_ACCESS_KEY"]
     names = ["--uid=tests", "--display-name=tests", f"--access-key={key}", f"--secret-key={secret}"]
     once("radosgw-admin", "user", "create", *names)
-    return Gateway(f"http://127.0.0.1:{http}", f"https://127.0.0.1:{https}", made)
+    return Gateway(f"http://127.0.0.1:{http}", f"https://127.0.0.1:{https}", certificate)
