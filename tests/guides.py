@@ -15,7 +15,6 @@ from vlbert.commands import COMMANDS
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The code of a page in docs/."""
     return re.findall(rf"```{language}\n(.*?)```", (PROJECT / "docs" / page).read_text(), re.DOTALL)
 
 

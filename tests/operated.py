@@ -50,7 +50,6 @@ class Operated:
         return answer.json() if answer.content else None
 
     def answers(self) -> bool:
-        """Whether the server does."""
         try:
             return self.ask("GET", "/health") is True
         except httpx.TransportError:
@@ -69,7 +68,6 @@ class Operated:
         return run
 
     def state(self, run: str) -> str:
-        """RUNNING, COMPLETED, CRASHED, ..."""
         return self.ask("GET", f"/flow_runs/{run}")["state_type"]
 
     def wait_for(self, run: str, holds: Callable[[], object], seconds: float) -> float:
@@ -113,15 +111,12 @@ class Operated:
         return next(pid for pid, command in self.processes(run).items() if command.endswith("-m flows.engine"))
 
     def serve(self) -> int:
-        """Process id of `vlbert serve` itself."""
         return _process(f"\0-m\0vlbert\0serve\0--home\0{self.home}\0")
 
     def worker(self) -> int:
-        """Process id of the worker."""
         return _process("\0worker\0start\0", f"PREFECT_HOME={self.home}\0")
 
     def server(self) -> int:
-        """Process id of the server."""
         return _process("\0server\0start\0", f"PREFECT_HOME={self.home}\0")
 
 

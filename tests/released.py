@@ -28,10 +28,8 @@ def base_shapes(kind: str) -> dict[str, tuple[int, ...]]:
 
 def resized_shapes(kind: str, sides: dict[int, int]) -> dict[str, tuple[int, ...]]:
     """The same with other sides outside the ResNet."""
-    return {
-        name: shape if _of_resnet(name) else tuple(sides.get(side, side) for side in shape)
-        for name, shape in base_shapes(kind).items()
-    }
+    changed = {name: tuple(sides.get(side, side) for side in shape) for name, shape in base_shapes(kind).items()}
+    return {name: shape if _of_resnet(name) else changed[name] for name, shape in base_shapes(kind).items()}
 
 
 def _of_resnet(name: str) -> bool:
@@ -64,10 +62,8 @@ def _fill(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def save_released(file: Path, state: dict[str, Tensor], zipped: bool = True) -> Path:
     """As their trainer saves it; torch 1.0 knew no zip files, and its numpy's scalars lived in another module."""
-    optimizer = {
-        "state": {0: {"step": 3, "exp_avg": torch.zeros(2)}},
-        "param_groups": [{"lr": 1e-7, "betas": (0.9, 0.999), "params": [0]}],
-    }
+    groups = [{"lr": 1e-7, "betas": (0.9, 0.999), "params": [0]}]
+    optimizer = {"state": {0: {"step": 3, "exp_avg": torch.zeros(2)}}, "param_groups": groups}
     best = {"best_epoch": 8, "best_val": np.float64(0.67)}
     whole = {"state_dict": state, "optimizer": optimizer, "validation_monitor": best}
     torch.save(whole, file, _use_new_zipfile_serialization=zipped)

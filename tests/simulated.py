@@ -147,12 +147,10 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return max(self.ends)
 
     @property
     def statuses(self) -> Counter[str]:
-        """Rows by status, over all shards."""
         return Counter(item.status for shard in self.shards for item in shard)
 
 

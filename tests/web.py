@@ -29,7 +29,6 @@ def draw(width: int = 96, height: int = 64, mode: str = "RGB", seed: int = 0) ->
 
 
 def encode(image: Image.Image, form: str = "JPEG", **options: object) -> bytes:
-    """The image as a file of the given format."""
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
@@ -134,7 +133,6 @@ class Web:
         return "{}:{}".format(*self.server.server_address)
 
     def url(self, path: str) -> str:
-        """The full URL of a path."""
         return f"http://{self.host}{path}"
 
     def put(self, path: str, answer: Answer) -> str:
@@ -143,7 +141,6 @@ class Web:
         return self.url(path)
 
     def count_of(self, path: str) -> int:
-        """How many requests came for `path`."""
         return sum(1 for _, requested, _ in self.requests if requested == path)
 
 
