@@ -23,19 +23,19 @@ def captions_of(sample: Sample) -> list[str]:
     return [sample.caption, " and ".join(sample.caption.split(" and ")[::-1])]
 
 
-def write_retrieval(folder: Path, samples: Sequence[Sample], test: int = 6, name: str = SPLIT_FILE) -> None:
+def write_retrieval(folder: Path, samples: Sequence[Sample], test: int = 6) -> None:
     """dataset_flickr30k.json: the first samples are train, the last `test` are test."""
     folder.mkdir(exist_ok=True)
     splits = ["train"] * (len(samples) - test) + ["test"] * test
     named = zip(samples, splits, strict=True)
     images = [image(sample.url.rpartition("/")[2], split, captions_of(sample)) for sample, split in named]
-    (folder / name).write_text(json.dumps({"images": images}))
+    (folder / SPLIT_FILE).write_text(json.dumps({"images": images}))
 
 
-def retrieval_root(folder: Path, samples: Sequence[Sample] = ()) -> Path:
+def retrieval_root(folder: Path) -> Path:
     """The folder with `root`, 16 samples of the dataset flickr30k, and `files`: ten of them are train, six test."""
-    samples = samples or [tiny_sample(i, regions=1 + i % 3) for i in range(16)]
-    commit_samples(folder / "root", "flickr30k", list(samples))
+    samples = [tiny_sample(i, regions=1 + i % 3) for i in range(16)]
+    commit_samples(folder / "root", "flickr30k", samples)
     write_retrieval(folder / "files", samples)
     return folder
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import storage.sample
-import storage.shards
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.digests import BLANK, OWN_SHA256, write_digest
 from storage.manifests import Row
 from storage.object_store import ObjectStore
 from storage.runs import CHECKPOINT_VERSION, file_hash, json_with_digest
-from storage.sample import Regions, Sample, sample_key, to_members
+from storage.sample import Regions, Sample, sample_key
 
 # A grey image of 16 x 8 pixels.
 JPEG = base64.b64decode(
@@ -79,22 +78,17 @@ def seeded_sample(seed: int, regions: Regions | None = None) -> Sample:
 
 
 @contextlib.contextmanager
-def another_writer(change: Callable[[str, dict[str, bytes]], dict[str, bytes]] = lambda key, members: members):
-    """Shards are written meanwhile as by a program that checks nothing, with `change(key, members)` in their tars."""
-
-    def write(sample: Sample) -> dict[str, bytes]:
-        return change(sample.key, to_members(sample))
-
+def another_writer() -> Iterator[None]:
+    """Shards are written meanwhile as by a program that checks nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage.sample, "check_sample", lambda sample: None)
-        patch.setattr(storage.shards, "to_members", write)
         yield
 
 
-def shard_of(number: int, size: int = 6, regions: bool = False) -> tuple[list[Sample], list[Row]]:
-    """Rows number * size + 0.. of which every third failed, and the samples of the others."""
+def shard_of(number: int, regions: bool = False) -> tuple[list[Sample], list[Row]]:
+    """Six rows, of which every third failed, and the samples of the others."""
     samples, rows = [], []
-    for i in range(number * size, (number + 1) * size):
+    for i in range(6 * number, 6 * number + 6):
         sample = seeded_sample(i, seeded_regions(i, 2 + i % 3) if regions else None)
         if i % 3 == 1:
             rows.append(Row(i, sample.key, "http_404", f"answer {i}", sample.url))

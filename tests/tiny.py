@@ -74,31 +74,28 @@ def with_bytes(sample: Sample, more: bytes) -> Sample:
     return dataclasses.replace(sample, image=sample.image + more)
 
 
-def commit_samples(
-    root: Path, dataset: str, samples: list[Sample], per_shard: int = 8, random_init: bool = False
-) -> None:
+def commit_samples(root: Path, dataset: str, samples: list[Sample], per_shard: int = 8) -> None:
     """Region shards of `samples` under root/dataset."""
     for start in range(0, len(samples), per_shard):
         part = dict(enumerate(samples[start : start + per_shard], start))
-        assert _commit(root, dataset, start // per_shard, part, random_init)
+        assert _commit(root, dataset, start // per_shard, part)
 
 
 def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
     """Another region shard, of samples that a root does not hold yet; False where it is there already."""
-    return _commit(root, "captions", int(shard), {i: tiny_sample(i, regions=1 + i % 3) for i in numbers}, False)
+    return _commit(root, "captions", int(shard), {i: tiny_sample(i, regions=1 + i % 3) for i in numbers})
 
 
-def _commit(root: Path, dataset: str, shard: int, samples: dict[int, Sample], random_init: bool) -> bool:
+def _commit(root: Path, dataset: str, shard: int, samples: dict[int, Sample]) -> bool:
     rows = [Row(i, one.key, "ok", "", one.url, None if i % 3 else "CC BY 4.0") for i, one in samples.items()]
-    catalog, meta = Catalog(open_store(str(root)), dataset), {"random_init": random_init}
+    catalog, meta = Catalog(open_store(str(root)), dataset), {"random_init": False}
     return commit_shard(catalog, f"regions/{DETECTOR}", f"{shard:05d}", [*samples.values()], rows, meta)
 
 
-def tiny_root(folder: Path, samples: int = 24, held_out: int = 8, random_init: bool = False) -> Path:
+def tiny_root(folder: Path, samples: int = 24, held_out: int = 8) -> Path:
     """A root with the datasets `captions` and `held-out`, and a text corpus with its vocabulary in root/text."""
     root, lines = folder / "root", folder / "lines.txt"
-    captions = [tiny_sample(i, regions=1 + i % 3) for i in range(samples)]
-    commit_samples(root, "captions", captions, random_init=random_init)
+    commit_samples(root, "captions", [tiny_sample(i, regions=1 + i % 3) for i in range(samples)])
     commit_samples(root, "held-out", [tiny_sample(1000 + i, regions=1 + i % 3) for i in range(held_out)])
     lines.write_text("".join(f"{tiny_sample(i).caption} and {tiny_sample(i + 1).caption}\n" for i in range(20)))
     make_corpus(root / "text", [lines], vocabulary=None, size=120, captions=[])
