@@ -58,7 +58,6 @@ class Gateway:
     certificate: Path
 
     def variables(self, scheme: str = "http") -> dict[str, str]:
-        """The environment in which boto3 finds it."""
         return SETTINGS | {"AWS_ENDPOINT_URL": getattr(self, scheme), "AWS_CA_BUNDLE": str(self.certificate)}
 
 

@@ -100,7 +100,6 @@ class Cluster:
         return ["nsenter", f"--target={self.init(name)}", *spaces, f"--wd={PROJECT}", *map(str, command)]
 
     def call(self, name: str, *command: object, check: bool = True, **variables: str) -> str:
-        """What a command on a machine prints."""
         variables = os.environ | self.variables | variables
         ended = subprocess.run(self.inside(name, *command), env=variables, capture_output=True, text=True, timeout=60)
         assert not check or ended.returncode == 0, (command, ended.returncode, ended.stdout, ended.stderr)
@@ -115,7 +114,6 @@ class Cluster:
         return process
 
     def start_daemon(self, command: list[str], name: str) -> None:
-        """A process whose output is in a file."""
         with open(self.folder / f"{name}.log", "ab") as log:
             self.start(command, log)
 
@@ -177,7 +175,6 @@ class Cluster:
         return self.call("one", "sinfo", "-h", "-t", "idle", "-o", "%D", check=False).strip() == "2"
 
     def submit(self, *arguments: object, **variables: str) -> str:
-        """sbatch; the job's number."""
         return self.call("one", "sbatch", "--parsable", *arguments, **variables).strip()
 
     def state(self, job: str) -> str:

@@ -117,7 +117,6 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[Web]:
-    """A server of web.py for the tests of a module."""
     with Web() as server:
         yield server
 

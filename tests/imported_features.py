@@ -61,7 +61,6 @@ def image_features(
 
 
 def encoded(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, arrays as base64."""
     arrays = {name: np.ascontiguousarray(one) for name, one in fields.items() if isinstance(one, np.ndarray)}
     return fields | {name: base64.b64encode(array).decode() for name, array in arrays.items()}
 

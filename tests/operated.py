@@ -34,12 +34,10 @@ class Operated:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of Prefect's command line."""
         password = {"PREFECT_API_AUTH_STRING": self.password} if self.password else {}
         return quiet_prefect(self.home) | {"PREFECT_API_URL": f"{self.url}/api"} | password
 
     def ask(self, method: str, path: str, **json: object) -> object:
-        """The answer of the server's API."""
         given = {"json": json or None, "auth": tuple(self.password.split(":")) if self.password else None}
         for attempt in range(5):
             answer = httpx.request(method, f"{self.url}/api{path}", timeout=60, trust_env=False, **given)
@@ -107,7 +105,6 @@ class Operated:
         }
 
     def process(self, run: str) -> int:
-        """Process id of the flow itself."""
         return next(pid for pid, command in self.processes(run).items() if command.endswith("-m flows.engine"))
 
     def serve(self) -> int:
@@ -122,7 +119,6 @@ class Operated:
 
 @contextmanager
 def operated(home: Path, deployments: Path) -> Iterator[Operated]:
-    """Serve these deployments until the block ends."""
     port, log = free_port(), home.parent / "serve.log"
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "vlbert", "serve", "--home", str(home), "--port", str(port), "--query", "1"]

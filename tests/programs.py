@@ -57,7 +57,6 @@ def launched(
 
 
 def ended(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str, str]:
-    """Its exit status, stdout and stderr."""
     try:
         printed, errors = process.communicate(timeout=seconds)
     finally:

@@ -17,7 +17,6 @@ SETTINGS = {
 
 
 def environment(**values: str) -> AbstractContextManager:
-    """These environment variables, and afterwards the old ones."""
     return mock.patch.dict(os.environ, values)
 
 

@@ -104,7 +104,6 @@ def commit(catalog: Catalog, number: int, stage: str = "images", **meta: object)
 
 
 def detect(catalog: Catalog, number: int) -> bool:
-    """Commit the regions of a shard that is committed."""
     return commit(catalog, number, REGIONS, source=catalog.manifest("images", f"{number:05d}").as_source())
 
 
@@ -127,7 +126,6 @@ def sealed_parquet(table: pa.Table, metadata: dict[str, str]) -> bytes:
 
 
 def put_checkpoint(store: ObjectStore, folder: str, state: dict, files: dict[str, bytes] | None = None) -> None:
-    """A whole checkpoint of these files."""
     for name, data in (files or {}).items():
         store.put(f"{folder}/{name}", data)
     hashes = {name: file_hash([data]) for name, data in (files or {}).items()}

@@ -47,7 +47,6 @@ class Installed:
         return subprocess.run(command, cwd=working, env=environment, capture_output=True, text=True, timeout=300)
 
     def ran(self, *command: object) -> str:
-        """What it printed; it must have ended well."""
         done = self.run(*command)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout

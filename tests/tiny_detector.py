@@ -47,7 +47,6 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def lively_norms(module: torch.nn.Module) -> torch.nn.Module:
-    """The module, its norms with numbers that shift and scale."""
     generator = seeded(0)
     for norm in module.modules():
         if isinstance(norm, FrozenNorm | torch.nn.BatchNorm2d):

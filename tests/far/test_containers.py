@@ -51,7 +51,6 @@ def program(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def containers(tmp_path_factory) -> Engine:
-    """An engine with the image `vlbert-server`."""
     with engine(tmp_path_factory.mktemp("containers") / "engine") as made:
         made.build("server", "vlbert-server")
         yield made
@@ -178,7 +177,6 @@ def test_compose_up_and_a_run_of_a_deployment_are_all_that_a_user_types(composed
 
 
 def pod(job: str) -> dict:
-    """The pod's specification of a Job."""
     found = [one for file in MANIFESTS for one in yaml.safe_load_all(file.read_text()) if one["kind"] == "Job"]
     (job,) = [one for one in found if one["metadata"]["name"] == job]
     return job["spec"]["template"]["spec"]
