@@ -123,15 +123,9 @@ def annotated_images(folder: Path, count: int) -> Path:
 
 
 def coco_data(folder: Path, **changes) -> DataConfig:
-    config = DataConfig(
-        annotations=str(folder / "coco.json"),
-        images=(str(folder / "images"),),
-        attribute_names=str(folder / "attributes.txt"),
-        held_out_last=8,
-        batch=4,
-        workers=0,
-    )
-    return dataclasses.replace(config, **changes)
+    names = {"annotations": str(folder / "coco.json"), "attribute_names": str(folder / "attributes.txt")}
+    settings = names | {"images": (str(folder / "images"),), "held_out_last": 8, "batch": 4, "workers": 0}
+    return DataConfig(**(settings | changes))
 
 
 def tiny_recipe(images: Path, root: Path, **changes) -> DetectorRecipe:
