@@ -98,11 +98,9 @@ class Operated:
 
     def processes(self, run: str) -> dict[int, str]:
         """Process id and command line of all that works for the run: children inherit the variable that names it."""
-        return {
-            pid: command.replace("\0", " ").strip()
-            for pid, command, variables in running()
-            if f"PREFECT__FLOW_RUN_ID={run}" in variables.split("\0")
-        }
+        ours = f"PREFECT__FLOW_RUN_ID={run}\0"
+        found = {pid: command for pid, command, variables in running() if ours in variables}
+        return {pid: command.replace("\0", " ").strip() for pid, command in found.items()}
 
     def process(self, run: str) -> int:
         return next(pid for pid, command in self.processes(run).items() if command.endswith("-m flows.engine"))

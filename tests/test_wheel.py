@@ -98,10 +98,8 @@ def test_the_wheel_holds_all_modules_and_all_that_they_read(installed):
     with zipfile.ZipFile(installed.wheel) as opened:
         held = set(opened.namelist())
     patterns = ("*.py", "*.j2", "*.safetensors", "py.typed")
-    ours = {
-        file.relative_to(PROJECT).as_posix() for top in FOLDERS for p in patterns for file in (PROJECT / top).rglob(p)
-    }
-    assert ours - held == set()
+    files = [file for folder in FOLDERS for pattern in patterns for file in (PROJECT / folder).rglob(pattern)]
+    assert {file.relative_to(PROJECT).as_posix() for file in files} - held == set()
     assert not {name for name in held if name.startswith(("tests", "docker"))}
     assert installed.wheel.name.startswith(f"vlbert-{DECLARED['project']['version']}-")
 
