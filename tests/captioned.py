@@ -1,18 +1,15 @@
 """The captioned scenes of the demo data, as a dataset to collect."""
 
 from pathlib import Path
-from typing import TypeVar
 
 from demo.data import DemoData
 from storage.collect.fetch import DownloadSettings
 from storage.collect.plan import CollectSettings
 
-_Settings = TypeVar("_Settings", bound=CollectSettings)
-
 
 def captioned_scenes(
-    demo_data: DemoData, file: Path | None = None, kind: type[_Settings] = CollectSettings, **changes: object
-) -> _Settings:
+    demo_data: DemoData, file: Path | None = None, kind: type[CollectSettings] = CollectSettings, **changes: object
+) -> CollectSettings:
     """In shards of 10 rows, two a task; `file` takes the place of their list."""
     settings = {
         "captions": str(file or demo_data.train_tsv),

@@ -1,32 +1,21 @@
-"""Ceph's S3 gateway for the tests marked `far`: a monitor, one OSD that keeps all in memory, and radosgw, on loopback.
-
-python tests/ceph.py COMMAND...      runs the command with this gateway as AWS_ENDPOINT_URL, and a bucket `bucket`
-"""
+"""Ceph's S3 gateway for tests marked `far`: a monitor, one OSD that keeps all in memory, and radosgw, on loopback."""
 
 import contextlib
-import os
 import shutil
 import subprocess
-import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a program
-
 import boto3
-import pytest
-from s3 import SETTINGS, certificate, environment
+import urllib3
+from s3 import SETTINGS, environment
 from tools import skip_without
 
 from demo.serve import free_port
 
-_STARTS, _ENDS = 120.0, 20.0  # seconds that the daemons have for it
+_STARTS = 120.0  # seconds that the daemons have for it
 # Without `crc`, the gateway waits for ever for a monitor that knows no keys.
 _CONFIGURATION = """
 [global]
@@ -69,16 +58,15 @@ class Gateway:
     certificate: Path
 
     def variables(self, scheme: str = "http") -> dict[str, str]:
-        """The environment in which boto3 finds it."""
         return SETTINGS | {"AWS_ENDPOINT_URL": getattr(self, scheme), "AWS_CA_BUNDLE": str(self.certificate)}
 
 
 @contextlib.contextmanager
 def ceph(folder: Path, *buckets: str) -> Iterator[Gateway]:
     """A gateway with these empty buckets; its files lie in `folder`, which need not outlive it."""
-    for program in ("ceph-mon", "ceph-osd", "radosgw", "ceph"):
+    for program in ("ceph-mon", "ceph-osd", "radosgw", "ceph", "openssl"):
         if not shutil.which(program):
-            skip_without("far", f"{program} is not installed; Debian: ceph-mon ceph-osd radosgw ceph-common")
+            skip_without("far", f"{program} is not installed; Debian: ceph-mon ceph-osd radosgw ceph-common openssl")
     with contextlib.ExitStack() as stack:
         gateway = _start(folder, stack)
         with environment(**gateway.variables()):
@@ -91,22 +79,23 @@ def _start(folder: Path, stack: contextlib.ExitStack) -> Gateway:
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
     fsid, monitor, http, https = str(uuid.uuid4()), free_port(), free_port(), free_port()
-    file, made = folder / "ceph.conf", certificate(folder)
-    file.write_text(
-        _CONFIGURATION.format(fsid=fsid, monitor=monitor, folder=folder, http=http, https=https, certificate=made)
-    )
+    file, certificate = folder / "ceph.conf", folder / "certificate.pem"
+    ports = {"monitor": monitor, "http": http, "https": https}
+    file.write_text(_CONFIGURATION.format(fsid=fsid, folder=folder, certificate=certificate, **ports))
+    request = ["openssl", "req", "-x509", "-nodes", "-subj=/", "-addext=subjectAltName=IP:127.0.0.1", "-days=1"]
+    subprocess.run([*request, "-keyout", certificate, "-out", certificate], check=True, capture_output=True)
 
     def once(program: str, *arguments: str) -> None:
         done = subprocess.run([program, "-c", str(file), *arguments], capture_output=True, text=True, timeout=_STARTS)
         assert done.returncode == 0, f"{program} {arguments}: {done.stdout}{done.stderr}"
 
-    def start(program: str, *arguments: str) -> subprocess.Popen:
+    def start(program: str, *arguments: str) -> None:
         with (folder / f"{program}.out").open("wb") as out:
             # They end with this process, however it ends.
             command = ["setpriv", "--pdeathsig", "KILL", program, "-c", str(file), "-f", *arguments]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-        stack.callback(_end, process)
-        return process
+        stack.callback(process.wait)
+        stack.callback(process.kill)  # first
 
     keys, map_, osd = str(folder / "keyring"), str(folder / "monmap"), str(uuid.uuid4())
     address = f"[v2:127.0.0.1:{monitor}]"
@@ -117,39 +106,10 @@ def _start(folder: Path, stack: contextlib.ExitStack) -> Gateway:
     once("ceph", "--connect-timeout", "60", "osd", "new", osd)
     once("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
     start("ceph-osd", "-i", "0")
-    gateway = start("radosgw", "-n", "client.rgw.a")
+    start("radosgw", "-n", "client.rgw.a")
+    answers = urllib3.Retry(round(_STARTS / 0.2), backoff_factor=0.1, backoff_max=0.2)
+    urllib3.request("GET", f"http://127.0.0.1:{http}", retries=answers, timeout=5)
     key, secret = SETTINGS["AWS_ACCESS_KEY_ID"], SETTINGS["AWS_SECRET_ACCESS_KEY"]
     names = ["--uid=tests", "--display-name=tests", f"--access-key={key}", f"--secret-key={secret}"]
-    _wait(f"http://127.0.0.1:{http}", gateway, folder)
     once("radosgw-admin", "user", "create", *names)
-    return Gateway(f"http://127.0.0.1:{http}", f"https://127.0.0.1:{https}", made)
-
-
-def _wait(endpoint: str, gateway: subprocess.Popen, folder: Path) -> None:
-    """Until it answers."""
-    end = time.monotonic() + _STARTS
-    while time.monotonic() < end and gateway.poll() is None:
-        try:
-            urllib.request.urlopen(endpoint, timeout=5).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    texts = [f"{file.name}: {file.read_text(errors='replace')[-2000:]}" for file in folder.glob("*.out")]
-    raise AssertionError(f"radosgw does not answer at {endpoint} (status {gateway.poll()}): {texts}")
-
-
-def _end(process: subprocess.Popen) -> None:
-    process.terminate()
-    try:
-        process.wait(_ENDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-if __name__ == "__main__":
-    try:
-        with tempfile.TemporaryDirectory() as place, ceph(Path(place) / "ceph", "bucket") as running:
-            sys.exit(subprocess.run(sys.argv[1:], env=os.environ | running.variables()).returncode)
-    except pytest.skip.Exception as missing:
-        sys.exit(str(missing))
+    return Gateway(f"http://127.0.0.1:{http}", f"https://127.0.0.1:{https}", certificate)

@@ -13,15 +13,16 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from operated import wait_until
 from places import PROJECT
+from s3 import environment
 from tools import skip_without
 
 ADDRESSES = {"one": "10.77.0.1", "two": "10.77.0.2"}
 PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "munged", "slurmctld", "slurmd", "srun", "sbatch")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # however this process ends
 
 # With seconds in place of minutes where SLURM waits. No cgroups: a machine of namespaces has none of its own.
 _SLURM_CONF = """\
@@ -70,23 +71,16 @@ class Cluster:
         hosts = self.folder / "hosts"
         lines = ["127.0.0.1 localhost", *(f"{address} {machine}" for machine, address in ADDRESSES.items())]
         hosts.write_text("".join(f"{line}\n" for line in lines))
-        up = f"hostname {name} && mount --bind {hosts} /etc/hosts && ip link set lo up && echo up && "
-        own = ("unshare", "--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child")
-        self.machines[name] = subprocess.Popen(
-            # bash, and no `sleep infinity`: the first process has to reap those that nobody else does.
-            [*_WITH_US, *own, "bash", "-c", f"{up} while true; do sleep 1; done"],
-            env=os.environ | self.variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        said = self.machines[name].stdout.readline()
-        if said != "up\n":
-            skip_without("far", f"this machine makes no namespaces: {said.strip()}")
+        up = f"hostname {name} && mount --bind {hosts} /etc/hosts && ip link set lo up && echo up"
+        own = ["unshare", "--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
+        # bash, and no `sleep infinity`: the first process has to reap those that nobody else does.
+        command = [*own, "bash", "-c", f"{up} && while true; do sleep 1; done"]
+        self.machines[name] = machine = self.start(command, subprocess.PIPE)
+        said = machine.stdout.readline()
+        if said != b"up\n":
+            skip_without("far", f"this machine makes no namespaces: {said.decode().strip()}")
 
     def connect(self) -> None:
-        """Lay the cable between the machines."""
         one, two = (str(self.init(name)) for name in ADDRESSES)  # on a machine they have other numbers
         add = ["ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", two]
         subprocess.run(["nsenter", "--net", "--target", one, *add], env=os.environ | self.variables, check=True)
@@ -105,43 +99,34 @@ class Cluster:
         spaces = ("--net", "--uts", "--mount", "--pid")
         return ["nsenter", f"--target={self.init(name)}", *spaces, f"--wd={PROJECT}", *map(str, command)]
 
-    def call(self, name: str, *command: object, seconds: float = 60, check: bool = True, **variables: str) -> str:
-        """What a command on a machine prints."""
-        ended = subprocess.run(
-            self.inside(name, *command),
-            env=os.environ | self.variables | variables,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
+    def call(self, name: str, *command: object, check: bool = True, **variables: str) -> str:
+        variables = os.environ | self.variables | variables
+        ended = subprocess.run(self.inside(name, *command), env=variables, capture_output=True, text=True, timeout=60)
         assert not check or ended.returncode == 0, (command, ended.returncode, ended.stdout, ended.stderr)
         return ended.stdout
 
-    def start(self, command: list[str], log: Path) -> None:
-        """A daemon, its output in a file."""
-        with open(log, "ab") as file:
-            process = subprocess.Popen(
-                [*_WITH_US, *command],
-                env=os.environ | self.variables,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+    def start(self, command: list[str], out: int | BinaryIO) -> subprocess.Popen:
+        """A process that ends with this one, however that ends."""
+        outputs = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+        command = ["setpriv", "--pdeathsig", "KILL", *command]
+        process = subprocess.Popen(command, env=os.environ | self.variables, **outputs)
         self.started.append(process)
+        return process
+
+    def start_daemon(self, command: list[str], name: str) -> None:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.start(command, log)
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
         """While the block runs, this thread's sockets are on a machine's network, and so is all that it starts."""
-        before = os.environ.copy()
-        os.environ.update(self.variables)
-        with open("/proc/self/ns/net") as ours, open(f"/proc/{self.init(name)}/ns/net") as theirs:
+        there = f"/proc/{self.init(name)}/ns/net"
+        with environment(**self.variables), open("/proc/self/ns/net") as ours, open(there) as theirs:
             _enter(theirs.fileno())
             try:
                 yield
             finally:
                 _enter(ours.fileno())
-                os.environ.clear()
-                os.environ.update(before)
 
     def kill(self, name: str) -> None:
         """A machine that loses its power: its processes end, and nothing of it tells the other."""
@@ -150,15 +135,13 @@ class Cluster:
         self.machines[name].wait(10)
 
     def restart(self, name: str) -> None:
-        """Start a machine again that was killed."""
         self.call("one", "ip", "link", "delete", "cable", check=False)  # the kernel takes it away, too, but later
         self.start_machine(name)
         self.connect()
         self.slurmd(name)
 
     def end(self) -> None:
-        """End all processes of the machines, and with them the machines."""
-        for process in [*self.machines.values(), *self.started]:
+        for process in self.started:
             process.kill()
             process.wait(10)
 
@@ -175,36 +158,30 @@ class Cluster:
         files = {"socket": "munge.socket", "key-file": key.name, "pid-file": "munged.pid", "seed-file": "munge.seed"}
         options = [f"--{option}={self.folder / file}" for option, file in files.items()]
         # One for both machines, which share its socket. Forced: a temporary folder may lie in one that all can write.
-        self.start(["munged", "--foreground", "--force", *options], self.folder / "munged.log")
+        self.start_daemon(["munged", "--foreground", "--force", *options], "munged")
         wait_until((self.folder / "munge.socket").exists, 10, self.logs)
-        self.start(self.inside("one", "slurmctld", "-D", "-c"), self.folder / "slurmctld.log")
+        self.start_daemon(self.inside("one", "slurmctld", "-D", "-c"), "slurmctld")
         for name in ADDRESSES:
             self.slurmd(name)
         wait_until(self.idle, 30, self.logs)
 
     def logs(self) -> str:
-        """Of all daemons."""
         return "\n".join(log.read_text() for log in sorted(self.folder.glob("*.log")))
 
     def slurmd(self, name: str) -> None:
-        """Start a node's daemon."""
-        self.start(self.inside(name, "slurmd", "-D", "-N", name), self.folder / f"slurmd-{name}.log")
+        self.start_daemon(self.inside(name, "slurmd", "-D", "-N", name), f"slurmd-{name}")
 
     def idle(self) -> bool:
-        """Whether both nodes are free."""
         return self.call("one", "sinfo", "-h", "-t", "idle", "-o", "%D", check=False).strip() == "2"
 
     def submit(self, *arguments: object, **variables: str) -> str:
-        """sbatch; the job's number."""
         return self.call("one", "sbatch", "--parsable", *arguments, **variables).strip()
 
     def state(self, job: str) -> str:
-        """COMPLETED, RUNNING, ..."""
         words = self.call("one", "scontrol", "show", "job", job).split()
         return next(word for word in words if word.startswith("JobState=")).partition("=")[2]
 
     def jobs(self) -> str:
-        """The jobs that wait or run."""
         return self.call("one", "squeue", "-h")
 
 

@@ -52,15 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     those that let runs and workers die.
     """
 
-    def turn(item: pytest.Item) -> int:
+    def turn(item: pytest.Item) -> list[bool]:
         needs = set(item.fixturenames)
         if "served" not in needs:
-            return 0
-        if item.path.name == "test_nothing_left.py":
-            return 5
-        if "prefect_server" in needs:
-            return 4
-        return 3 if "pipeline_run" not in needs else 2 if "pipeline_rerun" in needs else 1
+            return []
+        last = item.path.name == "test_nothing_left.py", "prefect_server" in needs
+        return [*last, "pipeline_run" not in needs, "pipeline_rerun" in needs]
 
     items.sort(key=turn)
 
@@ -92,12 +89,10 @@ def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 @contextlib.contextmanager
 def _bucket(request: pytest.FixtureRequest) -> Iterator[str]:
     """The endpoint of the S3 that a fixture's parameter names, which boto3 finds meanwhile."""
-    if request.param == "moto":
-        variables = request.getfixturevalue("moto")
-    else:
-        variables = request.getfixturevalue("radosgw").variables(request.param.split()[1])
-    with environment(**variables):
-        yield variables["AWS_ENDPOINT_URL"]
+    name, _, scheme = request.param.partition(" ")
+    server = request.getfixturevalue(name)
+    with environment(**(server.variables(scheme) if scheme else server)):
+        yield os.environ["AWS_ENDPOINT_URL"]
 
 
 _FAR = [pytest.param(f"radosgw {scheme}", marks=pytest.mark.far) for scheme in ("http", "https")]
@@ -122,20 +117,17 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[Web]:
-    """A server of web.py for the tests of a module."""
     with Web() as server:
         yield server
 
 
 @pytest.fixture
 def catalog(root: str) -> Catalog:
-    """An empty catalog, in a folder and in buckets."""
     return Catalog(open_store(root), "captions")
 
 
 @pytest.fixture
 def local(tmp_path) -> Catalog:
-    """An empty catalog in a folder."""
     return Catalog(open_store(str(tmp_path / "root")), "captions")
 
 
@@ -173,13 +165,8 @@ def prefect_server(served: Operated) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pipeline_run(served: Operated) -> subprocess.CompletedProcess:
     """The pipeline, run and watched as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "prefect", "deployment", "run", PIPELINE, "--watch"],
-        env=os.environ | served.variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, "-m", "prefect", "deployment", "run", PIPELINE, "--watch"]
+    return subprocess.run(command, env=os.environ | served.variables, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture(scope="session")
@@ -207,9 +194,8 @@ def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoData]:
     """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ images; served while the tests run."""
-    settings = DemoDataSettings(
-        train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, task_train=7, task_held_out=3
-    )
+    of_tasks = {"task_train": 7, "task_held_out": 3}
+    settings = DemoDataSettings(train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, **of_tasks)
     drawn = draw_demo_data(tmp_path_factory.mktemp("data"), settings, free_port())
     with DemoServer(drawn.root):
         yield drawn

@@ -56,15 +56,8 @@ class Engine:
 
     def run(self, *command: object, seconds: float = 60, **variables: str) -> str:
         """What the program prints; AssertionError with its errors where it fails."""
-        done = subprocess.run(
-            [str(part) for part in command],
-            cwd=PROJECT,
-            env=self.environment | variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
+        command, settings = [*map(str, command)], {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, cwd=PROJECT, env=self.environment | variables, timeout=seconds, **settings)
         assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
@@ -93,13 +86,13 @@ class Engine:
         secret = self.folder / "pip.conf"
         secret.write_text(pip_settings())
         mounts = []
-        for scheme, path in sorted(set(re.findall(r"(file://)?(/[^ :\n]+)", secret.read_text()))):
+        for scheme, path in set(re.findall(r"(file://)?(/[^ :\n]+)", secret.read_text())):
             folder = Path(path).parent if scheme else Path(path)  # an index names files beside it
             mounts += ["--volume", f"{folder}:{folder}:ro"] if folder.exists() else []
         options = ["--isolation", "chroot", "--network", "host", "--pull-never", "--layers", "--format", "docker"]
         options += ["--build-arg", f"BASE={BASE}", "--secret", f"id=pip,src={secret}", *mounts]
-        file = ["--file", "docker/Dockerfile"]
-        self.run("buildah", "build", *options, *file, "--target", target, "--tag", tag, ".", seconds=900)
+        options += ["--file", "docker/Dockerfile", "--target", target, "--tag", tag]
+        self.run("buildah", "build", *options, ".", seconds=900)
 
 
 def pip_settings() -> str:

@@ -37,21 +37,17 @@ MODELS = {"vlbert": VLBERT, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT, "vil
 
 def with_features(sample: Sample) -> Sample:
     features = np.random.default_rng(len(sample.caption)).normal(size=(len(sample.regions), CHANNELS))
-    return dataclasses.replace(
-        sample, regions=dataclasses.replace(sample.regions, features=features.astype(np.float16))
-    )
+    regions = dataclasses.replace(sample.regions, features=features.astype(np.float16))
+    return dataclasses.replace(sample, regions=regions)
 
 
 SAMPLES = [with_features(tiny_sample(number, regions=1 + (1 + number) % 3)) for number in range(4)]
-
-
 CAPTION_WORDS = Vocabulary([*SPECIALS, *sorted({word for one in SAMPLES for word in one.caption.split()})])
 
 
 def pretraining(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
-    settings = PretrainingSettings(
-        words=WordMasking(probability=0.5), regions=RegionMasking(probability=0.7), relationship=True
-    )
+    words, regions = WordMasking(probability=0.5), RegionMasking(probability=0.7)
+    settings = PretrainingSettings(words=words, regions=regions, relationship=True)
     return Pretraining(dataclasses.replace(settings, **changes), CAPTION_WORDS, len(CLASSES)), SAMPLES
 
 

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,19 +15,11 @@ from vlbert.commands import COMMANDS
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The code of a page in docs/."""
     return re.findall(rf"```{language}\n(.*?)```", (PROJECT / "docs" / page).read_text(), re.DOTALL)
 
 
-def run_commands(
-    page: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    replaced: Mapping[str, str],
-    passed_over: Sequence[str] = (),
-) -> list[str]:
-    """Runs the page's commands in a folder that has demo/; returns the programs. replaced: text -> what is run in its
-    place, and must occur; passed_over: programs that the caller runs."""
+def run_commands(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, replaced: Mapping[str, str]) -> list[str]:
+    """Run the commands of a page in a folder that has demo/; the programs. replaced: what is run in a text's place."""
     text = "\n".join(blocks(page, "bash"))
     for old, new in replaced.items():
         assert old in text, old
@@ -45,8 +37,6 @@ def run_commands(
             subprocess.run(line, shell=True, check=True)
             continue
         ran.append(module)
-        if module in passed_over:
-            continue
         with monkeypatch.context() as patched:
             patched.setattr(sys, "argv", [module, *arguments])
             importlib.import_module(module).main()

@@ -60,23 +60,18 @@ def image_features(
     return ImageFeatures(name, *size, *(array.astype(np.float32) for array in (corners, features, probs)))
 
 
-def as_base64(array: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-
-
 def encoded(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: as_base64(one) if isinstance(one, np.ndarray) else one for name, one in fields.items()}
+    arrays = {name: np.ascontiguousarray(one) for name, one in fields.items() if isinstance(one, np.ndarray)}
+    return fields | {name: base64.b64encode(array).decode() for name, array in arrays.items()}
 
 
 def _fields(
     images: Sequence[ImageFeatures], names: Sequence[str], changes: dict[str, Any] | None, last: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Fields by image; changes: fields of the last image, ... where it is left out."""
-    found = {}
-    for image in images:
-        fields = image.by_name(last) | ((changes or {}) if image is images[-1] else {})
-        found[image.name] = {name: fields[name] for name in names if fields[name] is not ...}
-    return found
+    found = {image.name: image.by_name(last) for image in images}
+    found[images[-1].name] |= changes or {}
+    return {image: {name: fields[name] for name in names if fields[name] is not ...} for image, fields in found.items()}
 
 
 def write_tsv(
@@ -96,11 +91,7 @@ def write_tsv(
     return file
 
 
-def write_json(
-    target: Path,
-    images: Sequence[ImageFeatures],
-    changes: dict[str, Any] | None = None,
-) -> Path:
+def write_json(target: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None) -> Path:
     """A zip or, without the extension, a folder; beside its files are those that macOS copies."""
     texts = {"._hidden.json": b"\x00\x05\x16\x07"}
     for name, fields in _fields(images, [*BOTTOM_UP, "classes"], changes).items():

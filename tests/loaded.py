@@ -55,12 +55,6 @@ def rows_in_order(batch: Batch) -> list[tuple[str, tuple]]:
     for i, key in enumerate(batch.keys):
         words, regions = batch.text_mask[i], batch.region_mask[i]
         pixels = batch.image(image_of[i]).sum().item() if i in image_of else 0
-        row = (
-            batch.tokens[i][words].tolist(),
-            labelled[i].tolist(),
-            batch.boxes[i][regions].tolist(),
-            batch.region_masked[i][regions].tolist(),
-            pixels,
-        )
-        rows.append((key, row))
+        found = batch.tokens[i][words], labelled[i], batch.boxes[i][regions], batch.region_masked[i][regions]
+        rows.append((key, (*[tensor.tolist() for tensor in found], pixels)))
     return rows

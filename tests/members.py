@@ -1,5 +1,6 @@
 """Members of a shard's tar, as bytes."""
 
+import functools
 import json
 from collections.abc import Callable
 
@@ -8,25 +9,18 @@ import msgpack
 Members = dict[str, bytes]
 
 
-def metadata(**fields: object) -> Callable[[Members], Members]:
-    """The .json member with other values; `...` leaves the field out."""
+def _changed(name: str, read: Callable, write: Callable, **fields: object) -> Callable[[Members], Members]:
+    """The member with other values; `...` leaves the field out."""
 
     def change(members: Members) -> Members:
-        values = json.loads(members["json"]) | fields
-        text = json.dumps({name: value for name, value in values.items() if value is not ...})
-        return members | {"json": text.encode()}
+        values = read(members[name]) | fields
+        return members | {name: write({field: value for field, value in values.items() if value is not ...})}
 
     return change
 
 
-def packed(**fields: object) -> Callable[[Members], Members]:
-    """The .mp member with other values; `...` leaves the field out."""
-
-    def change(members: Members) -> Members:
-        values = msgpack.unpackb(members["mp"]) | fields
-        return members | {"mp": msgpack.packb({name: value for name, value in values.items() if value is not ...})}
-
-    return change
+metadata = functools.partial(_changed, "json", json.loads, lambda values: json.dumps(values).encode())
+packed = functools.partial(_changed, "mp", msgpack.unpackb, msgpack.packb)
 
 
 def member(name: str, data: bytes) -> Callable[[Members], Members]:

@@ -34,12 +34,10 @@ class Operated:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of Prefect's command line."""
         password = {"PREFECT_API_AUTH_STRING": self.password} if self.password else {}
         return quiet_prefect(self.home) | {"PREFECT_API_URL": f"{self.url}/api"} | password
 
     def ask(self, method: str, path: str, **json: object) -> object:
-        """The answer of the server's API."""
         given = {"json": json or None, "auth": tuple(self.password.split(":")) if self.password else None}
         for attempt in range(5):
             answer = httpx.request(method, f"{self.url}/api{path}", timeout=60, trust_env=False, **given)
@@ -50,7 +48,6 @@ class Operated:
         return answer.json() if answer.content else None
 
     def answers(self) -> bool:
-        """Whether the server does."""
         try:
             return self.ask("GET", "/health") is True
         except httpx.TransportError:
@@ -69,7 +66,6 @@ class Operated:
         return run
 
     def state(self, run: str) -> str:
-        """RUNNING, COMPLETED, CRASHED, ..."""
         return self.ask("GET", f"/flow_runs/{run}")["state_type"]
 
     def wait_for(self, run: str, holds: Callable[[], object], seconds: float) -> float:
@@ -97,50 +93,30 @@ class Operated:
     def logs(self, run: str) -> list[str]:
         """What the run and those below it have logged, in order of time."""
         runs = [run, *(child["id"] for child in self.below(run))]
-        lines = [
-            line
-            for one in runs
-            for line in self.ask("POST", "/logs/filter", logs={"flow_run_id": {"any_": [one]}}, limit=200)
-        ]
-        return [line["message"] for line in sorted(lines, key=lambda line: line["timestamp"])]
+        asked = [self.ask("POST", "/logs/filter", logs={"flow_run_id": {"any_": [one]}}, limit=200) for one in runs]
+        return [line["message"] for line in sorted(sum(asked, []), key=lambda line: line["timestamp"])]
 
     def processes(self, run: str) -> dict[int, str]:
         """Process id and command line of all that works for the run: children inherit the variable that names it."""
-        return {
-            pid: command.replace("\0", " ").strip()
-            for pid, command, variables in running()
-            if f"PREFECT__FLOW_RUN_ID={run}" in variables.split("\0")
-        }
+        ours = f"PREFECT__FLOW_RUN_ID={run}\0"
+        found = {pid: command for pid, command, variables in running() if ours in variables}
+        return {pid: command.replace("\0", " ").strip() for pid, command in found.items()}
 
     def process(self, run: str) -> int:
-        """Process id of the flow itself."""
         return next(pid for pid, command in self.processes(run).items() if command.endswith("-m flows.engine"))
 
     def serve(self) -> int:
-        """Process id of `vlbert serve` itself."""
-        ours = f"\0-m\0vlbert\0serve\0--home\0{self.home}\0"
-        return next(pid for pid, command, _ in running() if ours in command and "supervisor.py" not in command)
+        return _process(f"\0-m\0vlbert\0serve\0--home\0{self.home}\0")
 
     def worker(self) -> int:
-        """Process id of the worker."""
-        return self._prefects("worker")
+        return _process("\0worker\0start\0", f"PREFECT_HOME={self.home}\0")
 
     def server(self) -> int:
-        """Process id of the server."""
-        return self._prefects("server")
-
-    def _prefects(self, part: str) -> int:
-        ours = f"PREFECT_HOME={self.home}"
-        return next(
-            pid
-            for pid, command, variables in running()
-            if f"\0{part}\0start\0" in command and "supervisor.py" not in command and ours in variables.split("\0")
-        )
+        return _process("\0server\0start\0", f"PREFECT_HOME={self.home}\0")
 
 
 @contextmanager
 def operated(home: Path, deployments: Path) -> Iterator[Operated]:
-    """Serve these deployments until the block ends."""
     port, log = free_port(), home.parent / "serve.log"
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "vlbert", "serve", "--home", str(home), "--port", str(port), "--query", "1"]
@@ -208,6 +184,12 @@ def running() -> Iterator[tuple[int, str, str]]:
                 continue
             if command:  # empty of one that has ended and is not reaped
                 yield int(folder.name), command.decode(errors="replace"), variables.decode(errors="replace")
+
+
+def _process(words: str, variable: str = "") -> int:
+    """Process id of the one with these words and this variable; not of its supervisor, which has the same words."""
+    found = {pid: command for pid, command, variables in running() if words in command and variable in variables}
+    return next(pid for pid, command in found.items() if "supervisor.py" not in command)
 
 
 def wait_until(holds: Callable[[], object], seconds: float, why: Callable[[], str] = lambda: "") -> float:

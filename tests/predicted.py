@@ -39,12 +39,10 @@ def demo_detector(**settings: object) -> FasterRCNNDetector:
 
 
 def recorded(detector: FasterRCNNDetector) -> dict:
-    """What a checkpoint carries of a detector."""
     return {"id": detector.id, "metadata": json.loads(json.dumps(detector.metadata))}
 
 
 def save_model(root: Path, run: str, task: object, detector: dict | None, **changes: object) -> Path:
-    """A checkpoint with random weights and this task."""
     recipe = tiny_recipe(root, task=task, **changes)
     torch.manual_seed(0)
     model = TaskModel(VLBert(recipe.model, len(WORDS)), make_task(task, WORDS, 36))

@@ -13,6 +13,8 @@ from storage.object_store import open_store
 from training.log import read_metrics
 from vlbert.recipes import RECIPES
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
 
 def losses(root: Path, name: str) -> list[tuple]:
     kept = ("loss_words", "loss_text_words", "loss_regions")
@@ -27,10 +29,9 @@ def command_line(root: Path, name: str, *more: str, **changes) -> list[str]:
 
 
 def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "vlbert.train", *command_line(root, name, *more, **changes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
+    command = [*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", "-m", "vlbert.train"]
+    command += command_line(root, name, *more, **changes)
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)
 
 
 def launched(
@@ -43,19 +44,11 @@ def launched(
 ) -> subprocess.Popen:
     """torchrun of a program's text, in the folder."""
     (folder / "rank.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        f"--nproc-per-node={processes}",
-        "rank.py",
-    ]
     paths = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
     return subprocess.Popen(
-        [*command, *map(str, arguments)],
+        [*TORCHRUN, *options, f"--nproc-per-node={processes}", "rank.py", *map(str, arguments)],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | environment,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,7 +57,6 @@ def launched(
 
 
 def ended(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str, str]:
-    """Its exit status, stdout and stderr."""
     try:
         printed, errors = process.communicate(timeout=seconds)
     finally:

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -46,27 +45,17 @@ def make_files(folder: Path) -> None:
 def executed(folder: Path) -> dict[str, Any]:
     """The notebook, its cells executed in order in a folder with these files."""
     found, names, count = [], {}, 0
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder):
         for number, (kind, source) in enumerate(cells()):
-            cell = {
-                "cell_type": kind,
-                "id": f"cell-{number}",
-                "metadata": {},
-                "source": source.splitlines(keepends=True),
-            }
+            cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(True)}
             if kind == "code":
                 count += 1
-                printed = io.StringIO()
-                with contextlib.redirect_stdout(printed):
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
                     exec(compile(source, f"cell {number}", "exec"), names)
-                text = printed.getvalue().splitlines(keepends=True)
+                text = printed.getvalue().splitlines(True)
                 outputs = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
                 cell |= {"execution_count": count, "outputs": outputs}
             found.append(cell)
-    finally:
-        os.chdir(before)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     return {"cells": found, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}

@@ -9,8 +9,6 @@ from storage.reading import ShardSamples
 from storage.sample import Sample
 
 COUNT = 40  # samples, 16 a shard
-
-
 STAGE = f"regions/{DETECTOR}"
 
 
@@ -21,10 +19,5 @@ def samples_of(store: ObjectStore, **settings: ShardCache | float) -> ShardSampl
 
 def identity(sample: Sample | ValueError) -> tuple:
     assert isinstance(sample, Sample), sample
-    return (
-        sample.key,
-        sample.image,
-        sample.caption,
-        sample.regions.boxes.tobytes(),
-        sample.regions.class_probs.tobytes(),
-    )
+    regions = sample.regions.boxes.tobytes(), sample.regions.class_probs.tobytes()
+    return sample.key, sample.image, sample.caption, *regions

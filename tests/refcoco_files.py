@@ -20,16 +20,14 @@ def write_refcoco(folder: Path, samples: list, scale: int = 1) -> None:
             annotations.append({"id": len(annotations), "image_id": i, "bbox": [x1, y1, x2 - x1, y2 - y1]})
         split = "train" if i % 2 else "val"
         sentences = [{"sent_id": 10 * i + k, "sent": "the left one"} for k in range(2)]
-        refs.append(
-            {"ref_id": i, "image_id": i, "ann_id": len(annotations) - 1, "split": split, "sentences": sentences}
-        )
+        ref = {"ref_id": i, "image_id": i, "ann_id": len(annotations) - 1}
+        refs.append(ref | {"split": split, "sentences": sentences})
     folder.mkdir(exist_ok=True)
     (folder / "instances.json").write_text(json.dumps({"images": images, "annotations": annotations}))
     (folder / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=0))
 
 
 def change(folder: Path, name: str, entry: int, **fields: object) -> None:
-    """Change an image or annotation of instances.json."""
     file = folder / "instances.json"
     instances = json.loads(file.read_text())
     instances[name][entry] |= fields

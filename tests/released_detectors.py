@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
+from detectors.resnet import ResNetConfig
+
 CLASSES, ATTRIBUTES = 1600, 400
 WIDTH, RPN, EMBEDDING, HIDDEN = 4, 8, 6, 10
 DEPTH = 32 * WIDTH
-BLOCKS = {"res2": 3, "res3": 4, "res4": 23, "res5": 3}
 Tensors = dict[str, np.ndarray]
 ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
 # By ratio, then size, as Caffe's rule makes them; both ends of a side count.
@@ -48,83 +50,49 @@ def fill(name: str, *shape: int) -> np.ndarray:
     return (gain * draw / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 
 
-def _norm(name: str, channels: int, counts: bool) -> Tensors:
-    found = {f"{name}.{part}": (channels,) for part in ("weight", "bias", "running_mean", "running_var")}
-    tensors = {name: fill(name, *shape) for name, shape in found.items()}
-    return tensors | ({f"{name}.num_batches_tracked": np.array(7)} if counts else {})
+def resnet(norm: str = "frozen") -> Tensors:
+    """By detectron2's names, which are ours; batch: live norms, which count batches."""
+    with torch.device("meta"):
+        state = FasterRCNN(FasterRCNNConfig(resnet=ResNetConfig(width=WIDTH, norm=norm))).state_dict()
+    ours = {name: tensor.shape for name, tensor in state.items() if name.startswith(("backbone.", "roi_heads.res5."))}
+    return {name: fill(name, *shape) if shape else np.array(7) for name, shape in ours.items()}
 
 
-def resnet(counts: bool = False) -> Tensors:
-    """By detectron2's names; counts: live norms, which count batches."""
-    tensors = {"backbone.stem.conv1.weight": fill("backbone.stem.conv1.weight", WIDTH, 3, 7, 7)}
-    tensors |= _norm("backbone.stem.conv1.norm", WIDTH, counts)
-    inputs = WIDTH
-    for number, (stage, blocks) in enumerate(BLOCKS.items()):
-        middle = WIDTH * 2**number
-        for block in range(blocks):
-            name = f"roi_heads.res5.{block}" if stage == "res5" else f"backbone.{stage}.{block}"
-            layers = {
-                "conv1": (middle, inputs, 1, 1),
-                "conv2": (middle, middle, 3, 3),
-                "conv3": (4 * middle, middle, 1, 1),
-            }
-            if block == 0:
-                layers["shortcut"] = (4 * middle, inputs, 1, 1)
-            for layer, shape in layers.items():
-                tensors[f"{name}.{layer}.weight"] = fill(f"{name}.{layer}.weight", *shape)
-                tensors |= _norm(f"{name}.{layer}.norm", shape[0], counts)
-            inputs = 4 * middle
-    return tensors
-
-
-def _filled(shapes: dict[str, tuple[int, ...]]) -> Tensors:
-    found = {}
-    for name, (rows, *rest) in shapes.items():
-        found[f"{name}.weight"] = fill(f"{name}.weight", rows, *rest)
-        if not name.endswith(("cls_embedding", "cls_embed")):
-            found[f"{name}.bias"] = fill(f"{name}.bias", rows)
+def _heads(objectness: int, boxes: int, attributes: tuple[str, ...]) -> Tensors:
+    """The RPN's and the box predictor's; attributes: the names of the layers that find these."""
+    rpn, head, found = "proposal_generator.rpn_head", "roi_heads.box_predictor", {}
+    shapes = {
+        f"{rpn}.conv": (RPN, 16 * WIDTH, 3, 3),
+        f"{rpn}.objectness_logits": (objectness, RPN, 1, 1),
+        f"{rpn}.anchor_deltas": (48, RPN, 1, 1),
+        f"{head}.cls_score": (1 + CLASSES, DEPTH),
+        f"{head}.bbox_pred": (4 * boxes, DEPTH),
+    }
+    of_attributes = ((1 + CLASSES, EMBEDDING), (HIDDEN, DEPTH + EMBEDDING), (1 + ATTRIBUTES, HIDDEN))
+    shapes |= {f"{head}.{name}": shape for name, shape in zip(attributes, of_attributes, strict=False)}
+    for name, shape in shapes.items():
+        found[f"{name}.weight"] = fill(f"{name}.weight", *shape)
+        if "cls_embed" not in name:
+            found[f"{name}.bias"] = fill(f"{name}.bias", shape[0])
     return found
 
 
 def airsplay(attributes: bool = True) -> Tensors:
     """Also Hugging Face's, which adds ANCHORS."""
-    rpn, head = "proposal_generator.rpn_head", "roi_heads.box_predictor"
-    shapes = {
-        f"{rpn}.conv": (RPN, 16 * WIDTH, 3, 3),
-        f"{rpn}.objectness_logits": (12, RPN, 1, 1),
-        f"{rpn}.anchor_deltas": (48, RPN, 1, 1),
-        f"{head}.cls_score": (CLASSES + 1, DEPTH),
-        f"{head}.bbox_pred": (4 * CLASSES, DEPTH),
-    }
-    if attributes:
-        shapes[f"{head}.cls_embedding"] = (CLASSES + 1, EMBEDDING)
-        shapes[f"{head}.fc_attr"] = (HIDDEN, DEPTH + EMBEDDING)
-        shapes[f"{head}.attr_score"] = (ATTRIBUTES + 1, HIDDEN)
-    return resnet() | _filled(shapes)
+    return resnet() | _heads(12, CLASSES, ("cls_embedding", "fc_attr", "attr_score") if attributes else ())
 
 
 def milvlg() -> Tensors:
-    rpn, head = "proposal_generator.rpn_head", "roi_heads.box_predictor"
-    shapes = {
-        f"{rpn}.conv": (RPN, 16 * WIDTH, 3, 3),
-        f"{rpn}.objectness_logits": (24, RPN, 1, 1),
-        f"{rpn}.anchor_deltas": (48, RPN, 1, 1),
-        f"{head}.cls_score": (1 + CLASSES, DEPTH),
-        f"{head}.bbox_pred": (4 * (1 + CLASSES), DEPTH),
-        f"{head}.cls_embed": (1 + CLASSES, EMBEDDING),
-        f"{head}.attr_linear1": (HIDDEN, DEPTH + EMBEDDING),
-        f"{head}.attr_linear2": (1 + ATTRIBUTES, HIDDEN),
-    }
-    tensors = resnet(counts=True) | _filled(shapes)
+    tensors = resnet("batch") | _heads(24, 1 + CLASSES, ("cls_embed", "attr_linear1", "attr_linear2"))
     for part in ("weight", "bias"):
-        tensors[f"{head}.bbox_pred.{part}"] *= np.float32(0.1)  # its deltas are not divided by (10, 10, 5, 5)
+        tensors[f"roi_heads.box_predictor.bbox_pred.{part}"] *= np.float32(0.1)  # not divided by (10, 10, 5, 5)
     return tensors | {ANCHORS: CAFFE_ANCHORS.copy()}
 
 
 def vl_bert() -> Tensors:
     """The ResNet alone, by torchvision's names."""
     tensors = {}
-    for name, value in resnet(counts=True).items():
+    for name, value in resnet("batch").items():
         name = name.removeprefix("backbone.stem.").replace("roi_heads.res5", "layer4")
         for stage in (2, 3, 4):
             name = name.replace(f"backbone.res{stage}", f"layer{stage - 1}")

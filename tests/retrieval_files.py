@@ -23,36 +23,29 @@ def captions_of(sample: Sample) -> list[str]:
     return [sample.caption, " and ".join(sample.caption.split(" and ")[::-1])]
 
 
-def write_retrieval(folder: Path, samples: Sequence[Sample], test: int = 6, name: str = SPLIT_FILE) -> None:
+def write_retrieval(folder: Path, samples: Sequence[Sample], test: int = 6) -> None:
     """dataset_flickr30k.json: the first samples are train, the last `test` are test."""
     folder.mkdir(exist_ok=True)
-    images = [
-        image(sample.url.rpartition("/")[2], "test" if i >= len(samples) - test else "train", captions_of(sample))
-        for i, sample in enumerate(samples)
-    ]
-    (folder / name).write_text(json.dumps({"images": images}))
+    splits = ["train"] * (len(samples) - test) + ["test"] * test
+    named = zip(samples, splits, strict=True)
+    images = [image(sample.url.rpartition("/")[2], split, captions_of(sample)) for sample, split in named]
+    (folder / SPLIT_FILE).write_text(json.dumps({"images": images}))
 
 
-def retrieval_root(folder: Path, samples: Sequence[Sample] = ()) -> Path:
+def retrieval_root(folder: Path) -> Path:
     """The folder with `root`, 16 samples of the dataset flickr30k, and `files`: ten of them are train, six test."""
-    samples = samples or [tiny_sample(i, regions=1 + i % 3) for i in range(16)]
-    commit_samples(folder / "root", "flickr30k", list(samples))
+    samples = [tiny_sample(i, regions=1 + i % 3) for i in range(16)]
+    commit_samples(folder / "root", "flickr30k", samples)
     write_retrieval(folder / "files", samples)
     return folder
 
 
 def retrieval_recipe(folder: Path, **changes: object) -> Recipe:
+    of_flickr = {"datasets": {"flickr30k": None}, "held_out": ("flickr30k",)}
     values = {
         "run_name": "tuned",
         "task": RetrievalSettings(str(folder / "files"), caption_length=20, validate_on="test"),
-        "data": DataConfig(
-            root=str(folder / "root"),
-            datasets={"flickr30k": None},
-            held_out=("flickr30k",),
-            batch=8,
-            workers=0,
-            unreadable=1.0,
-        ),
+        "data": DataConfig(str(folder / "root"), **of_flickr, batch=8, workers=0, unreadable=1.0),
         "vocabulary": None,
         "vocabulary_size": 60,
         "random_init": True,

@@ -4,14 +4,13 @@ A real TCP server. It lets conditional writes through one at a time, because mot
 """
 
 import contextlib
-import http.client
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
 
+import urllib3
 from s3 import environment
 
 _ERROR = '<?xml version="1.0"?><Error><Code>{}</Code><Message>as the test plans</Message></Error>'
@@ -25,7 +24,7 @@ class FaultyS3(ThreadingHTTPServer):
 
     def __init__(self, server: str, strip: frozenset[str]):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.behind, self.strip = urlsplit(server).netloc, {name.lower() for name in strip}
+        self.behind, self.strip = urllib3.connection_from_url(server), {name.lower() for name in strip}
         self.planned: list[tuple[str, str, str]] = []
         self.one_at_a_time = threading.Lock()
 
@@ -87,29 +86,20 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        conditional = "If-None-Match" in self.headers
-        with self.server.one_at_a_time if conditional else contextlib.nullcontext():
-            connection = http.client.HTTPConnection(self.server.behind, timeout=30)
-            try:
-                connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-                for name, value in self.headers.items():
-                    if name.lower() not in {"expect", "connection", *self.server.strip}:
-                        connection.putheader(name, value)
-                connection.endheaders(body)
-                answer = connection.getresponse()
-                return answer.status, answer.getheaders(), answer.read()
-            finally:
-                connection.close()
+        left_out = {"expect", "connection", *self.server.strip}
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
+        with self.server.one_at_a_time if "If-None-Match" in self.headers else contextlib.nullcontext():
+            answer = self.server.behind.urlopen(
+                self.command, self.path, body, headers, retries=False, redirect=False, decode_content=False
+            )
+        return answer.status, [*answer.headers.items()], answer.data
 
     def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, cut: bool = False) -> None:
         self.send_response_only(status)
-        length = str(len(body))
-        for name, value in headers:
-            if name.lower() == "content-length":
-                length = value  # of HEAD it is the object's
-            elif name.lower() not in ("transfer-encoding", "connection"):
+        lengths = {"content-length": str(len(body))}  # of HEAD it is the object's
+        for name, value in (lengths | {name.lower(): value for name, value in headers}).items():
+            if name not in ("transfer-encoding", "connection"):
                 self.send_header(name, value)
-        self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if cut else body)
@@ -122,10 +112,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
         self.close_connection = True
-
-    def finish(self) -> None:
-        with contextlib.suppress(OSError):  # the connection was reset
-            super().finish()
 
     def log_message(self, *_: object) -> None:
         pass

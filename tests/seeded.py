@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import storage.sample
-import storage.shards
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.digests import BLANK, OWN_SHA256, write_digest
 from storage.manifests import Row
 from storage.object_store import ObjectStore
 from storage.runs import CHECKPOINT_VERSION, file_hash, json_with_digest
-from storage.sample import Regions, Sample, sample_key, to_members
+from storage.sample import Regions, Sample, sample_key
 
 # A grey image of 16 x 8 pixels.
 JPEG = base64.b64decode(
@@ -40,7 +39,7 @@ def seeded_fractions(seed: str, *shape: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(shape).astype(np.float32) / 256
 
 
-def seeded_regions(seed: int, count: int, detector: str = DETECTOR, everything: bool = False) -> Regions:
+def seeded_regions(seed: int, count: int, everything: bool = False) -> Regions:
     """`count` regions in an image of 16 x 8 pixels, 5 classes; everything: with attributes and features too."""
     corner = seeded_fractions(f"corner {seed}", count, 2) * np.float32([8, 4])
     side = np.float32([8, 4]) * (1 + seeded_fractions(f"side {seed}", count, 2)) / 2
@@ -48,7 +47,7 @@ def seeded_regions(seed: int, count: int, detector: str = DETECTOR, everything: 
         boxes=np.concatenate([corner, corner + side], axis=1),
         scores=np.sort(seeded_fractions(f"score {seed}", count))[::-1],
         labels=np.arange(count, dtype=np.int32) % 5 + 1,
-        detector=detector,
+        detector=DETECTOR,
         class_probs=seeded_fractions(f"class {seed}", count, 6).astype(np.float16),
     )
     if not everything:
@@ -79,22 +78,17 @@ def seeded_sample(seed: int, regions: Regions | None = None) -> Sample:
 
 
 @contextlib.contextmanager
-def another_writer(change: Callable[[str, dict[str, bytes]], dict[str, bytes]] = lambda key, members: members):
-    """Shards are written meanwhile as by a program that checks nothing, with `change(key, members)` in their tars."""
-
-    def write(sample: Sample) -> dict[str, bytes]:
-        return change(sample.key, to_members(sample))
-
+def another_writer() -> Iterator[None]:
+    """Shards are written meanwhile as by a program that checks nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage.sample, "check_sample", lambda sample: None)
-        patch.setattr(storage.shards, "to_members", write)
         yield
 
 
-def shard_of(number: int, size: int = 6, regions: bool = False) -> tuple[list[Sample], list[Row]]:
-    """Rows number * size + 0.. of which every third failed, and the samples of the others."""
+def shard_of(number: int, regions: bool = False) -> tuple[list[Sample], list[Row]]:
+    """Six rows, of which every third failed, and the samples of the others."""
     samples, rows = [], []
-    for i in range(number * size, (number + 1) * size):
+    for i in range(6 * number, 6 * number + 6):
         sample = seeded_sample(i, seeded_regions(i, 2 + i % 3) if regions else None)
         if i % 3 == 1:
             rows.append(Row(i, sample.key, "http_404", f"answer {i}", sample.url))
@@ -110,39 +104,31 @@ def commit(catalog: Catalog, number: int, stage: str = "images", **meta: object)
 
 
 def detect(catalog: Catalog, number: int) -> bool:
-    """Commit the regions of a shard that is committed."""
     return commit(catalog, number, REGIONS, source=catalog.manifest("images", f"{number:05d}").as_source())
 
 
 def as_dict(sample: Sample) -> dict:
     """All that a sample says, for comparison with ==: arrays as (dtype, shape, bytes)."""
-    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    if sample.regions is not None:
-        fields["regions"] = {
-            field.name: (str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
-            for field in dataclasses.fields(sample.regions)
-            for value in [getattr(sample.regions, field.name)]
-        }
-    return fields
+
+    def plain(value: object) -> object:
+        return (str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+    return dataclasses.asdict(sample, dict_factory=lambda items: {name: plain(value) for name, value in items})
 
 
 def sealed_parquet(table: pa.Table, metadata: dict[str, str]) -> bytes:
     """The file of these rows and these words in its footer, with its own digest: what a wrong writer would commit."""
     sink = io.BytesIO()
-    with pq.ParquetWriter(sink, table.schema.remove_metadata()) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata({**metadata, OWN_SHA256: BLANK})
+    pq.write_table(table.replace_schema_metadata({**metadata, OWN_SHA256: BLANK}), sink)
     data = bytearray(sink.getvalue())
     write_digest(data)
     return bytes(data)
 
 
 def put_checkpoint(store: ObjectStore, folder: str, state: dict, files: dict[str, bytes] | None = None) -> None:
-    """A whole checkpoint of these files."""
-    files = files or {}
-    for name, data in files.items():
+    for name, data in (files or {}).items():
         store.put(f"{folder}/{name}", data)
-    hashes = {name: file_hash([data]) for name, data in files.items()}
+    hashes = {name: file_hash([data]) for name, data in (files or {}).items()}
     metadata = {"version": CHECKPOINT_VERSION, "step": int(folder[-7:])}
     store.put(f"{folder}/state.json", json_with_digest(metadata | state | {"files": hashes}))
 

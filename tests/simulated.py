@@ -7,10 +7,9 @@ do, and whose executors work at once. `Network` stands in for aiohttp's session:
 import asyncio
 import selectors
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import multidict
@@ -51,38 +50,31 @@ class Network:
         read_timeout: float,
         robots_txt: Callable[[yarl.URL, float], Answer],
     ):
-        self.serve = serve
-        self.robots_txt = robots_txt
-        self.robots_requests: list[tuple[str, float]] = []
-        self.read_timeout = read_timeout
+        self.serve, self.read_timeout, self.robots_txt = serve, read_timeout, robots_txt
         self.requests: list[tuple[str, float]] = []
-        self.counts: Counter[str] = Counter()
+        self.robots_requests: list[tuple[str, float]] = []
         self.answered: dict[str, list[float]] = {}
-        self.now: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
+        self.counts, self.now, self.most = Counter(), Counter(), Counter()
 
     @asynccontextmanager
     async def get(self, url: yarl.URL, **_: object) -> AsyncIterator["_Response"]:
         loop, host = asyncio.get_running_loop(), f"{url.host}:{url.port}"
         if url.path == "/robots.txt":
             self.robots_requests.append((str(url), loop.time()))
-            answer = self.robots_txt(url, loop.time())
-            await self._wait(answer)
-            yield _Response(answer)
+            yield await self._response(self.robots_txt(url, loop.time()))
             return
         self.requests.append((str(url), loop.time()))
         self.counts[str(url)] += 1
         self.now[host] += 1
         self.most[host] = max(self.most[host], self.now[host])
         try:
-            answer = self.serve(url, loop.time(), self.now[host])
-            await self._wait(answer)
+            response = await self._response(self.serve(url, loop.time(), self.now[host]))
             self.answered.setdefault(host, []).append(loop.time())
-            yield _Response(answer)
+            yield response
         finally:
             self.now[host] -= 1
 
-    async def _wait(self, answer: Answer) -> None:
+    async def _response(self, answer: Answer) -> "_Response":
         if answer.refused:
             await asyncio.sleep(0.001)
             raise aiohttp.ServerDisconnectedError
@@ -90,22 +82,21 @@ class Network:
             await asyncio.sleep(self.read_timeout)
             raise aiohttp.SocketTimeoutError
         await asyncio.sleep(answer.seconds)
+        return _Response(answer)
 
     async def close(self) -> None:
         pass
 
 
 class _Response:
+    """A response, and the content of itself."""
+
+    reason = ""
+
     def __init__(self, answer: Answer):
-        self.status, self.reason = answer.status, ""
-        self.headers = multidict.CIMultiDict(answer.headers)
-        self.content_length = len(answer.body)
-        self.content = _Content(answer.body, answer.body_seconds)
-
-
-class _Content:
-    def __init__(self, body: bytes, seconds: float):
-        self._left, self._seconds = body, seconds
+        self.status, self.headers = answer.status, multidict.CIMultiDict(answer.headers)
+        self.content, self.content_length = self, len(answer.body)
+        self._left, self._seconds = answer.body, answer.body_seconds
 
     def at_eof(self) -> bool:
         return not self._left
@@ -146,15 +137,6 @@ class _Loop(asyncio.SelectorEventLoop):
         return done
 
 
-def simulate(work: Coroutine[Any, Any, Any]) -> tuple[Any, float]:
-    """What the coroutine returns, and the seconds that it would have taken."""
-    loop = _Loop()
-    try:
-        return loop.run_until_complete(work), loop.time()
-    finally:
-        loop.close()
-
-
 @dataclass
 class Simulated:
     """Shards as they were downloaded, in which second each was done, and what the network saw."""
@@ -165,12 +147,10 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return max(self.ends)
 
     @property
     def statuses(self) -> Counter[str]:
-        """Rows by status, over all shards."""
         return Counter(item.status for shard in self.shards for item in shard)
 
 
@@ -195,4 +175,5 @@ def downloaded(
             items, ends = zip(*await asyncio.gather(*map(one, shards)), strict=True)
             return Simulated(list(items), list(ends), network)
 
-    return simulate(work())[0]
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(work())

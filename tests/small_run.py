@@ -39,15 +39,12 @@ def parts_of(number: int, bad: Iterable[int] = ()) -> list[torch.Tensor]:
 
 @dataclass(eq=False, kw_only=True)
 class SmallRun(Run):
-    """A run over these parts."""
+    """A run that is told what it trains on and what it does between steps."""
 
-    parts: list[list[torch.Tensor]]
-    on_validate: Callable[[], tuple[dict[str, float], list[dict]]] | None
-    on_save: Callable[[Writer, int, dict], None]
+    batches: Callable[[], list[list[torch.Tensor]]] | None = None
+    validate: Callable[[], tuple[dict[str, float], list[dict]]] | None = None
+    save: Callable[[int, dict, dict], None] | None = None
     samples_per_step = 10
-
-    def batches(self) -> list[list[torch.Tensor]]:
-        return self.parts
 
     def prepare(self, step: int) -> None:
         pass  # the rate stays as it is
@@ -57,13 +54,6 @@ class SmallRun(Run):
 
     def keys(self, part: torch.Tensor) -> list[str]:
         return [f"{float(row[0]):.3f}" for row in part]
-
-    @property
-    def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        return self.on_validate
-
-    def save(self, done: int, validation: dict, loop_state: dict) -> None:
-        self.on_save(self.writer, done, loop_state)
 
 
 def run_small(
@@ -76,8 +66,8 @@ def run_small(
 ) -> tuple[Network, torch.optim.Optimizer]:
     """Network after steps with these numbers, those of `bad` poisoned."""
     settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": 5.0}
-    settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0), "trackers": ()}
-    settings |= {"run": "run"} | changes
+    settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0), "trackers": (), "run": "run"}
+    settings |= changes
     network = Network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
     with Writer(store) as writer:
@@ -87,9 +77,9 @@ def run_small(
             model=network,
             optimizer=optimizer,
             writer=writer,
-            parts=[parts_of(number, bad) for number in steps],
-            on_validate=validate,
-            on_save=save,
+            batches=lambda: [parts_of(number, bad) for number in steps],
+            validate=validate,
+            save=lambda done, validation, state: save(writer, done, state),
         )
         train_steps(run)
     return network, optimizer

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,47 +27,40 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DECLARED = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+FOLDERS = [name.rstrip("*") for name in DECLARED["tool"]["setuptools"]["packages"]["find"]["include"]]
 
 
 @dataclass
 class Installed:
-    """A virtual environment with the wheel, and with the packages that are linked into `packages`."""
+    """A virtual environment with the wheel and what it requires."""
 
     folder: Path
-    packages: Path
     wheel: Path
 
     def run(self, *command: object) -> subprocess.CompletedProcess:
         """A program of it, in an empty folder, where no file of the project is on Python's path."""
-        path = os.pathsep.join([str(self.folder / "venv" / "bin"), os.environ["PATH"]])
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PATH": path}
-        working = self.folder / "empty"
+        programs, working = self.folder / "venv" / "bin", self.folder / "empty"
         working.mkdir(exist_ok=True)
-        command = [self.folder / "venv" / "bin" / str(command[0]), *command[1:]]
-        return subprocess.run(
-            [*map(str, command)], cwd=working, env=environment, capture_output=True, text=True, timeout=300
-        )
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["PATH"] = os.pathsep.join([str(programs), os.environ["PATH"]])
+        command = [str(programs / command[0]), *map(str, command[1:])]
+        return subprocess.run(command, cwd=working, env=environment, capture_output=True, text=True, timeout=300)
 
     def ran(self, *command: object) -> str:
-        """What it printed; it must have ended well."""
         done = self.run(*command)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
 
-def with_what_they_need(
-    lines: Iterable[str], extras: Sequence[str] = ("",)
-) -> dict[str, importlib.metadata.Distribution]:
+def with_what_they_need(lines: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
     """The packages that these requirements name, and theirs, of this environment."""
-    found, todo = {}, [(line, tuple(extras)) for line in lines]
-    seen = set()
+    found, seen, todo = {}, set(), [(line, ("",)) for line in lines]
     while todo:
         line, extras = todo.pop()
         wanted = Requirement(line)
-        if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
-            continue
         name, inner = canonicalize_name(wanted.name), ("", *sorted(wanted.extras))
-        if (name, inner) not in seen:
+        needed = not wanted.marker or any(wanted.marker.evaluate({"extra": extra}) for extra in extras)
+        if needed and (name, inner) not in seen:
             seen.add((name, inner))
             found[name] = importlib.metadata.distribution(name)
             todo += [(one, inner) for one in found[name].requires or []]
@@ -79,7 +72,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("wheel")
     source, packages = folder / "source", folder / "packages"
     source.mkdir()
-    for name in [pattern.rstrip("*") for pattern in DECLARED["tool"]["setuptools"]["packages"]["find"]["include"]]:
+    packages.mkdir()
+    for name in FOLDERS:
         shutil.copytree(PROJECT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for file in PROJECT.iterdir():  # the metadata may name any of them
         if file.is_file() and not file.name.startswith("."):
@@ -90,29 +84,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     subprocess.run([*pip, "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
-    packages.mkdir()
-    with zipfile.ZipFile(wheel) as opened:
-        (metadata,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
-        lines = opened.read(metadata).decode().splitlines()
-    required = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
-    for distribution in with_what_they_need(required).values():
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (ours,) = importlib.metadata.distributions(name="vlbert", path=[str(site)])
+    for distribution in with_what_they_need(ours.requires).values():
         for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(distribution.locate_file(top))
-    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (site / "packages.pth").write_text(f"{packages}\n")
-    return Installed(folder, packages, wheel)
+    return Installed(folder, wheel)
 
 
 def test_the_wheel_holds_all_modules_and_all_that_they_read(installed):
     with zipfile.ZipFile(installed.wheel) as opened:
         held = set(opened.namelist())
-    read = ("vlbert/py.typed", "vlbert/evaluation/results.html.j2", "demo/report.html.j2", "demo/detector.safetensors")
-    assert {*read} <= held
     patterns = ("*.py", "*.j2", "*.safetensors", "py.typed")
-    tops = [name.rstrip("*") for name in DECLARED["tool"]["setuptools"]["packages"]["find"]["include"]]
-    ours = {file.relative_to(PROJECT).as_posix() for top in tops for p in patterns for file in (PROJECT / top).rglob(p)}
-    assert ours - held == set()
+    files = [file for folder in FOLDERS for pattern in patterns for file in (PROJECT / folder).rglob(pattern)]
+    assert {file.relative_to(PROJECT).as_posix() for file in files} - held == set()
     assert not {name for name in held if name.startswith(("tests", "docker"))}
     assert installed.wheel.name.startswith(f"vlbert-{DECLARED['project']['version']}-")
 
@@ -120,9 +107,7 @@ def test_the_wheel_holds_all_modules_and_all_that_they_read(installed):
 def test_constraints_txt_pins_all_that_the_extras_bring():
     pinned = dict(line.split("==") for line in (PROJECT / "constraints.txt").read_text().split())
     pins = {canonicalize_name(name): version for name, version in pinned.items()}
-    found = with_what_they_need(
-        [f"{DECLARED['project']['name']}[{','.join(DECLARED['project']['optional-dependencies'])}]"]
-    )
+    found = with_what_they_need([f"vlbert[{','.join(DECLARED['project']['optional-dependencies'])}]"])
     versions = {name: one.version for name, one in found.items() if name not in ("vlbert", "setuptools")}
     assert len(versions) > 150
     assert versions.items() <= pins.items()

@@ -74,38 +74,29 @@ def with_bytes(sample: Sample, more: bytes) -> Sample:
     return dataclasses.replace(sample, image=sample.image + more)
 
 
-def commit_samples(
-    root: Path, dataset: str, samples: list[Sample], per_shard: int = 8, random_init: bool = False
-) -> None:
+def commit_samples(root: Path, dataset: str, samples: list[Sample], per_shard: int = 8) -> None:
     """Region shards of `samples` under root/dataset."""
-    catalog = Catalog(open_store(str(root)), dataset)
     for start in range(0, len(samples), per_shard):
-        part = samples[start : start + per_shard]
-        rows = [
-            Row(start + i, sample.key, "ok", "", sample.url, None if (start + i) % 3 else "CC BY 4.0")
-            for i, sample in enumerate(part)
-        ]
-        assert commit_shard(
-            catalog, f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, {"random_init": random_init}
-        )
+        part = dict(enumerate(samples[start : start + per_shard], start))
+        assert _commit(root, dataset, start // per_shard, part)
 
 
 def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
     """Another region shard, of samples that a root does not hold yet; False where it is there already."""
-    samples = [tiny_sample(i, regions=1 + i % 3) for i in numbers]
-    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
-    catalog = Catalog(open_store(str(root)), "captions")
-    return commit_shard(catalog, f"regions/{DETECTOR}", shard, samples, rows, {"random_init": False})
+    return _commit(root, "captions", int(shard), {i: tiny_sample(i, regions=1 + i % 3) for i in numbers})
 
 
-def tiny_root(folder: Path, samples: int = 24, held_out: int = 8, random_init: bool = False) -> Path:
+def _commit(root: Path, dataset: str, shard: int, samples: dict[int, Sample]) -> bool:
+    rows = [Row(i, one.key, "ok", "", one.url, None if i % 3 else "CC BY 4.0") for i, one in samples.items()]
+    catalog, meta = Catalog(open_store(str(root)), dataset), {"random_init": False}
+    return commit_shard(catalog, f"regions/{DETECTOR}", f"{shard:05d}", [*samples.values()], rows, meta)
+
+
+def tiny_root(folder: Path, samples: int = 24, held_out: int = 8) -> Path:
     """A root with the datasets `captions` and `held-out`, and a text corpus with its vocabulary in root/text."""
-    root = folder / "root"
-    commit_samples(
-        root, "captions", [tiny_sample(i, regions=1 + i % 3) for i in range(samples)], random_init=random_init
-    )
+    root, lines = folder / "root", folder / "lines.txt"
+    commit_samples(root, "captions", [tiny_sample(i, regions=1 + i % 3) for i in range(samples)])
     commit_samples(root, "held-out", [tiny_sample(1000 + i, regions=1 + i % 3) for i in range(held_out)])
-    lines = folder / "lines.txt"
     lines.write_text("".join(f"{tiny_sample(i).caption} and {tiny_sample(i + 1).caption}\n" for i in range(20)))
     make_corpus(root / "text", [lines], vocabulary=None, size=120, captions=[])
     return root
@@ -155,20 +146,10 @@ VILBERT = dataclasses.replace(
 )
 UNICODER_VL = dataclasses.replace(SEPARATE, layers="JJ", whole_image="none", region_segment=True)
 # Arguments that make the model of any recipe as small.
-SMALL_MODEL = as_arguments(
-    {
-        "model.layers": "JJ",
-        "model.hidden_size": 32,
-        "model.num_heads": 2,
-        "model.intermediate_size": 64,
-        "model.geometry_channels": 32,
-        "model.regions.resnet.blocks": (1, 1, 1, 1),
-        "model.regions.resnet.width": 8,
-        "model.regions.roi_size": 4,
-        "model.regions.short_side": 48,
-        "model.regions.long_side": 80,
-    }
-)
+_SMALL = {"layers": "JJ", "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "geometry_channels": 32}
+_SMALL |= {"regions.resnet.blocks": (1, 1, 1, 1), "regions.resnet.width": 8, "regions.roi_size": 4}
+_SMALL |= {"regions.short_side": 48, "regions.long_side": 80}
+SMALL_MODEL = as_arguments({f"model.{name}": value for name, value in _SMALL.items()})
 
 
 def tiny_recipe(root: Path, **changes: object) -> Recipe:

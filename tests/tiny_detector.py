@@ -35,8 +35,6 @@ TINY = FasterRCNNConfig(
     attribute_embedding=8,
     attribute_hidden=8,
 )
-
-
 ATTRIBUTES = ("small", "large", "left")
 
 
@@ -49,17 +47,13 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def lively_norms(module: torch.nn.Module) -> torch.nn.Module:
-    """The module, its norms with numbers that shift and scale."""
     generator = seeded(0)
     for norm in module.modules():
         if isinstance(norm, FrozenNorm | torch.nn.BatchNorm2d):
-            for tensor, low, high in (
-                (norm.weight, 0.5, 1.5),
-                (norm.bias, -0.5, 0.5),
-                (norm.running_mean, -0.5, 0.5),
-                (norm.running_var, 0.5, 2.0),
-            ):
-                tensor.data.uniform_(low, high, generator=generator)
+            norm.weight.data.uniform_(0.5, 1.5, generator=generator)
+            norm.bias.data.uniform_(-0.5, 0.5, generator=generator)
+            norm.running_mean.uniform_(-0.5, 0.5, generator=generator)
+            norm.running_var.uniform_(0.5, 2.0, generator=generator)
     return module
 
 
@@ -87,18 +81,12 @@ def image_sample(number: int, image: bytes | np.ndarray, size: tuple[int, int] |
     return Sample(f"{number:020x}", image, "caption", f"http://host/{number:06}.jpg", size[1], size[0], "ab")
 
 
-def coco_annotations(
-    file: Path, boxes: dict[int, Sequence[Sequence[float]]], height: int = 168, width: int = 224
-) -> Path:
-    """An annotation file with [x, y, width, height] boxes by image number, on images of this size."""
-    content = {
-        "images": [{"id": n, "file_name": f"{n:06}.jpg", "width": width, "height": height} for n in boxes],
-        "annotations": [
-            {"image_id": n, "category_id": 1, "bbox": list(box)} for n, some in boxes.items() for box in some
-        ],
-        "categories": [{"id": 1, "name": "thing"}],
-    }
-    file.write_text(json.dumps(content))
+def coco_annotations(file: Path, boxes: dict[int, Sequence[Sequence[float]]]) -> Path:
+    """An annotation file with [x, y, width, height] boxes by image number, on images of 224x168."""
+    found = [{"image_id": n, "category_id": 1, "bbox": list(box)} for n, some in boxes.items() for box in some]
+    images = [{"id": n, "file_name": f"{n:06}.jpg", "width": 224, "height": 168} for n in boxes]
+    categories = [{"id": 1, "name": "thing"}]
+    file.write_text(json.dumps({"images": images, "annotations": found, "categories": categories}))
     return file
 
 
@@ -135,15 +123,9 @@ def annotated_images(folder: Path, count: int) -> Path:
 
 
 def coco_data(folder: Path, **changes) -> DataConfig:
-    config = DataConfig(
-        annotations=str(folder / "coco.json"),
-        images=(str(folder / "images"),),
-        attribute_names=str(folder / "attributes.txt"),
-        held_out_last=8,
-        batch=4,
-        workers=0,
-    )
-    return dataclasses.replace(config, **changes)
+    names = {"annotations": str(folder / "coco.json"), "attribute_names": str(folder / "attributes.txt")}
+    settings = names | {"images": (str(folder / "images"),), "held_out_last": 8, "batch": 4, "workers": 0}
+    return DataConfig(**(settings | changes))
 
 
 def tiny_recipe(images: Path, root: Path, **changes) -> DetectorRecipe:

@@ -4,7 +4,7 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -29,7 +29,6 @@ def draw(width: int = 96, height: int = 64, mode: str = "RGB", seed: int = 0) ->
 
 
 def encode(image: Image.Image, form: str = "JPEG", **options: object) -> bytes:
-    """The image as a file of the given format."""
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
@@ -53,11 +52,13 @@ def send(body: bytes, status: int = 200, length: int | None = None, **headers: s
     return answer
 
 
-def raw(answer_bytes: bytes) -> Answer:
-    """These bytes and nothing else, then the connection is closed."""
+def raw(*parts: bytes, pause: float = 0.0) -> Answer:
+    """These bytes and nothing else, a pause after each part, then the connection is closed."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.wfile.write(answer_bytes)
+        for part in parts:
+            handler.wfile.write(part)
+            handler.server.stopping.wait(pause)
         handler.close_connection = True
 
     return answer
@@ -65,26 +66,13 @@ def raw(answer_bytes: bytes) -> Answer:
 
 def drip(body: bytes, step: int, pause: float) -> Answer:
     """The headers at once, then `step` bytes every `pause` seconds: never silent, never done."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        for start in range(0, len(body), step):
-            handler.wfile.write(body[start : start + step])
-            handler.server.stopping.wait(pause)
-
-    return answer
+    first = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:step]
+    return raw(first, *(body[start : start + step] for start in range(step, len(body), step)), pause=pause)
 
 
 def silent(seconds: float) -> Answer:
     """No answer for so long, then none at all."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.server.stopping.wait(seconds)
-        handler.close_connection = True
-
-    return answer
+    return raw(b"", pause=seconds)
 
 
 def in_turn(*answers: Answer) -> Answer:
@@ -145,7 +133,6 @@ class Web:
         return "{}:{}".format(*self.server.server_address)
 
     def url(self, path: str) -> str:
-        """The full URL of a path."""
         return f"http://{self.host}{path}"
 
     def put(self, path: str, answer: Answer) -> str:
@@ -154,7 +141,6 @@ class Web:
         return self.url(path)
 
     def count_of(self, path: str) -> int:
-        """How many requests came for `path`."""
         return sum(1 for _, requested, _ in self.requests if requested == path)
 
 
@@ -164,19 +150,15 @@ def settings_for(*servers: Web | str, **changes: object) -> DownloadSettings:
     return DownloadSettings(allowed_hosts=hosts, **({"deadline": 5.0, "retries": 0} | changes))
 
 
-def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[CaptionRow]:
-    """The rows as one shard; their images can be read as long as a row lives."""
+def results(urls: Iterable[str], settings: DownloadSettings) -> list[CaptionRow]:
+    """What becomes of these URLs, as one shard; their images can be read as long as a row lives."""
+    rows = [CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)]
 
     async def work() -> list[CaptionRow]:
         async with Downloader(settings) as downloader:
             return await downloader.download(rows, Spool().__enter__())
 
     return asyncio.run(work())
-
-
-def results(urls: Iterable[str], settings: DownloadSettings) -> list[CaptionRow]:
-    """What becomes of these URLs."""
-    return downloaded([CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)], settings)
 
 
 def statuses(urls: Iterable[str], settings: DownloadSettings) -> list[str]:

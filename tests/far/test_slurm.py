@@ -48,14 +48,13 @@ def saved(root: Path, run: str) -> list[str]:
 
 def processes(root: Path, run: str) -> dict[int, str]:
     """The command lines of torchrun and its ranks, on all machines, by process id."""
-    ours = {f"--data.root={root}", f"--run_name={run}"}
-    found = {pid: command.split("\0") for pid, command, _ in running()}
-    # Without srun, and the flow's supervisor of it, which have the same words on their command lines.
-    return {
-        pid: " ".join(words)
-        for pid, words in found.items()
-        if ours <= {*words} and words[0].endswith("python") and "-I" not in words
-    }
+    ours, found = {f"--data.root={root}", f"--run_name={run}"}, {}
+    for pid, command, _ in running():
+        words = command.split("\0")
+        # Without srun, and the flow's supervisor of it, which have the same words on their command lines.
+        if ours <= {*words} and words[0].endswith("python") and "-I" not in words:
+            found[pid] = " ".join(words)
+    return found
 
 
 class Job:
@@ -63,9 +62,9 @@ class Job:
 
     def __init__(self, cluster: Cluster, root: Path, name: str, *more: str, **variables: str):
         self.cluster, self.root, self.run, self.log = cluster, root, name, root / f"{name}.txt"
-        arguments = command_line(root, name, *more, steps=STEPS, save_every=100, validate_every=10**6)
-        train = "docker/slurm/train.sbatch"
-        self.number = cluster.submit(f"--output={self.log}", train, *arguments, PROCESSES="1", **variables)
+        recipe = command_line(root, name, *more, steps=STEPS, save_every=100, validate_every=10**6)
+        script = [f"--output={self.log}", "docker/slurm/train.sbatch"]
+        self.number = cluster.submit(*script, *recipe, PROCESSES="1", **variables)
 
     def said(self) -> str:
         """What it has printed, in all its lives, without the lines of progress."""
@@ -80,7 +79,6 @@ class Job:
         assert self.cluster.state(self.number) == state, self.said()
 
     def steps(self) -> int:
-        """How many are logged."""
         metrics = self.root / "runs" / self.run / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
@@ -153,11 +151,10 @@ def test_a_training_that_lost_a_node_starts_again_from_its_last_checkpoint(clust
 
 
 def test_a_detection_on_both_nodes_makes_no_shard_twice(cluster: Cluster, tmp_path: Path):
-    shards = [[image_sample(number, rectangles(84, 112, number))] for number in range(SHARDS)]
-    commit_images(tmp_path / "root", shards)
-    log = tmp_path / "log"
-    network = ["--preset=demo", "--random_init"]  # as long a shard as both need to be there together
-    detection = ["detect", tmp_path / "root", "captions", *network]
+    root, log = tmp_path / "root", tmp_path / "log"
+    commit_images(root, [[image_sample(number, rectangles(84, 112, number))] for number in range(SHARDS)])
+    # A network that takes as long a shard as both need to be there together.
+    detection = ["detect", root, "captions", "--preset=demo", "--random_init"]
     stage = ["--nodes=2", "--ntasks=2", f"--output={log}", "docker/slurm/stage.sbatch", *detection]
     job = cluster.submit(*stage, SLURM_LABELIO="1")  # each line begins with the number of its task
     wait_until(lambda: cluster.state(job) == "COMPLETED", 90, lambda: log.read_text() if log.exists() else "no log")
