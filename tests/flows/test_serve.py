@@ -60,6 +60,9 @@ def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_f
         assert served.ask("GET", place)["active_slots"] == 0
     finally:
         set_alarms()
+    assert Automation.read(name=NEVER_BEGAN).trigger.within == timedelta(seconds=START_LIMIT), (
+        "a changed alarm is made again"
+    )
 
 
 def check_deployments(server: Operated, directory: Path) -> None:
