@@ -7,20 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from family import (
-    MODELS,
-    SAMPLES,
-    TASKS,
-    examples_of,
-    new_model,
-    pretraining,
-    refcoco,
-    vcr,
-    vqa,
-)
+from family import MODELS, SAMPLES, TASKS, examples_of, new_model, pretraining, refcoco, vcr, vqa
 from places import DATA
 from tiny import CHANNELS, CLASSES, UNICODER_VL, VILBERT
 
+from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Example, collate
 from vlbert.data.images import PreparedImage, prepare_image
@@ -28,6 +19,19 @@ from vlbert.data.masking import WordMasking
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+
+def with_boxes(boxes: np.ndarray, size: tuple[int, int], caption: str, features: np.ndarray) -> Sample:
+    count = len(boxes)
+    regions = dataclasses.replace(
+        SAMPLES[0].regions,
+        boxes=boxes,
+        scores=np.ones(count, np.float32),
+        labels=np.ones(count, np.int32),
+        class_probs=np.full((count, 1 + len(CLASSES)), 0.1, np.float16),
+        features=features,
+    )
+    return dataclasses.replace(SAMPLES[0], caption=caption, width=size[0], height=size[1], regions=regions)
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -77,9 +81,7 @@ def test_objects_have_the_detected_regions_behind_them_that_none_took():
     np.testing.assert_array_equal(found.boxes[3:], boxes[:3])
     assert len(image.with_matched_features(objects, keep_unmatched=False).boxes) == 3
     with pytest.raises(ValueError, match="no region whose features an object could take"):
-        dataclasses.replace(image, boxes=whole, features=features[:0]).with_matched_features(
-            objects, keep_unmatched=True
-        )
+        dataclasses.replace(image, boxes=whole, features=features[:0]).with_matched_features(objects, True)
 
 
 def test_a_word_that_names_a_region_carries_its_embedding(tmp_path):
@@ -102,24 +104,14 @@ def test_a_region_is_asked_for_its_overlap_with_the_answer(tmp_path):
     """Against the figures of ViLBERT's reader."""
     case = np.load(DATA / "vilbert" / "components.npz")
     boxes, (x, y, width, height) = case["refcoco/boxes"], case["refcoco/ref_xywh"]
-    sample = SAMPLES[0]
-    many = dataclasses.replace(
-        sample.regions,
-        boxes=boxes,
-        scores=np.ones(len(boxes), np.float32),
-        labels=np.ones(len(boxes), np.int32),
-        class_probs=sample.regions.class_probs[np.zeros(len(boxes), int)],
-        features=None,
-    )
     size = (int(boxes[:, 2].max()) + 2, int(boxes[:, 3].max()) + 2)
-    sample = dataclasses.replace(sample, regions=many, width=size[0], height=size[1])
+    sample = with_boxes(boxes, size, "", np.zeros((len(boxes), CHANNELS), np.float16))
     task, _ = refcoco(tmp_path, whole_image_competes=True)
     (query,) = [task.annotation_for("the left one")]
     expression = dataclasses.replace(query.expression, box=(x, y, x + width, y + height))
     query = dataclasses.replace(query, expression=expression)
     regions = dataclasses.replace(UNICODER_VL.regions, short_side=min(size), long_side=max(size))
-    features = dataclasses.replace(many, features=np.zeros((len(boxes), CHANNELS), np.float16))
-    image = prepare_image(dataclasses.replace(sample, regions=features), regions, False)
+    image = prepare_image(sample, regions, False)
     found = task.example(sample, image, query, np.random.default_rng(0)).image.labels["target"][1:]
     np.testing.assert_allclose(found, case["refcoco/target_train"], atol=1e-6)
 
@@ -155,20 +147,7 @@ def test_a_pair_is_read_as_the_published_programs_read_it(program: str, record: 
     count = int(theirs["counts"])
     boxes = theirs["boxes"][:count]
     features = np.arange(1, 1 + count)[:, None].repeat(CHANNELS, 1).astype(np.float16)
-    sample = dataclasses.replace(
-        SAMPLES[0],
-        caption=caption,
-        width=facts["size"][0],
-        height=facts["size"][1],
-        regions=dataclasses.replace(
-            SAMPLES[0].regions,
-            boxes=boxes,
-            scores=np.ones(count, np.float32),
-            labels=np.ones(count, np.int32),
-            class_probs=np.full((count, 1 + len(CLASSES)), 0.1, np.float16),
-            features=features,
-        ),
-    )
+    sample = with_boxes(boxes, facts["size"], caption, features)
     task = Pretraining(
         PretrainingSettings(
             words=WordMasking(whole_words=False),
