@@ -52,6 +52,8 @@ def test_workers_change_nothing_and_keep_the_order(root):
 
 
 def test_a_batch_that_a_step_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="data.batch = 8 cannot be split over 3 processes.*choose a multiple of 3"):
+        check_shares(DataConfig(batch=8, text_batch=0), world_size=3)
     with pytest.raises(ValueError, match="data.text_batch = 4 .*data.gradient_accumulation = 8"):
         check_shares(DataConfig(batch=8, text_batch=4, gradient_accumulation=8), world_size=1)
 
