@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from places import PROJECT
 from quickstart import NOTEBOOK, as_text, executed, make_files
 from released import MULTI_TASK, WORDS, needs_key_lists, save_released, small_state, vilbert_state
@@ -74,20 +73,15 @@ def test_a_folder_without_a_whole_model_is_refused(folder, tmp_path, name, conte
 
 
 @needs_key_lists
-def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
-    """Its blocks, one after the other, beside small files of theirs, a vocabulary and an image."""
+def test_the_commands_of_the_guide_run(tmp_path, monkeypatch):
     torch.save(vilbert_state(pairs=2), tmp_path / "pytorch_model_9.bin")
     torch.save(vilbert_state(MULTI_TASK, pairs=2), tmp_path / "multi_task_model.bin")
     save_released(tmp_path / "vl-bert-base-e2e.model", small_state("pretrain_base_e2e", torch.float16))
     (tmp_path / "vocab.txt").write_text(WORDS.text())
-    Image.effect_noise((200, 150), 60).convert("RGB").save(tmp_path / "dog.jpg")
     monkeypatch.chdir(tmp_path)
-    names, ran = {}, []
-    for language, block in re.findall(r"```(\w+)\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        if language == "python":
-            exec(compile(block, f"{GUIDE.name}: {block[:40]}", "exec"), names)
-            ran.append("python")
-        for line in block.replace("\\\n", "").splitlines() if language == "bash" else ():
+    ran = []
+    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", "").splitlines():
             program, command, *arguments = shlex.split(line, comments=True)
             ran.append(command)
             if program == "vlbert" and command != "train":
@@ -96,10 +90,7 @@ def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
                 make_recipe(arguments[0], arguments[1:], RECIPES)
     assert ran.count("convert") == 4
     assert ran.count("train") >= 1
-    assert ran.count("python") >= 3
-    assert names["encoded"].text.shape[2] == 64
     assert (tmp_path / "back.bin").is_file()
-    capsys.readouterr()
 
 
 def test_the_notebook_is_the_guide_with_what_it_prints(tmp_path):
