@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import NamedTuple
 
 import pytest
@@ -138,14 +139,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     return convert
 
 
-def copy(folder: Path, to: Path, *without: str) -> Path:
-    to.mkdir(exist_ok=True)
-    for file in folder.iterdir():
-        if file.name not in without:
-            (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
@@ -182,7 +175,7 @@ def test_a_file_becomes_a_model_and_comes_back_bit_for_bit(converted, tmp_path, 
 @pytest.mark.parametrize("name", [one for one in ALL if one not in ("encoder alone", "12-in-1, zero-shot")])
 def test_without_the_report_a_model_comes_back_in_float32(converted, tmp_path, name):
     state, folder, report = converted(name)
-    to_theirs(copy(folder, tmp_path / "anew", REPORT), tmp_path / "back")
+    to_theirs(copytree(folder, tmp_path / "anew", ignore=ignore_patterns(REPORT)), tmp_path / "back")
     back, what = FILES[name].load(tmp_path / "back"), identify(state, FILES[name].hints)
     for entry in report:
         if "ours" in entry:
@@ -342,28 +335,26 @@ def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):
     _, folder, _ = converted("encoder alone")
     plain(tmp_path / "x.bin", encoder_alone())
     (tmp_path / "vocab.txt").write_text(WORDS.text() + "more\n")
-    damaged = copy(folder, tmp_path / "damaged")
+    damaged = copytree(folder, tmp_path / "damaged")
     data = bytearray((damaged / KEPT).read_bytes())
     data[-1] ^= 1
     (damaged / KEPT).write_bytes(data)
-    changed = copy(folder, tmp_path / "changed")
+    changed = copytree(folder, tmp_path / "changed")
     (changed / REPORT).write_text(json.dumps([{"theirs": "a", "dtype": "float32", "ours": "b"}]))
     torch.save([torch.zeros(1)], tmp_path / "list.bin")
     torch.save({"state_dict": {"a": torch.zeros(1)}, "more": os.system}, tmp_path / "hostile.bin")
     plain(tmp_path / "bert.bin", {WORD_TABLE: torch.zeros(200, 64)})
+    gone = copytree(folder, tmp_path / "gone", ignore=ignore_patterns(KEPT))
     for call, named in (
         (lambda: to_ours(tmp_path / "list.bin", tmp_path / "ours"), "list.bin has no state dict"),
-        (
-            lambda: to_ours(tmp_path / "hostile.bin", tmp_path / "ours"),
-            "hostile.bin wants to load posix.system",
-        ),
+        (lambda: to_ours(tmp_path / "hostile.bin", tmp_path / "ours"), "hostile.bin wants to load posix.system"),
         (lambda: to_ours(tmp_path / "bert.bin", tmp_path / "ours"), f"bert.bin: it has keys such as {WORD_TABLE}, and"),
         (lambda: to_ours(tmp_path / "x.bin", tmp_path / "ours", tmp_path / "vocab.txt"), "has 201 tokens, .* trained"),
         (lambda: to_ours(tmp_path / "x.bin", folder), "ours already exists"),
         (lambda: to_theirs(folder, tmp_path / "x.bin"), "x.bin already exists"),
         (lambda: to_ours(tmp_path / "other.bin", tmp_path / "ours"), "weight file .*other.bin does not exist"),
         (lambda: to_theirs(damaged, tmp_path / "back.bin"), f"{KEPT} is damaged: its sha256"),
-        (lambda: to_theirs(copy(folder, tmp_path / "gone", KEPT), tmp_path / "back.bin"), f"{KEPT} is gone"),
+        (lambda: to_theirs(gone, tmp_path / "back.bin"), f"{KEPT} is gone"),
         (lambda: to_theirs(changed, tmp_path / "back.bin"), f"{REPORT} is not of this model: it names b"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -374,7 +365,7 @@ def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):
 @needs_key_lists
 def test_a_report_of_other_weights_is_refused(converted, tmp_path):
     _, folder, _ = converted("vqa_base")
-    copy(folder, tmp_path)
+    copytree(folder, tmp_path, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
     tensors["head.output.bias"] += 1e-5  # float16, which the file had, cannot hold that
     save_file(tensors, tmp_path / "model.safetensors")
