@@ -39,6 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     featured = recorded(demo_detector(keep_features=True))
     vqa = VQASettings(str(root), answer_list="answers.txt", answers=3, question_length=58, answers_from_words=False)
     save_model(root, "vqa", vqa, featured, model=ON_FEATURES)
+    save_model(root, "vqa-pixels", vqa, recorded(demo_detector()), model=STARTED)
     pairs = PretrainingSettings(max_elements=None, max_regions=4, relationship=True, region_head="transform_norm")
     save_model(root, "vilbert", pairs, featured, model=PAIRS)
     (root / "photo.jpg").write_bytes(tiny_sample(3).image)

@@ -3,13 +3,13 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from places import PROJECT
 from quickstart import NOTEBOOK, as_text, executed, make_files
 from released import MULTI_TASK, WORDS, needs_key_lists, save_released, small_state, vilbert_state
@@ -55,26 +55,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a model"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .*another version"),
         ("config.json", {"hidden_size": "32"}, "config.json: ModelConfig.hidden_size is "),
-        ("model.safetensors", 0.5, "model.safetensors is damaged: its sha256 is"),
-        (
-            "vocab.txt",
-            WORDS.text().removesuffix("word190\n").encode(),
-            "vocab.txt has 199 tokens, but the model has 200",
-        ),
+        ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", "vocab.txt has 5 tokens, but the model has 200"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),
     ],
 )
 def test_a_folder_without_a_whole_model_is_refused(folder, tmp_path, name, content, named):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     if content is None:
         (tmp_path / name).unlink()
     elif isinstance(content, dict):  # fields of the model
         config = json.loads((folder / name).read_text())
         (tmp_path / name).write_text(json.dumps(config | {"model": config["model"] | content}))
-    elif isinstance(content, float):
-        whole = (folder / name).read_bytes()
-        (tmp_path / name).write_bytes(whole[: int(content * len(whole))])
     else:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=named) as error:
@@ -83,20 +74,15 @@ def test_a_folder_without_a_whole_model_is_refused(folder, tmp_path, name, conte
 
 
 @needs_key_lists
-def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
-    """Its blocks, one after the other, beside small files of theirs, a vocabulary and an image."""
+def test_the_commands_of_the_guide_run(tmp_path, monkeypatch):
     torch.save(vilbert_state(pairs=2), tmp_path / "pytorch_model_9.bin")
     torch.save(vilbert_state(MULTI_TASK, pairs=2), tmp_path / "multi_task_model.bin")
     save_released(tmp_path / "vl-bert-base-e2e.model", small_state("pretrain_base_e2e", torch.float16))
     (tmp_path / "vocab.txt").write_text(WORDS.text())
-    Image.effect_noise((200, 150), 60).convert("RGB").save(tmp_path / "dog.jpg")
     monkeypatch.chdir(tmp_path)
-    names, ran = {}, []
-    for language, block in re.findall(r"```(\w+)\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        if language == "python":
-            exec(compile(block, f"{GUIDE.name}: {block[:40]}", "exec"), names)
-            ran.append("python")
-        for line in block.replace("\\\n", "").splitlines() if language == "bash" else ():
+    ran = []
+    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", "").splitlines():
             program, command, *arguments = shlex.split(line, comments=True)
             ran.append(command)
             if program == "vlbert" and command != "train":
@@ -105,10 +91,7 @@ def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
                 make_recipe(arguments[0], arguments[1:], RECIPES)
     assert ran.count("convert") == 4
     assert ran.count("train") >= 1
-    assert ran.count("python") >= 3
-    assert names["encoded"].text.shape[2] == 64
     assert (tmp_path / "back.bin").is_file()
-    capsys.readouterr()
 
 
 def test_the_notebook_is_the_guide_with_what_it_prints(tmp_path):
