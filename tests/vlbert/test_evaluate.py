@@ -179,7 +179,7 @@ def test_predictions_with_wrong_columns_are_named(refcoco, tmp_path, monkeypatch
         evaluated(refcoco, out=tmp_path / "out")
 
 
-def test_the_page_is_escaped(copy, tmp_path):
+def test_the_page_is_escaped_and_draws_the_worst_and_the_best(copy, tmp_path):
     refs = (copy / "refcoco+" / "refs(unc).p").read_bytes()
     (copy / "refcoco+" / "refs(unc).p").write_bytes(refs.replace(b"Vthe left one", b"V<b>left</b> &"))
     regions = copy / "storage" / "refcoco+" / "regions"
@@ -191,13 +191,15 @@ def test_the_page_is_escaped(copy, tmp_path):
     assert "<b>left" not in page
     assert page.count(html.escape("<b>left</b> &")) == 12
     assert not re.search(r'(src|href)="(?!data:)[^"]*[/:]', page), "nothing is loaded from elsewhere"
+    shown = [float(score) for score in re.findall(r">[✓✗] score ([\d.]+)<", page)]
+    assert max(shown[:6]) <= min(shown[6:]), "the worst, then the best"
 
 
 def test_the_worst_are_the_most_probable_of_the_wrong():
-    scores = (0.3, 0.5), (None, 0.9), (1, 0.5), (0, 0.5)
+    scores = (0.3, 0.5), (None, 0.9), (1, 0.5), (0, 0.5), (0, 0.8), (1, 0.9)
     rows = [{"score": score, "probability": probability} for score, probability in scores]
     one = SplitPredictions(None, None, None, None, {}, None, [*range(len(rows))], rows, [], [])
-    assert worst_and_best([one], count=2) == ([(0, 3), (0, 0)], [(0, 2)])
+    assert worst_and_best([one], count=3) == ([(0, 4), (0, 3), (0, 0)], [(0, 5), (0, 2)])
 
 
 def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, capsys):
