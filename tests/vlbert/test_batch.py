@@ -137,12 +137,10 @@ def test_examples_that_do_not_fit_together_are_refused():
     given = Example("a", words(3, [1]), whole)
     unmasked = dataclasses.replace(given.text, label_masks={})
     for other, named in (
-        *((replace_image(given, **{n: None}), f"1 of 2 .* have no {n}") for n in ("pixels", "features", "cells")),
-        (dataclasses.replace(given, text=unmasked), "have different label_masks"),
+        ({"image": dataclasses.replace(whole, pixels=None)}, "1 of 2 .* have no pixels"),
+        ({"image": dataclasses.replace(whole, features=None)}, "1 of 2 .* have no features"),
+        ({"image": dataclasses.replace(whole, cells=None)}, "1 of 2 .* have no cells"),
+        ({"text": unmasked}, "have different label_masks"),
     ):
         with pytest.raises(ValueError, match=named):
-            collate([given, other])
-
-
-def replace_image(given: Example, **changes: object) -> Example:
-    return dataclasses.replace(given, image=dataclasses.replace(given.image, **changes))
+            collate([given, dataclasses.replace(given, **other)])

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import compared
@@ -33,7 +33,7 @@ from vlbert.comparison.cells import Cell, cells_of
 from vlbert.comparison.compare import Comparison, compare, device_of, main
 from vlbert.comparison.intervals import interval, t_quantile
 from vlbert.comparison.page import page
-from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Plan, Variant
+from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Variant
 from vlbert.comparison.summary import read_scores, summarise
 
 NUMBERS = "comparisons/tiny/numbers.json"
@@ -228,22 +228,18 @@ def test_a_comparison_that_is_ended_leaves_no_process_and_what_it_trained(number
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def changed(**changes: object) -> Callable[[], Plan]:
-    return lambda: dataclasses.replace(compared.plan(), **changes)
-
-
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("changes", "named"),
     [
-        (changed(seeds=()), "plan tiny: give at least one variant, task and seed"),
-        (changed(name="a/b"), "'a/b' of plan a/b must be unique"),
-        (changed(tasks={"vqa": TASKS["refcoco"]}), "variant without of plan tiny has a fine-tuning for refcoco"),
-        (changed(variants={"refcoco": Variant("x", None, FINETUNING)}), "'refcoco' of plan tiny must be unique"),
+        ({"seeds": ()}, "plan tiny: give at least one variant, task and seed"),
+        ({"name": "a/b"}, "'a/b' of plan a/b must be unique"),
+        ({"tasks": {"vqa": TASKS["refcoco"]}}, "variant without of plan tiny has a fine-tuning for refcoco"),
+        ({"variants": {"refcoco": Variant("x", None, FINETUNING)}}, "'refcoco' of plan tiny must be unique"),
     ],
 )
-def test_plans_that_do_not_fit_are_refused(make, named):
+def test_plans_that_do_not_fit_are_refused(changes, named):
     with pytest.raises(ValueError, match=named):
-        make()
+        dataclasses.replace(compared.plan(), **changes)
 
 
 @pytest.mark.parametrize(
