@@ -9,14 +9,7 @@ import pytest
 import torch
 from tiny import TINY_MODEL, VILBERT
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    BertModel,
-    BertTokenizer,
-    GPT2Config,
-    PreTrainedModel,
-)
+from transformers import BertConfig, BertForPreTraining, BertModel, BertTokenizer, GPT2Config, PreTrainedModel
 
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, collate
@@ -83,9 +76,8 @@ def test_the_text_layers_of_two_streams_equal_bert(tmp_path):
     config = dataclasses.replace(VILBERT, layers="TVT")
     vlbert, head = ours(config, relationship=True)
     before = {name: tensor.clone() for name, tensor in head.pooler.state_dict().items()}
-    assert init_from_bert(vlbert, head, str(tmp_path), LETTERS).startswith(
-        f"words and encoder, word classifier from {tmp_path};"
-    )
+    reported = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    assert reported.startswith(f"words and encoder, word classifier from {tmp_path};")
     batch, tokens, segments = texts()
     text = vlbert.encoder(vlbert.embedding(batch, vlbert.appearance(batch))).text
     states = theirs.bert(tokens, token_type_ids=segments).last_hidden_state
@@ -130,13 +122,6 @@ def test_what_bert_lacks_keeps_its_initialisation(tmp_path):
         assert torch.equal(tensor, before[name]) != name.startswith(shared), name
 
 
-def test_a_bert_without_a_tokenizer_is_refused(tmp_path):
-    saved(tmp_path, BertModel, words=False)
-    for read in (bert_vocabulary, lambda name: init_from_bert(*ours(), name, LETTERS)):
-        with pytest.raises(ValueError, match="has no vocabulary; put the vocab.txt .* into its folder"):
-            read(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("change", "reported"),
     [
@@ -167,24 +152,29 @@ def test_a_bert_of_another_vocabulary_or_a_cased_one_is_refused(tmp_path):
 
 
 def test_files_that_are_no_bert_are_refused(tmp_path):
-    folders = {name: tmp_path / name for name in ("empty", "gpt2", "torn", "page", "half")}
-    for folder in folders.values():
-        folder.mkdir()
-    GPT2Config().save_pretrained(folders["gpt2"])
-    for name in ("torn", "page", "half"):
-        saved(folders[name], BertModel)
-    weights = folders["torn"] / "model.safetensors"
+    (tmp_path / "empty").mkdir()
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    for name in ("torn", "page", "half", "wordless"):
+        saved(tmp_path / name, BertModel, words=name != "wordless")
+    weights = tmp_path / "torn" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    (folders["page"] / "model.safetensors").write_text("<!DOCTYPE html><html></html>")
+    (tmp_path / "page" / "model.safetensors").write_text("<!DOCTYPE html><html></html>")
     half = {name: t for name, t in BertModel(BERT).state_dict().items() if "layer.1." not in name}
-    BertModel(BERT).save_pretrained(folders["half"], state_dict=half)
-    for name in ("empty", "gpt2", "torn", "page"):
-        with pytest.raises(ValueError, match=f"{name} is neither the folder of a BERT nor the name of one on the hub"):
-            init_from_bert(*ours(), str(folders[name]), LETTERS)
-    with pytest.raises(ValueError, match="half is not a complete BERT: it lacks bert.encoder.layer.1.attention"):
-        init_from_bert(*ours(), str(folders["half"]), LETTERS)
-    with pytest.raises(ValueError, match="nor the name of one on the hub"):
-        bert_vocabulary(str(tmp_path / "nowhere"))
+    BertModel(BERT).save_pretrained(tmp_path / "half", state_dict=half)
+
+    def start(name: str) -> None:
+        init_from_bert(*ours(), name, LETTERS)
+
+    no_bert = "{} is neither the folder of a BERT nor the name of one on the hub"
+    for read, name, named in (
+        *((start, name, no_bert) for name in ("empty", "gpt2", "torn", "page")),
+        (bert_vocabulary, "nowhere", no_bert),
+        (start, "half", "{} is not a complete BERT: it lacks bert.encoder.layer.1.attention"),
+        (start, "wordless", "{} has no vocabulary; put the vocab.txt .* into its folder"),
+        (bert_vocabulary, "wordless", "{} has no vocabulary; put the vocab.txt .* into its folder"),
+    ):
+        with pytest.raises(ValueError, match=named.format(name)):
+            read(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("kind", ["bert", "theirs"])

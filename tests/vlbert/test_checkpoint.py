@@ -7,7 +7,6 @@ only when a format gets a new version; docs/formats.md describes them.
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,10 +75,9 @@ def model_and_optimizer() -> tuple[TaskModel, torch.optim.Optimizer]:
         for i, tensor in enumerate(model.state_dict().values()):
             tensor.copy_(count(tensor, i))
         for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-            moments = {
-                name: torch.empty_like(parameter).copy_(count(parameter, i)) for name in ("exp_avg", "exp_avg_sq")
-            }
-            optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+            optimizer.state[parameter] = {"step": torch.tensor(3.0)}
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[parameter][name] = torch.empty_like(parameter).copy_(count(parameter, i))
     return model, optimizer
 
 
@@ -123,15 +121,11 @@ def test_todays_code_writes_the_golden_bytes(tmp_path):
 
 @pytest.mark.parametrize("version", [1, CHECKPOINT_VERSION + 1])
 def test_a_checkpoint_of_another_version_is_refused_and_never_offered_for_removal(tmp_path, version):
-    store = open_store(str(tmp_path))
-    named = []
+    store, named = open_store(str(tmp_path)), []
     for step in (100, 200):
         name = f"runs/run/step-{step:07d}/state.json"
         store.put(name, json_with_digest({"version": version, "step": step, "files": {}}))
-        where = store.uri(name)
-        named.append(
-            f"{where} is of version {version}, but this code reads {CHECKPOINT_VERSION}: use the code that wrote"
-        )
+        named.append(f"{store.uri(name)} is of version {version}, but this code reads {CHECKPOINT_VERSION}: use")
     for read in (read_checkpoint, open_folder, read_state):
         with pytest.raises(ValueError, match=re.escape(named[1])):
             read(store, "runs/run/step-0000200")
@@ -144,38 +138,26 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     tensors = load((GOLDEN / "checkpoint" / FOLDER / "model.safetensors").read_bytes())
     wide = tensors | {"head.word_bias": torch.zeros(9), "head.more": torch.zeros(1)}
     del wide["vlbert.embedding.norm.bias"]
-    with pytest.raises(ValueError, match="file does not fit the model") as error:
+    wrong = "lacks vlbert.embedding.norm.bias", "has head.more", r"head.word_bias as \(9,\), but the model has \(7,\)"
+    with pytest.raises(ValueError, match="(?s)file does not fit the model.*" + ".*".join(wrong)):
         load_model(model, wide, "file")
-    for what in ("lacks vlbert.embedding.norm.bias", "has head.more", "head.word_bias as (9,), but the model has (7,)"):
-        assert what in str(error.value)
-
-
-@pytest.fixture
-def model_folder(tmp_path) -> Path:
-    """A model in a folder, without a checkpoint's state."""
-    folder = Path(shutil.copytree(GOLDEN / "checkpoint" / FOLDER, tmp_path / "model"))
-    (folder / "state.json").unlink()
-    return folder
 
 
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        (
-            "config.json",
-            lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1),
-            "config.json is incomplete: model, vocab_size or files",
-        ),
-        ("model.safetensors", lambda data: data[:-1], "model.safetensors is truncated"),
-        ("model.safetensors", lambda data: b"", "model.safetensors is truncated"),
-        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "model.safetensors is truncated"),
+        ("config.json", lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1), "incomplete"),
+        ("model.safetensors", lambda data: data[:-1], "truncated"),
+        ("model.safetensors", lambda data: b"", "truncated"),
+        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "truncated"),
     ],
 )
-def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, file, change, says):
-    (model_folder / file).write_bytes(change((model_folder / file).read_bytes()))
-    with pytest.raises(ValueError, match=str(model_folder)) as error:
-        read_model(model_folder)
-    assert says in str(error.value)
+def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(tmp_path, file, change, says):
+    folder = shutil.copytree(GOLDEN / "checkpoint" / FOLDER, tmp_path / "model")
+    (folder / "state.json").unlink()
+    (folder / file).write_bytes(change((folder / file).read_bytes()))
+    with pytest.raises(ValueError, match=f"{folder}/{file} is {says}"):
+        read_model(folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import compared
@@ -22,18 +22,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from compared import FINETUNING, TASKS, compared_root
+from guides import blocks
 from places import PROJECT
 
 from demo.data import VISUAL_WORDS
 from storage.object_store import ObjectStore, open_store
 from storage.runs import json_with_digest
 from training.program import STOPPED
-from vlbert.comparison import intervals
 from vlbert.comparison.cells import Cell, cells_of
 from vlbert.comparison.compare import Comparison, compare, device_of, main
 from vlbert.comparison.intervals import interval, t_quantile
 from vlbert.comparison.page import page
-from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Plan, Variant
+from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Variant
 from vlbert.comparison.summary import read_scores, summarise
 
 NUMBERS = "comparisons/tiny/numbers.json"
@@ -70,17 +70,6 @@ def test_quantiles_of_student_are_those_of_the_tables(freedom, quantile):
     assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-5)
 
 
-def test_of_equal_models_at_most_one_in_twenty_pairs_differs_with_many_examples(monkeypatch):
-    """Trainings that scatter by 2 points between seeds, and score 4,000 examples by chance."""
-    monkeypatch.setattr(intervals, "REPLICATES", 100)
-    rng, differing = np.random.default_rng(3), 0
-    for _ in range(100):
-        shares = 0.6 + 0.02 * rng.normal(size=(2, 3, 1))
-        first, second = (rng.random((2, 3, 4_000)) < shares).astype(float)
-        differing += interval(first - second).excludes_zero
-    assert differing <= 11  # one in a hundred such tests has more, where 5 % is true
-
-
 def test_the_interval_of_many_examples_is_drawn_in_parts_and_is_that_of_the_normal_distribution():
     scores = (np.random.default_rng(2).random((1, 4_000)) < 0.3).astype(float)
     found, error = interval(scores), scores.std() / np.sqrt(scores.size)
@@ -102,29 +91,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def copy(root: Path, tmp_path: Path) -> Iterator[Path]:
-    """The root, which a test may change: it is put back afterwards, for its checkpoints know where it lies."""
-    shutil.copytree(root, tmp_path / "copy")
-    yield root
-    shutil.rmtree(root)
-    shutil.copytree(tmp_path / "copy", root)
-
-
-def summary_of(root: Path) -> dict:
-    return json.loads((root / NUMBERS).read_text())
-
-
-def state_files(root: Path) -> dict[Path, int]:
-    return {file: file.stat().st_mtime_ns for file in root.glob("runs/**/state.json")}
-
-
 def test_every_variant_task_and_seed_is_a_run_and_its_metric_stands_in_the_numbers(root):
-    summary = summary_of(root)
-    assert {folder.name for folder in (root / "runs").iterdir()} == {
-        *(f"compare-tiny-words-pretraining-seed{seed}" for seed in (0, 1)),
-        *(f"compare-tiny-{variant}-refcoco-seed{seed}" for variant in ("without", "words") for seed in (0, 1)),
-    }
+    summary = json.loads((root / NUMBERS).read_text())
     task = summary["tasks"]["refcoco"]
     for variant, found in task["means"].items():
         of_seeds = []
@@ -132,12 +100,11 @@ def test_every_variant_task_and_seed_is_a_run_and_its_metric_stands_in_the_numbe
             run = root / f"runs/compare-tiny-{variant}-refcoco-seed{seed}"
             metrics = json.loads((run / "evaluations/val-step-0000002/metrics.json").read_text())["metrics"]
             of_seeds.append(metrics["accuracy_published"])
-            assert found["seeds"][str(seed)] == pytest.approx(of_seeds[-1])
             config = json.loads((run / "step-0000002/config.json").read_text())["recipe"]
             assert config["data"]["seed"] == seed
             start = config["init_from"] or ""
-            assert start.endswith("" if variant == "without" else f"words-pretraining-seed{seed}/step-0000002")
-            assert bool(start) == (variant == "words")
+            assert re.sub(".*tiny-", "", start) == (variant == "words") * f"words-pretraining-seed{seed}/step-0000002"
+        assert [*found["seeds"].values()] == pytest.approx(of_seeds)
         assert found["mean"] == pytest.approx(np.mean(of_seeds))
         assert found["low"] <= found["mean"] <= found["high"]
         assert task["chance"] == pytest.approx(metrics["chance"])
@@ -157,12 +124,15 @@ def test_each_process_has_one_of_the_gpus_in_turn(monkeypatch):
 
 
 def test_what_is_done_is_not_repeated_and_stands_on_the_page(root, monkeypatch):
-    before, numbers, lines = state_files(root), summary_of(root), []
+    def states() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for file in root.glob("runs/**/state.json")}
+
+    before, numbers, lines = states(), json.loads((root / NUMBERS).read_text()), []
     monkeypatch.chdir(root.parent)
     summary = compare(compared.plan(), f"{root.name}/../{root.name}/", report=lines.append)
     assert json.loads(json.dumps(summary)) == numbers, "whatever the spelling of the root"
     assert lines == ["tiny: 6 trainings, 6 of them complete"]
-    assert state_files(root) == before
+    assert states() == before
     page = (root / "comparisons/tiny/index.html").read_text()
     found = summary["tasks"]["refcoco"]["means"]["words"]
     mean, low, high = (f"{100 * found[name]:.1f}" for name in ("mean", "low", "high"))
@@ -172,26 +142,26 @@ def test_what_is_done_is_not_repeated_and_stands_on_the_page(root, monkeypatch):
     assert "://" not in page  # self-contained
 
 
-def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_once_it_is_deleted(copy):
-    lines, (state,) = [], (copy / "runs" / TUNED).glob("*/state.json")
+def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_once_it_is_deleted(root):
+    lines, (state,) = [], (root / "runs" / TUNED).glob("*/state.json")
     values = json.loads(state.read_text())
     noted = values["init_from"]["model"]
     state.write_bytes(json_with_digest(values | {"init_from": values["init_from"] | {"model": "0" * 64}}))
-    found = compare(compared.plan(), str(copy), seeds=(0,), report=lines.append)
+    found = compare(compared.plan(), str(root), seeds=(0,), report=lines.append)
     assert lines[0] == "tiny: 3 trainings, 2 of them complete"
     ((name, reason),) = [(one["run"], one["reason"]) for one in found["failed"]]
     assert name == TUNED
     assert re.search(f"trained from weights of .*words-pretraining-seed0 .*delete .*runs/{TUNED}", reason)
-    shutil.rmtree(copy / "runs" / TUNED)
-    assert compare(compared.plan(), str(copy), seeds=(0,), report=lines.append)["failed"] == []
+    shutil.rmtree(root / "runs" / TUNED)
+    assert compare(compared.plan(), str(root), seeds=(0,), report=lines.append)["failed"] == []
     assert json.loads(state.read_text())["init_from"]["model"] == noted
-
-
-def test_a_fine_tuning_is_not_complete_without_its_pre_training(copy):
-    shutil.rmtree(copy / "runs/compare-tiny-words-pretraining-seed0")
-    plan = dataclasses.replace(compared.plan(), seeds=(0,))
-    comparison = Comparison(plan, str(copy), cells_of(plan, str(copy), []), 1, quiet)
-    assert comparison.done() == {"compare-tiny-without-refcoco-seed0"}
+    pretraining = root / "runs/compare-tiny-words-pretraining-seed0"
+    pretraining.rename(root / "away")  # without it, its fine-tuning is not complete
+    cells = cells_of(compared.plan(), str(root), [])
+    done = Comparison(compared.plan(), str(root), cells, 1, quiet).done()
+    assert {name for name in done if name.endswith("seed0")} == {"compare-tiny-without-refcoco-seed0"}
+    (root / "away").rename(pretraining)
+    compare(compared.plan(), str(root), report=quiet)
 
 
 # --- stopped, and failed ----------------------------------------------------------------------------------------------
@@ -200,14 +170,15 @@ def test_a_fine_tuning_is_not_complete_without_its_pre_training(copy):
 def test_a_training_that_fails_is_named_and_the_others_go_on(root):
     with pytest.raises(SystemExit, match="6 trainings failed"):
         main(["compared:broken", f"--data.root={root}", "--fields", "without:steps=3", "--seeds", "0", "1"])
-    summary = summary_of(root)
+    summary = json.loads((root / NUMBERS).read_text())
     assert [(one["run"].removeprefix("compare-tiny-"), one["reason"].split()[0]) for one in summary["failed"]] == [
-        ("broken-pretraining-seed0", "monitored_words:"),
-        ("without-refcoco-seed0", f"{root}/runs/compare-tiny-without-refcoco-seed0"),
-        ("broken-refcoco-seed0", "not"),
-        ("broken-pretraining-seed1", "monitored_words:"),
-        ("without-refcoco-seed1", f"{root}/runs/compare-tiny-without-refcoco-seed1"),
-        ("broken-refcoco-seed1", "not"),
+        failed
+        for seed in (0, 1)
+        for failed in (
+            (f"broken-pretraining-seed{seed}", "monitored_words:"),
+            (f"without-refcoco-seed{seed}", f"{root}/runs/compare-tiny-without-refcoco-seed{seed}"),
+            (f"broken-refcoco-seed{seed}", "not"),
+        )
     ]
     assert "was trained with steps=2, but the recipe has 3" in summary["failed"][1]["reason"]
     assert summary["tasks"]["refcoco"]["means"].keys() == {"words"}
@@ -257,22 +228,18 @@ def test_a_comparison_that_is_ended_leaves_no_process_and_what_it_trained(number
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def changed(**changes: object) -> Callable[[], Plan]:
-    return lambda: dataclasses.replace(compared.plan(), **changes)
-
-
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("changes", "named"),
     [
-        (changed(seeds=()), "plan tiny: give at least one variant, task and seed"),
-        (changed(name="a/b"), "'a/b' of plan a/b must be unique"),
-        (changed(tasks={"vqa": TASKS["refcoco"]}), "variant without of plan tiny has a fine-tuning for refcoco"),
-        (changed(variants={"refcoco": Variant("x", None, FINETUNING)}), "'refcoco' of plan tiny must be unique"),
+        ({"seeds": ()}, "plan tiny: give at least one variant, task and seed"),
+        ({"name": "a/b"}, "'a/b' of plan a/b must be unique"),
+        ({"tasks": {"vqa": TASKS["refcoco"]}}, "variant without of plan tiny has a fine-tuning for refcoco"),
+        ({"variants": {"refcoco": Variant("x", None, FINETUNING)}}, "'refcoco' of plan tiny must be unique"),
     ],
 )
-def test_plans_that_do_not_fit_are_refused(make, named):
+def test_plans_that_do_not_fit_are_refused(changes, named):
     with pytest.raises(ValueError, match=named):
-        make()
+        dataclasses.replace(compared.plan(), **changes)
 
 
 @pytest.mark.parametrize(
@@ -358,12 +325,11 @@ def test_evaluations_of_other_examples_are_not_compared(root, evaluation):
     assert f"RefCOCO+ has no numbers here: {task['problem']}" in html.unescape(page(summary).decode())
 
 
-# --- the plans that are shipped, and the documentation's --------------------------------------------------------------
+# --- the plans that are shipped -----------------------------------------------------------------------------------
 
 
 def test_the_plan_of_the_documentation_is_one():
-    (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "docs" / "results.md").read_text(), re.DOTALL)
-    names: dict = {}
+    (code,), names = blocks("results.md", "python"), {}
     exec(code, names)
     assert [one.pretraining is None for one in names["text_or_not"]().variants.values()] == [False, False, True]
 

@@ -167,24 +167,19 @@ def test_the_network_gets_the_authors_features_or_pixels(kind, flip, number):
     assert apart.mean() < 0.6
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> TextCorpus:
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder, [DATA / "corpus.txt"], DATA / "vocab.txt", size=0, captions=[])
-    return TextCorpus(folder, vocabulary())
-
-
-@pytest.mark.parametrize("line", range(4))
-def test_rows_of_the_text_corpus_are_the_authors(corpus, line):
+def test_rows_of_the_text_corpus_are_the_authors(tmp_path):
     """A line and those behind it, round the end of the file, are 64 pieces without [CLS] and [SEP]."""
-    theirs = {name: figures()[f"gc/{line}/{name}"] for name in ("in_u_words", "ids", "mlm_labels")}
+    make_corpus(tmp_path, [DATA / "corpus.txt"], DATA / "vocab.txt", size=0, captions=[])
     task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
-    row = task.text_example(f"text-{line}", corpus.passages(np.array([line]), 64)[0], Draws(theirs["in_u_words"]))
-    np.testing.assert_array_equal(row.text.tokens, theirs["ids"])
-    labels = np.full(64, -1)
-    labels[row.text.label_masks["word_label_mask"]] = row.text.labels["words"]
-    np.testing.assert_array_equal(labels, theirs["mlm_labels"])
-    assert row.image is None
+    passages = TextCorpus(tmp_path, vocabulary()).passages(np.arange(4), 64)
+    for line, passage in zip(range(4), passages, strict=True):
+        theirs = {name: figures()[f"gc/{line}/{name}"] for name in ("in_u_words", "ids", "mlm_labels")}
+        row = task.text_example(f"text-{line}", passage, Draws(theirs["in_u_words"]))
+        np.testing.assert_array_equal(row.text.tokens, theirs["ids"])
+        labels = np.full(64, -1)
+        labels[row.text.label_masks["word_label_mask"]] = row.text.labels["words"]
+        np.testing.assert_array_equal(labels, theirs["mlm_labels"])
+        assert row.image is None
 
 
 @pytest.mark.parametrize("number", range(2))

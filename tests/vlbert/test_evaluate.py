@@ -8,9 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pyarrow.parquet as pq
 import pytest
@@ -60,6 +58,12 @@ def refcoco(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def copy(refcoco: Path, tmp_path: Path) -> Path:
+    """The same again, to be changed."""
+    return shutil.copytree(refcoco, tmp_path / "copy")
+
+
 def refcoco_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
     return tiny_recipe(
         folder / "storage",
@@ -76,25 +80,14 @@ def refcoco_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
     )
 
 
-@pytest.fixture
-def copy(refcoco: Path, tmp_path: Path) -> Path:
-    """The same again, to be changed."""
-    return copied(refcoco, tmp_path)
-
-
-def copied(folder: Path, tmp_path: Path) -> Path:
-    shutil.copytree(folder, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
 def evaluated(
     folder: Path,
     run: str = "tuned",
     split: str = "val",
     out: Path | None = None,
-    changes: Mapping[str, object] = MappingProxyType({}),
+    **changes: object,
 ) -> dict:
-    given = {"task.folder": str(folder / "refcoco+"), **changes}
+    given = {"task.folder": str(folder / "refcoco+")} | {f"task.{name}": value for name, value in changes.items()}
     recipe = refcoco_recipe(folder)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=""))
     return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE)
@@ -166,12 +159,10 @@ def test_an_evaluation_is_not_overwritten_by_another_and_metrics_json_is_written
     (out / "index.html").rmdir()
     evaluated(refcoco, out=out)
     before = contents(out)
-    with pytest.raises(
-        ValueError, match=r"out/metrics.json is of an evaluation with split=val, but this one has train;"
-    ):
+    with pytest.raises(ValueError, match=r"out/metrics.json is .* with split=val, but this one has train;"):
         evaluated(refcoco, "tuned", "train", out)
     with pytest.raises(ValueError, match=r"with overrides=\[.*\], but this one has \[.*'--task.iou=plain'\]"):
-        evaluated(refcoco, out=out, changes={"task.iou": "plain"})
+        evaluated(refcoco, out=out, iou="plain")
     assert contents(out) == before
     (out / "metrics.json").write_text("{}")
     with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with recipe=None"):
@@ -188,31 +179,27 @@ def test_predictions_with_wrong_columns_are_named(refcoco, tmp_path, monkeypatch
         evaluated(refcoco, out=tmp_path / "out")
 
 
-def test_of_several_detectors_the_regions_are_those_of_the_training(copy, tmp_path):
-    regions = copy / "storage" / "refcoco+" / "regions"
-    shutil.copytree(regions / DETECTOR, regions / "00000000dead")
-    assert evaluated(copy, out=tmp_path / "out")["data"]["stage"] == f"regions/{DETECTOR}"
-
-
 def test_the_page_is_escaped_and_draws_the_worst_and_the_best(copy, tmp_path):
     refs = (copy / "refcoco+" / "refs(unc).p").read_bytes()
     (copy / "refcoco+" / "refs(unc).p").write_bytes(refs.replace(b"Vthe left one", b"V<b>left</b> &"))
-    evaluated(copy, out=tmp_path / "out")
+    regions = copy / "storage" / "refcoco+" / "regions"
+    shutil.copytree(regions / DETECTOR, regions / "00000000dead")
+    summary = evaluated(copy, out=tmp_path / "out")
+    assert summary["data"]["stage"] == f"regions/{DETECTOR}", "of several detectors, that of the training"
     page, rows = (tmp_path / "out" / "index.html").read_text(), rows_in(tmp_path / "out")
     assert rows[0]["question"] == "<b>left</b> &"
     assert "<b>left" not in page
     assert page.count(html.escape("<b>left</b> &")) == 12
     assert not re.search(r'(src|href)="(?!data:)[^"]*[/:]', page), "nothing is loaded from elsewhere"
     shown = [float(score) for score in re.findall(r">[✓✗] score ([\d.]+)<", page)]
-    assert shown == sorted(shown[:6]) + sorted(shown[6:], reverse=True)
-    assert max(shown[:6]) <= min(shown[6:])
+    assert max(shown[:6]) <= min(shown[6:]), "the worst, then the best"
 
 
 def test_the_worst_are_the_most_probable_of_the_wrong():
-    scores = (0.3, 0.5), (None, 0.9), (1, 0.5), (0, 0.5)
+    scores = (0.3, 0.5), (None, 0.9), (1, 0.5), (0, 0.5), (0, 0.8), (1, 0.9)
     rows = [{"score": score, "probability": probability} for score, probability in scores]
     one = SplitPredictions(None, None, None, None, {}, None, [*range(len(rows))], rows, [], [])
-    assert worst_and_best([one], count=2) == ([(0, 3), (0, 0)], [(0, 2)])
+    assert worst_and_best([one], count=3) == ([(0, 4), (0, 3), (0, 0)], [(0, 5), (0, 2)])
 
 
 def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, capsys):
@@ -221,7 +208,7 @@ def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, c
     some = [torn(sample) if i in (4, 7) else sample for i, sample in enumerate(SAMPLES)]
     commit_samples(copy / "storage", "refcoco+", some)
     change_refs(copy / "refcoco+", lambda refs: refs[0]["sentences"][0].update(sent="the " * 50))
-    summary = evaluated(copy, out=out, changes={"task.expression_length": 40})
+    summary = evaluated(copy, out=out, expression_length=40)
     assert summary["examples"] == {"all": 12, "predicted": 10, "unreadable": 2, "skipped": 0, "invalid": 1}
     assert [row["sentence_id"] for row in rows_in(out)] == [10 * i + k for i in (0, 2, 6, 8, 10) for k in (0, 1)]
     *lost, long = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
@@ -299,21 +286,6 @@ def test_two_processes_write_what_one_writes_to_the_byte(refcoco, tmp_path):
 # --- two runs that join -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def vcr(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """VCR with a run of answers and one of rationales."""
-    folder = tmp_path_factory.mktemp("vcr")
-    samples = [tiny_sample(i) for i in range(6)]
-    commit_samples(folder / "storage", "vcr", samples)
-    write_vcr(folder / "vcr", samples)
-    lines = (folder / "vcr" / "train.jsonl").read_text()
-    (folder / "vcr" / "val.jsonl").write_text(lines)
-    (folder / "vcr" / "test.jsonl").write_text(re.sub(r', "(answer|rationale)_label": \d', "", lines))
-    for subtask in ("answer", "rationale"):
-        train(vcr_recipe(folder, subtask), ALONE)
-    return folder
-
-
 FRESH = {"vocabulary": None, "steps": 1, "save_every": 1, "random_init": True}
 
 
@@ -323,8 +295,16 @@ def vcr_recipe(folder: Path, subtask: str) -> Recipe:
     return tiny_recipe(folder / "storage", run_name=subtask, task=settings, data=data, vocabulary_size=90, **FRESH)
 
 
-def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, vcr):
+def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, tmp_path):
+    vcr, samples = tmp_path, [tiny_sample(i) for i in range(6)]
+    commit_samples(vcr / "storage", "vcr", samples)
+    write_vcr(vcr / "vcr", samples)
+    lines = (vcr / "vcr" / "train.jsonl").read_text()
+    (vcr / "vcr" / "val.jsonl").write_text(lines)
+    (vcr / "vcr" / "test.jsonl").write_text(re.sub(r', "(answer|rationale)_label": \d', "", lines))
     paths = [f"{vcr}/storage/runs/{subtask}" for subtask in ("answer", "rationale")]
+    for subtask in ("answer", "rationale"):
+        train(vcr_recipe(vcr, subtask), ALONE)
     summary = evaluate(vcr_recipe(vcr, "answer"), paths, "val", {}, None, ALONE)
     assert {"answer_accuracy", "rationale_accuracy", "joint_accuracy"} <= summary["metrics"].keys()
     assert summary["paper"]["joint_accuracy"].startswith("55.2")
@@ -353,7 +333,7 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, vcr
 # --- the model of a checkpoint ----------------------------------------------------------------------------------------
 
 
-def test_a_task_model_is_that_of_its_checkpoint(refcoco):
+def test_a_task_model_is_that_of_its_checkpoint(refcoco, tmp_path):
     checkpoint = open_checkpoint(f"{refcoco}/storage/runs/memory")
     model, recipe = load_task_model(checkpoint)
     assert (recipe.run, recipe.task.train_on, recipe.data.held_out) == ("memory", ("val",), None)
@@ -362,11 +342,8 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco):
     assert model.task.vocabulary.tokens == checkpoint.vocabulary.tokens
     _, recipe = load_task_model(checkpoint, {"task.iou": "plain", "data.batch": 2}, refcoco_recipe(refcoco))
     assert (recipe.task.train_on, recipe.task.iou, recipe.data.batch) == (("val",), "plain", 2)
-
-
-def test_a_converted_model_brings_the_settings_of_its_task_and_no_recipe(refcoco, tmp_path):
-    folder = tmp_path / "converted"
-    shutil.copytree(refcoco / "storage/runs/tuned/step-0000002", folder)
+    # A converted model has the settings of its task, and no recipe.
+    folder = shutil.copytree(refcoco / "storage/runs/tuned/step-0000002", tmp_path / "converted")
     config = json.loads((folder / "config.json").read_text())
     config["settings"] = config.pop("recipe")["task"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -379,58 +356,38 @@ def test_a_converted_model_brings_the_settings_of_its_task_and_no_recipe(refcoco
 
 # --- what a head's outputs mean ---------------------------------------------------------------------------------------
 
-LISTED = ["yes", "no", "left", "right", "nobody knows", "on the left"]
 
-
-@pytest.fixture(scope="module")
-def vqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """VQA on four images, and a run `tuned` of one step."""
-    folder = tmp_path_factory.mktemp("vqa")
+def test_a_model_answers_from_the_list_of_its_training_and_goes_on_only_with_it(tmp_path):
+    listed = ["yes", "no", "left", "right", "nobody knows", "on the left"]
+    settings = VQASettings(str(tmp_path / "vqa"), answers=len(listed), question_length=40)
+    data = DataConfig(root=str(tmp_path / "storage"), datasets={"vqa": None}, held_out=None, batch=4, workers=0)
+    recipe = tiny_recipe(tmp_path, run_name="tuned", task=settings, data=data, vocabulary_size=60, **FRESH)
+    images = []
     for split in ("train2014", "val2014"):
-        write_vqa(folder / "vqa", split, ANNOTATORS)
-    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))
-    four = [tiny_sample(i) for i in range(4)]
-    images = [image for split in ("train2014", "val2014") for image in coco(four, split)]
-    commit_samples(folder / "storage", "vqa", images)
-    train(vqa_recipe(folder), ALONE)
-    return folder
-
-
-def vqa_recipe(folder: Path, held_out: tuple[str, ...] | None = None, **changes: object) -> Recipe:
-    settings = VQASettings(str(folder / "vqa"), answers=len(LISTED), question_length=40)
-    data = DataConfig(root=str(folder / "storage"), datasets={"vqa": None}, held_out=held_out, batch=4, workers=0)
-    fresh = FRESH | {"run_name": "tuned", "task": settings, "data": data, "vocabulary_size": 60}
-    return tiny_recipe(folder / "storage", **fresh | changes)
-
-
-def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp_path):
-    folder = copied(vqa, tmp_path)
+        write_vqa(tmp_path / "vqa", split, ANNOTATORS)
+        images += coco([tiny_sample(i) for i in range(4)], split)
+    commit_samples(tmp_path / "storage", "vqa", images)
+    answers, start = tmp_path / "vqa" / "answers_vqa.txt", f"{tmp_path}/storage/runs/tuned/step-0000001"
+    answers.write_text("\n".join(listed))
+    train(recipe, ALONE)
 
     def predictions(out: Path) -> list[tuple]:
-        given = {"task.folder": f"{folder}/vqa"}
-        evaluate(vqa_recipe(folder, ("vqa",)), [f"{folder}/storage/runs/tuned"], "val2014", given, str(out), ALONE)
+        on = dataclasses.replace(recipe, data=dataclasses.replace(data, held_out=("vqa",)))
+        evaluate(on, [start], "val2014", {}, str(out), ALONE)
         return [(row["question_id"], row["answer"], row["probability"], row["score"]) for row in rows_in(out)]
 
-    before, answers = predictions(tmp_path / "before"), folder / "vqa" / "answers_vqa.txt"
-    answers.write_text("\n".join(LISTED[::-1]))
+    before = predictions(tmp_path / "before")
+    answers.write_text("\n".join([*listed[:2], *listed[:1:-1]]))
     assert predictions(tmp_path / "reversed") == before
+    started = dataclasses.replace(recipe, run_name="more", init_from=start, random_init=False)
+    other = f"answers of {tmp_path}/vqa differ from {start}/task.json: number 2 is 'on the left'"
+    changed = f"{answers} has changed since {start} was trained"
+    for one, named in ((dataclasses.replace(recipe, steps=2), changed), (started, other)):
+        with pytest.raises(ValueError, match=re.escape(named)):
+            train(one, ALONE)
     answers.unlink()
     assert predictions(tmp_path / "none") == before
-
-
-def test_a_training_goes_on_only_with_the_answer_list_of_its_head(vqa, tmp_path):
-    folder = copied(vqa, tmp_path)
-    shutil.rmtree(folder / "storage" / "runs")
-    train(vqa_recipe(folder), ALONE)
-    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join([*LISTED[:2], *LISTED[:1:-1]]))
-    start = f"{folder}/storage/runs/tuned/step-0000001"
-    started = vqa_recipe(folder, run_name="more", init_from=start, random_init=False)
-    other = f"answers of {folder}/vqa differ from {start}/task.json: number 2 is 'on the left'"
-    changed = f"{folder}/vqa/answers_vqa.txt has changed since {start} was trained"
-    for recipe, named in ((vqa_recipe(folder, steps=2), changed), (started, other)):
-        with pytest.raises(ValueError, match=re.escape(named)):
-            train(recipe, ALONE)
-    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))
+    answers.write_text("\n".join(listed))
     assert train(started, ALONE) is not None
 
 
