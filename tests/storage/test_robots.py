@@ -241,9 +241,8 @@ def test_a_robots_txt_that_cannot_be_had_is_tried_again_for_the_second_pass(brok
     assert (found + waited, done.statuses["ok"]) == (120, 400)
     assert found == 120 if failed == "robots_txt_failed" else 0 < found < 30  # then their hosts are silent
     assert all("other" in url for url, _ in done.network.requests)
-    assert (
-        len(done.network.robots_requests) <= 1 + 3 * 3
-    )  # of each host in the first pass, and in the second of each shard
+    # Of each host in the first pass, and in the second of each shard.
+    assert len(done.network.robots_requests) <= 1 + 3 * 3
 
 
 def test_a_retry_after_of_robots_txt_is_waited_for_up_to_half_a_minute():
