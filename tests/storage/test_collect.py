@@ -49,7 +49,6 @@ def quietly(root: Path | str, settings: CollectSettings, run_group: Callable | N
 
 @pytest.fixture
 def root(collected: Path, tmp_path: Path) -> str:
-    """A root of the test's own with the captioned scenes collected."""
     return str(shutil.copytree(collected, tmp_path / "root"))
 
 
@@ -349,9 +348,7 @@ def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tm
 SECRET = "s3cr3t"
 
 
-def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
-    web: Web, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(web: Web, tmp_path: Path, capfd, monkeypatch):
     monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0)
     ways = {
         "gone": send(b"", 404, **{"X-Note": SECRET}),
@@ -374,29 +371,22 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
         f"http://127.0.0.1:{closed_port()}/?key={SECRET}",
     ]
     file, root = tmp_path / "list.tsv", tmp_path / "root"
-    arguments = [str(root), "captions", f"--captions={file}", f"--download.allowed_hosts={web.host}"]
-    arguments += ["--download.deadline=2", "--download.retries=0"]
-
-    def ended() -> str:
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        return end.value.code
-
+    arguments = ["captions", f"--captions={file}", "--download.deadline=2", "--download.retries=0"]
     file.write_text("".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)))
-    main(arguments)
+    main([str(root), *arguments, f"--download.allowed_hosts={web.host}"])
     assert column(root, "url") == urls  # what the list has is the key of the row
     assert {"http_404", "bad_url", "timeout", "bad_response", "ok"} <= {*statuses(root)}
     assert [detail for detail in column(root, "detail") if SECRET in detail] == []
-    arguments[0] = str(tmp_path / "unreadable")
-    file.write_text(f"caption http://me:{SECRET}@host/?key={SECRET}\n" + 2 * "a\tnonsense\n")
-    messages = [ended()]
-    assert "list.tsv:1: " in messages[0]
-    file.write_text("".join(f"caption\thttp://127.0.0.{i}:9/{i}?key={SECRET}\n" for i in range(1, 7)))
-    arguments[0] = str(tmp_path / "unreachable")
-    arguments += ["--download.allowed_hosts", *(f"127.0.0.{i}:9" for i in range(1, 7))]
-    messages.append(ended())
-    assert "http://127.0.0.1:9/1?" in messages[1]
-    assert SECRET not in "".join([*messages, *capfd.readouterr()])
+    hosts = [f"127.0.0.{i}:9" for i in range(1, 7)]
+    for name, text, named in (
+        ("unreadable", f"caption http://me:{SECRET}@host/?key={SECRET}\n" + 2 * "a\tnonsense\n", "list.tsv:1: "),
+        ("unreachable", "".join(f"a\thttp://{host}/1?key={SECRET}\n" for host in hosts), "http://127.0.0.1:9/1?"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match=re.escape(named)) as ended:
+            main([str(tmp_path / name), *arguments, "--download.allowed_hosts", *hosts])
+        assert SECRET not in ended.value.code
+    assert SECRET not in "".join(capfd.readouterr())
 
 
 # --- several processes, kills and full disks --------------------------------------------------------------------------
@@ -471,8 +461,6 @@ def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web:
     assert quietly(local.store.uri(), settings).new_shards == 1
     assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 LIST = {"name": "x", "captions": "a.tsv"}
 

@@ -259,8 +259,6 @@ def test_a_large_list_is_read_in_little_memory(tmp_path: Path):
     assert kilobytes < 150_000  # as rows it has about 250 MB
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
 PAGE = (PROJECT / "docs" / "images.md").read_text()
 COMMANDS = re.findall(r"^    vlbert collect \S+ (\S+(?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
 
