@@ -1,6 +1,5 @@
 """storage.object_store: what holds of a folder and of a bucket, S3 over real HTTP."""
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -8,7 +7,6 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -125,22 +123,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, place):
         open_store(root)
 
 
-@contextlib.contextmanager
-def room(size: int) -> Iterator[None]:
-    """No file may become larger meanwhile: the system refuses to write, as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def test_a_put_without_space_names_the_file_and_leaves_nothing(tmp_path):
+    store, before = open_store(str(tmp_path)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    named = rf"{tmp_path}/a/b: .*File too large.*Free disk space.* again"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # refused as on a full disk
     try:
-        yield
+        with pytest.raises(StorageUnreachable, match=named):
+            store.put("a/b", bytes(10_000), if_absent=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_put_without_space_names_the_file_and_leaves_nothing(tmp_path):
-    store = open_store(str(tmp_path))
-    named = rf"{tmp_path}/a/b: .*File too large.*Free disk space.* again"
-    with room(5000), pytest.raises(StorageUnreachable, match=named):
-        store.put("a/b", bytes(10_000), if_absent=True)
     assert paths(store) == []
     assert list(store.leftovers()) == []
 
