@@ -27,15 +27,7 @@ from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
 from storage.collect.plan import CollectSettings, Part, plan, prepare_rows
 from storage.collect.rows import CaptionRow
-from storage.collect.run import (
-    Group,
-    NothingStored,
-    OnCommit,
-    check_network,
-    collect,
-    collect_group,
-    main,
-)
+from storage.collect.run import Group, NothingStored, OnCommit, check_network, collect, collect_group, main
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.verify import verify
@@ -47,11 +39,7 @@ IMAGES = "images"
 def served(web: Web, file: Path, *lines: str, **changes: object) -> CollectSettings:
     """A list with these lines in shards of two rows; `/name` stands for that page of the server."""
     file.write_text("".join(line.replace("\t/", f"\thttp://{web.host}/") + "\n" for line in lines))
-    settings = {
-        "captions": str(file),
-        "download": settings_for(web, deadline=3),
-        "rows_per_shard": 2,
-    }
+    settings = {"captions": str(file), "download": settings_for(web, deadline=3), "rows_per_shard": 2}
     return CollectSettings("captions", **(settings | changes))
 
 
@@ -61,7 +49,6 @@ def quietly(root: Path | str, settings: CollectSettings, run_group: Callable | N
 
 @pytest.fixture
 def root(collected: Path, tmp_path: Path) -> str:
-    """A root of the test's own with the captioned scenes collected."""
     return str(shutil.copytree(collected, tmp_path / "root"))
 
 
@@ -84,24 +71,10 @@ def stored_captions(root: str | Path) -> list[str]:
 # --- shards of a list -------------------------------------------------------------------------------------------------
 
 
-def test_shards_are_ranges_of_rows_and_are_not_collected_again(demo_data: DemoData, root: str):
-    tables = [table["row"].to_pylist() for table in of(root).columns(IMAGES, ["row"])]
-    assert tables == [list(range(10)), list(range(10, 20)), list(range(20, 30)), [30, 31]]
-    assert column(root, "url") == [line.split("\t")[1] for line in demo_data.train_tsv.read_text().splitlines()]
-    assert of(root).counts(IMAGES)["ok"] >= 24
-    groups = []
-    again = quietly(root, captions(demo_data), lambda *arguments: groups.append(arguments))
-    assert (groups, again.shards, again.new_shards) == ([], 4, 0)
-    assert again.counts == of(root).counts(IMAGES)
-
-
-def contents(root: str) -> dict[str, tuple]:
-    """By shard what the same list must give again: the tar's bytes and every row's status.
-
-    Not the details of what failed: the number of attempts before the deadline varies.
-    """
-    headers, tables = of(root).headers(IMAGES), of(root).columns(IMAGES, ["row", "key", "status"])
-    return {s: (h.tar_sha256, t.to_pylist()) for (s, h), t in zip(headers.items(), tables, strict=True)}
+def contents(root: str) -> tuple:
+    """What the same list must give again; not how often a row was tried before its deadline."""
+    tars = {shard: header.tar_sha256 for shard, header in of(root).headers(IMAGES).items()}
+    return tars, [table.to_pylist() for table in of(root).columns(IMAGES, ["row", "key", "status"])]
 
 
 def test_only_the_missing_shards_are_collected_in_groups(demo_data: DemoData, root: str):
@@ -114,6 +87,8 @@ def test_only_the_missing_shards_are_collected_in_groups(demo_data: DemoData, ro
         return collect_group(at, settings, group, on_commit)
 
     assert quietly(root, captions(demo_data), group).new_shards == 3
+    again = quietly(root, captions(demo_data), group)  # for which there is no group
+    assert (again.shards, again.new_shards, again.counts) == (4, 0, of(root).counts(IMAGES))
     assert groups == [["00000", "00002"], ["00003"]]
     assert contents(root) == before
     # A group that is tried again leaves committed shards alone, and counts them.
@@ -150,6 +125,8 @@ def test_a_list_may_grow_and_its_new_rows_make_new_shards(demo_data: DemoData, t
         assert quietly(root, captions(demo_data, growing, rows_per_shard=rows_per_shard)).new_shards == new_shards
     tables = [table["row"].to_pylist() for table in of(root).columns(IMAGES, ["row"])]
     assert tables == [[*range(10)], [*range(10, 14)], [*range(14, 18)], [18, 19]]
+    assert column(root, "url") == [line.split("\t")[1] for line in lines[:20]]
+    assert of(root).counts(IMAGES)["ok"] >= 14
 
 
 def test_a_repeated_row_is_a_duplicate_of_the_first_also_of_another_shard(web: Web, tmp_path: Path):
@@ -171,19 +148,15 @@ def test_a_repeated_row_is_a_duplicate_of_the_first_also_of_another_shard(web: W
 def test_local_files_have_the_statuses_of_downloads(tmp_path: Path):
     folder, elsewhere, jpeg, png = tmp_path / "images", tmp_path / "elsewhere", encode(draw()), encode(draw(), "PNG")
     folder.mkdir()
+    contents = {"g.png": png, "h.jpg": jpeg[: len(jpeg) // 2], "i.jpg": b"<html>", "j.jpg": encode(draw(20, 20))}
+    contents["k.jpg"] = encode(draw(400, 400), quality=100)
     elsewhere.write_bytes(jpeg)
     os.mkfifo(folder / "a-fifo.jpg")
     (folder / "b-device.jpg").symlink_to("/dev/zero")
     (folder / "c-gone.jpg").symlink_to(tmp_path / "nowhere")
     (folder / "d-folder.jpg").mkdir()
     (folder / "e-link.jpg").symlink_to(elsewhere)
-    for name, data in (
-        ("g.png", png),
-        ("h.jpg", jpeg[: len(jpeg) // 2]),
-        ("i.jpg", b"<html>"),
-        ("j.jpg", encode(draw(20, 20))),
-        ("k.jpg", encode(draw(400, 400), quality=100)),
-    ):
+    for name, data in contents.items():
         (folder / name).write_bytes(data)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "f.jpg"))
@@ -218,11 +191,13 @@ def test_a_folder_of_images_with_captions_is_imported_row_by_row(tmp_path: Path)
 # --- no network, no images --------------------------------------------------------------------------------------------
 
 
-def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path: Path):
+def closed_port() -> int:
     with Web() as gone:
-        port = gone.server.server_port
-    # All of 127.0.0.0/8 is this machine: five hosts without a listener.
-    hosts = [f"127.0.0.{i}:{port}" for i in range(1, 6)]
+        return gone.server.server_port
+
+
+def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path: Path):
+    hosts = [f"127.0.0.{i}:{closed_port()}" for i in range(1, 6)]  # all of 127.0.0.0/8 is this machine
     lines = [f"caption {i}\thttp://{host}/{i}.jpg" for i, host in enumerate(hosts)] + ["caption\tnonsense"]
     download = DownloadSettings(deadline=3, retries=0, allowed_hosts=tuple(hosts))
     settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=10, download=download)
@@ -250,11 +225,6 @@ def test_a_network_is_lost_if_no_host_of_many_rows_is_reached(hosts: int, found:
     part, settings = Part("00000", 0, len(rows)), CollectSettings("captions", captions="list.tsv")
     with contextlib.nullcontext() if reached else pytest.raises(ConnectionError, match="shard 00000"):
         check_network(part, rows, settings)
-
-
-def closed_port() -> str:
-    with Web() as gone:
-        return gone.host
 
 
 @pytest.mark.parametrize(
@@ -310,11 +280,8 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
     web.put("/again/once.jpg", send(image))
     web.put("/again/later.jpg", in_turn(send(b"", 503), send(image)))
     web.put("/again/never.jpg", send(b"", 502))
-    lines = [
-        f"{c}\t/again/{name}.jpg"
-        for c, name in zip("abcdef", ("once", "later", "gone", "once", "never", "once"), strict=True)
-    ]
-    lines.append(lines[0])
+    names = ("a once", "b later", "c gone", "d once", "e never", "f once", "a once")
+    lines = [name.replace(" ", "\t/again/") + ".jpg" for name in names]
     settings = served(web, file, *lines, rows_per_shard=3)
     quietly(root, settings)
     before, old = objects(root), of(root).pin(IMAGES)
@@ -340,29 +307,21 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
     assert of(root).headers(IMAGES)["00000"].revision == 2
 
 
-@pytest.mark.parametrize("retried", [False, True])
-def test_a_url_that_was_withdrawn_is_not_requested(web: Web, tmp_path: Path, retried: bool):
-    """In new shards, and when other rows of a committed shard are requested again."""
-    image = encode(draw(seed=4))
-    web.put("/withdrawn/a.jpg", in_turn(send(b"", 404), send(image)) if retried else send(b"", 404))
-    for name in "bc":
-        web.put(f"/withdrawn/{name}.jpg", send(image))
-    root, withdrawn = tmp_path / "root", f"http://{web.host}/withdrawn/b.jpg"
-    lines = [f"{caption}\t/withdrawn/{caption[-1]}.jpg" for caption in ("one a", "two b", "three c", "four b")]
-    settings = served(web, tmp_path / "list.tsv", *lines)
-    if retried:
-        quietly(root, settings)
-        assert statuses(root) == ["http_404", "ok", "ok", "ok"]
-        settings = dataclasses.replace(settings, retry_statuses=("http_404",))
-    withdraw(open_store(str(root)), [withdrawn])
-    count = len(web.requests)
-    collected = quietly(root, settings)
-    assert not [path for _, path, _ in web.requests[count:] if path.endswith("/b.jpg")]
-    found = statuses(root)
-    assert found == (["ok", "withdrawn", "ok", "ok"] if retried else ["http_404", "withdrawn", "ok", "withdrawn"])
-    assert collected.counts["withdrawn"] == found.count("withdrawn")
-    left = [sample.url for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]
-    assert left.count(withdrawn) == (1 if retried else 0), "the second shard was not touched"
+def test_a_url_that_was_withdrawn_is_not_requested(web: Web, tmp_path: Path):
+    """When other rows of a committed shard are requested again, and in new shards."""
+    root, file, image = tmp_path / "root", tmp_path / "list.tsv", send(encode(draw(seed=4)))
+    for name, answer in (("a", in_turn(send(b"", 404), image)), ("b", image), ("c", image)):
+        web.put(f"/withdrawn/{name}.jpg", answer)
+    lines = [f"{number}\t/withdrawn/{name}.jpg" for number, name in enumerate("abcbcb")]
+    quietly(root, served(web, file, *lines[:4]))
+    assert statuses(root) == ["http_404", "ok", "ok", "ok"]
+    withdraw(open_store(str(root)), [f"http://{web.host}/withdrawn/b.jpg"])
+    requested = web.count_of("/withdrawn/b.jpg")
+    collected = quietly(root, served(web, file, *lines, retry_statuses=("http_404",)))
+    assert web.count_of("/withdrawn/b.jpg") == requested
+    assert statuses(root) == ["ok", "withdrawn", "ok", "ok", "ok", "withdrawn"]
+    assert collected.counts["withdrawn"] == 2
+    assert stored_captions(root) == ["0", "2", "3", "4"], "the second shard was not touched"
 
 
 def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tmp_path: Path):
@@ -382,9 +341,7 @@ def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tm
 SECRET = "s3cr3t"
 
 
-def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
-    web: Web, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(web: Web, tmp_path: Path, capfd, monkeypatch):
     monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0)
     ways = {
         "gone": send(b"", 404, **{"X-Note": SECRET}),
@@ -404,45 +361,41 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(
         f"http://me:p/{SECRET}@{web.host}/gone",
         f"http://{web.host}:port/?key={SECRET}",
         f"https://{web.host}/?X-Amz-Signature={SECRET}",
-        f"http://{closed_port()}/?key={SECRET}",
+        f"http://127.0.0.1:{closed_port()}/?key={SECRET}",
     ]
     file, root = tmp_path / "list.tsv", tmp_path / "root"
-    arguments = [str(root), "captions", f"--captions={file}", f"--download.allowed_hosts={web.host}"]
-    arguments += ["--download.deadline=2", "--download.retries=0"]
-
-    def ended() -> str:
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        return end.value.code
-
+    arguments = ["captions", f"--captions={file}", "--download.deadline=2", "--download.retries=0"]
     file.write_text("".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)))
-    main(arguments)
+    main([str(root), *arguments, f"--download.allowed_hosts={web.host}"])
     assert column(root, "url") == urls  # what the list has is the key of the row
     assert {"http_404", "bad_url", "timeout", "bad_response", "ok"} <= {*statuses(root)}
     assert [detail for detail in column(root, "detail") if SECRET in detail] == []
-    arguments[0] = str(tmp_path / "unreadable")
-    file.write_text(f"caption http://me:{SECRET}@host/?key={SECRET}\n" + 2 * "a\tnonsense\n")
-    messages = [ended()]
-    assert "list.tsv:1: " in messages[0]
-    file.write_text("".join(f"caption\thttp://127.0.0.{i}:9/{i}?key={SECRET}\n" for i in range(1, 7)))
-    arguments[0] = str(tmp_path / "unreachable")
-    arguments += ["--download.allowed_hosts", *(f"127.0.0.{i}:9" for i in range(1, 7))]
-    messages.append(ended())
-    assert "http://127.0.0.1:9/1?" in messages[1]
-    assert SECRET not in "".join([*messages, *capfd.readouterr()])
+    hosts = [f"127.0.0.{i}:9" for i in range(1, 7)]
+    for name, text, named in (
+        ("unreadable", f"caption http://me:{SECRET}@host/?key={SECRET}\n" + 2 * "a\tnonsense\n", "list.tsv:1: "),
+        ("unreachable", "".join(f"a\thttp://{host}/1?key={SECRET}\n" for host in hosts), "http://127.0.0.1:9/1?"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match=re.escape(named)) as ended:
+            main([str(tmp_path / name), *arguments, "--download.allowed_hosts", *hosts])
+        assert SECRET not in ended.value.code
+    assert SECRET not in "".join(capfd.readouterr())
 
 
 # --- several processes, kills and full disks --------------------------------------------------------------------------
 
 
+def command_of(web: Web, root: str, settings: CollectSettings) -> list[str]:
+    command = [sys.executable, "-m", "vlbert", "collect", root, "captions", f"--captions={settings.captions}"]
+    return [*command, f"--rows_per_shard={settings.rows_per_shard}", f"--download.allowed_hosts={web.host}"]
+
+
 def test_a_full_disk_is_named_with_the_way_out(web: Web, tmp_path: Path):
     large = encode(draw())
     large = large[:2] + 2 * (b"\xff\xfe\xff\xff" + bytes(65533)) + large[2:]
-    settings = served(web, tmp_path / "list.tsv", *(f"caption {i}\t/large.jpg?{i}" for i in range(4)))
-    for i in range(4):
-        web.put(f"/large.jpg?{i}", send(large))
-    program = f"{sys.executable} -m vlbert collect {tmp_path}/root captions --captions={settings.captions}"
-    program += f" --rows_per_shard=4 --download.allowed_hosts={web.host} --download.retries=0"
+    urls = [web.put(f"/large.jpg?{i}", send(large)) for i in range(4)]
+    settings = served(web, tmp_path / "list.tsv", *(f"caption\t{url}" for url in urls), rows_per_shard=4)
+    program = " ".join([*command_of(web, f"{tmp_path}/root", settings), "--download.retries=0"])
     # No file may be larger than this: enough for one image, and too little for four of them.
     limit = len(large) // 1024 + 2
     command = ["bash", "-c", f"ulimit -f {limit}; export TMPDIR={tmp_path}; exec {program}"]
@@ -462,10 +415,9 @@ def test_a_collection_that_is_told_to_end_leaves_no_claim(number, status, web: W
         handler.server.stopping.wait(20)
 
     settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
-    command = [sys.executable, "-m", "vlbert", "collect", local.store.uri(), "captions"]
-    command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
     # Under nohup, or in the background of a script, it would not heed SIGINT.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = command_of(web, local.store.uri(), settings)
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=PROJECT, preexec_fn=heeds)
     try:
         assert requested.wait(60)
@@ -484,8 +436,7 @@ def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web:
     web.put("/kill/slow.jpg", silent(60))  # else the second shard would be done
     lines = [f"caption\t/kill/{name}.jpg" for name in (0, 1, 2, "slow")]
     settings = served(web, tmp_path / "list.tsv", *lines)
-    command = [sys.executable, "-m", "vlbert", "collect", local.store.uri(), "captions", "--rows_per_shard=2"]
-    command += [f"--captions={settings.captions}", f"--download.allowed_hosts={web.host}"]
+    command = command_of(web, local.store.uri(), settings)
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PROJECT)
     try:
         end = time.monotonic() + 60
@@ -503,8 +454,6 @@ def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web:
     assert quietly(local.store.uri(), settings).new_shards == 1
     assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 LIST = {"name": "x", "captions": "a.tsv"}
 

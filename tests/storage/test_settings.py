@@ -28,20 +28,14 @@ from training.program import make_recipe
 from vlbert.config import DataConfig, ModelConfig
 from vlbert.recipes import RECIPES
 
-GIVEN = """--steps 1000 --model.hidden_size=96 --model.num_heads 8 --optimizer.learning_rate 3e-4
-    --model.regions.resnet.blocks 3 4 6 3 --task.words.no_whole_words --task.max_elements None --model.geometry corners
-    --optimizer.schedule step --optimizer.decay_at 20 30 --data.datasets cc sbu:0.5 --data.held-out a b --trackers"""
+GIVEN = """--steps 1000 --model.hidden_size=96 --model.num_heads 8 --task.words.no_whole_words --task.max_elements None
+    --data.datasets cc:1 sbu:0.5 --data.held-out a b --trackers"""
 CHANGED = {
     "steps": 1000,
     "model.hidden_size": 96,  # and num_heads at once, which must divide it
     "model.num_heads": 8,
-    "optimizer.learning_rate": 3e-4,
-    "model.regions.resnet.blocks": (3, 4, 6, 3),
     "task.words.whole_words": False,
     "task.max_elements": None,
-    "model.geometry": "corners",
-    "optimizer.schedule": "step",
-    "optimizer.decay_at": (20, 30),
     "data.datasets": {"cc": 1.0, "sbu": 0.5},
     "data.held_out": ("a", "b"),
     "trackers": (),
@@ -49,7 +43,7 @@ CHANGED = {
 
 
 def test_a_command_line_changes_fields_at_every_depth_all_at_once():
-    recipe, arguments = RECIPES["pretrain_vlbert"](), GIVEN.replace(" cc ", " cc:1 ").split()
+    recipe, arguments = RECIPES["pretrain_vlbert"](), GIVEN.split()
     changed = override(recipe, arguments)
     assert changed == override_values(recipe, CHANGED)
     assert named_fields(changed, arguments) == CHANGED
@@ -102,8 +96,7 @@ def test_a_configuration_may_lack_fields_but_not_have_others():
 @dataclasses.dataclass(frozen=True)
 class Inner:
     count: int = 3  # how many
-    share: float = 0.5  # of all, %
-    #                     from 0 to 1
+    share: float = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +109,11 @@ class Outer(Inner):
     """A docstring,
     over two lines."""
     mode: typing.Literal["fast", "exact"] = "exact"  # how
-    folder: str | None = None  # of the files
-    names: tuple[str, ...] = ("a",)  # in order
-    sizes: tuple[float, ...] | None = ()  # in pixels
-    weights: Weights = dataclasses.field(default_factory=lambda: {"a": None})  # by name
-    inner: Inner = Inner(count=7)  # another one
+    folder: str | None = None
+    names: tuple[str, ...] = ("a",)
+    sizes: tuple[float, ...] | None = ()
+    weights: Weights = dataclasses.field(default_factory=lambda: {"a": None})
+    inner: Inner = Inner(count=7)
 
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -151,16 +144,13 @@ def test_settings_round_trip_through_command_lines_and_json(config: Outer, base:
 def test_the_form_of_the_flow_ui_shows_the_words_about_each_field():
     form = {"properties": {field.name: {} for field in dataclasses.fields(Outer)}}
     FORM["json_schema_extra"](form, Outer)
-    words = {name: shown["description"] for name, shown in form["properties"].items()}
-    assert words["width"] == "In pixels, where it is known."
-    assert words["strict"] == "A docstring, over two lines."
-    assert (words["count"], words["mode"]) == ("how many", "how")
+    words = [shown["description"] for shown in form["properties"].values() if shown["description"]]
+    assert words == ["how many", "In pixels, where it is known.", "A docstring, over two lines.", "how"]
 
 
 def test_a_recipe_takes_its_own_arguments_and_fields():
-    recipe = make_recipe(
-        "pretrain_vlbert", ["--steps", "9", "--size", "large", "--data.root", "r", "--variant=paper"], RECIPES
-    )
+    given = ["--steps", "9", "--size", "large", "--data.root", "r", "--variant=paper"]
+    recipe = make_recipe("pretrain_vlbert", given, RECIPES)
     assert (recipe.name, recipe.steps, recipe.data.root) == ("pretrain_vlbert_large_paper", 9, "r")
     for arguments, named in (
         ("pretrain_vlbert_base", "there is no recipe pretrain_vlbert_base, only finetune_refcoco, "),
