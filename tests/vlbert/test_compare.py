@@ -29,6 +29,7 @@ from demo.data import VISUAL_WORDS
 from storage.object_store import ObjectStore, open_store
 from storage.runs import json_with_digest
 from training.program import STOPPED
+from vlbert.comparison import intervals
 from vlbert.comparison.cells import Cell, cells_of
 from vlbert.comparison.compare import Comparison, compare, device_of, main
 from vlbert.comparison.intervals import interval, t_quantile
@@ -68,6 +69,17 @@ def test_the_widths_over_seeds_and_examples_add_in_squares():
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (9, 2.26216), (10**6, 1.95997)])
 def test_quantiles_of_student_are_those_of_the_tables(freedom, quantile):
     assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-5)
+
+
+def test_of_equal_models_at_most_one_in_twenty_pairs_differs_with_many_examples(monkeypatch):
+    """Trainings that scatter by 2 points between seeds, and score 4,000 examples by chance."""
+    monkeypatch.setattr(intervals, "REPLICATES", 100)
+    rng, differing = np.random.default_rng(3), 0
+    for _ in range(100):
+        shares = 0.6 + 0.02 * rng.normal(size=(2, 3, 1))
+        first, second = (rng.random((2, 3, 4_000)) < shares).astype(float)
+        differing += interval(first - second).excludes_zero
+    assert differing <= 11  # one in a hundred such tests has more, where 5 % is true
 
 
 def test_the_interval_of_many_examples_is_drawn_in_parts_and_is_that_of_the_normal_distribution():
