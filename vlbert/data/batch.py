@@ -1,11 +1,11 @@
-"""Example, Batch and collate: the data that loading hands to the model.
+"""The model's input: an Example, and the Batch that `collate` makes of several.
 
-Shape letters, used in every file of vlbert/:
+Letters in shapes, used in all files of vlbert/:
 
-    N  rows of a batch (one caption, choice or expression each)        t, T  tokens of a row; of the longest row
-    P  images of a batch (rows without an image have none)             r, R  regions of a row; of the row with most
-    H, W  height and width of a group's padded images, pixels          K     real regions, over all images
-    C  channels of the model (hidden size)                             M     labels, over all rows
+    N  rows of a batch (one caption, choice or expression each)        t, T  tokens of one row, of the longest row
+    P  images of a batch (a row may have none)                         r, R  regions of one row, of the row with most
+    H, W  height and width of a group's padded images, in pixels       K     regions of all images, without padding
+    C  channels of the model (hidden size)                             M     labels of all rows
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from training.log import Unreadable
 
 @dataclass(frozen=True, eq=False)
 class TextInput:
-    """The text of an example.
+    """The text of an example as arrays.
 
     Attributes:
-        tokens: int64 [t], WordPiece ids with special tokens.
-        segments: int64 [t], 0 for the first sentence (A), 1 for the second (B); regions have 2 (C).
-        token_region: int64 [t], region whose visual feature embedding the token gets, a row of ImageInput.boxes; 0 is
-            the whole image.
+        tokens: int64 [t], WordPiece ids including special tokens.
+        segments: int64 [t], 0 for the first sentence (A), 1 for the second (B). Regions have segment 2 (C).
+        token_region: int64 [t], index in ImageInput.boxes of the region whose visual feature embedding each token gets;
+            0 is the whole image.
         label_masks: name -> bool [t], True at tokens with a label. A label of the whole text is at its first token.
-        labels: name -> [m, ...], labels of those m tokens; a batch concatenates them in row order.
+        labels: name -> [m, ...], labels of the m tokens that a mask marks. A batch concatenates them in row order.
     """
 
     tokens: np.ndarray
@@ -41,27 +41,27 @@ class TextInput:
 
     @classmethod
     def of_one_sentence(cls, tokens: Sequence[int] | np.ndarray, **labels: dict[str, np.ndarray]) -> "TextInput":
-        """Return the TextInput of one sentence that names no region. `labels` are label_masks and labels."""
+        """Return the TextInput of one sentence; `token_region` is all 0. `labels` sets `label_masks` and `labels`."""
         zeros = np.zeros(len(tokens), np.int64)
         return cls(np.array(tokens, np.int64), segments=zeros, token_region=zeros, **labels)
 
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """The image of an example.
+    """The image of an example as arrays: its regions, and its pixels or precomputed features.
 
     Attributes:
         boxes: float32 [r, 4], x1 y1 x2 y2 in pixels of the resized image; row 0 is the whole image.
-        masked: bool [r], True at regions that the model must not see; never at row 0.
+        masked: bool [r], True for regions that the model must not see; never for row 0.
         size: (width, height) of the resized image.
         pixels: uint8 [3, h, w], RGB, resized; None with precomputed features.
-        covered: float32 [h, 4], boxes whose pixels are masked although they are not regions of the row, or None.
-        features: float [r, D], precomputed features, row 0 included; None if features are end to end.
-        cells: float32 [r, S, S], share of each cell of a region (res5's cells) that its object covers; None means all.
-        classes: int64 [r], class of the object, for models with one [IMG] per class; None for others.
-        averaged_over: divisor of the sum of the regions' vectors, for models whose vector of the whole image is their
-            mean; None means their number.
-        label_masks, labels: as in TextInput, by region.
+        covered: float32 [h, 4], more boxes whose pixels are masked, from regions that are not in `boxes`; may be None.
+        features: float [r, D], precomputed features, including row 0; None if the model computes them from pixels.
+        cells: float32 [r, S, S], fraction of each cell of a region's res5 features that its object covers; None: all.
+        classes: int64 [r], class of each region's object; None means 0. A model may have one [IMG] token per class.
+        averaged_over: divisor of the sum of the region vectors, in models that represent the whole image by their mean;
+            None means the number of regions.
+        label_masks, labels: as in TextInput, for regions instead of tokens.
     """
 
     boxes: np.ndarray
@@ -82,10 +82,10 @@ Part = TypeVar("Part", TextInput, ImageInput)
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text with or without an image, and `more` texts about the same image, such as the choices of an answer.
+    """A text, usually with an image, and `more` texts about that image, such as the other choices of a question.
 
-    Each text is a row of the batch. `metadata`, such as ids for predictions, is passed on unchanged. An example that is
-    not `counted` is a placeholder: see `make_placeholder`.
+    Each text becomes a row of the batch. `metadata`, such as ids for predictions, is passed on unchanged. `counted` is
+    False for a placeholder: see `make_placeholder`.
     """
 
     key: str
@@ -102,11 +102,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a batch, on the host. If they were read from tensors, the host would have to wait for the GPU.
+    """The sizes of a batch as Python numbers. Reading them from tensors would make the host wait for the GPU.
 
     Attributes:
-        tokens, regions: number of tokens and of regions of each row.
-        labelled: name of a label mask -> number of labels of each row.
+        tokens, regions: number of tokens and of regions in each row.
+        labelled: name of a label mask -> number of labels in each row.
         images: (width, height) of each image without padding.
     """
 
@@ -118,14 +118,14 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The N texts of some examples and their P images, padded.
+    """The N texts and P images of several examples as padded tensors.
 
-    Masks mark real elements; no value in the data means "nothing". Models select elements of padded tensors with the
-    index lists of the batch, because a selection by mask would make the host wait for the GPU. Image order is the order
-    of the groups in `pixels`, and of rows within a group.
+    Masks tell real elements from padding; no special value does. Models select elements of padded tensors with the
+    index tensors of the batch, because selection by a mask would make the host wait for the GPU. "Image order" is the
+    order of the groups in `pixels` and, within a group, of the rows.
 
     Attributes:
-        keys, metadata: sample key and dict of each example.
+        keys, metadata: `key` and `metadata` of each example.
         tokens, segments, token_region: int64 [N, T], as in TextInput.
         text_mask: bool [N, T], False in the padding.
         boxes: float32 [N, R, 4], as in ImageInput.
@@ -135,16 +135,16 @@ class Batch:
         image_sizes: int64 [P, 2], (width, height) of each image without padding.
         averaged_over: int64 [P], as in ImageInput, at least 1.
         covered, covered_mask: float32 [P, h, 4], as in ImageInput; bool [P, h], False in the padding.
-        image_of: int64 [N], image of each row, -1 for none. All rows of an image have the same regions.
+        image_of: int64 [N], index of each row's image, -1 if it has none. All rows of an image have the same regions.
         image_rows: int64 [P], first row of each image.
-        real_regions: int64 [K], index in [P * R] of each real region of all images, in image order.
-        features: float [K, D], features of the real regions, in image order; [0, 0] if features are end to end.
+        real_regions: int64 [K], index in [P * R] of each region that is not padding, in image order.
+        features: float [K, D], precomputed features of the real regions, in image order; otherwise [0, 0].
         cells: float32 [K, S, S], ImageInput.cells of the real regions; [0, 0, 0] if no image has them.
         counted: int64 [n], rows of examples that are not placeholders. Placeholders have no labels.
         labelled: name of a label mask -> int64 [M], index in [N * T] or [N * R] of each label, in row order.
-        labels: name -> [M, ...], in row order.
-        sizes: numbers of elements, on the host.
-        unreadable: examples that are missing from the batch.
+        labels: name -> [M, ...], labels in row order.
+        sizes: the numbers of elements, readable without waiting for the GPU.
+        unreadable: examples that are missing from the batch because they could not be read.
     """
 
     keys: list[str]
@@ -177,16 +177,16 @@ class Batch:
         return len(self.tokens)
 
     def image(self, number: int) -> Tensor:
-        """Return the pixels of an image without padding: uint8 [3, h, w]."""
+        """Return the pixels of the image with this index, without padding: uint8 [3, h, w]."""
         width, height = self.sizes.images[number]
         return [image for group in self.pixels for image in group][number][:, :height, :width]
 
     def of_real_regions(self, values: Tensor) -> Tensor:
-        """Select the values of the images' real regions, in image order: [N, R, ...] -> [K, ...]."""
+        """Select the values of all regions that are not padding, once per image: [N, R, ...] -> [K, ...]."""
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
-        """Return the image of each of the K real regions, and its number in that image; 0 is the whole image."""
+        """Return two int64 [K] for the real regions: each one's image, and its index there (0: the whole image)."""
         return self.real_regions // self.region_mask.shape[1], self.real_regions % self.region_mask.shape[1]
 
     def to(self, device: torch.device) -> "Batch":
@@ -209,14 +209,14 @@ class Batch:
 
 
 def select(padded: Tensor, index: Tensor) -> Tensor:
-    """Select elements of padded rows [N, S, ...] by `index` int64 [M], indices in [N * S]: [M, ...]."""
+    """Select M elements of padded rows [N, S, ...] by their indices in [N * S], int64 [M]: returns [M, ...]."""
     return padded.flatten(0, 1).index_select(0, index)
 
 
 def make_placeholder(example: Example) -> Example:
-    """Return an example with the shapes of `example` and without labels.
+    """Return a copy of an example without labels, for a batch that would otherwise be empty.
 
-    A batch without an image would leave the image network without a gradient on this rank only, which DDP refuses.
+    Without an image, the image network would have no gradient on this rank, which DDP refuses.
     """
     return dataclasses.replace(
         example,
@@ -235,12 +235,12 @@ def remove_labels(part: Part) -> Part:
 def collate(
     examples: Sequence[Example], unreadable: Sequence[Unreadable] = (), least: tuple[int, int] = (0, 0)
 ) -> Batch:
-    """Pad the texts and images of some examples to a Batch.
+    """Collate examples into a padded Batch.
 
-    Raises ValueError if the examples have labels of different names, or if only some have pixels or features.
+    Raises ValueError if the examples' labels have different names, or if only some have pixels, features or cells.
 
     Args:
-        least: minimum of T and R.
+        least: minimum T and R to pad to.
     """
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     texts = [text for e in examples for text in e.texts]
@@ -303,10 +303,10 @@ def collate(
 
 
 def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
-    """Return a batch of each of the P images with each text, without labels: P * len(texts) rows, in image order.
+    """Pair each of the batch's P images with each text, and return a batch of P * len(texts) rows in image order.
 
-    `keys` and `metadata` stay those of the batch's examples. Every row of the batch must have an image. Each text is
-    int64 [t], token ids of one sentence with special tokens.
+    The result has no labels, and its `keys` and `metadata` are those of the given batch, whose rows must all have an
+    image. Each text is int64 [t], the token ids of one sentence including special tokens.
     """
     device, images = batch.tokens.device, len(batch.image_rows)
     tokens = _pad(texts, range(len(texts)), len(texts), max(len(text) for text in texts)).to(device)
@@ -336,10 +336,10 @@ def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
 
 
 def group_by_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
-    """Group images, key -> (width, height), by shape: one group, or two if that saves a tenth of the padded pixels.
+    """Split images, key -> (width, height), into two groups of keys, or one if two save less than 10 % of the pixels.
 
-    Wide and tall images in one tensor are padded to squares: a batch of 32 web photos has 1.8 times as many pixels as
-    the photos in one group, 1.16 times in two, 1.10 times in three.
+    Wide and tall images in one tensor are padded to squares. For 32 web photos, padding multiplies the number of pixels
+    by 1.8 in one group, by 1.16 in two and by 1.10 in three.
     """
     in_order = list(images)
     by_shape = sorted(images, key=lambda key: images[key][0] - images[key][1])  # tall ones first
@@ -352,7 +352,7 @@ def group_by_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
 
 
 def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the padded pixels of a group of the first 0, 1, ... images."""
+    """Return the number of pixels of the first 0, 1, ..., len(sizes) images when padded to a common size."""
     areas, widest, highest = [0], 0, 0
     for count, (width, height) in enumerate(sizes, 1):
         widest, highest = max(widest, width), max(highest, height)
@@ -361,7 +361,7 @@ def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
-    """Pad the images of each group on the right and below: uint8 [p, 3, H, W] each; () if no image has pixels."""
+    """Pad each group's images at the right and bottom to one uint8 [p, 3, H, W]; () if no image has pixels."""
     count = sum(map(len, groups))
     groups_pixels = [[image.pixels for image in group if image.pixels is not None] for group in groups]
     missing = count - sum(map(len, groups_pixels))
@@ -379,7 +379,7 @@ def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
 
 
 def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:
-    """Concatenate the arrays `name` of all images. The result is empty if no image has one."""
+    """Concatenate the field `name` of all images. If all are None, return an empty tensor with this number of axes."""
     arrays = [array for array in (getattr(p, name) for p in images) if array is not None]
     if not arrays:
         return torch.zeros((0,) * axes)
@@ -400,7 +400,7 @@ def _pad(
 
 
 def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
-    """Return the flat indices, int64 [M], of elements `numbers[i]` of row `rows[i]`, for rows of this length."""
+    """Return the flat indices, int64 [M], of the elements numbers[i] in row rows[i], if each row has this length."""
     flat = [row * length + index for row, index in zip(rows, numbers, strict=True)]
     return np.concatenate(flat) if flat else np.zeros(0, np.int64)
 
@@ -408,7 +408,7 @@ def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: in
 def _label_indices(
     parts: Sequence[TextInput | ImageInput], rows: Sequence[int], length: int
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """Return name of each label mask -> (flat indices of the elements that it marks, length of a row)."""
+    """Return the name of each label mask -> (flat indices of the elements that it marks, `length`)."""
     return {
         name: (_flat_indices([np.flatnonzero(part.label_masks[name]) for part in parts], rows, length), length)
         for name in _common_names(parts, "label_masks")

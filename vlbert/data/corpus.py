@@ -1,4 +1,4 @@
-"""Text-only corpora, tokenised into one flat file of token ids: `vlbert corpus`. Texts are UTF-8 files of any size."""
+"""Text-only corpora: `vlbert corpus` tokenises UTF-8 files of any size into one flat file of token ids."""
 
 import contextlib
 import hashlib
@@ -23,10 +23,10 @@ _LINES_AT_ONCE = 1000  # lines per call of the tokenizer, which uses all cores
 
 
 class TextCorpus:
-    """A tokenised corpus: lines of token ids in one memory-mapped file, shared by all workers.
+    """A tokenised corpus: lines of token ids in one memory-mapped file, which all workers share.
 
-    Its folder has tokens.u16 (uint16, little-endian, all lines in sequence), offsets.i64 (int64, little-endian,
-    [lines + 1]) and corpus.json (version, hash of the vocabulary, number of lines and tokens).
+    Its folder has tokens.u16 (uint16, little-endian, the token ids of all lines in sequence), offsets.i64 (int64,
+    little-endian, [lines + 1], where each line starts) and corpus.json (version, vocabulary's hash, counts).
     """
 
     def __init__(self, folder: str | Path, vocabulary: Vocabulary):
@@ -47,22 +47,22 @@ class TextCorpus:
         return len(self.offsets) - 1
 
     def passages(self, lines: np.ndarray, length: int) -> np.ndarray:
-        """Return a passage of `length` tokens from the start of each of `lines`: int64 [lines, length].
+        """Return the `length` token ids that follow the start of each of these lines: int64 [len(lines), length].
 
-        A passage continues in the next lines, and after the last line in the first. If the corpus has fewer tokens,
-        passages are as long as the corpus.
+        A passage may continue into the next lines, and from the last line into the first. If the corpus has fewer than
+        `length` tokens, passages are as long as the corpus.
         """
         length = min(length, len(self.tokens))
         starts = self.offsets[:-1][lines]  # without the last offset, the end of the corpus
         windows = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
-        wrapping = starts >= len(windows)  # those that continue at the corpus' beginning
+        wrapping = starts >= len(windows)  # passages that continue at the beginning of the corpus
         passages = windows[np.where(wrapping, 0, starts)].astype(np.int64)
         passages[wrapping] = self.tokens[(starts[wrapping, None] + np.arange(length)) % len(self.tokens)]
         return passages
 
 
 def _open_corpus(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Return corpus.json's content and the mapped tokens and offsets. Raises if a file is missing or truncated."""
+    """Return the content of corpus.json, the tokens and the offsets. Raises if a file is missing or truncated."""
     file = folder / "corpus.json"
     metadata = parse_json(file.read_bytes(), str(file))
     arrays = []
@@ -78,8 +78,8 @@ def _open_corpus(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
 def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, made_of: dict | None = None) -> dict:
     """Tokenise texts into `folder` (see TextCorpus), one line per non-empty text. Return the content of corpus.json.
 
-    The folder changes only when all files are ready. Old files are replaced, not overwritten, because a training may
-    have mapped them. Raises ValueError if the texts have no words.
+    The folder changes only when all files are ready. Old files are replaced, not overwritten, because a training run
+    may have mapped them. Raises ValueError if the texts have no words.
     """
     if len(vocabulary) > 2**16:
         raise ValueError(f"the vocabulary has {len(vocabulary)} tokens; the corpus format holds ids up to 65535")
@@ -88,7 +88,7 @@ def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, ma
         new = [Path(making, name) for name in _FILES]
         lengths = _write_tokens(texts, vocabulary, new[0])
         if not lengths:
-            raise ValueError(f"there is no line with a word for {folder}; name files that have text")
+            raise ValueError(f"no line for {folder} has a word; name files that have text")
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
         offsets.tofile(new[1])
         new[2].write_text(vocabulary.text(), encoding="utf-8")
@@ -117,13 +117,13 @@ def _write_tokens(texts: Iterable[str], vocabulary: Vocabulary, file: Path) -> "
 def make_corpus(
     folder: Path, files: Sequence[Path], vocabulary: Path | None, size: int, captions: Sequence[Path]
 ) -> dict:
-    """Make the corpus of `files` in `folder`, with vocab.txt, and return the content of corpus.json.
+    """Tokenise text files into the corpus `folder`, and return the content of corpus.json.
 
-    A folder that was made from the same bytes is not changed. Raises ValueError if an input is wrong.
+    A folder that was made from the same bytes is not changed. Raises ValueError if a file is missing or not valid.
 
     Args:
-        vocabulary: vocab.txt to use; None builds one of at most `size` tokens from the lines and captions.
-        captions: caption lists to build it from, too.
+        vocabulary: vocab.txt to use; None builds one of at most `size` tokens from `files` and `captions`.
+        captions: caption lists, used only to build the vocabulary.
     """
     inputs = [*files, *captions, *([vocabulary] if vocabulary else [])]
     for file in inputs:
@@ -174,7 +174,7 @@ def write_corpus(
     vlbert corpus OUT FILES... --vocabulary vocab.txt
 
     Args:
-        out: folder to write, vocab.txt included
+        out: folder to write the corpus and its vocab.txt to
         files: text files in UTF-8, one document per line
         vocabulary: vocab.txt to use, such as BERT's; give this or vocabulary_size
         vocabulary_size: build a vocabulary of at most this many tokens
