@@ -88,7 +88,7 @@ def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, ma
         new = [Path(making, name) for name in _FILES]
         lengths = _write_tokens(texts, vocabulary, new[0])
         if not lengths:
-            raise ValueError(f"no line for {folder} has a word; name files that have text")
+            raise ValueError(f"there is no line with a word for {folder}; name files that have text")
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
         offsets.tofile(new[1])
         new[2].write_text(vocabulary.text(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Read a user's image file, and normalise it as the collection of a dataset does."""
+"""Read a user's image file, and normalise it like the images of a dataset."""
 
 import io
 from pathlib import Path
@@ -8,16 +8,13 @@ from PIL import Image
 from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.sample import Sample, sample_key
 
-# As in collection, except for the file size: a camera's file may be larger than one that is downloaded.
+# As for datasets, except for the file size: a camera's file may be larger than a downloaded one.
 IMAGES = ImageSettings(max_bytes=200 * 2**20)
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 def read_image(image: str | Path | bytes | Image.Image) -> Sample:
-    """Read an image, and return it as datasets store it: upright, RGB or grey, JPEG. Its caption is empty.
-
-    Raises ValueError if it cannot be read, or if the collection of a dataset would refuse it.
-    """
+    """Convert an image to the form that datasets store: an upright RGB or grey JPEG. Raises ValueError if it cannot."""
     name = str(image) if isinstance(image, str | Path) else "the image"
     try:
         if isinstance(image, Image.Image):
@@ -40,7 +37,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
 
 
 def _encode_png(image: Image.Image) -> bytes:
-    """Encode an image as PNG. Raises ValueError if it has no pixels, too many pixels, or a mode that would lose bits."""
+    """Encode an image as PNG. Raises ValueError if it has no pixels or too many, or a mode that would lose bits."""
     width, height = image.size
     if not 0 < width * height <= IMAGES.max_pixels:  # before any of it is decoded
         raise ValueError(f"the image has {width} x {height} pixels; 1 to {IMAGES.max_pixels} are allowed")

@@ -1,4 +1,4 @@
-"""Turn a stored JPEG into the model's input: decode, resize and mirror it, and transform its boxes."""
+"""Turn a stored sample into image input: decode, resize and mirror its JPEG, and transform its boxes to match."""
 
 import dataclasses
 import re
@@ -23,10 +23,11 @@ class PreparedImage:
 
     Attributes:
         size: (width, height) of the resized image.
-        boxes: float32 [1 + r, 4] in its pixels; row 0 is the whole image, then come the sample's regions in order.
+        boxes: float32 [1 + r, 4], xyxy in resized pixels; row 0 is the whole image, the others the sample's regions.
         scale: resized pixels per stored pixel, horizontally and vertically.
+        flipped: whether the image is mirrored.
         pixels: uint8 [3, h, w], RGB; None with precomputed features.
-        features: float32 [r, D], precomputed features of the sample's regions; None if features are end to end.
+        features: float32 [r, D], precomputed features of the regions; None if the model computes them from pixels.
     """
 
     size: tuple[int, int]
@@ -41,16 +42,17 @@ class PreparedImage:
         return _place(boxes, self.scale, self.flipped, *self.size)
 
     def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
-        """Return the image with boxes [n, 4] in stored pixels after its regions. Not for precomputed features."""
+        """Return a copy with boxes [n, 4], in stored pixels, as more regions. Not for precomputed features."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; set model.regions.features=end_to_end")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
 
     def with_matched_features(self, boxes: np.ndarray, keep_unmatched: bool) -> "PreparedImage":
-        """Return the image with boxes [n, 4] in stored pixels as regions, which get features of the old regions.
+        """Return the image with boxes [n, 4], in stored pixels, as its regions.
 
-        Each box gets the features of the region that overlaps it most (Unicoder-VL, 4.2), or of the first one if none
-        does. `keep_unmatched` adds regions that match no box, up to the old number. Raises ValueError without regions.
+        Each box gets the precomputed features of the region that overlaps it most (Unicoder-VL, 4.2), or of the first
+        region if none overlaps. `keep_unmatched` fills up with unmatched regions to at most the previous number of
+        regions. Raises ValueError if the image has no regions.
         """
         assert self.features is not None
         if len(self.boxes) == 1:
@@ -67,10 +69,10 @@ class PreparedImage:
         )
 
     def to_input(self, masked: np.ndarray | None = None, count: int | None = None, **more: Any) -> ImageInput:
-        """Return the ImageInput of the whole image and the first `count` of r regions; `more` has other fields of it.
+        """Return the ImageInput of the whole image and the first `count` regions; `more` sets other fields of it.
 
-        As in the published code, later regions matter, too: `masked`, bool [1 + r], masks their pixels, and the
-        precomputed vector of the whole image is the mean over all unmasked regions.
+        As in the published code, the remaining regions still matter: where `masked`, bool [1 + r], is True, their
+        pixels are masked, too, and the precomputed features of the whole image are the mean over all unmasked regions.
         """
         count = len(self.boxes) - 1 if count is None else count
         masked = np.zeros(len(self.boxes), bool) if masked is None else masked
@@ -94,10 +96,10 @@ class PreparedImage:
 
 
 def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedImage:
-    """Decode the image of a sample, resize it (see `resized_size`), and mirror it if `flip`.
+    """Decode a sample's image, resize it (see `resized_size`), and mirror it if `flip` is True.
 
-    With precomputed features nothing is decoded, only the boxes are transformed. Raises ValueError, with the sample, if
-    it has no regions or no features, or if its JPEG cannot be decoded.
+    With precomputed features, only the boxes are transformed and no image is decoded. Raises ValueError, with the
+    sample's key, if there are no regions or no matching features, or if the JPEG cannot be decoded.
     """
     regions = sample.require_regions()
     stored = (sample.width, sample.height)
@@ -115,7 +117,7 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
     if pixels is not None and flip:
         pixels = pixels.flip(2)
     scale = (width / stored[0], height / stored[1])
-    # As in the authors' code, the whole image is a box in stored pixels, transformed like all others.
+    # As in the authors' code, the whole image is a box in stored pixels and transformed like the others.
     whole_image = np.array([[0, 0, stored[0] - 1, stored[1] - 1]], np.float32)
     boxes = _place(np.concatenate([whole_image, regions.boxes]), scale, flip, width, height)
     return PreparedImage((width, height), boxes, scale, flip, pixels, features)
@@ -140,15 +142,15 @@ def _decode(sample: Sample) -> Tensor:
 
 
 def swap_sides(text: str) -> str:
-    """Return the text for the mirrored image, with "left" and "right" swapped."""
+    """Swap the words "left" and "right" in a text, for use with a mirrored image. The swapped words are lower-case."""
     sides = {"left": "right", "right": "left"}
     return re.sub(r"\b(left|right)\b", lambda word: sides[word[0].lower()], text, flags=re.IGNORECASE)
 
 
 def resized_size(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
-    """Return (height, width) after resizing to `short_side`, or less if the long side would exceed `long_side`.
+    """Return (height, width) after resizing the shorter side to `short_side`, or less to keep within `long_side`.
 
-    Sides are at least 1 and rounded down, in integers because a floating-point quotient may lose a pixel.
+    Sides are rounded down and at least 1, computed in integers because a floating-point quotient may lose a pixel.
     """
     short, long = min(height, width), max(height, width)
     if short_side * long > long_side * short:

@@ -1,8 +1,9 @@
-"""The training and validation data of a run. Each batch is a pure function of (seed, step), for any ranks and workers.
+"""Training and validation data. A batch depends on (seed, step) only, for any number of processes and workers.
 
-A checkpoint holds the whole state of the data: {datasets with weights and snapshots, seed, samples consumed}. Slots are
-numbered across all epochs. Step s takes slots s*batch to (s+1)*batch - 1, and vlbert/data/order.py gives the example of
-each slot. A sample that cannot be read leaves its slot empty, with weight zero; no other sample replaces it.
+A checkpoint holds the whole state of the data: the datasets with weights and snapshots, the seed, and the number of
+samples consumed. The slots of a run, one per example, are numbered across all epochs. Step s takes the slots s*batch to
+(s+1)*batch - 1, and vlbert/data/order.py gives the example of each. If a sample cannot be read, its slot stays empty
+and has weight zero; no other sample replaces it.
 """
 
 import math
@@ -27,23 +28,26 @@ from vlbert.data.order import CAPTIONS, TEXT, VALIDATION, SnapshotSpan, draw_sam
 from vlbert.data.samples import MAX_UNREADABLE, sample_indices
 from vlbert.tasks.base import Examples, Task
 
-Slot = tuple[int, int, int, int]  # number of the dataset, index in its spans, epoch, index of the example
+Slot = tuple[int, int, int, int]  # index of the dataset, index in its spans, epoch, index of the example
 
 
 def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
-    """Return the random generator of a sample in an epoch, the same on every rank and worker."""
+    """Return a random generator for one example (sample key, question) in one epoch, the same in any process."""
     return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), question])
 
 
 def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple[int, int, int, np.ndarray]]:
-    """Return (number, start, stop, positions in the step) of each dataset that has samples in a step."""
+    """Return (dataset's index, start, stop, positions in the batch, int64 [stop - start]) for each dataset of a step.
+
+    The step uses samples `start` to `stop` - 1 of the dataset, counted from the beginning of the run.
+    """
     numbers, draws = interleaved(step * batch, batch, weights)
     positions = {number: np.flatnonzero(numbers == number) for number in range(len(weights))}
     return [(n, int(draws[slots[0]]), int(draws[slots[-1]]) + 1, slots) for n, slots in positions.items() if len(slots)]
 
 
 def check_shares(config: DataConfig, world_size: int) -> None:
-    """Raise ValueError if the batch cannot be split evenly over processes and accumulation parts."""
+    """Raise ValueError if a batch cannot be split evenly over the processes and gradient accumulation."""
     parts = world_size * config.gradient_accumulation
     for name in ("batch", "text_batch"):
         if getattr(config, name) % parts:
@@ -55,7 +59,7 @@ def check_shares(config: DataConfig, world_size: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """A reader of the task's examples over one snapshot."""
+    """A reader of one snapshot's samples as examples of the task. `stream` selects its random numbers (order.py)."""
 
     samples: Samples
     examples: Examples
@@ -65,12 +69,12 @@ class ExampleSource:
     stream: int
 
     def read(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
-        """Return the Example of each slot (epoch, index of the example), or the reason why it cannot be read."""
+        """Return for each slot (epoch, index of the example) its Example, or the reason why it cannot be read."""
         samples = self.samples.samples([int(self.examples.samples[number]) for _, number in slots])
         return [self._example(sample, *slot, step) for sample, slot in zip(samples, slots, strict=True)]
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
-        """Return the first readable example. Raises ValueError after MAX_UNREADABLE unreadable ones."""
+        """Return the first readable example of these slots. Raises ValueError after MAX_UNREADABLE unreadable ones."""
         for tried, slot in enumerate(slots, 1):
             (result,) = self.read([slot], step=0)
             if isinstance(result, Example):
@@ -97,9 +101,10 @@ class TrainingDataset:
     """A dataset of a run, with the snapshots that its epochs have used so far.
 
     Attributes:
-        spans: the last one is over `samples`; without any, the dataset starts at its first epoch.
+        samples, examples: those of the newest snapshot.
+        spans: the epochs of each snapshot, oldest first. By default, all epochs use `samples`.
         weight: share of the run's slots, relative to the other datasets.
-        pinned: other facts that a checkpoint records: `dataset`, `stage` and `random_init`.
+        pinned: other values that a checkpoint records: `dataset`, `stage` and `random_init`.
     """
 
     samples: ShardSamples
@@ -113,7 +118,7 @@ class TrainingDataset:
 
 
 class TrainingData(Dataset):
-    """The training batches of this rank: data[step] is one Batch per part of the gradient accumulation."""
+    """The training batches of this rank: data[step] is a list with one Batch per gradient accumulation part."""
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class TrainingData(Dataset):
         self.datasets, self.task, self.corpus, self.config = datasets, task, corpus, config
         self.rank, self.world_size = world.rank, world.size
         self._weights = [dataset.weight for dataset in datasets]
-        self._sources = {}  # by number of the dataset and index in its spans
+        self._sources = {}  # (index of the dataset, index in its spans) -> ExampleSource
         for number, dataset in enumerate(datasets):
             dataset_config = replace(config, seed=seed_of(config.seed, number))
             source = ExampleSource(dataset.samples, dataset.examples, task, dataset_config, regions, CAPTIONS)
@@ -140,7 +145,7 @@ class TrainingData(Dataset):
         return self._sources[number, len(self.datasets[number].spans) - 1]
 
     def boundaries(self, step: int) -> list[tuple[int, int]]:
-        """Return (number of the dataset, sample) where new shards may enter in a step. See SnapshotSpan.boundary."""
+        """Return (dataset's index, sample) for each sample of a step from which its dataset may read new shards."""
         boundaries, config = [], self.config
         if config.new_shards_every is None:
             return boundaries
@@ -148,7 +153,7 @@ class TrainingData(Dataset):
             span, share = self.datasets[number].spans[-1], self._weights[number] / sum(self._weights)
             distance = math.ceil(config.new_shards_every * config.batch * share)
             boundary = span.boundary(start, stop, distance)
-            # A span that begins in this step ends later, because steps differ by a sample or two of a dataset.
+            # A span must not end in the step in which it begins, even if a step exceeds `distance` by a sample or two.
             if boundary is not None and span.consumed < start:
                 boundaries.append((number, boundary))
         return boundaries
@@ -156,13 +161,13 @@ class TrainingData(Dataset):
     def switch_snapshot(
         self, number: int, samples: ShardSamples, examples: Examples, snapshot: str, boundary: int
     ) -> None:
-        """Read another snapshot of a dataset from sample `boundary` on, the first of an epoch."""
+        """Switch dataset `number` to another snapshot, from sample `boundary` on, which must begin an epoch."""
         dataset, before = self.datasets[number], self.source(number)
         last = len(dataset.spans)
         dataset.samples, dataset.examples = samples, examples
         dataset.spans.append(dataset.spans[-1].followed_by(len(examples), snapshot, boundary))
         kept = {key: source for key, source in self._sources.items() if key[0] != number}
-        # One step may need the old and the new snapshot.
+        # A step may need both the old and the new snapshot.
         current = {(number, last - 1): before, (number, last): replace(before, samples=samples, examples=examples)}
         self._sources = kept | current
 
@@ -170,7 +175,7 @@ class TrainingData(Dataset):
         return [collate(*part) for part in self.examples(index)]
 
     def examples(self, step: int) -> list[tuple[list[Example], list[Unreadable]]]:
-        """Return (examples, unreadable ones) of each part of data[step]. Text-only examples come last."""
+        """Return (examples, unreadable examples) for each batch of data[step]. Text-only examples come last."""
         slots = self.slots(step)
         shares = self._shares(list(enumerate(slots)))
         pairs = [[slot for _, slot in share] for share in shares]
@@ -183,7 +188,7 @@ class TrainingData(Dataset):
         return parts_of_step(step, self.config.batch, self._weights)
 
     def slots(self, step: int) -> list[Slot]:
-        """Return the slots of all ranks in a step, in order."""
+        """Return the slots of a step on all ranks, in batch order."""
         by_position: dict[int, Slot] = {}
         for number, start, stop, positions in self._parts_of(step):
             seed, spans = self.source(number).config.seed, self.datasets[number].spans
@@ -193,13 +198,13 @@ class TrainingData(Dataset):
         return [by_position[position] for position in range(self.config.batch)]
 
     def _shares(self, slots: list[Any]) -> list[list[Any]]:
-        """Return this rank's part of the slots of a step, one list per accumulation part."""
+        """Split the slots of a step evenly, and return this rank's: one list per gradient accumulation part."""
         size = len(slots) // (self.world_size * self.config.gradient_accumulation)
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.gradient_accumulation)]
         return [slots[start : start + size] for start in starts]
 
     def _read(self, step: int, slots: Sequence[Slot]) -> list[Example | Unreadable]:
-        """Read slots in order. Samples of one snapshot are read together."""
+        """Return an Example or Unreadable for each slot, in order. Slots of one snapshot are read together."""
         positions = defaultdict(list)
         for position, slot in enumerate(slots):
             positions[slot[:2]].append(position)
@@ -210,7 +215,7 @@ class TrainingData(Dataset):
         return [by_position[position] for position in range(len(slots))]
 
     def _following(self, step: int, slots: Sequence[Slot], count: int) -> list[Example]:
-        """Return the first `count` readable examples of these slots."""
+        """Return the first `count` readable examples of these slots, or all if there are fewer."""
         examples: list[Example] = []
         for slot in slots:
             if len(examples) == count:
@@ -242,10 +247,10 @@ class TrainingData(Dataset):
 class ValidationData(Dataset):
     """The validation batches of this rank, the same in every validation.
 
-    data[i] is ([batch], numbers, unreadable). `numbers` are those of the examples in the batch; `unreadable` maps the
-    numbers of the others to reasons. If all are unreadable, the list of batches is empty. If the task has
-    `validate_shuffled`, the list is [batch, shuffled]: in `shuffled`, the text of example i has the image of example
-    i + 1, in a random order that does not depend on the world size.
+    data[i] is (batches, numbers, unreadable). `batches` is [batch], or [] if no example is readable. `numbers` are the
+    indices of the examples in the batch, and `unreadable` maps the indices of unreadable examples to the reasons. If
+    the task sets `validate_shuffled`, `batches` is [batch, shuffled]: in `shuffled`, each text has the image of the
+    next example, in a random order that does not depend on the world size.
     """
 
     def __init__(
@@ -259,7 +264,7 @@ class ValidationData(Dataset):
         limit: int | None,
         batch_size: int | None = None,
     ):
-        """Split `limit` random examples, or all, over ranks; `batch_size` is by default that of a rank in training."""
+        """Split `limit` random examples, or all, over the ranks. `batch_size` defaults to that of a training batch."""
         count = len(examples) if limit is None else min(limit, len(examples))
         self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(examples))
         self.size = batch_size or max(1, config.batch // world.size // config.gradient_accumulation)

@@ -9,11 +9,11 @@ from vlbert.data.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class WordMasking:
-    """The masking of words, task 1. Defaults are the authors' code; the paper masks all chosen words (masked = 1)."""
+    """Settings for masking words. The defaults are those of the authors' code; the paper has masked = 1, random = 0."""
 
     probability: float = 0.15  # probability that a word is chosen and gets a label
-    masked: float = 0.8  # share of chosen words that become [MASK]
-    random: float = 0.1  # share of chosen words that become random tokens; the rest is unchanged
+    masked: float = 0.8  # share of the chosen words that become [MASK]
+    random: float = 0.1  # share of the chosen words that become random tokens; the rest is unchanged
     whole_words: bool = True  # choose whole words instead of single tokens
 
     def __post_init__(self):
@@ -22,10 +22,10 @@ class WordMasking:
 
 @dataclass(frozen=True)
 class RegionMasking:
-    """The masking of regions, task 2. Defaults are the authors' code; the paper masks all chosen ones (masked = 1)."""
+    """Settings for masking regions. The defaults are those of the authors' code; the paper has masked = 1."""
 
     probability: float = 0.15  # probability that a region is chosen and gets a label
-    masked: float = 0.9  # share of chosen regions that are masked; the rest stays visible
+    masked: float = 0.9  # share of the chosen regions that are masked; the rest stays visible
 
     def __post_init__(self):
         _check_shares(self, self.probability, self.masked)
@@ -39,7 +39,7 @@ def _check_shares(rule: WordMasking | RegionMasking, probability: float, *shares
 def mask_words(
     tokens: np.ndarray, vocabulary: Vocabulary, rule: WordMasking, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return masked tokens, int64 [t], and a mask of labelled tokens, bool [t]; `tokens` have no special tokens."""
+    """Mask tokens, int64 [t], that include no special tokens. Return the new tokens and a bool [t], True at labels."""
     word_index = np.cumsum(~vocabulary.continues[tokens]) if rule.whole_words else np.arange(len(tokens))  # (t,)
     word_index = word_index - word_index[:1]  # 0 for the first word, even if a passage begins inside it
     draws = rng.random(word_index[-1] + 1 if len(word_index) else 0)[word_index]  # (t,) one draw per word
@@ -53,6 +53,6 @@ def mask_words(
 
 
 def mask_regions(count: int, rule: RegionMasking, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks of masked regions and of labelled regions, bool [1 + count]; False at row 0, the whole image."""
+    """Draw regions to mask and regions to label, two bool [1 + count]. Row 0, the whole image, is False in both."""
     draws = np.concatenate([[1.0], rng.random(count)])
     return draws < rule.probability * rule.masked, (draws < rule.probability)

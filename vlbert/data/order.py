@@ -1,7 +1,7 @@
-"""The example of each slot of a run: a pure function of (seed, weights, snapshots), for any ranks and workers.
+"""The order of a run's examples: a pure function of (seed, weights, snapshots), for any number of ranks and workers.
 
-The slots of a run are numbered across all epochs. storage.order.interleaved gives the dataset of a slot and its sample
-number in that dataset. The dataset's spans give the snapshot and the epoch.
+The slots of a run, one per example, are numbered across all epochs. storage.order.interleaved maps a slot to a dataset
+and a sample number in it. The dataset's spans map the sample number to a snapshot and an epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,16 +11,16 @@ import numpy as np
 
 from storage.order import mix, shuffled
 
-CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # independent streams of random numbers; samples.SAMPLING is the fourth
+CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # independent streams of random numbers; the fourth is samples.SAMPLING
 
 
 @dataclass(frozen=True)
 class SnapshotSpan:
-    """A run of epochs of a dataset over one snapshot.
+    """Successive epochs of a dataset that read the same snapshot.
 
     Attributes:
         epoch: number of the first epoch.
-        consumed: number of samples of the dataset before that epoch.
+        consumed: number of the dataset's samples that the run used before that epoch.
         examples: number of examples per epoch.
         snapshot: id of the snapshot.
     """
@@ -31,16 +31,16 @@ class SnapshotSpan:
     snapshot: str
 
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
-        """Return the first sample from `start` to `stop` at which new shards may enter, or None.
+        """Return the first of the samples `start` to `stop` - 1 at which another snapshot may begin, or None.
 
-        It begins an epoch. Such samples are whole epochs, and at least `distance` samples, apart.
+        Such samples begin an epoch and are at least `distance` samples apart, counted from the span's first sample.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period
         return first if first < stop else None
 
     def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """Return the span over another snapshot from `boundary` on, the first sample of an epoch of this span."""
+        """Return the next span, which reads `snapshot` from sample `boundary` on, the first of an epoch of this span."""
         epochs, rest = divmod(boundary - self.consumed, self.examples)
         assert rest == 0, f"sample {boundary} is not the first of an epoch of {self}"
         return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
@@ -49,9 +49,9 @@ class SnapshotSpan:
 def draw_samples(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield the `count` examples of a dataset after `consumed` ones, by epoch: (index in `spans`, epoch, int64 [n]).
+    """Yield (index in `spans`, epoch, indices of examples, int64 [n]) per epoch, in the order of training.
 
-    `chunk` is as in storage.order.shuffled.
+    These are the `count` samples of a dataset after the first `consumed` ones. `chunk`: see storage.order.shuffled.
     """
     assert consumed >= spans[0].consumed, f"sample {consumed} is before {spans[0]}"
     stop = consumed + count
@@ -68,5 +68,5 @@ def draw_samples(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return the seed of dataset `number`. With one seed, datasets of equal size would be shuffled alike."""
+    """Return a seed for the dataset of this number. With equal seeds, equally large datasets would have one order."""
     return mix(seed, number) if number else seed

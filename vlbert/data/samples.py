@@ -1,4 +1,4 @@
-"""The samples of a run: those of one snapshot of one stage, by number."""
+"""Opening the samples of a run: those of one snapshot of a detection stage."""
 
 import os
 
@@ -14,14 +14,17 @@ from storage.snapshots import Snapshot
 from training.distributed import World, broadcast
 from vlbert.config import DataConfig
 
-SAMPLING = 3  # stream of random numbers, besides those of vlbert/data/order.py
+SAMPLING = 3  # stream of random numbers, in addition to those of vlbert/data/order.py
 MAX_UNREADABLE = 100  # if this many samples in a row cannot be read, the storage is broken
 
-_SAMPLES_AT_ONCE = 256  # samples per read of all captions
+_SAMPLES_AT_ONCE = 256  # samples that `load_captions` reads at once
 
 
 def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
-    """Return the stage with the regions of `detector`, or of the only detector. Raises ValueError if there is none."""
+    """Return the name of the stage with the regions of `detector`; None means the only detector of the dataset.
+
+    Raises ValueError if the dataset has no regions of the detector, or if it has several detectors and none is named.
+    """
     prefix = f"{dataset}/regions/"
     uri = store.uri(f"{dataset}/regions")
     detectors = {info.path.removeprefix(prefix).split("/")[0] for info in store.list(prefix) if "/" in info.path}
@@ -36,7 +39,7 @@ def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
 
 
 def open_cache(store: ObjectStore, config: DataConfig) -> ShardCache | None:
-    """Open the shared cache of shards on this machine, which its first process fills; None if the config has none."""
+    """Open this machine's shard cache, which its first process fills; return None if the config sets no cache."""
     if config.cache is None:
         return None
     cache = ShardCache(store, config.cache, int(config.cache_gb * 1e9))
@@ -53,10 +56,10 @@ def open_samples(
     world: World,
     cache: ShardCache | None = None,
 ) -> tuple[ShardSamples, dict]:
-    """Return the samples and the record that pins them in a checkpoint.
+    """Open a dataset. Return its samples, and the record with which a checkpoint pins their snapshot.
 
-    The samples are all that is committed now or, in a resumed run, exactly the snapshot of `pinned`. Rank 0 looks for
-    all ranks, because a detector may commit another shard meanwhile.
+    A new run, without `pinned`, gets all samples that are committed now. A resumed run passes its record as `pinned`
+    and gets the same snapshot. Rank 0 chooses for all ranks, because a detector may commit another shard meanwhile.
     """
     catalog = Catalog(store, dataset)
     if pinned is None:
@@ -77,9 +80,9 @@ def open_samples(
 
 
 def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
-    """Pin what is committed now and return the snapshot's id, or None if no shard is new or in a newer revision.
+    """Pin the committed shards as a snapshot, and return its id; None if no shard is new or has a newer revision.
 
-    Also returns None if a shard of `before` is missing, as happens while a stage is made again.
+    Also returns None if a shard of the snapshot `before` is missing, as happens while a stage is made again.
     """
     catalog, shards = Catalog(store, dataset), set(before.shards)
     newest = catalog.newest(before.stage)
@@ -90,12 +93,12 @@ def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> st
 
 
 def sample_indices(n: int, *seeds: int) -> list[int]:
-    """Return at most MAX_UNREADABLE random numbers below n. Close numbers share a tar, which may be damaged."""
+    """Return up to MAX_UNREADABLE different random indices below n. Neighbours may be in the same damaged tar."""
     return shuffled(np.arange(min(n, MAX_UNREADABLE)), mix(*seeds), SAMPLING, 0, n).tolist()
 
 
 def find_readable(samples: Samples) -> Sample:
-    """Return a readable sample. Raises ValueError if none is found in MAX_UNREADABLE attempts."""
+    """Return any readable sample. Raises ValueError if none is found in MAX_UNREADABLE attempts."""
     tried = sample_indices(len(samples))
     for number in tried:
         try:

@@ -14,8 +14,9 @@ class Vocabulary:
 
     Attributes:
         tokens: the token of each id.
-        continues: bool [V], True at tokens that continue a word ("##ing").
-        tokenizer: splits texts into tokens.
+        ids: token -> id.
+        continues: bool [V], True for tokens that continue a word ("##ing").
+        ordinary: int64, ids of the tokens that are not special.
     """
 
     def __init__(self, tokens: list[str], source: str = "the vocabulary"):
@@ -35,7 +36,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: str | Path) -> "Vocabulary":
-        """Read a vocab.txt. It has one token per line; the line number, from 0, is the id."""
+        """Read a vocab.txt, which has one token per line; a token's id is its line number from 0."""
         try:
             text = Path(file).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -48,7 +49,7 @@ class Vocabulary:
     def build(cls, texts: Callable[[], Iterable[str]], size: int) -> "Vocabulary":
         """Build a vocabulary of at most `size` tokens from texts. The same texts give the same vocabulary.
 
-        Calls `texts` twice. Raises ValueError if they have no words, or if `size` is too small for their letters.
+        `texts` is called twice. Raises ValueError if the texts have no words, or too many letters for `size`.
         """
         from tokenizers import BertWordPieceTokenizer
 
@@ -71,7 +72,7 @@ class Vocabulary:
         return cls(sorted(ids, key=ids.__getitem__))
 
     def text(self) -> str:
-        """Return the content of vocab.txt."""
+        """Return the content of a vocab.txt with this vocabulary."""
         return "".join(f"{token}\n" for token in self.tokens)
 
     @property
@@ -93,5 +94,5 @@ class Vocabulary:
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens such as "[CLS]"."""
         return " ".join(self.tokens[i] for i in tokens).replace(" ##", "")
