@@ -14,7 +14,7 @@ _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 def read_image(image: str | Path | bytes | Image.Image) -> Sample:
-    """Convert an image to the form that datasets store: an upright RGB or grey JPEG. Raises ValueError if it cannot."""
+    """Return an image in the form that datasets store: upright, RGB or grey, JPEG. Raises ValueError if it is invalid."""
     name = str(image) if isinstance(image, str | Path) else "the image"
     try:
         if isinstance(image, Image.Image):

@@ -40,7 +40,7 @@ class SnapshotSpan:
         return first if first < stop else None
 
     def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """Return the next span, which reads `snapshot` from sample `boundary` on, the first of an epoch of this span."""
+        """Return the next span, which reads `snapshot` from sample `boundary` on. An epoch must begin there."""
         epochs, rest = divmod(boundary - self.consumed, self.examples)
         assert rest == 0, f"sample {boundary} is not the first of an epoch of {self}"
         return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)

@@ -1,4 +1,4 @@
-"""The registered tasks, by the class of their settings.
+"""The registered tasks: settings class -> task class.
 
 To add a task, write a settings dataclass and a subclass of `Task` (base.py), and add both to TASKS
 (docs/your-own-task.md).
@@ -9,17 +9,17 @@ from vlbert.tasks.base import Task, TaskSettings
 
 
 def make_task(settings: TaskSettings, vocabulary: Vocabulary, num_classes: int) -> Task:
-    """Return a new task for these settings."""
+    """Create the task that these settings belong to. `num_classes` is the detector's, without the background."""
     return task_of(settings)(settings, vocabulary, num_classes)
 
 
 def task_of(settings: TaskSettings) -> type[Task]:
-    """Return the task class for these settings."""
+    """Return the task class that these settings belong to."""
     return _tasks()[type(settings)]
 
 
 def settings_named(name: str) -> type[TaskSettings] | None:
-    """Return the settings class of this name, or None if no task has one."""
+    """Return the settings class with this name, such as "VQASettings"; None if no registered task has it."""
     return next((kind for kind in _tasks() if kind.__name__ == name), None)
 
 

@@ -24,13 +24,13 @@ from vlbert.model.vlbert import Encoded, VLBert
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The examples of one epoch. Example i is about sample `samples[i]` and has the annotation `annotations[i]`.
+    """The examples of one epoch. Example i is about sample number `samples[i]` and has the annotation `annotations[i]`.
 
     Attributes:
         samples: n sample numbers; a range, which takes no memory, if each sample is one example.
-        annotations: passed to Task.example with the sample; None if examples need nothing but the sample.
-        skipped: one line for each example of the files that is left out: its name and the reason.
-        invalid: one line for each example that is kept although it is invalid: its name and the reason.
+        annotations: passed to Task.example with the sample; None if examples need only the sample.
+        skipped: one line (name and reason) for each example in the files that is left out.
+        invalid: one line (name and reason) for each example that is kept although it is invalid.
     """
 
     samples: range | np.ndarray
@@ -45,11 +45,11 @@ class Examples:
 def make_examples(
     settings: "TaskSettings", samples: Samples, split: str | None, rows: Sequence[tuple[Any, str, str, str]]
 ) -> Examples:
-    """Return the Examples of a split, given (annotation, name, image file, invalid reason or "") of each example.
+    """Return the Examples of a split from rows of (annotation, name, image file, why it is invalid or "").
 
-    Training, where `split` is None, skips invalid examples. Evaluation keeps them, because every question must be
-    answered. Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if an image is
-    in no sample.
+    Training (`split` is None) skips invalid examples. Evaluation keeps them, because every question must be answered.
+    Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if an image is in no
+    sample or in several.
     """
     training, source = split is None, f"{', '.join(settings.splits(split))} of {settings.folder}"
     withdrawn = withdrawn_images(samples, {image for _, _, image, _ in rows})
@@ -68,7 +68,7 @@ def make_examples(
 
 
 def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
-    """Return why a text is invalid, or "": it has no tokens, or more than `limit`, the value of the setting `field`."""
+    """Return why a text is invalid: no tokens, or more than `limit`, the value of task.`field`. "" if it is valid."""
     if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
         return ""  # a token has at least one letter, so short texts need not be tokenised
     tokens = len(vocabulary.encode(text))
@@ -78,17 +78,17 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
 
 
 def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others: int) -> None:
-    """Raise ValueError if the tokens that a setting allows and `others` exceed the model's position table."""
+    """Raise ValueError if the model has too few positions for the text, whose maximum is task.`field`, and `others`."""
     most, tokens = config.max_positions - others, getattr(settings, field)
     if tokens > most:
         raise ValueError(f"task.{field} is {tokens}, the model has positions for {most}; set it to {most} or less")
 
 
 class TaskSettings:
-    """Base class of the settings of a task, which are frozen dataclasses.
+    """Base class of the tasks' settings, which are frozen dataclasses.
 
-    A task with files has the field `folder`, a task with splits the fields `train_on` and `validate_on`. A task without
-    splits reads all samples of `data.datasets` and `data.held_out`.
+    A task that reads files has the field `folder`. A task with splits has the fields `train_on` and `validate_on`. One
+    without splits trains on all samples of `data.datasets` and validates on all of `data.held_out`.
     """
 
     folder: str = ""
@@ -101,15 +101,15 @@ class TaskSettings:
         return ()
 
     def splits(self, split: str | None) -> tuple[str, ...]:
-        """Return the splits to read: the given one, or those to train on if it is None."""
+        """Return the names of the splits to read: `split`, or those to train on if it is None."""
         return self.train_on if split is None else (split,)
 
     def to_train(self) -> Self:
-        """Return these settings without the files that only validation reads."""
+        """Return these settings with `files` reduced to those that training reads."""
         return replace(self, validate_on=self.train_on[0]) if self.train_on else self  # ty: ignore[invalid-argument-type]
 
     def hashes(self) -> dict[str, str]:
-        """Return the SHA-256, 64 hex digits, of each of `files` that is a file in `folder`."""
+        """Return name -> SHA-256, 64 hex digits, of the `files` that exist and are not folders."""
         hashes = {}
         for name in dict.fromkeys(self.files):
             file = Path(self.folder, name)
@@ -119,7 +119,7 @@ class TaskSettings:
         return hashes
 
     def check_same(self, recorded: Mapping[str, str] | None, checkpoint: str, hint: str) -> None:
-        """Raise ValueError, with `hint`, if a file has changed since the run of `checkpoint` recorded its `hashes`."""
+        """Raise ValueError, with `hint`, if a file has changed since the `hashes` of a checkpoint were recorded."""
         for name, now in self.hashes().items():
             before = recorded.get(name, now) if recorded else now
             if before != now:
@@ -130,13 +130,13 @@ class TaskSettings:
 
 
 class Task(ABC):
-    """Base class of the tasks: what a model is asked, how it answers, and how answers are scored.
+    """Base class of the tasks: what a model is asked, how it answers, and how its answers are scored.
 
-    A task defines `examples`, `example`, `head`, `losses`, `predictions` and `metrics`. All below has a default.
+    A task defines `example`, `head`, `losses`, `predictions` and `metrics`. Everything else has a default.
     """
 
     def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int):
-        """Store the arguments; `num_classes` is the number of the detector's classes without the background."""
+        """Store the arguments. `num_classes` is the detector's number of classes, without the background."""
         self.settings = settings
         self.vocabulary = vocabulary
         self.num_classes = num_classes
@@ -145,7 +145,7 @@ class Task(ABC):
         """Return the examples of a split: the sample of each, and the annotation that `example` gets with it.
 
         The default is one example per sample, without annotations. Tasks that read annotations from files return
-        `make_examples(...)`. A `split` of None means all that training learns from.
+        `make_examples(...)`. If `split` is None, return the training examples.
         """
         return Examples(range(len(samples)))
 
@@ -159,20 +159,20 @@ class Task(ABC):
             sample: caption, regions and URL of the image.
             image: the resized image with its boxes; `image.to_input` makes the ImageInput.
             annotation: the example's entry in `Examples.annotations`, or a user's question from `annotation_for`.
-            rng: source of all randomness, so that runs can be repeated.
+            rng: the only source of random numbers to use, so that runs can be repeated.
         """
 
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
-        """Return a module with the parameters that the task adds to VL-BERT, such as a Classifier."""
+        """Create the module with the parameters that the task adds to VL-BERT, such as a Classifier."""
 
     @abstractmethod
     def losses(self, vlbert: VLBert, head: Any, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum of a loss, number of its terms). Called in every training step.
 
-        `head` is the module that the method `head` returned; `encoded` has the output vectors of words and regions. The
-        training loop divides each sum by the number of terms over all ranks. Values without a gradient, such as
-        `accuracy` below, are averaged and logged, but not learned from.
+        `head` is the module from the method of that name; `encoded` has the output vectors of words and regions. The
+        training loop divides each sum by the number of terms over all ranks. Values without a gradient, such as those
+        of `accuracy` below, are averaged and logged, but do not affect training.
         """
 
     @abstractmethod
@@ -190,14 +190,14 @@ class Task(ABC):
         score         float  score of the answer, 0 to 1; None if the ground truth is unknown
         boxes         list   of {"name", "box"} to draw, x1 y1 x2 y2 in pixels of the stored image; may be empty
 
-        Entries of `ranking` and `boxes` may have `region`, the number of a region from 1; 0 stands for no region.
+        Entries of `ranking` and `boxes` may also have `region`, the number of a region from 1; 0 means no region.
         """
 
     @abstractmethod
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return the metrics of a split by name, from all its predictions. Empty if no ground truth is known."""
+        """Return name -> metric of a split, given all its predictions. Empty if no ground truth is known."""
 
-    # --- the paper's numbers, and the best checkpoint -----------------------------------------------------------------
+    # --- the paper's results, and the best checkpoint -----------------------------------------------------------------
 
     paper: str = "no number"  # the paper's results, in one line
 
@@ -207,12 +207,12 @@ class Task(ABC):
 
     @staticmethod
     def best_metric(settings: Any) -> str | None:
-        """Return the metric that picks the best checkpoint, higher is better. None keeps only the newest ones."""
+        """Return the metric that selects the best checkpoint (higher is better), or None to keep the newest only."""
         return None
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
-    validate_shuffled: bool = False  # validate a second time, with each text beside the image of another example
+    validate_shuffled: bool = False  # validate a second time, with each text next to the image of another example
 
     @property
     def folder(self) -> Path:
@@ -227,61 +227,62 @@ class Task(ABC):
         return 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the examples that become a batch, by default `examples`. `following` are the next `lookahead` ones.
+        """Return the examples to collate into a training batch, by default `examples`; an override may combine them.
 
-        In training they are the next ones of the whole step, for any number of ranks; its first follow its last.
+        `following` has up to `lookahead` examples that come next in the whole step, even if other ranks train on them.
+        The first examples of the step follow the last.
         """
         return list(examples)
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
-        """Return the Example of a row of the text-only corpus. Raises ValueError if the task does not learn from it."""
+        """Return the Example of a text-only row with these token ids, int64 [t]. The default raises ValueError."""
         raise ValueError(f"{type(self).__name__} does not learn from text-only rows; set --data.text_batch=0")
 
     # --- initial weights ----------------------------------------------------------------------------------------------
 
     # Part of pre-training's head that evaluation without fine-tuning needs; "" if no such evaluation is possible.
     zero_shot_head: str = ""
-    # Attributes, lists, that give the head's outputs their meaning, such as VQA's `answers`. They are saved in each
-    # checkpoint and loaded with it.
+    # Names of attributes, lists, that give the head's outputs their meaning, such as VQA's `answers`. Each checkpoint
+    # saves them.
     saved: tuple[str, ...] = ()
 
     def pretrained_parts(self, head: Any) -> Mapping[str, str]:
-        """Return part of the head -> part of pre-training's head that it starts from."""
+        """Return the parts of the head that start from pre-training's head: part -> part there."""
         return head.init_from if isinstance(head, Classifier) else {}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Convert tensors of pre-training's head to those of `part` of this head. The default changes nothing."""
+        """Convert name -> tensor of pre-training's head for `part` of this head. The default changes nothing."""
         return tensors
 
     def on_start(self, vlbert: VLBert, head: Any, init_from: str | None) -> None:  # noqa: B027  optional
-        """Prepare a new run after its weights are loaded; `init_from` is the settings class of their run."""
+        """Change a new run's initial weights. `init_from` names the settings class of the run that they come from."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 
-    joint_metrics: bool = False  # vlbert evaluate may score two runs together, as VCR's answers and rationales
-    evaluation_batch_size: int = 64  # examples per batch of vlbert evaluate, at most
+    joint_metrics: bool = False  # vlbert evaluate may score two runs together, such as VCR's answers and rationales
+    evaluation_batch_size: int = 64  # maximum examples per batch of vlbert evaluate
 
     def predict(self, vlbert: VLBert, head: Any, batch: Batch) -> list[dict]:
-        """Return one dict per example in validation and evaluation. The default is `predictions`."""
+        """Run the model on a validation or evaluation batch. Return a dict per example, by default of `predictions`."""
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        """Return the examples for a validation on only those of `numbers`, int64 [n]. The default returns all.
+        """Adapt the examples to a validation that uses only those of the indices `numbers`, int64 [n].
 
-        Override it if examples depend on each other, but return as many.
+        The default returns `examples`. An override, for examples that depend on each other, must keep their indices.
         """
         return examples
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return the predictions of a split, given all dicts that `predict` returned. The default returns these."""
+        """Return the predictions of a split, given all dicts that `predict` returned. The default returns the dicts."""
         return list(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        """Return the files of a leaderboard by name. Raises ValueError if `rows` are not the whole split."""
+        """Return file name -> content to submit to a leaderboard. Raises ValueError if `rows` are not a whole split."""
         return {}
 
     def annotation_for(self, text: str) -> Any:
-        """Return the annotation of a user's question, for `example`. Raises ValueError if it does not fit the task.
+        """Return the annotation for a user's question, to pass to `example`. Raises ValueError if it is not valid.
 
         Overrides may take more arguments of `vlbert predict`: `choices`, `answer` and `mask_regions`.
         """
@@ -289,7 +290,7 @@ class Task(ABC):
 
 
 def user_annotation(task: Task, text: str, **more: Any) -> Any:
-    """Call `task.annotation_for` with the non-empty arguments of `more`. Raises ValueError if it does not take one."""
+    """Call `task.annotation_for` with those of `more` that are not empty. Raises ValueError if it does not take one."""
     given = {name: value for name, value in more.items() if value}
     if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():
         raise ValueError(f"{type(task).__name__} takes no {min(unknown)}; leave it out")
@@ -297,7 +298,7 @@ def user_annotation(task: Task, text: str, **more: Any) -> Any:
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:
-    """Return the accuracy over M answers in the form of Task.losses. `right` [M] is bool, or scores from 0 to 1."""
+    """Return (sum, number) of M answers for Task.losses. `right` [M] is bool, or each answer's score from 0 to 1."""
     return right.detach().sum(), len(right)
 
 
@@ -305,7 +306,7 @@ class TaskModel(nn.Module):
     """VL-BERT with the head of a task. DDP wraps this module, and checkpoints save it.
 
     Attributes:
-        bert_parameters: prefixes of the parameters that BERT has too (OptimizerConfig.bert_learning_rate).
+        bert_parameters: name prefixes of the parameters that BERT also has (for OptimizerConfig.bert_learning_rate).
     """
 
     def __init__(self, vlbert: VLBert, task: Task):
@@ -324,7 +325,7 @@ class TaskModel(nn.Module):
         losses = self.task.losses(self.vlbert, self.head, encoded, batch)
         if self.vlbert.config.layers[-1] == "J":
             return losses
-        # A task may read only one stream. DDP refuses parameters without a gradient: those of the other get zeros.
+        # A task may read only one stream. DDP refuses parameters without a gradient, so those of the other get zeros.
         unread = 0.0 * (encoded.text.sum() + encoded.regions.sum())
         return {name: (loss + unread if loss.requires_grad else loss, n) for name, (loss, n) in losses.items()}
 

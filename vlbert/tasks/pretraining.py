@@ -1,9 +1,9 @@
-"""Pre-training: masked words with visual clues, masked regions with linguistic clues, masked words of text-only rows.
+"""Pre-training: predict masked words and regions of captioned images, and masked words of text-only rows.
 
     torchrun -m vlbert.train pretrain_vlbert --data.root ROOT --data.text_corpus FOLDER
 
-The paper (section 4.1) reports no number. For the base model, users of the authors' code report accuracies of 60 % at
-masked words, 48 % at those of the text-only corpus and 70 % at masked regions.
+The paper (section 4.1) reports no results. Users of the authors' code report accuracies of 60 % for masked words, 48 %
+for masked words of the text-only corpus and 70 % for masked regions (base model).
 """
 
 import heapq
@@ -28,18 +28,18 @@ from vlbert.model.heads import HeadTransform, Pooler, initialise
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Task, TaskSettings, accuracy
 
-OVERLAPPING = 0.4  # 12-in-1's code leaves regions out of the mean whose IoU with a labelled region is larger
+OVERLAPPING = 0.4  # 12-in-1's code excludes regions from the mean if their IoU with a labelled region is larger
 ROW_EPSILON = 1e-4  # the published code adds it to counts in means over rows
-RELATED = 0  # class of the relationship head for a caption and its own image, as in files of BERT and ViLBERT
-MAX_GUESSES = 5  # guesses for each masked token and region, in a prediction
+RELATED = 0  # class of the relationship head for a caption and its own image, as in BERT's and ViLBERT's checkpoints
+MAX_GUESSES = 5  # guesses for each masked token and region in a prediction
 
 
 @dataclass(frozen=True)
 class PretrainingSettings(TaskSettings):
     words: WordMasking = WordMasking()  # masking of words
     regions: RegionMasking = RegionMasking()  # masking of regions
-    max_elements: int | None = 64  # maximum tokens and regions per row; the longer of the two is cut at its end
-    max_regions: int | None = None  # maximum regions per row, the sample's first ones; none: all
+    max_elements: int | None = 64  # maximum tokens plus regions per row; the longer of the two is cut at its end
+    max_regions: int | None = None  # maximum regions per row (the sample's first ones); none: all
     caption_length: int = 508  # maximum tokens per caption; four of BERT's 512 positions are used otherwise
     text_length: int = 64  # tokens of a text-only row
     text_specials: bool = False  # make a text-only row [CLS] text [SEP] instead of bare words
@@ -47,18 +47,18 @@ class PretrainingSettings(TaskSettings):
     region_target: Literal["distribution", "class"] = "distribution"
     # loss of that label; kl is the KL divergence, as ViLBERT reports it, with the gradient of cross_entropy
     region_loss: Literal["cross_entropy", "kl"] = "cross_entropy"
-    # divisor of the regions' sum with ModelConfig.whole_image=mean: the number of regions, or max_regions minus those
-    # that overlap a labelled region (12-in-1's code)
+    # divisor of the sum of region vectors if ModelConfig.whole_image is mean: the number of regions, or max_regions
+    # minus the number of regions that overlap a labelled one (12-in-1's code)
     mean_over: Literal["regions", "not_overlapping"] = "regions"
     losses_over: Literal["labels", "rows"] = "labels"  # average losses over all labels, or over means of rows
-    # train a head that predicts if caption and image belong together; it needs mismatched pairs. VL-BERT's paper found
-    # that it hurts (table 4); ViLBERT and Unicoder-VL train it
+    # train a head that predicts whether caption and image belong together; it needs mismatched pairs. The VL-BERT paper
+    # found that it hurts (table 4); ViLBERT and Unicoder-VL train it
     relationship: bool = False
     mismatched: float = 0.0  # probability that a caption gets the image of the next pair
     mismatched_labels: bool = False  # give labels to words and regions of mismatched pairs; they are masked either way
     # layers before the classifier of regions; transform: linear and GELU; transform_norm: also LayerNorm, as for words
     region_head: Literal["transform", "transform_norm", "linear"] = "transform"
-    monitored_words: tuple[str, ...] = ()  # words with a separate accuracy, such as those that only the image tells
+    monitored_words: tuple[str, ...] = ()  # words with a separate accuracy, such as words that only the image reveals
 
     def __post_init__(self):
         check(self, (self.max_elements or 3) >= 3, "max_elements", "at least 3: [CLS], [SEP] and the whole image")
@@ -77,7 +77,7 @@ _Guesses = list[tuple[int, float]]  # the most probable tokens or classes, with 
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """A user's question: a text with [MASK]s to fill in, and the numbers of regions to mask, from 1."""
+    """A user's question: a text with [MASK]s to fill in, and the numbers, from 1, of regions to mask and predict."""
 
     text: str
     regions: tuple[int, ...] = ()
@@ -103,13 +103,13 @@ class Pretraining(Task):
         return 1 if self.settings.mismatched else 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the examples; those that were drawn as mismatched get the image of the next one."""
+        """Return the examples, in which each one marked as mismatched gets the image of the next example."""
         others = [*examples[1:], *following[:1], *examples[:1]]
         pairs = zip(examples, others, strict=False)
         return [self._mismatch(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
 
     def _mismatch(self, example: Example, other: Example) -> Example:
-        """Return a mismatched pair for training. Without `mismatched_labels` it has only the label "related"."""
+        """Return `example` with the image of `other`. Without `mismatched_labels`, keep only the label "related"."""
         mismatched = self.with_other_image(example, other)
         if mismatched is example or self.settings.mismatched_labels:
             return mismatched
@@ -122,7 +122,7 @@ class Pretraining(Task):
         return replace(mismatched, text=text, image=mismatched.image and remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """Return the caption with another pair's image, or unchanged if both pairs have the same image."""
+        """Return `example` with the image of `other`, labelled as not related; unchanged if they have the same image."""
         if other.metadata["url"] == example.metadata["url"]:
             return example
         text = example.text
@@ -138,7 +138,7 @@ class Pretraining(Task):
     def example(
         self, sample: Sample, image: PreparedImage, annotation: MaskedInput | None, rng: np.random.Generator
     ) -> Example:
-        """Return [CLS] caption [SEP] and regions, partly masked. Labels are masked tokens and classes of regions."""
+        """Return [CLS] caption [SEP] and the regions, some masked. The labels are their original tokens and classes."""
         all_regions = sample.require_regions()
         if all_regions.num_classes != self.num_classes:
             raise ValueError(
@@ -155,12 +155,12 @@ class Pretraining(Task):
             masked_regions = region_labels = np.isin(np.arange(1 + len(all_regions)), annotation.regions)
         else:
             masked_tokens, token_labels = mask_words(tokens, self.vocabulary, self.settings.words, rng)
-            # As published, all regions take part: regions that do not fit into the row mask pixels, too.
+            # As in the published code, regions that do not fit into the row may be masked, too: their pixels are hidden.
             masked_regions, region_labels = mask_regions(len(all_regions), self.settings.regions, rng)
             masked_regions[1 + max_count :] = False
         region_labels = region_labels[: 1 + count]
         classes = regions.class_probs_background_first()[region_labels[1:]]
-        if self.settings.region_target == "class":  # the best foreground class, for which the detector kept the region
+        if self.settings.region_target == "class":  # the foreground class for which the detector kept the region
             classes = np.eye(classes.shape[1], dtype=np.float32)[regions.labels_background_first()[region_labels[1:]]]
         return Example(
             sample.key,
@@ -186,7 +186,7 @@ class Pretraining(Task):
         )
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
-        """Return ImageInput.averaged_over by `mean_over`, given boxes [r, 4] and `labelled`, bool [r]."""
+        """Return ImageInput.averaged_over for the setting `mean_over`, boxes [r, 4] and labelled regions, bool [r]."""
         if self.settings.mean_over == "regions":
             return None
         placed = torch.from_numpy(boxes)
@@ -194,7 +194,7 @@ class Pretraining(Task):
         return self.settings.max_regions - int(overlapping.sum())
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
-        """Return the Example of a row of the text-only corpus."""
+        """Return the Example of a text-only row with the token ids `tokens`, int64 [t]; labels are masked tokens."""
         masked, label_mask = mask_words(tokens, self.vocabulary, self.settings.words, rng)
         if not self.settings.text_specials:
             return Example(key, self._text_input(masked, label_mask, tokens[label_mask]))
@@ -222,7 +222,7 @@ class Pretraining(Task):
         )
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
-        """Return the tokens and the number of regions that fit together with [CLS], [SEP] and the whole image."""
+        """Cut tokens and regions to fit into a row with [CLS], [SEP] and the whole image. Return (tokens, regions)."""
         tokens = tokens[: self.settings.caption_length]
         if self.settings.max_elements is None:
             return tokens, regions
@@ -268,13 +268,16 @@ class Pretraining(Task):
         return losses
 
     def _region_labels(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels of regions, [M', 1 + classes], and their indices in [N * R]; both empty without images."""
+        """Return the region labels, [M', 1 + classes], and their indices in [N * R]; both are empty without images."""
         if "region_label_mask" in batch.labelled:
             return batch.labels["region_classes"], batch.labelled["region_label_mask"]
         return logits.new_zeros(logits.shape).float(), batch.real_regions
 
     def _sum_losses(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
-        """Return (sum, number) of losses [M] or of row means. `row` [M] has their rows, `counts` the losses per row."""
+        """Return (sum, number) of losses [M] or, by `losses_over`, of their means per row.
+
+        `row` [M] is the row of each loss, and `counts` the number of losses in each row.
+        """
         if self.settings.losses_over == "labels":
             return losses.sum(), len(losses)
         sums, numbers = (losses.new_zeros(len(counts)).index_add(0, row, x) for x in (losses, torch.ones_like(losses)))
@@ -282,12 +285,12 @@ class Pretraining(Task):
         return (sums / (numbers + ROW_EPSILON)).sum() * labelled / (labelled + ROW_EPSILON), labelled
 
     def predictions(self, vlbert: VLBert, head: "PretrainingHead", encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return one row per example with more columns.
+        """Return one dict per example, with these columns in addition to those of Task.predictions.
 
-        masks           list of {"position", "guesses"} of the masked tokens, where [CLS] has position 0; guesses are
+        masks           list of {"position", "guesses"} for each masked token, where [CLS] has position 0; guesses are
                         the most probable {"answer", "probability"}
-        masked_regions  list of {"region", "detected", "guesses"} of the masked regions, from 1, with the detector's
-                        class; guesses are the most probable {"class", "probability"}; class 0 is the background
+        masked_regions  list of {"region", "detected", "guesses"} for each masked region: its number, from 1, and the
+                        detector's class; guesses are the most probable {"class", "probability"}; 0 is the background
         words, words_right, monitored, monitored_right, regions, regions_right   numbers of labels and of right guesses
         """
         words, regions = head(vlbert, encoded, batch)
@@ -322,10 +325,10 @@ class Pretraining(Task):
         return rows
 
     def _row(self, text: list[int], masked_tokens: list[tuple], masked_regions: list[tuple], known: bool) -> dict:
-        """Return a row without key and boxes; `known` is True if the labels are known.
+        """Return the columns of a prediction other than key and boxes. `known` says whether the labels are known.
 
-        A masked token is (position, label, is right, is monitored, guesses), a masked region (region, label, is right,
-        guesses).
+        A masked token is (position, label, is right, is monitored, guesses). A masked region is (region, label, is
+        right, guesses).
         """
         positions, labels, right, monitored, guesses = zip(*masked_tokens, strict=True) if masked_tokens else ((),) * 5
         best = [ranked[0][1] for *_, ranked in (*masked_tokens, *masked_regions)]
@@ -361,7 +364,7 @@ class Pretraining(Task):
         }
 
     def _decode(self, tokens: Sequence[int], positions: Sequence[int] = (), filled: Sequence[int] = ()) -> str:
-        """Return the text of a row with `filled` at `positions`, without the enclosing [CLS] and [SEP]."""
+        """Return the text of token ids, with the ids `filled` at `positions`, without enclosing [CLS] and [SEP]."""
         text = list(tokens)
         for position, token in zip(positions, filled, strict=True):
             text[position] = token
@@ -369,7 +372,7 @@ class Pretraining(Task):
         return self.vocabulary.decode(text[starts : len(text) - ends])
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return the accuracy at masked words, at monitored words among them, and at masked regions."""
+        """Return the accuracies for masked words, for monitored words among them, and for masked regions."""
         names = ("words", "regions", "monitored") if self.settings.monitored_words else ("words", "regions")
         counts = {name: sum(row.get(name, 0) for row in rows) for name in names}
         right = {name: sum(row.get(f"{name}_right", 0) for row in rows) for name in names}
@@ -377,7 +380,7 @@ class Pretraining(Task):
 
 
 def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, regions: int) -> None:
-    """Raise ValueError if only `kept` tokens of the text fit, or if a region to mask is not among the first `count`."""
+    """Raise ValueError if only `kept` of the `tokens` fit, or if a region to mask is not one of the first `count`."""
     if kept < tokens:
         raise ValueError(f"the text is too long: it has {tokens} tokens, but {kept} fit beside the image; shorten it")
     absent = [number for number in question.regions if not 1 <= number <= count]
@@ -387,7 +390,7 @@ def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, region
 
 
 def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
-    """Return (position in the row, *columns) of labels, given by `index` int64 [M], for each row of `padded` [N, S]."""
+    """Return for each row of `padded` [N, S] the (position, *columns) of its labels. `index`: int64 [M], in [N * S]."""
     rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
     for position, *entry in zip(index.tolist(), *values, strict=True):
@@ -396,13 +399,13 @@ def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list
 
 
 def _top_guesses(logits: Tensor) -> list[_Guesses]:
-    """Return the MAX_GUESSES most probable (class, probability) of each row of logits [M, V], in order."""
+    """Return for each row of logits [M, V] the MAX_GUESSES most probable (class, probability), best first."""
     probabilities, classes = logits.float().softmax(1).topk(min(MAX_GUESSES, logits.shape[1]))
     return [list(zip(*row, strict=True)) for row in zip(classes.tolist(), probabilities.tolist(), strict=True)]
 
 
 def _top_combinations(guesses: Sequence[_Guesses]) -> list[tuple[tuple[int, ...], float]]:
-    """Return the MAX_GUESSES most probable combinations of one guess for each token, with their probabilities."""
+    """Combine one guess for each token. Return the MAX_GUESSES most probable combinations with their probabilities."""
     best = [((), 1.0)]
     for candidates in guesses:
         more = [((*chosen, guess), p * q) for chosen, p in best for guess, q in candidates]
@@ -411,18 +414,16 @@ def _top_combinations(guesses: Sequence[_Guesses]) -> list[tuple[tuple[int, ...]
 
 
 class PretrainingHead(nn.Module):
-    """The classifiers of masked words and masked regions, computed only at labels."""
+    """The classifiers of words and regions, which run only on those with a label, and of matching pairs."""
 
     def __init__(self, config: ModelConfig, settings: PretrainingSettings, vocab_size: int, num_classes: int):
         super().__init__()
         region_size = config.regions_stream.hidden_size
         self.word_transform = HeadTransform(config.hidden_size, normed=True)
         self.word_bias = nn.Parameter(torch.zeros(config.word_rows(vocab_size)))
-        self.region_transform = (
-            HeadTransform(region_size, normed=settings.region_head == "transform_norm")
-            if settings.region_head != "linear"
-            else None
-        )
+        self.region_transform = None
+        if settings.region_head != "linear":
+            self.region_transform = HeadTransform(region_size, normed=settings.region_head == "transform_norm")
         self.region_classifier = nn.Linear(region_size, 1 + num_classes)  # background first
         self.pooler = Pooler(config) if settings.relationship else None
         self.relationship = nn.Linear(self.pooler.size, 2) if self.pooler else None
@@ -434,7 +435,7 @@ class PretrainingHead(nn.Module):
         return self.words(vlbert, select(encoded.text, words)), self.regions(select(encoded.regions, regions))
 
     def words(self, vlbert: VLBert, text: Tensor) -> Tensor:
-        """Return logits [M, V] for text vectors [M, C], with weights tied to the word embeddings."""
+        """Return logits [M, V] for text vectors [M, C]. The weights are shared with the word embeddings."""
         return F.linear(self.word_transform(text), vlbert.embedding.words.weight, self.word_bias)
 
     def regions(self, regions: Tensor) -> Tensor:
@@ -442,7 +443,7 @@ class PretrainingHead(nn.Module):
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))
 
     def related(self, encoded: Encoded, rows: Tensor) -> Tensor:
-        """Return logits [M, 2] of rows with an image, int64 [M]. Column RELATED means that text and image match."""
+        """Return logits [M, 2] for these rows, int64 [M]. Column RELATED means that text and image belong together."""
         assert self.pooler is not None
         assert self.relationship is not None
         return self.relationship(self.pooler(encoded.text.index_select(0, rows), encoded.regions.index_select(0, rows)))
