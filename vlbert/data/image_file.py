@@ -14,7 +14,7 @@ _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 def read_image(image: str | Path | bytes | Image.Image) -> Sample:
-    """Return an image in the form that datasets store: upright, RGB or grey, JPEG. Raises ValueError if it is invalid."""
+    """Return an image as datasets store it: upright JPEG, RGB or grey. Raises ValueError if it is not valid."""
     name = str(image) if isinstance(image, str | Path) else "the image"
     try:
         if isinstance(image, Image.Image):

@@ -87,7 +87,7 @@ class ExampleSource:
         if isinstance(sample, ValueError):
             return Unreadable(step, getattr(sample, "key", None), str(sample))
         try:
-            annotation = None if self.examples.annotations is None else self.examples.annotations[number]
+            annotation = self.examples.annotations[number] if len(self.examples.annotations) else None
             rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if annotation is None else number)
             flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
             return self.task.example(sample, prepare_image(sample, self.regions, flip), annotation, rng)

@@ -28,13 +28,13 @@ class Examples:
 
     Attributes:
         samples: n sample numbers; a range, which takes no memory, if each sample is one example.
-        annotations: passed to Task.example with the sample; None if examples need only the sample.
+        annotations: passed to Task.example with the sample; empty if examples need only the sample.
         skipped: one line (name and reason) for each example in the files that is left out.
         invalid: one line (name and reason) for each example that is kept although it is invalid.
     """
 
     samples: range | np.ndarray
-    annotations: Sequence[Any] | None = None
+    annotations: Sequence[Any] = ()
     skipped: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
 

@@ -122,7 +122,7 @@ class Pretraining(Task):
         return replace(mismatched, text=text, image=mismatched.image and remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """Return `example` with the image of `other`, labelled as not related; unchanged if they have the same image."""
+        """Return `example` with the image of `other`, labelled as not related; or unchanged if both share an image."""
         if other.metadata["url"] == example.metadata["url"]:
             return example
         text = example.text
@@ -155,7 +155,7 @@ class Pretraining(Task):
             masked_regions = region_labels = np.isin(np.arange(1 + len(all_regions)), annotation.regions)
         else:
             masked_tokens, token_labels = mask_words(tokens, self.vocabulary, self.settings.words, rng)
-            # As in the published code, regions that do not fit into the row may be masked, too: their pixels are hidden.
+            # As in the published code, regions that do not fit into the row may be masked, too (their pixels are).
             masked_regions, region_labels = mask_regions(len(all_regions), self.settings.regions, rng)
             masked_regions[1 + max_count :] = False
         region_labels = region_labels[: 1 + count]

@@ -1,9 +1,9 @@
-"""RefCOCO+: find the region that an expression means (paper 4.2; UNC split).
+"""RefCOCO+: find the region that an expression refers to (paper 4.2; UNC split).
 
     torchrun -m vlbert.train finetune_refcoco --data.root ROOT --task.folder refcoco+ --init_from ROOT/runs/...
 
-The paper (table 3) reports for VL-BERT base, in % of expressions: on ground-truth regions val 79.88, testA 82.40, testB
-75.01; on MAttNet's detections 71.60, 77.72, 60.99.
+The paper (table 3) reports these accuracies for VL-BERT base on val, testA and testB: 79.88, 82.40 and 75.01 % with
+ground-truth regions; 71.60, 77.72 and 60.99 % with MAttNet's detections.
 """
 
 import functools
@@ -37,14 +37,14 @@ class RefCOCOSettings(TaskSettings):
     train_on: tuple[str, ...] = ("train",)  # splits to train on
     validate_on: str = "val"  # split to validate on
     regions: Literal["ground_truth", "detected"] = "ground_truth"  # candidates: all annotated objects, or detections
-    detections: str | None = None  # MAttNet's file of boxes, in folder; none: the regions of the region shards
+    detections: str | None = None  # MAttNet's file of boxes in folder; none: use the regions in the region shards
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects in addition to the detections
-    iou: Convention = "published"  # overlap measure, in training and in the metric of that name
+    iou: Convention = "published"  # overlap measure, for targets and in accuracy_{iou}
     whole_image_competes: bool = False  # allow the whole image as an answer
-    # target of a candidate; binary: 1 if its overlap with the answer is more than half; iou: that overlap (ViLBERT's
-    # code); otherwise 0
+    # target of a candidate that overlaps the answer by more than half; binary: 1; iou: the overlap (ViLBERT's code).
+    # The target of other candidates is 0
     target: Literal["binary", "iou"] = "binary"
-    loss_over: Literal["regions", "rows"] = "regions"  # average the loss over candidates, or over the rows' sums
+    loss_over: Literal["regions", "rows"] = "regions"  # average the loss over all candidates, or its sums per row
     classifier: ClassifierKind = "regions"  # classifier of candidates; regions: with pre-training's region transform
     classifier_dropout: float = 0.0  # dropout probability in the classifier
     expression_length: int = 60  # maximum tokens; longer expressions are invalid
@@ -62,7 +62,7 @@ class RefCOCOSettings(TaskSettings):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Query:
-    """An expression and the regions to choose from. An invalid expression gets no candidates."""
+    """An expression and the regions to choose from. If the query is invalid, none of them is a candidate."""
 
     expression: Expression
     regions: Sequence[Box] | np.ndarray | None  # [r, 4] in pixels of the shipped image; None: the sample's regions
@@ -90,7 +90,7 @@ class RefCOCO(Task):
         return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        """Return the examples of a split. Evaluation keeps invalid expressions and counts them as wrong."""
+        """Return one example per expression of a split. Evaluation counts invalid expressions as wrong."""
         rows = []
         for name in self.settings.splits(split):
             for image, expression in refcoco.list_expressions(self.expressions, name, self.folder):
@@ -116,7 +116,7 @@ class RefCOCO(Task):
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Query, rng: np.random.Generator) -> Example:
-        """Return the expression and the query's regions. Labels are the targets of the candidates."""
+        """Return an example with the expression and the query's regions. The labels are the targets of candidates."""
         expression, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
         shipped = expression.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
@@ -172,20 +172,21 @@ class RefCOCO(Task):
         return {"regions": (loss, terms), "accuracy": accuracy(right[batch.counted, 0] > 0)}
 
     def scores(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """Return the logits of the candidates, [M]."""
+        """Return the logits of the M candidates in the batch, float32 [M]."""
         return head(select(encoded.regions, batch.labelled["candidate"]))[:, 0].float()
 
     def by_region(self, values: Tensor, batch: Batch, others: float) -> Tensor:
-        """Distribute the values of candidates, [M], to regions, [N, R]. Other regions get `others`."""
+        """Write the candidates' values, [M], into a tensor for all regions, [N, R], filled with `others`."""
         filled = values.new_full((batch.region_mask.numel(),), others)
         return filled.index_copy(0, batch.labelled["candidate"], values).view(batch.region_mask.shape)
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return one row per expression with more columns: those of `score_choice` in vlbert/datasets/refcoco.py.
+        """Return one dict per expression, with the columns of vlbert.datasets.refcoco.score_choice added.
 
-        `region` is the chosen region's index, -1 for the whole image or none. Each region has its own probability.
+        The column `region` is the chosen region's index, -1 for the whole image or no region. Probabilities of regions
+        are sigmoids, so they do not add up to 1.
         """
-        # Only candidates can win: no padding and, unless it competes, not the whole image. Ties go to the first.
+        # Only candidates can be chosen, not padding nor, by default, the whole image. Of equal scores the first wins.
         scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)
         orders = scores.argsort(dim=1, descending=True, stable=True)[:, :MAX_RANKED].tolist()
         columns = zip(

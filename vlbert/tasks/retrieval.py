@@ -1,9 +1,9 @@
-"""Image-text retrieval on Flickr30k and COCO: score how well captions and images fit (Unicoder-VL 3.3, ViLBERT 3.2).
+"""Image-text retrieval on Flickr30k and COCO: score how well a caption fits an image (Unicoder-VL 3.3, ViLBERT 3.2).
 
     torchrun -m vlbert.train finetune_retrieval --data.root ROOT --task.folder flickr30k --init_from ROOT/runs/...
 
-Recall@1 on Flickr30k's test, caption -> image and image -> caption: Unicoder-VL 71.5 and 86.2, zero-shot 48.4 and 64.3;
-ViLBERT 58.20 caption -> image, zero-shot 31.86. VL-BERT's paper has no such result.
+Recall@1 on Flickr30k's test split: Unicoder-VL 71.5 (caption -> image) and 86.2 (image -> caption), zero-shot 48.4 and
+64.3; ViLBERT 58.20 (caption -> image), zero-shot 31.86. The VL-BERT paper has no retrieval results.
 """
 
 import sys
@@ -38,17 +38,17 @@ class RetrievalSettings(TaskSettings):
     file: str = "dataset_flickr30k.json"  # Karpathy's splits and captions, as published; for COCO dataset_coco.json
     train_on: tuple[str, ...] = ("train",)  # splits to train on; for COCO train and restval
     validate_on: str = "val"  # split to validate on
-    captions: int = retrieval.CAPTIONS  # maximum captions per image, its first ones
+    captions: int = retrieval.CAPTIONS  # maximum captions per image (its first ones)
     caption_length: int = 64  # maximum tokens per caption; longer captions are cut
-    max_regions: int | None = None  # maximum regions per image, the sample's first ones; none: all
+    max_regions: int | None = None  # maximum regions per image (the sample's first ones); none: all
     # hinge: the pair's probability exceeds those of the best wrong image and of the best wrong caption by `margin`
     # (Unicoder-VL); cross_entropy: the pair among all wrong ones (ViLBERT: two wrong captions and one wrong image)
     loss: Literal["hinge", "cross_entropy"] = "hinge"
     margin: float = 0.2  # difference of probabilities for the hinge loss, 0 to 1
-    wrong_captions: int = 3  # wrong captions of each pair in training, from the next examples
-    wrong_images: int = 3  # wrong images of each pair in training, from the next examples
+    wrong_captions: int = 3  # wrong captions per pair in training, taken from the next examples
+    wrong_images: int = 3  # wrong images per pair in training, taken from the next examples
     rows_at_once: int = 512  # pairs per batch of an evaluation; affects memory and the last digits of scores
-    fold: int = 1000  # images per fold, which is also ranked separately if a split has several (COCO's 1K numbers)
+    fold: int = 1000  # images per fold; a split with several folds is also ranked within each (COCO's 1K results)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -69,12 +69,14 @@ class Caption:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldOutImage:
-    """An image to rank, with its own captions.
+    """An image of an evaluation, which is scored against the captions of all images.
 
     Attributes:
+        image: its file name.
+        captions: its own captions.
         first: index of its first caption in `candidates`.
-        images: number of images that the candidates belong to.
-        candidates: token ids, int64 [t], of each caption that images are ranked against.
+        images: number of images in the evaluation.
+        candidates: token ids, int64 [t], of each caption of all images.
     """
 
     image: str
@@ -96,7 +98,7 @@ class Retrieval(Task):
     # --- examples -----------------------------------------------------------------------------------------------------
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        """Return one example per caption in training; in evaluation one per image, ranked against all captions."""
+        """Return one example per caption for training, or one per image, with all captions, for evaluation."""
         file = self.folder / self.settings.file
         splits, held_out, skipped = retrieval.read_splits(file, self.settings.captions), [], []
         for name in self.settings.splits(split):
@@ -109,18 +111,14 @@ class Retrieval(Task):
                     skipped.append(
                         f"{image}: {len(captions) - len(kept)} of its {len(captions)} captions have no words"
                     )
-        if split is None:
-            rows = [
-                (Caption(item.image, text), item.image, item.image, "") for item in held_out for text in item.captions
-            ]
-        else:
-            rows = [(item, item.image, item.image, "") for item in held_out]
+        pairs = [Caption(item.image, text) for item in held_out for text in item.captions]
+        rows = [(item, item.image, item.image, "") for item in (pairs if split is None else held_out)]
         examples = make_examples(self.settings, samples, split, rows)
-        ranked = examples.annotations if split is None else self.with_candidates(examples.annotations or ())
-        return replace(examples, annotations=ranked, skipped=(*skipped, *examples.skipped))
+        annotations = examples.annotations if split is None else self.with_candidates(examples.annotations)
+        return replace(examples, annotations=annotations, skipped=(*skipped, *examples.skipped))
 
     def with_candidates(self, images: Sequence[HeldOutImage]) -> list[HeldOutImage]:
-        """Return the images with the captions of all of them as candidates."""
+        """Return copies of the images, with the captions of all of them as candidates."""
         candidates = [self.tokens(text) for image in images for text in image.captions]
         firsts = np.cumsum([0, *(len(image.captions) for image in images)]).tolist()
         return [
@@ -129,7 +127,7 @@ class Retrieval(Task):
         ]
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        annotations = list(examples.annotations or ())
+        annotations = list(examples.annotations)
         chosen = sorted(numbers.tolist())
         for number, image in zip(chosen, self.with_candidates([annotations[n] for n in chosen]), strict=True):
             annotations[number] = image
@@ -168,12 +166,12 @@ class Retrieval(Task):
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return pairs whose wrong captions and wrong images are those of the next pairs.
+        """Return the pairs with additional rows, which combine them with captions and images of the next pairs.
 
-        The rows of an image are its own caption, captions of later pairs, and captions of earlier pairs, whose wrong
-        image it is. Pairs of one image are not combined, because their captions are right. Labels of a row: `anchor`,
-        the number of its pair; `role`, 0 for the pair, then the wrong captions, then the wrong images; and, for the
-        pair only, `right`, 0.
+        The rows of an image are its own caption, then wrong captions from later pairs, and captions of earlier pairs
+        for which it is a wrong image. Pairs of the same image are not combined, because their captions are not wrong.
+        Labels of a row: `anchor`, the index of the pair that it belongs to; `role`, 0 for the pair itself, then one
+        for each wrong caption and each wrong image; `right`, which is 0 for the pair itself and empty for others.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]
@@ -205,7 +203,7 @@ class Retrieval(Task):
         return {"pooler": "pooler", "score": "relationship"}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Convert the relationship head to a score: the difference of its logits, whose sigmoid is its probability."""
+        """Convert the relationship head's two outputs to one: their difference, whose sigmoid is the probability."""
         if part != "score":
             return tensors
         return {name: (tensor[RELATED] - tensor[1 - RELATED])[None] for name, tensor in tensors.items()}
@@ -215,7 +213,7 @@ class Retrieval(Task):
         count, wrong_captions = len(right), self.settings.wrong_captions
         if self.settings.loss == "hinge":
             scores = scores.sigmoid()
-        # A missing wrong caption or image scores below all others.
+        # Missing wrong captions and images keep a score below all others.
         table = scores.new_full((count, 1 + wrong_captions + self.settings.wrong_images), -torch.inf)
         table[batch.labels["anchor"], batch.labels["role"]] = scores
         pair, wrong = table[:, 0], table[:, 1:]
@@ -231,7 +229,7 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """Return one dict per image, for `assemble`: `scores`, float32 [candidates], and fields of HeldOutImage."""
+        """Return a dict per image for `assemble`: `scores`, float32 [candidates], and fields of its HeldOutImage."""
         ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
         candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
         size, scores_of_blocks = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
@@ -249,7 +247,7 @@ class Retrieval(Task):
         ]
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return one row per pair, with the probability that text and image belong together."""
+        """Return one dict per pair, with the probability that its text and image belong together."""
         likely = head(encoded).sigmoid().tolist()
         rows = []
         for key, metadata, probability in zip(batch.keys, batch.metadata, likely, strict=True):
@@ -261,15 +259,15 @@ class Retrieval(Task):
         return rows
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return one row per image: `question` is its file, `ground_truth` the best of its captions.
+        """Return the prediction of each image: `question` is its file, `ground_truth` its own caption that scores best.
 
-        `score` is the mean of 1 / caption_rank and of the mean 1 / image_rank. More columns:
+        `score` is the mean of 1 / caption_rank and the mean of 1 / image_ranks. More columns:
 
-        image, captions      file and captions of the image
-        caption_rank         rank of its best caption among the captions of all images, from 1
-        image_ranks          rank of the image among all images for each of its captions, from 1
-        found_images         best image for each of its captions
-        fold, caption_rank_fold, image_ranks_fold   the same within its fold of `task.fold` images, if there are several
+        image, captions      file name and captions of the image
+        caption_rank         rank, from 1, of its best caption among the captions of all images
+        image_ranks          for each of its captions, the rank, from 1, of the image among all images
+        found_images         for each of its captions, the file name of the best image
+        fold, caption_rank_fold, image_ranks_fold   with several folds: number of its fold, and the ranks within it
         """
         if not rows:
             return []
@@ -302,24 +300,22 @@ class Retrieval(Task):
                 "image_ranks": image_ranks.tolist(),
                 "found_images": [rows[n]["image"] for n in best_images[own]],
             }
-            if parts:  # images after the last full fold are in none
+            if parts:
+                columns |= dict.fromkeys(("fold", "caption_rank_fold", "image_ranks_fold"))
                 fold, position = divmod(i, len(rows) // folds)
-                ranks_in_fold = parts[fold] if fold < folds else None
-                start = int(own[0]) - sum(len(part.image_of_caption) for part in parts[:fold])
-                columns |= {
-                    "fold": fold if ranks_in_fold else None,
-                    "caption_rank_fold": int(ranks_in_fold.captions_of_image[position]) + 1 if ranks_in_fold else None,
-                    "image_ranks_fold": (ranks_in_fold.image_of_caption[start:][: len(own)] + 1).tolist()
-                    if ranks_in_fold
-                    else None,
-                }
+                if fold < folds:  # images after the last full fold are in none
+                    start = int(own[0]) - sum(len(part.image_of_caption) for part in parts[:fold])
+                    columns["fold"] = fold
+                    columns["caption_rank_fold"] = int(parts[fold].captions_of_image[position]) + 1
+                    columns["image_ranks_fold"] = (parts[fold].image_of_caption[start:][: len(own)] + 1).tolist()
             predictions.append(columns)
         return predictions
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return image_* for the images of captions, caption_* for the best captions of images, and chance of image_r1.
+        """Return metrics of the ranks of images given a caption (image_*), and of captions given an image (caption_*).
 
-        r1, r5, r10: share of ranks up to 1, 5, 10; medr, meanr: median and mean rank; *_fold: mean over the folds.
+        r1, r5, r10: share of ranks up to 1, 5, 10; medr, meanr: median and mean rank; *_fold: mean over the folds. The
+        metric `chance` is image_r1 for random scores.
         """
         metrics = _recalls(rows, "") | {"chance": 1 / len(rows)}
         folds = sorted({row["fold"] for row in rows if row.get("fold") is not None})
@@ -333,7 +329,7 @@ class Retrieval(Task):
 
 
 class PairScore(nn.Module):
-    """A linear layer that scores how well the text and the image of each row fit."""
+    """A pooler and a linear layer that score how well the text and the image of each row belong together."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -342,7 +338,7 @@ class PairScore(nn.Module):
         initialise_head(self, config)
 
     def forward(self, encoded: Encoded) -> Tensor:
-        """Return the scores [N], in float32 for any precision of the run, because rounding would make scores equal."""
+        """Return the scores [N], always computed in float32, because lower precision would make some of them equal."""
         text, regions = encoded.text[:, :1].float(), encoded.regions[:, :1].float()
         with torch.autocast(text.device.type, enabled=False):
             return self.score(self.pooler(text, regions))[:, 0]

@@ -2,7 +2,8 @@
 
     torchrun -m vlbert.train finetune_vcr --data.root ROOT --task.folder vcr --init_from ROOT/runs/...
 
-The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 77.9, 58.9 (test 75.8, 78.4, 59.7).
+The paper (table 1) reports accuracies of 73.8 % for Q->A, 74.4 for QA->R and 55.2 for Q->AR on val (base model); the
+large model has 75.5, 77.9 and 58.9 on val, and 75.8, 78.4 and 59.7 on test.
 """
 
 import zlib
@@ -49,24 +50,24 @@ class VCRSettings(TaskSettings):
     validate_on: str = "val"  # split to validate on, as in file names
     subtask: Subtask = "answer"  # answer: Q->A; rationale: QA->R
     max_tokens: int = 64  # maximum tokens of question and choice together; the longer one is cut at its end
-    # shared: a long choice shortens the question in the rows of all choices; each: only in its own row
+    # shared: a long choice shortens the question in the rows of all four choices; each: only in its own row
     truncation: Literal["shared", "each"] = "shared"
     swap_left_right: bool = False  # swap "left" and "right" in the texts of mirrored images
     # visual feature embedding of words that name an object: that of the object, or of the whole image
     mention_visual_embedding: Literal["object", "image"] = "object"
     names: Literal["neutral", "class"] = "neutral"  # call a mentioned person by a gender-neutral name, or "person"
-    instance_masks: bool = True  # compute a region's feature only from the cells that its object covers
-    mask_size: int = 14  # width and height of masks, in cells of the model's res5
+    instance_masks: bool = True  # compute a region's features only from the cells that its object covers
+    mask_size: int = 14  # width and height of instance masks, in cells of the model's res5
     masked_regions: float = 0.0  # share of regions that training masks and predicts; 0: predict all, unmasked
     loss: Literal["sigmoid", "softmax"] = "sigmoid"  # score each choice separately, or as one of four
-    pooled: bool = True  # compute the score after BERT's tanh pooler at [CLS], instead of at [CLS] itself
+    pooled: bool = True  # compute the score from the output of BERT's tanh pooler, instead of from [CLS] directly
     classifier: ClassifierKind = "linear"  # classifier of choices: one layer, or `two_layers`
-    classifier_width: int = 1024  # width between the layers of two_layers
-    # also predict the class of each region, from the encoder's output or from the feature of Fast R-CNN
+    classifier_width: int = 1024  # width of the first layer of two_layers
+    # also predict the class of each region, from the encoder's output or from the features of Fast R-CNN
     region_loss: Literal["contextual", "appearance", "none"] = "contextual"
     # with precomputed features: add the detected regions that match no object, after the objects
     detected_regions: bool = False
-    copies_segment: bool = True  # copy segment A to B when starting from pre-training, which only trains A
+    copies_segment: bool = True  # copy segment A's embedding to B when starting from pre-training, which trains only A
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -83,9 +84,9 @@ class VCRSettings(TaskSettings):
 
 
 class VCR(Task):
-    """The task VCR. Its regions are the annotated objects of the metadata, which texts mention by number.
+    """The task VCR. Its regions are the annotated objects in the data set's metadata, which texts mention by number.
 
-    Only precomputed features come from the region shard: an object gets those of the region that overlaps it most.
+    The detected regions only provide precomputed features: an object gets those of the region that overlaps it most.
     """
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
@@ -102,15 +103,15 @@ class VCR(Task):
         return make_examples(settings, samples, split, rows)
 
     def annotation_for(self, text: str, choices: Sequence[str] = (), answer: str = "") -> Question:
-        """Return a question about the sample's regions, with its four choices and, for rationales, the answer.
+        """Return a user's question about the regions of a sample, with four choices and, for rationales, the answer.
 
         Texts mention regions by their numbers, from 1: "Why is [1] near [2,3]?" A mention becomes the word "object"
-        with the region's visual feature embedding. The region fills its box.
+        with the region's visual feature embedding. Each region fills its box, as if by its instance mask.
         """
         return user_question(self.settings.subtask, text, choices, answer)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Question, rng: np.random.Generator) -> Example:
-        """Return one row per choice, with labels for the choice and the regions if the right choice is known."""
+        """Return an example with a text per choice. If the right choice is known, choices and regions have labels."""
         settings, question = self.settings, annotation
         scene, context, choices = question.read(sample)
         names = scene.names
@@ -138,14 +139,14 @@ class VCR(Task):
         )
 
     def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> TaggedText:
-        """Return the tokens of a text and the region whose visual feature embedding each token gets."""
+        """Return two int64 [t]: the tokens of a text, and the region whose visual feature embedding each token gets."""
         if flipped and self.settings.swap_left_right:
             text = [swap_sides(token) if isinstance(token, str) else token for token in text]
         tokens, regions = tag(text, names, self.vocabulary)
         return tokens, regions * (self.settings.mention_visual_embedding == "object")
 
     def text_input(self, question: TaggedText, choice: TaggedText, right: bool) -> TextInput:
-        """Return [CLS] question [SEP] choice [SEP]. The label at [CLS] is True for the right choice."""
+        """Return [CLS] question [SEP] choice [SEP]. The label at [CLS] says whether the choice is `right`."""
         words, zero = self.vocabulary, np.zeros(1, np.int64)
         tokens = [[words.cls], question[0], [words.sep], choice[0], [words.sep]]
         token_region = [zero, question[1], zero, choice[1], zero]
@@ -157,7 +158,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with the objects' boxes [r, 4] as regions, some of them masked if `rng` is not None."""
+        """Return the image with the objects' boxes [r, 4], in stored pixels, as regions. `rng` draws masked ones."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:
@@ -169,12 +170,10 @@ class VCR(Task):
             side = self.settings.mask_size
             masks = np.concatenate([np.ones((1, side, side), np.float32), scene.masks(side)])
             more["cells"] = np.ascontiguousarray(masks[:, :, ::-1]) if image.flipped else masks
-        masked = np.zeros(len(image.boxes), bool)
-        if not self.settings.masked_regions:
-            return image.to_input(masked, label_masks={"region_label_mask": ~masked}, **more)
-        if rng is not None:
-            masked[1:] = rng.random(len(boxes)) < self.settings.masked_regions
-        return image.to_input(masked, label_masks={"region_label_mask": masked}, **more)
+        masked, share = np.zeros(len(image.boxes), bool), self.settings.masked_regions
+        if share and rng is not None:
+            masked[1:] = rng.random(len(boxes)) < share
+        return image.to_input(masked, label_masks={"region_label_mask": masked if share else ~masked}, **more)
 
     def head(self, config: ModelConfig) -> nn.Module:
         regions, side = config.regions, self.settings.mask_size
@@ -197,17 +196,17 @@ class VCR(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
-        """Copy segment A to segment B, which pre-training does not train (VCRSettings.copies_segment)."""
+        """Copy the embedding of segment A to B, which pre-training does not train, if `copies_segment` is set."""
         if self.settings.copies_segment and init_from == "PretrainingSettings":
             segments = vlbert.embedding.segments.weight
             segments[1] = segments[0]
 
     def logits(self, head: "VCRHead", encoded: Encoded, batch: Batch) -> Tensor:
-        """Return the logits of the choices, [questions, choices]."""
+        """Return the logits of the choices, float32 [questions, choices]."""
         return head.scores(encoded.text, encoded.regions).float().view(len(batch.keys), -1)
 
     def losses(self, vlbert: VLBert, head: "VCRHead", encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        """Return the losses over questions whose right choice is known."""
+        """Return the losses and the accuracy over the questions whose right choice is known."""
         rows = batch.labelled["choice"] // batch.tokens.shape[1]
         logits = self.logits(head, encoded, batch).flatten().index_select(0, rows).view(-1, CHOICES)
         right = batch.labels["right"].view(-1, CHOICES)
@@ -231,7 +230,7 @@ class VCR(Task):
         return {"answers": answers, "regions": (regions, len(classes))} | monitored
 
     def predictions(self, vlbert: VLBert, head: "VCRHead", encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return one row per question with more columns: `probabilities` of the choices, and Question.columns."""
+        """Return one dict per question, including `probabilities` of the four choices and Question.columns."""
         rows = []
         probabilities = self.logits(head, encoded, batch).double().softmax(1).tolist()
         for key, metadata, row in zip(batch.keys, batch.metadata, probabilities, strict=True):
@@ -271,10 +270,10 @@ class VCRHead(nn.Module):
         self.score = Classifier(config, 1, settings.classifier, dropout, settings.classifier_width, inputs=pair_size)
 
     def scores(self, text: Tensor, regions: Tensor) -> Tensor:
-        """Return the scores [N, 1] of rows with text [N, T, C] and regions [N, R, C']."""
+        """Return a score per row, [N, 1], from the encoder's output vectors: text [N, T, C] and regions [N, R, C']."""
         return self.score(text[:, 0] if self.pooler is None else self.pooler(text, regions))
 
     def classes(self, regions: Tensor) -> Tensor:
-        """Return logits [K, CLASSES] for region vectors [K, C']."""
+        """Return the logits of object classes, [K, CLASSES], for region vectors [K, C']."""
         assert self.region_classifier is not None
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))

@@ -2,7 +2,8 @@
 
     torchrun -m vlbert.train finetune_vqa --data.root ROOT --task.folder vqa --init_from ROOT/runs/...
 
-The paper (table 2) reports for VL-BERT base 71.16 on test-dev; for large 71.79 on test-dev and 72.22 on test-std.
+The paper (table 2) reports an accuracy of 71.16 % on test-dev for VL-BERT base; 71.79 on test-dev and 72.22 on test-std
+for large.
 """
 
 import functools
@@ -46,7 +47,7 @@ class VQASettings(TaskSettings):
     reads: Literal["mask", "pair"] = "mask"
     classifier: ClassifierKind = "words"  # classifier of answers; words: with pre-training's word transform
     classifier_dropout: float | None = None  # dropout probability in the classifier; None: the model's
-    answers_from_words: bool = True  # initialise an answer's weights with the mean embedding of its tokens
+    answers_from_words: bool = True  # initialise each answer's weights with the mean embedding of its tokens
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -71,12 +72,12 @@ class VQA(Task):
 
     @functools.cached_property
     def answers(self) -> list[str]:
-        """Answer of each class."""
+        """The answer that each class of the classifier stands for."""
         return vqa.read_answers(self.folder / self.settings.answer_list, self.settings.answers)
 
     @functools.cached_property
     def class_of(self) -> dict[str, int]:
-        """Map from answer to class, the first class of equal answers."""
+        """Map from answer to class: the first class, if several have the same answer."""
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
@@ -97,7 +98,7 @@ class VQA(Task):
         return invalid_reason(text, "question_length", self.settings.question_length, self.vocabulary)
 
     def annotation_for(self, text: str, answer: str = "") -> Question:
-        """Return a question; `answer` is the right answer if it is known."""
+        """Return a user's question. `answer` is the right answer, or "" if it is unknown."""
         if reason := self._invalid_reason(text):
             raise ValueError(f"the question {text[:60]!r} is invalid: {reason}")
         return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
@@ -112,9 +113,9 @@ class VQA(Task):
         )
 
     def text_input(self, question: np.ndarray, scores: np.ndarray) -> TextInput:
-        """Return [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if `reads` is pair.
+        """Return [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if the setting `reads` is "pair".
 
-        The labels, at [MASK] or at [CLS], are the soft scores of all answers and the best class, if there is one.
+        The labels, at [MASK] or at [CLS], are the soft scores of all answers and the best answer's class, if any.
         """
         words = self.vocabulary
         tokens = [words.cls, *question, words.sep]
@@ -133,7 +134,7 @@ class VQA(Task):
         )
 
     def scores(self, answers: Sequence[str]) -> np.ndarray:
-        """Return the soft score of each class, float32 [answers], given the annotators' answers."""
+        """Return the soft score of each class, float32 [answers], given the answers of a question's annotators."""
         scores = np.zeros(self.settings.answers, np.float32)
         for answer, count in Counter(answers).items():
             if answer in self.class_of:
@@ -151,7 +152,7 @@ class VQA(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: Classifier, init_from: str | None) -> None:
-        """Set each answer's weights to the mean embedding of its tokens, unless it has none, and its bias to 0."""
+        """Set the classifier's weights for each answer to the mean embedding of its tokens, if any, and biases to 0."""
         if not self.settings.answers_from_words:
             return
         output = head.output
@@ -168,7 +169,7 @@ class VQA(Task):
         output.bias.zero_()
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """Return the logits of the answers, [N, answers]."""
+        """Return the logits of all answers for the questions, float32 [questions, answers]."""
         answers = batch.labelled["answer"]
         if self.settings.reads == "pair":
             return head(encoded.text, encoded.regions).index_select(0, answers // batch.tokens.shape[1]).float()
@@ -181,13 +182,13 @@ class VQA(Task):
             loss = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
         else:
             classes = batch.labels["class"]
-            answered = (scores.amax(dim=1) > 0).nonzero_static(size=len(classes))[:, 0]  # others have no answer of ours
+            answered = (scores.amax(dim=1) > 0).nonzero_static(size=len(classes))[:, 0]  # with an answer in the list
             logits = logits.index_select(0, answered)
             loss = F.cross_entropy(logits, classes, reduction="sum")
         return {"answers": (loss, len(logits))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return one row per question with the columns of Question.columns. The score is the official accuracy."""
+        """Return one dict per question, including Question.columns. The column `score` is the official accuracy."""
         logits = self.logits(head, encoded, batch)
         probabilities = logits.sigmoid() if self.settings.loss == "bce" else logits.softmax(1)
         top = logits.topk(min(MAX_RANKED, logits.shape[1])).indices  # (N, ranked)
