@@ -1,6 +1,6 @@
-"""Reading and checking of data set files.
+"""Functions that read and check the files of data sets.
 
-Each data set has its own module with its official scorer (vqa, vcr, refcoco, retrieval). None needs images or torch.
+Each data set has a module with its official scorer: vqa, vcr, refcoco, retrieval. They need neither images nor torch.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ Parsed = TypeVar("Parsed")
 
 @contextlib.contextmanager
 def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
-    """Open a file. Raises ValueError, with the file and the `settings` that name it, if it is missing or unreadable."""
+    """Open a file to read bytes. Raises ValueError, with the settings that name the file, if it cannot be read."""
     try:
         with open(file, "rb") as stream:
             yield stream
@@ -32,13 +32,13 @@ def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
 
 
 def read_json(file: Path, settings: str, kind: type = dict) -> Any:
-    """Return the value of a JSON file, which may hold NaN. Raises ValueError if it is not readable or not a `kind`."""
+    """Read a JSON file, which may contain NaN. Raises ValueError if it cannot be read, or if its value is no `kind`."""
     with open_task_file(file, settings) as stream:
         return parse_json(stream.read(), str(file), kind, "fetch it again")
 
 
 def read_text(file: Path, settings: str) -> str:
-    """Return the text of a UTF-8 file without byte order mark. Raises ValueError if it is missing or not UTF-8."""
+    """Read a UTF-8 file, and remove a byte order mark. Raises ValueError if it cannot be read or is not UTF-8."""
     try:
         with open_task_file(file, settings) as stream:
             return stream.read().decode("utf-8-sig")
@@ -47,7 +47,7 @@ def read_text(file: Path, settings: str) -> str:
 
 
 def read_lines(file: Path, settings: str) -> list[str]:
-    """Return the stripped non-blank lines of a text file. Raises ValueError as `read_text` does, or if it has none."""
+    """Read the non-blank lines of a text file, stripped. Raises ValueError as `read_text` does, or if it has none."""
     lines = [line.strip() for line in read_text(file, settings).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{settings} {file} is empty; write one entry per line")
@@ -56,7 +56,7 @@ def read_lines(file: Path, settings: str) -> list[str]:
 
 @contextlib.contextmanager
 def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
-    """Context manager: raise ValueError, with the file and the entry, if code inside cannot parse the entry."""
+    """Context manager: turn an error in the code inside into a ValueError that names the file and its entry."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -66,7 +66,7 @@ def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
 
 
 def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
-    """Parse each entry of a list. Raises ValueError if an entry does not have the format, or if there is no list."""
+    """Apply `parse` to each entry of a file's list. Raises ValueError if it fails, or if `entries` is not a list."""
     if not isinstance(entries, list):
         raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
     parsed = []
@@ -77,14 +77,14 @@ def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callabl
 
 
 def check_unique(ids: Iterable[Hashable], source: str) -> set[Hashable]:
-    """Return the ids as a set. Raises ValueError, with the first repeated ids, if ids are repeated."""
+    """Return the ids as a set. Raises ValueError, with the first repeated ids, if any id is repeated."""
     counts = Counter(ids)
     _raise_ids([id_ for id_, count in counts.items() if count > 1], f"of {source} are repeated")
     return set(counts)
 
 
 def check_ids(found: Iterable[Hashable], expected: Sequence[Hashable], found_in: str, expected_in: str) -> None:
-    """Raise ValueError, with the first such ids, if ids are repeated or are in only one of the two."""
+    """Raise ValueError, with some ids, if ids are repeated, or if `found` and `expected` do not have the same ids."""
     found_ids, expected_ids = check_unique(found, found_in), check_unique(expected, expected_in)
     _raise_ids([id_ for id_ in expected if id_ not in found_ids], f"of {expected_in} are missing in {found_in}")
     _raise_ids(list(found_ids - expected_ids), f"of {found_in} are not in {expected_in}")
@@ -96,18 +96,18 @@ def _raise_ids(ids: Sequence[Hashable], problem: str) -> None:
 
 
 def image_name(url: str) -> str:
-    """Return the file name at the end of a URL."""
+    """Return the decoded file name at the end of a URL."""
     return Path(unquote(urlsplit(url).path)).name
 
 
 def withdrawn_images(samples: Samples, images: Iterable[str]) -> set[str]:
-    """Return those of the images that are in no sample because their URL was withdrawn."""
+    """Return the file names, among `images`, of images that are in no sample because their URL was withdrawn."""
     withdrawn = {image_name(url) for url in samples.withdrawn}.intersection(images)
     return withdrawn - {image_name(url) for url in samples.urls} if withdrawn else withdrawn
 
 
 def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
-    """Return the sample number of each image, int64, by file name. Raises ValueError if one has none or several."""
+    """Return the sample number, int64 [n], of each image file. Raises ValueError if one is in no or several samples."""
     needed, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
         numbers[image_name(url)].append(i)

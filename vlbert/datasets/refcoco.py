@@ -1,4 +1,4 @@
-"""Official files of RefCOCO+, and the scoring of predicted boxes. Errors name the file, the entry and the remedy."""
+"""RefCOCO+: its official files, and the scoring of predicted boxes. Errors name the file, the entry and the remedy."""
 
 import json
 from collections import defaultdict
@@ -54,8 +54,8 @@ Expressions = dict[str, dict[str, list[Expression]]]  # split -> image file -> e
 def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequence[float]) -> np.ndarray:
     """Return the intersection over union, float64 [n], of boxes [n, 4] with `box`, x1 y1 x2 y2 in pixels.
 
-    plain: boxes are continuous. published: x2 and y2 are the last pixels inside, so every width is one more.
-    mattnet: widths are plain; the intersection counts pixels from x1 to x2 - 1, and at least two on each side.
+    plain: a width is x2 - x1. published: x2 and y2 are the last pixels inside, so every width is x2 - x1 + 1. mattnet:
+    widths are plain, but the intersection counts pixels x1 to x2 - 1, and is 0 unless both its sides exceed one pixel.
     """
     boxes, box = np.asarray(boxes, np.float64).reshape(-1, 4), np.asarray(box, np.float64)
     low, high = np.maximum(boxes[:, :2], box[:2]), np.minimum(boxes[:, 2:], box[2:])
@@ -72,7 +72,7 @@ def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequenc
 
 
 def is_hit(convention: Convention, overlap: np.ndarray | float) -> np.ndarray | bool:
-    """Return True if the overlap, a number or an array, counts as a hit: 0.5 or more, for `plain` more than 0.5."""
+    """Return whether an overlap counts as a hit: at least 0.5 or, with the convention "plain", more than 0.5."""
     return overlap > 0.5 if convention == "plain" else overlap >= 0.5
 
 
@@ -82,18 +82,18 @@ def _sizes(boxes: np.ndarray) -> np.ndarray:
 
 
 def region_name(index: int | None) -> str:
-    """Return the name of a row of boxes: row 0 is the whole image, the others are regions; None is "no region"."""
+    """Return the text for a chosen row of boxes: row 0 is the whole image, others are regions, None is no region."""
     return "no region" if index is None else f"region {index}" if index else "the whole image"
 
 
 def score_choice(
     convention: Convention, expression: Expression, boxes: np.ndarray, chosen: int | None, annotated: bool
 ) -> dict:
-    """Return the columns of a prediction that chooses row `chosen` of the boxes [1 + r, 4], or None.
+    """Return the columns of a prediction that chose row `chosen` of the boxes [1 + r, 4], or no box if it is None.
 
-    box_xywh is the chosen box in the data set's format, zeros for none. ground_truth, score, iou, hit and exact are
-    None if the object is unknown. With `annotated`, the regions are the annotated objects, and exact is True if the
-    object itself was chosen.
+    box_xywh is the chosen box in the data set's format; it is all 0 if there is none. ground_truth, score, iou, hit and
+    exact are None if the right object is unknown. If `annotated`, the regions are the annotated objects, and exact says
+    whether the right object was chosen.
     """
     box = np.zeros(4) if chosen is None else boxes[chosen]
     ground_truth = iou = hit = exact = None
@@ -120,10 +120,10 @@ def score_choice(
 
 
 def metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """Return metrics over rows with a known object.
+    """Return metrics over the predictions whose right object is known.
 
-    accuracy_<convention> is the share of hits, chance the mean of 1 / candidates, and exact, on ground-truth regions,
-    the share of choices that are the object itself.
+    accuracy_<convention> is the share of hits; chance is the mean of 1 / candidates; exact, only with ground-truth
+    regions, is the share of predictions that chose the right object.
     """
     known = [row for row in rows if row["hit"] is not None]
     if not known:
@@ -138,7 +138,7 @@ def metrics(rows: Sequence[dict]) -> dict[str, float]:
 def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> dict[str, bytes]:
     """Return predictions.json, a list of {sent_id, ref_id, box_xywh} for other scorers. There is no leaderboard.
 
-    Raises ValueError if an expression of the rows' splits has no row.
+    Raises ValueError unless the rows have exactly one prediction for each expression of their splits.
     """
     splits = sorted({row["split"] for row in rows})
     expected = [one.sentence_id for split in splits for _, one in list_expressions(expressions, split, folder)]
@@ -148,14 +148,14 @@ def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> 
 
 
 def list_expressions(expressions: Expressions, split: str, folder: Path) -> list[tuple[str, Expression]]:
-    """Return (image file, expression) for all expressions of a split."""
+    """Return (image file, expression) for all expressions of a split. Raises ValueError if there is no such split."""
     if split not in expressions:
         raise ValueError(f"{folder / FILES[0]} has no split {split}; it has {', '.join(sorted(expressions))}")
     return [(file, expression) for file, listed in expressions[split].items() for expression in listed]
 
 
 def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
-    """Read a refs file and instances.json: split -> image file -> expressions."""
+    """Read expressions from the file `refs`, with boxes from instances.json: split -> image file -> expressions."""
     source, instances = folder / refs, folder / FILES[1]
     images, annotations = _read_instances(instances)
     objects, index_of = defaultdict(list), {}
@@ -190,10 +190,10 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
 
 
 def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
-    """Read MAttNet's file, a list of {box, image_id, ...}: image file -> boxes.
+    """Read MAttNet's detections, a list of {box, image_id, ...}: image file -> boxes.
 
-    Boxes are float64 [n, 4], x1 y1 x2 y2 in pixels of the shipped image. Boxes without an area inside their image are
-    dropped, and so are boxes of images that are not in instances.json.
+    Boxes are float64 [n, 4], x1 y1 x2 y2 in pixels of the shipped image. Boxes without an area inside their image and
+    boxes of images that are not in the file `instances` are dropped.
     """
     images, _ = _read_instances(instances)
     boxes_of = defaultdict(list)
@@ -209,7 +209,7 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 
 def read_plain_pickle(file: Path) -> Any:
-    """Read a pickle of lists, dicts, strings and numbers, also of Python 2. Anything that would run code is refused."""
+    """Read a pickle of plain values, even from Python 2. Raises ValueError, without running code, if it has others."""
     with open_task_file(file, "task.folder") as stream:
         data = stream.read()
     try:
@@ -223,7 +223,7 @@ def read_plain_pickle(file: Path) -> Any:
 
 
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
-    """Return image id -> entry, with file_name, width and height, and annotation id -> (image id, box)."""
+    """Read instances.json: image id -> entry with file_name, width and height; annotation id -> (image id, box)."""
     data = read_json(file, "task.folder")
 
     def parse_image(entry: dict) -> dict:
@@ -243,7 +243,7 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
 
 
 def _parse_unique(data: dict, name: str, file: Path, parse: Callable[[dict], dict], *fields: str) -> list[dict]:
-    """Parse the entries of one of the file's lists. Raises ValueError if two are equal in one of these fields."""
+    """Parse the entries of the file's list `name`. Raises ValueError if a field has the same value in two."""
     entries = parse_entries(data.get(name), name, "COCO", file, parse)
     for field in fields:
         check_unique([entry[field] for entry in entries], f"{name} of {file}")
@@ -273,7 +273,7 @@ def _to_corners(box: Sequence[float]) -> Box:
 
 
 def _box_problem(box: Box, image: dict) -> str:
-    """Return why a box cannot be an object, or "" if it can."""
+    """Return why a box cannot be an object's: no area, or none inside the image. "" if it can be."""
     x1, y1, x2, y2 = box
     if x2 <= x1 or y2 <= y1:
         return f"its box {list(box)} has no area"

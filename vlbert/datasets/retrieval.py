@@ -1,6 +1,6 @@
 """Image-text retrieval: ranks, Recall@K and folds, and Karpathy's split files of Flickr30k and COCO.
 
-Ranks count from 0: the number of candidates before the right one.
+A rank is the number of candidates before the right one, so the best rank is 0.
 """
 
 from collections import defaultdict
@@ -18,14 +18,17 @@ RECALLS = (1, 5, 10)
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The rank of each image's best caption among all captions, and of each caption's image among all images, int64."""
+    """Ranks, int64: of each image's best caption among all captions, and of each caption's image among all images."""
 
     captions_of_image: np.ndarray
     image_of_caption: np.ndarray
 
 
 def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
-    """Rank by scores [images, captions], higher is better; image_of [captions] has the right image of each caption."""
+    """Rank by scores [images, captions], higher is better. image_of [captions] is the right image of each caption.
+
+    Raises ValueError if a score is not finite.
+    """
     image_of = np.asarray(image_of)
     if not np.isfinite(scores).all():
         raise ValueError(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
@@ -37,23 +40,23 @@ def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
 
 
 def _rank(scores: np.ndarray, index: int) -> int:
-    """Return the number of better scores plus half of the equal ones, rounded up.
+    """Return the rank of scores[index]: the number of higher scores plus half of the equal ones, rounded up.
 
-    So a model with one score for everything finds nothing, and ranks do not depend on the order of the files. VSE++ and
-    ViLBERT instead keep the order that numpy's sort gives to equal scores.
+    Ranks thus do not depend on the order of files, and a model that scores everything equally has a recall of 0. VSE++
+    and ViLBERT leave equal scores in the order that numpy's sort gives them.
     """
     better, equal = int((scores > scores[index]).sum()), int((scores == scores[index]).sum()) - 1
     return better + -(-equal // 2)
 
 
 def recalls(ranks: np.ndarray) -> dict[str, float]:
-    """Return r1, r5, r10: % of ranks among the first 1, 5, 10; and medr, meanr: median and mean rank, from 1."""
+    """Return r1, r5, r10, the % of ranks below 1, 5 and 10, and medr, meanr, the median and mean rank from 1."""
     metrics = {f"r{k}": 100.0 * int((ranks < k).sum()) / len(ranks) for k in RECALLS}
     return metrics | {"medr": float(np.floor(np.median(ranks)) + 1), "meanr": float(ranks.mean() + 1)}
 
 
 def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) -> list[Ranks]:
-    """Return the ranks within each of `count` equal parts of the images. COCO's 1K numbers are means over five."""
+    """Rank within each of `count` equal parts of the images. COCO's "1K" results are means over five such folds."""
     image_of, size = np.asarray(image_of), len(scores) // count
     parts = []
     for start in range(0, count * size, size):
@@ -65,7 +68,7 @@ def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) 
 def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, list[str]]]:
     """Read Karpathy's dataset_*.json: split -> image file -> captions. COCO's `restval` is a separate split.
 
-    `captions` limits the captions of an image to its first ones. An image may have fewer, or none.
+    Keeps only the first `captions` captions of an image, which may have fewer or none.
     """
     splits = defaultdict(dict)
 
@@ -83,8 +86,8 @@ def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, 
     return dict(splits)
 
 
-# R@1 on the test split, %, from table 1 of Unicoder-VL and table 1 of ViLBERT: data set -> metric -> text. "caption"
-# ranks captions for an image, "image" ranks images for a caption, "_fold" is a mean over five folds.
+# Recall@1 on the test split, in %, from table 1 of the Unicoder-VL and ViLBERT papers: data set -> metric -> text.
+# caption_*: captions are ranked for an image; image_*: images are ranked for a caption; *_fold: mean over five folds.
 _REPORTED = {
     "flickr30k": {
         "caption_r1": "86.2 Unicoder-VL, 64.3 Unicoder-VL zero-shot",
@@ -100,5 +103,5 @@ _REPORTED = {
 
 
 def reported(file: str, split: str) -> dict[str, str]:
-    """Return the papers' results on a split of a split file, in %: metric -> text."""
+    """Return the papers' results, in %, on a split of one of Karpathy's files: metric -> text."""
     return next((table for name, table in _REPORTED.items() if name in file and split == "test"), {})

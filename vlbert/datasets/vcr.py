@@ -1,4 +1,4 @@
-"""Official files, metrics and submission file of VCR. Errors name the file, the line and the remedy."""
+"""VCR: its official files, metrics and submission file. Errors name the file, the line and the remedy."""
 
 import csv
 import io
@@ -22,10 +22,10 @@ _OBJECTS = (
     "diningtable toilet tv laptop mouse remote keyboard cellphone microwave oven toaster sink refrigerator book clock "
     "vase scissors teddybear hairdrier toothbrush"
 )
-OBJECTS = _OBJECTS.split()  # COCO's classes as VCR spells them, in the order of COCO's ids: class 1 is the first
-CLASSES = 1 + len(OBJECTS)  # class 0 is the whole image's
+OBJECTS = _OBJECTS.split()  # COCO's classes, spelled as in VCR and in the order of COCO's ids; the first is class 1
+CLASSES = 1 + len(OBJECTS)  # class 0 is the whole image
 
-Text = Sequence[str | Sequence[int]]  # words, and lists of the numbers of mentioned objects, from 0
+Text = Sequence[str | Sequence[int]]  # words, and mentions: lists of object numbers, from 0
 
 # Table 1 of the paper, %: split -> metric -> text.
 REPORTED = {
@@ -47,7 +47,10 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A checked line of a jsonl file, kept as text because parsed lines take gigabytes in every loading process."""
+    """A line of a jsonl file, which has been checked: a question with four answers and four rationales.
+
+    It is kept as text, because parsed lines take gigabytes in each loading process.
+    """
 
     line: str
     file: Path
@@ -56,7 +59,7 @@ class Item:
     image: str  # file name
     metadata: Path | None  # None for a user's question, which is about the regions of a sample
     labels: tuple[int, int] | None  # the right answer and the right rationale; None if the file does not have them
-    wordless: str | None  # a field without words, such as "answer_choices[2]"
+    wordless: str | None  # name of a field without words, such as "answer_choices[2]", or None
 
     @property
     def location(self) -> str:
@@ -65,7 +68,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """The objects of an image, in the order of their numbers in texts."""
+    """The annotated objects of an image, in the order of the numbers that texts use for them."""
 
     size: tuple[int, int]  # width, height of the image in the pixels of `boxes`
     names: list[str]  # class of each object
@@ -74,18 +77,18 @@ class Scene:
     polygons: list[list[np.ndarray]]  # polygons [corners, 2] of each object
 
     def masks(self, side: int) -> np.ndarray:
-        """Return the `instance_mask` of each object: float32 [r, side, side]."""
+        """Return the instance mask of each object (see `instance_mask`): float32 [r, side, side]."""
         masks = [instance_mask(*pair, side) for pair in zip(self.polygons, self.boxes, strict=True)]
         return np.array(masks, np.float32).reshape(-1, side, side)
 
 
 def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
-    """Return a mask, float32 [side, side], of the cells of a box that the object's polygons [corners, 2] cover.
+    """Return a mask, float32 [side, side], of the cells of a box [4] that the object's polygons [corners, 2] cover.
 
-    As in the published code, which used scikit-image's polygon: x2 and y2 belong to the box, a cell is covered if its
-    upper left corner is, and points beyond the last cells' corners are moved onto them. Edges follow scikit-image 0.16,
-    which leaves out the last row and column: a polygon over the whole box covers 169 of 14 x 14 cells (196 with 0.26).
-    An object without polygons fills its box.
+    An object without polygons covers its whole box. Otherwise the mask is that of the published code, which used the
+    function `polygon` of scikit-image: x2 and y2 belong to the box, a cell is covered if its upper left corner is, and
+    corners beyond the last cells' are moved onto them. As in scikit-image 0.16, the last row and column are not
+    covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 with 0.26).
     """
     if not polygons:
         return np.ones((side, side), np.float32)
@@ -101,7 +104,7 @@ def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) ->
 
 
 def read_scene(file: Path) -> Scene:
-    """Read the metadata of an image. Raises ValueError if the file is truncated or inconsistent."""
+    """Read an image's metadata file. Raises ValueError if it is truncated or inconsistent."""
     metadata = read_json(file, "task.folder")
     with check_format("VCR", file, "its objects"):
         names, size = metadata["names"], (metadata["width"], metadata["height"])
@@ -127,7 +130,7 @@ def _parse_polygon(polygon: Sequence) -> np.ndarray:
 
 
 def _clip_boxes(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Clip boxes [r, 4] to the image. A box without an area there becomes one pixel."""
+    """Clip boxes [r, 4] to an image of `size` (width, height). A box without an area inside it becomes one pixel."""
     if not np.isfinite(boxes).all():
         raise ValueError("a box has numbers that are not finite")
     boxes = np.clip(boxes, 0, [*size, *size])
@@ -138,9 +141,10 @@ def _clip_boxes(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def read_items(file: Path) -> list[Item]:
-    """Read the items of a jsonl file, which is beside vcr1images/.
+    """Read the items of a jsonl file, which must be in the folder of vcr1images/.
 
-    Raises ValueError, with the line, if it is truncated, lacks a field, mentions a missing object or repeats an id.
+    Raises ValueError, with the line, if a line is truncated, lacks a field or mentions a missing object. Raises
+    ValueError, with the ids, if an annot_id is repeated.
     """
     items = []
     with open_task_file(file, "task.folder") as lines:
@@ -152,7 +156,7 @@ def read_items(file: Path) -> list[Item]:
 
 
 def _parse_item(line: str, file: Path, number: int) -> Item:
-    """Parse a line. Raises ValueError, KeyError or TypeError if it is not an item."""
+    """Parse and check a line of a jsonl file. Raises ValueError, KeyError or TypeError if it is not valid."""
     item = parse_json(line, "the line")
     counts = len(item["answer_choices"]), len(item["rationale_choices"])
     if set(counts) != {CHOICES}:
@@ -190,10 +194,10 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
 
 
 def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the leaderboard's CSV: one line per item, in the order of the jsonl file, with exact numbers.
+    """Return the leaderboard's CSV: one line per item, in the order of the jsonl file, with unrounded probabilities.
 
-    A row has `split` and `annot_id` of an item, and `probabilities`: of the answers if `conditioned_on` is -1, else of
-    the rationales for that answer. Raises ValueError if an item of the split lacks some.
+    A row has an item's `split` and `annot_id`, and `probabilities`: those of the answers if `conditioned_on` is -1, or
+    else those of the rationales for that answer. Raises ValueError if an item of the splits lacks any of these rows.
     """
     given = {(row["annot_id"], row["conditioned_on"]): row["probabilities"] for row in rows}
     check_unique([(row["annot_id"], row["conditioned_on"]) for row in rows], "the predictions")
@@ -220,15 +224,15 @@ def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def ranked(probabilities: Sequence[float]) -> list[int]:
-    """Return the choices, most probable first. Equal ones keep their order, as in the official score."""
+    """Return the indices of the choices, most probable first. Equal ones keep their order, as in the official score."""
     return sorted(range(CHOICES), key=lambda choice: -probabilities[choice])
 
 
 def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the accuracies Q->A, QA->R (for the right answer) and, for items with both, Q->AR, and those of guessing.
+    """Return the accuracies for Q->A, QA->R (given the right answer) and, over items with both, Q->AR, and of guessing.
 
-    A row has the `annot_id` of its item, its `subtask`, "answer" or "rationale", and a `score` of 0 or 1. The score is
-    None if the right choice is unknown: without labels, and for rationales of wrong answers.
+    A row has the `annot_id` of an item, its `subtask`, "answer" or "rationale", and a `score` of 0 or 1. The score is
+    None, and not counted, if the item has no labels, or for rationales for a wrong answer.
     """
     scores = {"answer": {}, "rationale": {}}
     for row in rows:

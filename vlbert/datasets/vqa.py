@@ -1,4 +1,4 @@
-"""Official files, accuracy and answer list of VQA 2.0. Errors name the file, the entry and the remedy.
+"""VQA 2.0: its official files, accuracy and answer list. Errors name the file, the entry and the remedy.
 
 vlbert vqa-answers FOLDER OUT --splits train2014 val2014      writes the answer list
 """
@@ -19,13 +19,13 @@ from vlbert.datasets.files import check_ids, parse_entries, read_json, read_text
 
 _KIND, _SETTINGS = "VQA 2.0", "task.folder, or the splits"
 UNKNOWN = "<unk>"  # entry of some answer lists for all other answers; it is never right
-MIN_QUESTIONS = 9  # questions that an answer in the answer list must have
+MIN_QUESTIONS = 9  # minimum number of questions with an answer for it to be in the answer list
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _NUMBERS = dict(none="0", zero="0", one="1", two="2", three="3", four="4", five="5", six="6", seven="7", eight="8")
 _NUMBERS |= dict(nine="9", ten="10")
 _ARTICLES = {"a", "an", "the"}
-# The official table maps a word without one of its apostrophes to the word. Its entries with a capital I never match,
-# because words are in lower case when they are looked up.
+# The official table maps words that lack one apostrophe to the correct words. Entries with a capital I are left out:
+# they never match, because words are in lower case when they are looked up.
 _APOSTROPHES = (
     "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd "
     "he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've "
@@ -70,9 +70,10 @@ class Question:
 
 
 def remove_punctuation(text: str) -> str:
-    """Remove punctuation as the official evaluation does. Periods stay only before digits.
+    """Remove punctuation as the official evaluation does. Periods are kept only before digits.
 
-    Other marks become a blank, or nothing if the text has the mark next to a blank or a comma between two digits.
+    All occurrences of another mark become spaces, or nothing if the text has that mark next to a space anywhere, or a
+    comma between two digits.
     """
     cleaned = text
     for mark in _PUNCTUATION:
@@ -82,21 +83,21 @@ def remove_punctuation(text: str) -> str:
 
 
 def normalise_words(text: str) -> str:
-    """Lower-case a text, replace number words by digits, drop articles and restore the official table's apostrophes."""
+    """Lower-case a text, replace number words by digits, drop articles and restore apostrophes, as officially."""
     words = (_NUMBERS.get(word, word) for word in text.lower().split())
     return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a data set has few different answers
 def normalise(answer: str) -> str:
-    """Normalise an answer as the official evaluation does if the annotators' answers differ."""
+    """Normalise an answer as the official evaluation does: punctuation, case, numbers, articles and apostrophes."""
     return normalise_words(remove_punctuation(answer))
 
 
 def accuracy(answer: str, answers: Sequence[str]) -> float:
-    """Return the official accuracy of an answer, 0 to 1.
+    """Return the official accuracy of an answer, from 0 to 1, given the annotators' answers.
 
-    It is the mean over the annotators of min(1, n / 3), where n of the other annotators gave the answer. Answers are
+    It is the mean over the annotators of min(1, n / 3), where n is how many of the others gave the answer. Answers are
     normalised only if the annotators' answers differ.
     """
     answer, *answers = (text.replace("\n", " ").replace("\t", " ").strip() for text in (answer, *answers))
@@ -108,13 +109,13 @@ def accuracy(answer: str, answers: Sequence[str]) -> float:
 
 
 def soft_score(count: int, annotators: int) -> float:
-    """Return the accuracy of an answer that `count` annotators gave, not normalised; of ten: 0, 0.3, 0.6, 0.9, 1."""
+    """Return the accuracy of an answer that `count` annotators gave. For 0 to 4 of ten: 0, 0.3, 0.6, 0.9, 1."""
     given, not_given = min(1.0, (count - 1) / 3), min(1.0, count / 3)
     return (count * given + (annotators - count) * not_given) / annotators
 
 
 def read_answers(file: Path, count: int) -> list[str]:
-    """Read the `count` answers of a text file, one per line, in lower case without punctuation, like the authors."""
+    """Read the `count` answers of a text file, one per line. Lower-case them and remove punctuation, as the authors do."""
     text = read_text(file, f"task.answer_list; `vlbert vqa-answers {file.parent} {file}` makes one")
     lines = text.replace("\r\n", "\n").split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines  # after the last line break
@@ -129,9 +130,9 @@ def read_answers(file: Path, count: int) -> list[str]:
 def frequent_answers(annotations: Iterable[dict], min_questions: int = MIN_QUESTIONS) -> list[str]:
     """Return the answer list: the normalised multiple_choice_answers that occur at least `min_questions` times.
 
-    The most frequent come first, ties in alphabetical order. The published lists of 3,129 answers have those of nine
-    questions in train2014 and val2014 together. As published, soft targets look up annotators' answers as written, so
-    an answer that differs from its normal form is not found.
+    The most frequent come first, ties in alphabetical order. The published lists of 3,129 answers have those that occur
+    at least nine times in train2014 and val2014 together. As in the published code, annotators' answers are not
+    normalised before they are looked up in the list, so some are not found.
     """
     counts = Counter(normalise(row["multiple_choice_answer"]) for row in annotations)
     return sorted(
@@ -147,7 +148,7 @@ def question_files(split: str) -> tuple[str, ...]:
 
 
 def read_annotations(file: Path) -> list[dict]:
-    """Read the annotations of a file in order, and check them."""
+    """Read the entries of an annotation file, in order. Raises ValueError if one is not valid."""
     return parse_entries(read_json(file, _SETTINGS).get("annotations"), "annotations", _KIND, file, _check_annotation)
 
 
@@ -160,9 +161,9 @@ def _check_annotation(row: dict) -> dict:
 
 
 def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
-    """Return the server's files, one per split: rows of question_id and answer for every question of the split.
+    """Return the files for the evaluation server, one per split: file name -> JSON list of {question_id, answer}.
 
-    `rows` have split, question_id and answer. Raises ValueError if a question of a split does not have exactly one.
+    `rows` have split, question_id and answer. Raises ValueError unless each question of the splits has exactly one row.
     """
     files = {}
     for split in sorted({row["split"] for row in rows}):
@@ -175,9 +176,9 @@ def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
 
 
 def metrics(rows: Iterable[dict]) -> dict[str, float]:
-    """Return means over the predictions with known annotators' answers, 0 to 1.
+    """Return the mean accuracies, 0 to 1, of the predictions whose annotators' answers are known.
 
-    accuracy/... is that of an answer or question type; chance is that of always giving the most frequent ground truth.
+    accuracy/... is for one answer type or question type. chance is for always giving the most frequent ground truth.
     """
     rows = [row for row in rows if row["annotator_answers"]]
     most_frequent = max(
@@ -194,13 +195,13 @@ def metrics(rows: Iterable[dict]) -> dict[str, float]:
 
 
 def read_questions(folder: Path, split: str) -> list[Question]:
-    """Read the questions of a split in the order of their file, with annotations if there are any."""
+    """Read the questions of a split in the order of their file, with annotations unless it is a test split."""
     questions, *annotations = (folder / name for name in question_files(split))
     return join_questions(questions, annotations[0] if annotations else None, split)
 
 
 def join_questions(question_file: Path, annotation_file: Path | None, split: str) -> list[Question]:
-    """Read the questions of one file with the annotations of another, which must have the same ids."""
+    """Read a question file and its annotation file, if any. Raises ValueError if their question ids differ."""
     data = read_json(question_file, _SETTINGS)
     annotations = read_annotations(annotation_file) if annotation_file else []
     annotation_of = {row["question_id"]: row for row in annotations}
@@ -225,7 +226,7 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
 
 
 def _answer_fields(row: dict) -> tuple[tuple[str, ...], str, str, str]:
-    """Return the last fields of a Question. Equal texts share memory: a million questions have few different ones."""
+    """Return the last four fields of a Question. Equal texts are interned, as a million questions have few different ones."""
     answers = tuple(sys.intern(entry["answer"]) for entry in row["answers"])
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))
 
@@ -242,7 +243,7 @@ def write_answers(
         folder: folder with v2_mscoco_SPLIT_annotations.json
         out: file to write, one answer per line
         splits: splits whose annotations are counted
-        min_questions: minimum number of questions with an answer for it to be listed
+        min_questions: minimum number of questions that an answer must have to be listed
     """
     files = [folder / name for split in splits for name in question_files(split)[1:]]
     annotations = [row for file in files for row in read_annotations(file)]

@@ -1,4 +1,4 @@
-"""Questions and choices of VCR as text for people, and as tokens that name regions."""
+"""Questions and choices of VCR, as text for people and as tokens with the regions that they mention."""
 
 import itertools
 import json
@@ -18,21 +18,21 @@ from vlbert.datasets.vcr import CHOICES, Item, Scene, Text, read_items, read_sce
 _PEOPLE = "casey riley jessie jackie avery jaime peyton kerry jody kendall frankie pat quinn"
 PEOPLE = _PEOPLE.split()  # gender-neutral names
 
-TaggedText = tuple[np.ndarray, np.ndarray]  # tokens int64 [t], region that each token names int64 [t], 0 for none
+TaggedText = tuple[np.ndarray, np.ndarray]  # tokens, int64 [t], and the region that each one names, int64 [t], or 0
 Subtask = Literal["answer", "rationale"]  # Q->A or QA->R
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The choice among the answers of an item or, given an answer, among its rationales."""
+    """A question of the task: which is the right answer of an item or, given an answer, the right rationale."""
 
     item: Item
-    conditioned_on: int  # answer that the rationales are for; -1 if the choices are answers
+    conditioned_on: int  # index of the answer that the rationales are for; -1 if the choices are answers
     held_out: bool
 
     @property
     def label(self) -> int | None:
-        """The right choice. None if it is unknown: without labels, and for rationales of a wrong answer."""
+        """Index of the right choice; None if the item has no labels, or if the rationales are for a wrong answer."""
         if self.item.labels is None or self.conditioned_on not in (-1, self.item.labels[0]):
             return None
         return self.item.labels[self.conditioned_on >= 0]
@@ -54,9 +54,9 @@ class Question:
         return self.item.metadata is None
 
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
-        """Return the objects, the question (for rationales with the answer) and the choices.
+        """Return the image's objects, the context (the question and, for rationales, the answer) and the choices.
 
-        Raises ValueError if the files are inconsistent.
+        Raises ValueError if the files are inconsistent, or if a user's text mentions a region that does not exist.
         """
         item = parse_json(self.item.line, self.item.location)
         if self.conditioned_on < 0:
@@ -77,7 +77,7 @@ class Question:
         return scene, context, choices
 
     def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
-        """Return the columns in a prediction, with `choices` and `label`; boxes [r, 4] are in stored pixels."""
+        """Return a prediction's columns about the question, with its label. `boxes` are [r, 4] in stored pixels."""
         return {
             "annot_id": self.item.annot_id,
             "split": self.item.file.stem,
@@ -96,7 +96,7 @@ class Question:
 def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask: Subtask) -> list[Question]:
     """Read all questions of the splits. Rationales are for the right answer or, if it is unknown, for each answer.
 
-    Raises ValueError if the metadata of a valid question are missing.
+    Raises ValueError if the metadata file of a valid question is missing.
     """
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
 
@@ -115,8 +115,8 @@ def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask:
 def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: str) -> Question:
     """Return a user's question. Texts mention regions by their numbers from 1, as in "[1]" or "[1,2]".
 
-    Raises ValueError if there are not four choices, if a text has no word or a wrong mention, or if `answer` does not
-    fit the subtask: rationales need one, answers have none.
+    Raises ValueError if there are not four choices, if a text has no word or an invalid mention, or if `answer` does
+    not fit the subtask: rationales need one, and answers must have none.
     """
     if bool(answer.strip()) != (subtask == "rationale"):
         needs = "give the answer that they are for" if subtask == "rationale" else "give no answer"
@@ -133,7 +133,7 @@ def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: s
 
 
 def _parse_text(text: str) -> Text:
-    """Parse a user's text into words and mentioned objects. Their numbers start at 1 in it, at 0 in the result."""
+    """Split a user's text into words and mentions like "[1,2]". Numbers start at 1 there, and at 0 in the result."""
     parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
     stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
     if stray:
@@ -148,19 +148,19 @@ def mentioned(texts: Sequence[Text]) -> list[int]:
 
 
 def format_text(text: Text, names: Sequence[str]) -> str:
-    """Format a text with objects as "person 1": class and number, from 1."""
+    """Return a text as a string with each mentioned object as its class and number, from 1: "person 1"."""
     words = [token if isinstance(token, str) else " and ".join(f"{names[i]} {i + 1}" for i in token) for token in text]
     return re.sub(r" ([?.,!;:])", r"\1", " ".join(words))
 
 
 def neutral_names(names: Sequence[str], first: int) -> list[str]:
-    """Return the names of objects: the class or, for persons, the next of PEOPLE, starting at index `first`."""
+    """Replace each "person" in class names by the next name of PEOPLE, starting with that at index `first`."""
     people = itertools.islice(itertools.cycle(PEOPLE), first % len(PEOPLE), None)
     return [next(people) if name == "person" else name for name in names]
 
 
 def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
-    """Tokenise a text, with objects by name and "and" between several. A name's tokens have its region, number + 1."""
+    """Tokenise a text, with objects as their `names` joined by "and". Tokens of a name have its region, number + 1."""
     words = []
     for token in text:
         if isinstance(token, str):
@@ -183,10 +183,11 @@ def concatenate(parts: Sequence[TaggedText]) -> TaggedText:
 def truncate(
     context: Sequence[TaggedText], choices: Sequence[TaggedText], max_tokens: int, shared: bool
 ) -> list[tuple[TaggedText, TaggedText]]:
-    """Cut each (context, choice) to `max_tokens`. The context is the question and, for rationales, the answer.
+    """Return (context, choice) for each choice, cut to at most `max_tokens` together.
 
-    The choice loses its last token while it is longer than the context. Otherwise the question does, down to one token,
-    and then the answer. If `shared`, as in the published code, cuts of the context apply to all choices.
+    The context is the question and, for rationales, the answer. While the row is too long, the choice loses its last
+    token if it is longer than the context. Otherwise the question does, down to one token, and then the answer. If
+    `shared`, as in the published code, cuts of the context apply to all choices.
     """
     shared_sizes = [len(tokens) for tokens, _ in context]
     rows = []
