@@ -47,12 +47,9 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A line of a jsonl file, which has been checked: a question with four answers and four rationales.
+    """A checked line of a jsonl file: a question about an image, with four answers and four rationales."""
 
-    It is kept as text, because parsed lines take gigabytes in each loading process.
-    """
-
-    line: str
+    line: str  # not parsed, because parsed lines take gigabytes in each loading process
     file: Path
     number: int  # line number, from 1
     annot_id: str

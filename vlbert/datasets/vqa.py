@@ -115,7 +115,7 @@ def soft_score(count: int, annotators: int) -> float:
 
 
 def read_answers(file: Path, count: int) -> list[str]:
-    """Read the `count` answers of a text file, one per line. Lower-case them and remove punctuation, as the authors do."""
+    """Read a file of `count` answers, one per line; lower-case them and remove punctuation, as the authors do."""
     text = read_text(file, f"task.answer_list; `vlbert vqa-answers {file.parent} {file}` makes one")
     lines = text.replace("\r\n", "\n").split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines  # after the last line break
@@ -226,7 +226,7 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
 
 
 def _answer_fields(row: dict) -> tuple[tuple[str, ...], str, str, str]:
-    """Return the last four fields of a Question. Equal texts are interned, as a million questions have few different ones."""
+    """Return the last four fields of a Question. Interning saves memory, because most texts are repeated."""
     answers = tuple(sys.intern(entry["answer"]) for entry in row["answers"])
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))
 
