@@ -289,17 +289,12 @@ class ValidationData(Dataset):
         examples, _ = _split_readable(results)
         unreadable = {n: result for n, result in zip(numbers, results, strict=True) if isinstance(result, Unreadable)}
         numbers = [number for number in numbers if number not in unreadable]
-        if not examples:
-            return [], numbers, unreadable
-        task = self.source.task
-        if not task.validate_shuffled:
-            return [collate(examples)], numbers, unreadable
-        count = len(self.numbers)
-        following = ((0, int(self.numbers[index % count])) for index in range(stop, stop + count))
-        last = self.source.first_readable(following)
-        following = [*examples[1:], last]
-        others = [task.with_other_image(example, other) for example, other in zip(examples, following, strict=True)]
-        return [collate(examples), collate(others)], numbers, unreadable
+        batches, task, count = [collate(examples)] if examples else [], self.source.task, len(self.numbers)
+        if examples and task.validate_shuffled:
+            slots = ((0, int(self.numbers[index % count])) for index in range(stop, stop + count))
+            following = [*examples[1:], self.source.first_readable(slots)]
+            batches.append(collate([task.with_other_image(*pair) for pair in zip(examples, following, strict=True)]))
+        return batches, numbers, unreadable
 
 
 def _split_readable(results: Sequence[Example | Unreadable]) -> tuple[list[Example], list[Unreadable]]:

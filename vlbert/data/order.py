@@ -60,11 +60,8 @@ def draw_samples(
         for epoch in range((first - span.consumed) // n, -(-(min(stop, end) - span.consumed) // n)):
             begins = span.consumed + epoch * n
             positions = np.arange(max(0, first - begins), min(n, min(stop, end) - begins))
-            yield (
-                index,
-                span.epoch + epoch,
-                shuffled(positions, seed, CAPTIONS, span.epoch + epoch, n, chunk, begins),
-            )
+            number = span.epoch + epoch
+            yield index, number, shuffled(positions, seed, CAPTIONS, number, n, chunk, begins)
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -39,10 +39,8 @@ REPORTED = {
 
 _LABELS = ("answer_label", "rationale_label")
 _GROUPS = ["answer_{}", *(f"rationale_conditioned_on_a{answer}_{{}}" for answer in range(CHOICES))]
-COLUMNS = [
-    "annot_id",
-    *(group.format(choice) for group in _GROUPS for choice in range(CHOICES)),
-]  # of the leaderboard's file
+# The columns of the leaderboard's file.
+COLUMNS = ["annot_id", *(group.format(choice) for group in _GROUPS for choice in range(CHOICES))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,15 +58,9 @@ class Question:
     question_type: str | None = None
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "question": self.text,
-            "annotator_answers": list(self.answers),
-            "question_id": self.question_id,
-            "split": self.split,
-            "ground_truth": self.ground_truth,
-            "answer_type": self.answer_type,
-            "question_type": self.question_type,
-        }
+        same = ("question_id", "split", "ground_truth", "answer_type", "question_type")
+        answers = list(self.answers)
+        return {"question": self.text, "annotator_answers": answers} | {name: getattr(self, name) for name in same}
 
 
 def remove_punctuation(text: str) -> str:

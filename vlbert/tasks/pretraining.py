@@ -211,15 +211,11 @@ class Pretraining(Task):
         labels: np.ndarray,
         related: Sequence[int] = (),
     ) -> TextInput:
-        pair_label, pair_mask = {}, {}
+        masks, all_labels = {"word_label_mask": label_mask}, {"words": labels}
         if self.settings.relationship:
-            pair_label = {"related": np.array(related, np.int64)}
-            pair_mask = {"related": np.arange(len(tokens)) < len(pair_label["related"])}
-        return TextInput.of_one_sentence(
-            tokens,
-            label_masks={"word_label_mask": label_mask} | pair_mask,
-            labels={"words": labels} | pair_label,
-        )
+            masks["related"] = np.arange(len(tokens)) < len(related)
+            all_labels["related"] = np.array(related, np.int64)
+        return TextInput.of_one_sentence(tokens, label_masks=masks, labels=all_labels)
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
         """Cut tokens and regions to fit into a row with [CLS], [SEP] and the whole image. Return (tokens, regions)."""

@@ -107,10 +107,9 @@ class Retrieval(Task):
             for image, captions in splits[name].items():
                 kept = tuple(text for text in captions if self._has_words(text))
                 held_out += [HeldOutImage(image, kept)] if kept else []
-                if len(kept) < len(captions) or not kept:
-                    skipped.append(
-                        f"{image}: {len(captions) - len(kept)} of its {len(captions)} captions have no words"
-                    )
+                wordless = len(captions) - len(kept)
+                if wordless or not kept:
+                    skipped.append(f"{image}: {wordless} of its {len(captions)} captions have no words")
         pairs = [Caption(item.image, text) for item in held_out for text in item.captions]
         rows = [(item, item.image, item.image, "") for item in (pairs if split is None else held_out)]
         examples = make_examples(self.settings, samples, split, rows)
@@ -154,12 +153,8 @@ class Retrieval(Task):
             text = TextInput.of_one_sentence(self.tokens(annotation.captions[0]))
             return Example(sample.key, text, regions, {"ranked": annotation})
         text = swap_sides(annotation.text) if image.flipped else annotation.text
-        return Example(
-            sample.key,
-            _with_role(TextInput.of_one_sentence(self.tokens(text)), 0, 0),
-            regions,
-            {"image": annotation.image, "caption": text},
-        )
+        pair = _with_role(TextInput.of_one_sentence(self.tokens(text)), 0, 0)
+        return Example(sample.key, pair, regions, {"image": annotation.image, "caption": text})
 
     @property
     def lookahead(self) -> int:
@@ -248,14 +243,11 @@ class Retrieval(Task):
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one dict per pair, with the probability that its text and image belong together."""
-        likely = head(encoded).sigmoid().tolist()
+        likely, unknown = head(encoded).sigmoid().tolist(), {"ground_truth": None, "score": None, "boxes": []}
         rows = []
         for key, metadata, probability in zip(batch.keys, batch.metadata, likely, strict=True):
             answer = {"answer": "text and image belong together", "probability": probability}
-            rows.append(
-                {"key": key, "question": metadata["caption"], **answer, "ranking": [answer]}
-                | {"ground_truth": None, "score": None, "boxes": []}
-            )
+            rows.append({"key": key, "question": metadata["caption"], **answer, "ranking": [answer], **unknown})
         return rows
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
