@@ -138,7 +138,7 @@ class Batch:
         image_of: int64 [N], index of each row's image, -1 if it has none. All rows of an image have the same regions.
         image_rows: int64 [P], first row of each image.
         real_regions: int64 [K], index in [P * R] of each region that is not padding, in image order.
-        features: float [K, D], precomputed features of the real regions, in image order; otherwise [0, 0].
+        features: float [K, D], precomputed features of the real regions, in image order; [0, 0] if there are none.
         cells: float32 [K, S, S], ImageInput.cells of the real regions; [0, 0, 0] if no image has them.
         counted: int64 [n], rows of examples that are not placeholders. Placeholders have no labels.
         labelled: name of a label mask -> int64 [M], index in [N * T] or [N * R] of each label, in row order.
@@ -186,7 +186,7 @@ class Batch:
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
-        """Return two int64 [K] for the real regions: each one's image, and its index there (0: the whole image)."""
+        """Return two int64 [K]: each real region's image, and the region's index in that image (0: the whole image)."""
         return self.real_regions // self.region_mask.shape[1], self.real_regions % self.region_mask.shape[1]
 
     def to(self, device: torch.device) -> "Batch":

@@ -41,10 +41,9 @@ def box_iou_with_borders(boxes: Tensor, others: Tensor) -> Tensor:
 
 
 def masked_pixels(boxes: Tensor, masked: Tensor, height: int, width: int) -> Tensor:
-    """Return a mask, bool [P, height, width], of the pixels in the masked ones of boxes [P, R, 4].
+    """Return which pixels are in masked boxes: boxes [P, R, 4], masked bool [P, R] -> bool [P, height, width].
 
-    `masked` is bool [P, R]. A box includes every pixel that it touches: rows int(y1) to int(y2) and columns int(x1) to
-    int(x2), both ends included.
+    A box includes every pixel that it touches: rows int(y1) to int(y2) and columns int(x1) to int(x2), both inclusive.
     """
     x1, y1, x2, y2 = boxes.to(torch.int64).unbind(dim=2)
     x, y = torch.arange(width, device=boxes.device), torch.arange(height, device=boxes.device)

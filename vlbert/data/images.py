@@ -42,7 +42,7 @@ class PreparedImage:
         return _place(boxes, self.scale, self.flipped, *self.size)
 
     def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
-        """Return a copy with boxes [n, 4], in stored pixels, as more regions. Not for precomputed features."""
+        """Return a copy with boxes [n, 4], in stored pixels, added. Raises ValueError with precomputed features."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; set model.regions.features=end_to_end")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
@@ -51,8 +51,8 @@ class PreparedImage:
         """Return the image with boxes [n, 4], in stored pixels, as its regions.
 
         Each box gets the precomputed features of the region that overlaps it most (Unicoder-VL, 4.2), or of the first
-        region if none overlaps. `keep_unmatched` fills up with unmatched regions to at most the previous number of
-        regions. Raises ValueError if the image has no regions.
+        region if none overlaps. If `keep_unmatched`, regions that match no box are appended, up to the previous number
+        of regions. Raises ValueError if the image has no regions.
         """
         assert self.features is not None
         if len(self.boxes) == 1:

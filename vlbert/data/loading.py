@@ -47,7 +47,7 @@ def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple
 
 
 def check_shares(config: DataConfig, world_size: int) -> None:
-    """Raise ValueError if a batch cannot be split evenly over the processes and gradient accumulation."""
+    """Raise ValueError if a batch cannot be split evenly over the processes and their gradient accumulation parts."""
     parts = world_size * config.gradient_accumulation
     for name in ("batch", "text_batch"):
         if getattr(config, name) % parts:

@@ -39,7 +39,7 @@ def _check_shares(rule: WordMasking | RegionMasking, probability: float, *shares
 def mask_words(
     tokens: np.ndarray, vocabulary: Vocabulary, rule: WordMasking, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask tokens, int64 [t], that include no special tokens. Return the new tokens and a bool [t], True at labels."""
+    """Mask words of `tokens`, int64 [t], which has no special tokens. Return the tokens and a label mask, bool [t]."""
     word_index = np.cumsum(~vocabulary.continues[tokens]) if rule.whole_words else np.arange(len(tokens))  # (t,)
     word_index = word_index - word_index[:1]  # 0 for the first word, even if a passage begins inside it
     draws = rng.random(word_index[-1] + 1 if len(word_index) else 0)[word_index]  # (t,) one draw per word

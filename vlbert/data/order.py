@@ -65,5 +65,5 @@ def draw_samples(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return a seed for the dataset of this number. With equal seeds, equally large datasets would have one order."""
+    """Return a different seed for each dataset. With the same seed, datasets of equal size would be shuffled alike."""
     return mix(seed, number) if number else seed

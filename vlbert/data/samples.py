@@ -93,7 +93,7 @@ def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> st
 
 
 def sample_indices(n: int, *seeds: int) -> list[int]:
-    """Return up to MAX_UNREADABLE different random indices below n. Neighbours may be in the same damaged tar."""
+    """Return up to MAX_UNREADABLE different random indices below n, because neighbours may share a damaged tar."""
     return shuffled(np.arange(min(n, MAX_UNREADABLE)), mix(*seeds), SAMPLING, 0, n).tolist()
 
 

@@ -21,7 +21,7 @@ Parsed = TypeVar("Parsed")
 
 @contextlib.contextmanager
 def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
-    """Open a file to read bytes. Raises ValueError, with the settings that name the file, if it cannot be read."""
+    """Open a file to read bytes. Raises ValueError, with the file and the `settings` that name it, if that fails."""
     try:
         with open(file, "rb") as stream:
             yield stream
@@ -32,7 +32,7 @@ def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
 
 
 def read_json(file: Path, settings: str, kind: type = dict) -> Any:
-    """Read a JSON file, which may contain NaN. Raises ValueError if it cannot be read, or if its value is no `kind`."""
+    """Read a JSON file, which may contain NaN. Raises ValueError if that fails, or if it does not hold a `kind`."""
     with open_task_file(file, settings) as stream:
         return parse_json(stream.read(), str(file), kind, "fetch it again")
 
@@ -66,7 +66,7 @@ def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
 
 
 def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
-    """Apply `parse` to each entry of a file's list. Raises ValueError if it fails, or if `entries` is not a list."""
+    """Apply `parse` to each entry of a file's list. Raises ValueError if that fails, or if `entries` is not a list."""
     if not isinstance(entries, list):
         raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
     parsed = []
@@ -84,7 +84,7 @@ def check_unique(ids: Iterable[Hashable], source: str) -> set[Hashable]:
 
 
 def check_ids(found: Iterable[Hashable], expected: Sequence[Hashable], found_in: str, expected_in: str) -> None:
-    """Raise ValueError, with some ids, if ids are repeated, or if `found` and `expected` do not have the same ids."""
+    """Raise ValueError, naming some ids, if ids are repeated, or if `found` and `expected` have different ids."""
     found_ids, expected_ids = check_unique(found, found_in), check_unique(expected, expected_in)
     _raise_ids([id_ for id_ in expected if id_ not in found_ids], f"of {expected_in} are missing in {found_in}")
     _raise_ids(list(found_ids - expected_ids), f"of {found_in} are not in {expected_in}")
@@ -96,7 +96,7 @@ def _raise_ids(ids: Sequence[Hashable], problem: str) -> None:
 
 
 def image_name(url: str) -> str:
-    """Return the decoded file name at the end of a URL."""
+    """Return the file name at the end of a URL, with percent-encoding decoded."""
     return Path(unquote(urlsplit(url).path)).name
 
 

@@ -82,7 +82,7 @@ def _sizes(boxes: np.ndarray) -> np.ndarray:
 
 
 def region_name(index: int | None) -> str:
-    """Return the text for a chosen row of boxes: row 0 is the whole image, others are regions, None is no region."""
+    """Return how predictions call a row of boxes: row 0 is the whole image, others are regions, None is no region."""
     return "no region" if index is None else f"region {index}" if index else "the whole image"
 
 
@@ -209,7 +209,7 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 
 def read_plain_pickle(file: Path) -> Any:
-    """Read a pickle of plain values, even from Python 2. Raises ValueError, without running code, if it has others."""
+    """Read a pickle of plain values, even from Python 2. Raises ValueError, without running code, if it has more."""
     with open_task_file(file, "task.folder") as stream:
         data = stream.read()
     try:
@@ -243,7 +243,7 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
 
 
 def _parse_unique(data: dict, name: str, file: Path, parse: Callable[[dict], dict], *fields: str) -> list[dict]:
-    """Parse the entries of the file's list `name`. Raises ValueError if a field has the same value in two."""
+    """Parse the entries of the list `name`. Raises ValueError if two entries are equal in one of the fields."""
     entries = parse_entries(data.get(name), name, "COCO", file, parse)
     for field in fields:
         check_unique([entry[field] for entry in entries], f"{name} of {file}")

@@ -25,10 +25,7 @@ class Ranks:
 
 
 def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
-    """Rank by scores [images, captions], higher is better. image_of [captions] is the right image of each caption.
-
-    Raises ValueError if a score is not finite.
-    """
+    """Rank by scores [images, captions], higher is better. image_of [captions] is the right image of each caption."""
     image_of = np.asarray(image_of)
     if not np.isfinite(scores).all():
         raise ValueError(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")

@@ -224,7 +224,7 @@ def ranked(probabilities: Sequence[float]) -> list[int]:
 
 
 def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the accuracies for Q->A, QA->R (given the right answer) and, over items with both, Q->AR, and of guessing.
+    """Return the accuracies of Q->A, of QA->R and, over items with both, of Q->AR, and those of random guesses.
 
     A row has the `annot_id` of an item, its `subtask`, "answer" or "rationale", and a `score` of 0 or 1. The score is
     None, and not counted, if the item has no labels, or for rationales for a wrong answer.

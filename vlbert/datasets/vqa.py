@@ -66,8 +66,8 @@ class Question:
 def remove_punctuation(text: str) -> str:
     """Remove punctuation as the official evaluation does. Periods are kept only before digits.
 
-    All occurrences of another mark become spaces, or nothing if the text has that mark next to a space anywhere, or a
-    comma between two digits.
+    Every other mark becomes a space. It is removed instead if it is next to a space anywhere in the text, or if the
+    text has a comma between two digits.
     """
     cleaned = text
     for mark in _PUNCTUATION:
@@ -77,7 +77,7 @@ def remove_punctuation(text: str) -> str:
 
 
 def normalise_words(text: str) -> str:
-    """Lower-case a text, replace number words by digits, drop articles and restore apostrophes, as officially."""
+    """Lower-case a text, replace number words by digits, drop articles and restore missing apostrophes."""
     words = (_NUMBERS.get(word, word) for word in text.lower().split())
     return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 

@@ -68,7 +68,7 @@ def make_examples(
 
 
 def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
-    """Return why a text is invalid: no tokens, or more than `limit`, the value of task.`field`. "" if it is valid."""
+    """Return why a text is invalid (it has no tokens, or more than task.`field` = `limit`), or "" if it is valid."""
     if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
         return ""  # a token has at least one letter, so short texts need not be tokenised
     tokens = len(vocabulary.encode(text))
@@ -78,7 +78,7 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
 
 
 def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others: int) -> None:
-    """Raise ValueError if the model has too few positions for the text, whose maximum is task.`field`, and `others`."""
+    """Raise ValueError if the model has too few positions for task.`field` tokens and `others` other elements."""
     most, tokens = config.max_positions - others, getattr(settings, field)
     if tokens > most:
         raise ValueError(f"task.{field} is {tokens}, the model has positions for {most}; set it to {most} or less")
@@ -247,11 +247,11 @@ class Task(ABC):
     saved: tuple[str, ...] = ()
 
     def pretrained_parts(self, head: Any) -> Mapping[str, str]:
-        """Return the parts of the head that start from pre-training's head: part -> part there."""
+        """Return which parts of this head start from pre-training's head: part -> name of the part to copy."""
         return head.init_from if isinstance(head, Classifier) else {}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Convert name -> tensor of pre-training's head for `part` of this head. The default changes nothing."""
+        """Convert pre-training's tensors, by name, for `part` of this head. The default changes nothing."""
         return tensors
 
     def on_start(self, vlbert: VLBert, head: Any, init_from: str | None) -> None:  # noqa: B027  optional
@@ -263,7 +263,7 @@ class Task(ABC):
     evaluation_batch_size: int = 64  # maximum examples per batch of vlbert evaluate
 
     def predict(self, vlbert: VLBert, head: Any, batch: Batch) -> list[dict]:
-        """Run the model on a validation or evaluation batch. Return a dict per example, by default of `predictions`."""
+        """Run the model on a batch in validation or evaluation. Return a dict per example, by default `predictions`."""
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
@@ -290,7 +290,7 @@ class Task(ABC):
 
 
 def user_annotation(task: Task, text: str, **more: Any) -> Any:
-    """Call `task.annotation_for` with those of `more` that are not empty. Raises ValueError if it does not take one."""
+    """Call `task.annotation_for` with the non-empty arguments of `more`. Raises ValueError if it does not take one."""
     given = {name: value for name, value in more.items() if value}
     if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():
         raise ValueError(f"{type(task).__name__} takes no {min(unknown)}; leave it out")
@@ -298,7 +298,7 @@ def user_annotation(task: Task, text: str, **more: Any) -> Any:
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:
-    """Return (sum, number) of M answers for Task.losses. `right` [M] is bool, or each answer's score from 0 to 1."""
+    """Return the accuracy of M answers as (sum, number), for Task.losses. `right` [M]: bool, or scores from 0 to 1."""
     return right.detach().sum(), len(right)
 
 

@@ -122,7 +122,7 @@ class Pretraining(Task):
         return replace(mismatched, text=text, image=mismatched.image and remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """Return `example` with the image of `other`, labelled as not related; or unchanged if both share an image."""
+        """Return `example` with `other`'s image, labelled as not related; unchanged if both have the same image."""
         if other.metadata["url"] == example.metadata["url"]:
             return example
         text = example.text
@@ -218,7 +218,7 @@ class Pretraining(Task):
         return TextInput.of_one_sentence(tokens, label_masks=masks, labels=all_labels)
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
-        """Cut tokens and regions to fit into a row with [CLS], [SEP] and the whole image. Return (tokens, regions)."""
+        """Return the tokens, and the number of regions, that fit into a row with [CLS], [SEP] and the whole image."""
         tokens = tokens[: self.settings.caption_length]
         if self.settings.max_elements is None:
             return tokens, regions
@@ -410,7 +410,7 @@ def _top_combinations(guesses: Sequence[_Guesses]) -> list[tuple[tuple[int, ...]
 
 
 class PretrainingHead(nn.Module):
-    """The classifiers of words and regions, which run only on those with a label, and of matching pairs."""
+    """The classifiers of labelled words, of labelled regions and, by `relationship`, of related pairs."""
 
     def __init__(self, config: ModelConfig, settings: PretrainingSettings, vocab_size: int, num_classes: int):
         super().__init__()

@@ -232,14 +232,8 @@ class Retrieval(Task):
             block = with_texts(batch, candidates[start : start + size])
             scores_of_blocks.append(head(vlbert(block, appearance=appearance)).view(len(batch.image_rows), -1))
         scores = torch.cat(scores_of_blocks, dim=1)[batch.image_of].cpu().numpy()  # (N, candidates)
-        return [
-            {
-                "key": key,
-                "scores": row,
-                **{name: getattr(image, name) for name in ("image", "captions", "first", "images")},
-            }
-            for key, image, row in zip(batch.keys, ranked, scores, strict=True)
-        ]
+        rows, fields = zip(batch.keys, ranked, scores, strict=True), ("image", "captions", "first", "images")
+        return [{"key": key, "scores": row} | {f: getattr(image, f) for f in fields} for key, image, row in rows]
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one dict per pair, with the probability that its text and image belong together."""

@@ -158,7 +158,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with the objects' boxes [r, 4], in stored pixels, as regions. `rng` draws masked ones."""
+        """Return the image with the objects' boxes [r, 4], in stored pixels, as regions. `rng`, if any, masks some."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:

@@ -24,7 +24,7 @@ Subtask = Literal["answer", "rationale"]  # Q->A or QA->R
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of the task: which is the right answer of an item or, given an answer, the right rationale."""
+    """One choice that the task asks for: among an item's four answers or, given an answer, its four rationales."""
 
     item: Item
     conditioned_on: int  # index of the answer that the rationales are for; -1 if the choices are answers
@@ -77,7 +77,7 @@ class Question:
         return scene, context, choices
 
     def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
-        """Return a prediction's columns about the question, with its label. `boxes` are [r, 4] in stored pixels."""
+        """Return the question's columns in a prediction, with `choices` and `label`. `boxes` [r, 4]: stored pixels."""
         return {
             "annot_id": self.item.annot_id,
             "split": self.item.file.stem,
@@ -133,7 +133,7 @@ def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: s
 
 
 def _parse_text(text: str) -> Text:
-    """Split a user's text into words and mentions like "[1,2]". Numbers start at 1 there, and at 0 in the result."""
+    """Split a user's text into words and mentions like "[1,2]", whose numbers start at 1 in it and at 0 in the result."""
     parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
     stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
     if stray:
@@ -160,7 +160,7 @@ def neutral_names(names: Sequence[str], first: int) -> list[str]:
 
 
 def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
-    """Tokenise a text, with objects as their `names` joined by "and". Tokens of a name have its region, number + 1."""
+    """Tokenise a text, with objects as their `names` joined by "and". The region of their tokens is number + 1."""
     words = []
     for token in text:
         if isinstance(token, str):
