@@ -105,7 +105,7 @@ def find_readable(samples: Samples) -> Sample:
             return samples.sample(number)
         except ValueError as error:
             last = error
-    raise ValueError(f"none of {len(tried)} samples from anywhere can be read, the last because {last}") from last
+    raise ValueError(f"none of {len(tried)} samples chosen at random can be read, the last because {last}") from last
 
 
 def load_captions(samples: Samples) -> list[str]:

@@ -133,7 +133,7 @@ def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: s
 
 
 def _parse_text(text: str) -> Text:
-    """Split a user's text into words and mentions like "[1,2]", whose numbers start at 1 in it and at 0 in the result."""
+    """Split a user's text into words and mentions like "[1,2]". Numbers start at 1 in it, but at 0 in the result."""
     parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
     stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
     if stray:
