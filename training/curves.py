@@ -1,4 +1,4 @@
-"""Draw curves over optimizer steps as SVG, for the flow UI and for HTML pages."""
+"""Draw curves over optimizer steps as SVG, for Prefect's UI and for HTML pages."""
 
 import base64
 import io
@@ -33,16 +33,16 @@ def draw_curves(store: ObjectStore, run: str) -> str | None:
 
 
 def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
-    """Select metrics with one of `words` in their names from rows of metrics.jsonl.
+    """From rows of metrics.jsonl, select the metrics whose names contain one of `words`.
 
-    Names with a slash (a/b) are skipped: they belong to parts of a split.
+    Names with a slash (a/b) are skipped, because they belong to parts of a split.
     """
     names = dict.fromkeys(name for row in rows for name in row if "/" not in name and any(w in name for w in words))
     return {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
 
 
 def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
-    """Draw panels (title -> lines) as an SVG in a data: URI, `width` inches wide. Legends show last values."""
+    """Draw panels (title -> lines) as an SVG in a data: URI, `width` inches wide. The legends show the last values."""
     require("matplotlib", "drawing curves", "attention")
     from matplotlib import rc_context  # here, because the import takes half a second
     from matplotlib.figure import Figure
