@@ -118,7 +118,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: when training ends, write its final state and error to the heartbeat, and finish the trackers."""
+        """Context manager: at the end of training, record the final state and any error, and finish the trackers."""
         self.set_state("starting")
         try:
             yield

@@ -76,7 +76,7 @@ class Run(ABC):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        """Function that returns validation metrics and predictions, equal on all ranks. None without validation data."""
+        """Function that returns validation metrics and predictions, equal on all ranks. None if there is no data."""
         return None
 
     @abstractmethod
