@@ -48,8 +48,8 @@ class Processes:
     """Number of times that torchrun restarts all processes from the last checkpoint after one has died. An error in
     the data or settings recurs each time."""
     grace: float = GRACE
-    """If the flow ends first: seconds between SIGTERM, on which the training saves, and SIGKILL. Processes of a cancelled
-    run may continue for this long."""
+    """If the flow ends first: seconds between SIGTERM, on which the training saves, and SIGKILL. A cancelled run may
+    continue for this long."""
 
     def __post_init__(self):
         for name, least in (("count", 1), ("nodes", 1), ("restarts", 0), ("grace", 0)):

@@ -1,1 +1,1 @@
-"""Rehearsal of a GPU: predict the kernels, transfers, waits, memory and time of a training step."""
+"""Rehearse a training step without a GPU: predict its kernels, transfers, waits, memory and time on one."""
