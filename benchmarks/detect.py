@@ -108,7 +108,7 @@ def compare_outputs(exact: FasterRCNNDetector, half: FasterRCNNDetector, samples
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Measure all contenders, print the report, and write it to options.json."""
+    """Measure all contenders, and print the report. Write it to options.json, too, if that is given."""
     config = PRESETS[options.preset]
     samples = [make_sample(number, None, (800, 600)) for number in range(options.count)]
     settings = DetectorSettings(device=options.device, batch=options.batch)

@@ -123,7 +123,7 @@ def measure_examples(samples: ShardSamples, count: int, rounds: int) -> list[Lin
 
 
 def measure_order(n: int, rounds: int) -> list[Line]:
-    """Measure the wall time to compute the order of an epoch of n samples, and to seek to a batch at a random position."""
+    """Measure the wall time to compute an epoch's order of `n` samples, and to seek to a batch at a random position."""
     whole = run_in_turns({"order": lambda: shuffled(np.arange(n), 0, CAPTIONS, 3, n)}, rounds)["order"]
     starts = np.random.default_rng(0).integers(0, 40 * n, 200).tolist()
     seeks = [measure_call(lambda: [*draw_samples([SnapshotSpan(0, 0, n, "")], start, 256, 0, 1)]) for start in starts]  # noqa: B023

@@ -56,7 +56,7 @@ class PlainBatch:
 
 
 def pad_examples(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
-    """Pad examples into one batch. Raises ValueError if one has several texts, or masks shares of cells."""
+    """Pad examples into one batch. Raises ValueError if an example has several texts or shares of cells."""
     if any(e.more or (e.image and e.image.cells is not None) for e in examples):
         raise ValueError("the plain path supports pre-training only: one text per example, and no shares of cells")
     examples = sorted(examples, key=lambda example: example.image is None)  # stable: keeps the order otherwise
@@ -184,7 +184,7 @@ class PlainPretraining:
         return appearance
 
     def _geometry(self, batch: PlainBatch) -> Tensor:
-        """Return sines and cosines of each box's centre and size in hundredths of the image's size, [P, R, channels]."""
+        """Return sines and cosines of each box's centre and size in hundredths of the image, [P, R, channels]."""
         x1, y1, x2, y2 = batch.boxes.unbind(dim=2)
         width, height = batch.sizes[:, :1], batch.sizes[:, 1:]
         n = self.config.geometry_channels // 8
@@ -272,7 +272,7 @@ def make_plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> to
 
 
 def gradient_errors(model: TaskModel, plain: PlainPretraining) -> dict[str, float]:
-    """Return the model's relative gradient error by parameter: norm of the difference / norm of the plain gradient.
+    """Return the model's relative gradient error by parameter: norm of the difference / norm of plain's gradient.
 
     Gradients that are zero in exact arithmetic (the keys' biases) contain only rounding errors. So the divisor is at
     least 1e-4 of the norm of all gradients together. Raises ValueError if a gradient exists on only one side.

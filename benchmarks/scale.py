@@ -37,7 +37,7 @@ _LISTED = 1000  # objects per response to a list request
 
 
 def put_manifest(root: str, shard: int, start: int, count: int) -> None:
-    """Commit a shard of `count` made-up rows, numbered from `start`. Keys and URLs compress about as well as real ones."""
+    """Commit a shard of `count` rows, numbered from `start`. Keys and URLs compress about as well as real ones."""
     rng, hash_of_tar = np.random.default_rng(shard), hashlib.sha256(b"%d" % shard).hexdigest()
     random, lengths = rng.bytes(18 * count).hex(), rng.integers(1, 4, count)
     digits = [random[at : at + 36] for at in range(0, len(random), 36)]

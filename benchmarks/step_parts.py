@@ -120,8 +120,8 @@ def _onednn_flops(x: torch.Size, *more: Any, out_shape: torch.Size, **options: A
 class MarkedModule(nn.Module):
     """A wrapper that marks where the module `inner` begins and ends. Its own part is `part`.
 
-    `before` and `behind` are the parts before and after it in the forward pass. It may be called several times per step,
-    as the backbone is. Then the backward pass runs the calls in reverse order.
+    `before` and `behind` are the parts before and after it in the forward pass. It may be called several times per
+    step, as the backbone is. Then the backward pass runs the calls in reverse order.
     """
 
     def __init__(self, inner: nn.Module, clock: Marks, before: str, part: str, behind: str):

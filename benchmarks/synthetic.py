@@ -74,7 +74,7 @@ def _whole_words() -> list[str]:
 def make_caption(rng: np.random.Generator, words: int | None = None) -> str:
     """Make a caption of random words, whose frequencies are inversely proportional to their ranks.
 
-    It has `words` words of one piece each. If `words` is None, the length is random, and one word in ten has two pieces.
+    It has `words` words of one piece each. If `words` is None, the length is random, and one word in ten has two.
     """
     known = _whole_words()
     count = 3 + round(rng.gamma(2.6, 2.8)) if words is None else words

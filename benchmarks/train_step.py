@@ -4,9 +4,9 @@
     python -m benchmarks.train_step --check                 compare losses and gradients of the fast and the plain path
     python -m benchmarks.train_step --losses 200            compare losses of 200 steps between precisions
 
-Inputs are seeded and vary in size (benchmarks/synthetic.py); weights are random, of the recipe's sizes. The fast path
-and plain fp32 take turns with a few steps per round; the result is the median over rounds. Parts are measured in other
-steps with marks, and the table shows how much of an unmarked step they do not explain. docs/performance.md explains the tables.
+Inputs are seeded and vary in size (benchmarks/synthetic.py); weights are random, of the recipe's sizes. The paths take
+turns with a few steps per round, and the result is the median over rounds. Parts are measured in other steps, with
+marks, and the table shows how much of an unmarked step they do not explain. docs/performance.md explains the tables.
 """
 
 import argparse

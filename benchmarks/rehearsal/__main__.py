@@ -30,7 +30,7 @@ from vlbert.recipes import RECIPES
 
 
 def rehearse_training(recipe: Recipe, pairs: int, texts: int = 0) -> VirtualDevice:
-    """Run two steps of a recipe on a virtual device, and return the device, which has recorded the second step by PARTS.
+    """Run two steps of a recipe on a virtual device. Return the device, which has recorded the second step by PARTS.
 
     The first step allocates the optimizer's state. Weights are random and samples are synthetic, so no file is needed.
     """

@@ -63,7 +63,7 @@ BOUNDS = ("compute", "memory", "launches", "link", "host")
 
 
 class Part(Counter):
-    """Costs of a part of a step: seconds on the device's time line for each of BOUNDS, kernels, waits, flops and bytes."""
+    """Costs of a part of a step: seconds on the device's time line by BOUNDS, and kernels, waits, flops and bytes."""
 
     @property
     def seconds(self) -> float:

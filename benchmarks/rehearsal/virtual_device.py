@@ -283,7 +283,7 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 def _caller_lines() -> str:
-    """Return this project's two innermost lines in the call stack as "FILE:LINE < FILE:LINE"; "" in the backward pass."""
+    """Return the two innermost lines of this project in the call stack (FILE:LINE < FILE:LINE); "" in backward."""
     frame, lines = sys._getframe(), []
     while frame and len(lines) < 2:
         file = frame.f_code.co_filename
@@ -353,7 +353,7 @@ def _as_indices(indices: Any) -> Iterator[Any]:
 
 
 def _makes_floats(name: str, args: tuple, kwargs: dict) -> bool:
-    """Return True if a call makes floating point values: it creates them without tensors, or converts to a float dtype."""
+    """Return True if a call makes floating point values: it has no tensors, or converts them to a float dtype."""
     dtype = kwargs.get("dtype")
     if isinstance(dtype, torch.dtype):
         return dtype.is_floating_point
