@@ -41,7 +41,7 @@ def run_detector(detector: FasterRCNNDetector, samples: Sequence[Sample]) -> int
 
 
 def make_contenders(config: FasterRCNNConfig, settings: DetectorSettings) -> dict[str, FasterRCNNDetector]:
-    """Make the detectors to compare, by name, with the same random weights. Without detectron2, its own is missing."""
+    """Make the detectors to compare, by name, with the same random weights. detectron2 is left out if it is missing."""
     detectors = {}
     for name in (DETECTRON2, OURS, HALF):
         backend, precision = name.split()

@@ -1,8 +1,8 @@
-"""Measure the speed of data loading: reading, decoding, masking, order, index, text, and webdataset's reader.
+"""Measure the speed of data loading: reading, decoding, masking, ordering, index and text; and of webdataset.
 
     python -m benchmarks.loader [--samples 4000 --rounds 5] [--json FILE]
 
-Shards are generated and committed as by the stages: JPEGs of 500 x 375 pixels, each with 36 regions that have a
+Generated samples are committed in shards, as in the pipeline: JPEGs of 500 x 375 pixels, with 36 regions that have a
 distribution over 1,600 classes. The readers take turns, from the page cache, on one thread. Speeds are per CPU-second,
 so that other load on the machine has little effect. The exit status is 1 if a bar is not met.
 """
@@ -123,7 +123,7 @@ def measure_examples(samples: ShardSamples, count: int, rounds: int) -> list[Lin
 
 
 def measure_order(n: int, rounds: int) -> list[Line]:
-    """Measure the wall time to compute an epoch's order of `n` samples, and to seek to a batch at a random position."""
+    """Measure the wall time to order an epoch of `n` samples, and to seek to a batch at a random position."""
     whole = run_in_turns({"order": lambda: shuffled(np.arange(n), 0, CAPTIONS, 3, n)}, rounds)["order"]
     starts = np.random.default_rng(0).integers(0, 40 * n, 200).tolist()
     seeks = [measure_call(lambda: [*draw_samples([SnapshotSpan(0, 0, n, "")], start, 256, 0, 1)]) for start in starts]  # noqa: B023

@@ -80,7 +80,7 @@ def format_table(table: Table) -> str:
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Make the argument parser of `python -m benchmarks.PROGRAM`, with the option --json that all have."""
+    """Make the argument parser of `python -m benchmarks.PROGRAM`, with the option --json that all benchmarks have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{program}",
         description=description,

@@ -1,10 +1,10 @@
 """Compute a pre-training step in a straightforward way, in plain fp32.
 
 This is the baseline of benchmarks/train_step.py, and the reference for tests of the fast path
-(tests/vlbert/test_train_step.py). It uses the model's configuration and weight names, but shares no code
-with it: channels first; separate convolution, normalisation and ReLU; all images padded to one tensor; text and regions
-padded, and the encoder run over the padding; both heads at every position, labelled or not; explicit attention; an
-optimizer that updates one parameter after another. Shape letters are those of vlbert/data/batch.py.
+(tests/vlbert/test_train_step.py). It uses the model's configuration and weight names, but shares no code with it.
+Tensors are channels first. Convolution, normalisation and ReLU are separate. Images, texts and regions are padded, and
+the encoder runs over the padding. Both heads run at every position, labelled or not. Attention is explicit, and the
+optimizer updates one parameter after another. Shape letters are those of vlbert/data/batch.py.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class PlainBatch:
 
 
 def pad_examples(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
-    """Pad examples into one batch. Raises ValueError if an example has several texts or shares of cells."""
+    """Pad examples into one batch. Raises ValueError if an example has several texts, or shares of region cells."""
     if any(e.more or (e.image and e.image.cells is not None) for e in examples):
         raise ValueError("the plain path supports pre-training only: one text per example, and no shares of cells")
     examples = sorted(examples, key=lambda example: example.image is None)  # stable: keeps the order otherwise
@@ -106,7 +106,7 @@ def pad_examples(examples: Sequence[Example], config: ModelConfig) -> PlainBatch
 
 
 class PlainPretraining:
-    """A plain model of pre-training, with a copy of the weights of `model`.
+    """A plain implementation of a pre-training model, with a copy of the weights of `model`.
 
     In a row, regions directly follow the text, and padding comes last, as published. Raises ValueError if the model's
     configuration differs from the published one.

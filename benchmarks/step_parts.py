@@ -54,7 +54,7 @@ def total_loss(losses: dict[str, tuple[Tensor, int]]) -> Tensor:
 
 
 class Marks(Protocol):
-    """Protocol of objects that assign what happens between marks to parts: Clock, FlopClock, rehearsal's Record."""
+    """Protocol of Clock, FlopClock and the rehearsal's Record: `mark` assigns what was done since the last mark."""
 
     def mark(self, part: str) -> None: ...
 

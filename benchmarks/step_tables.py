@@ -56,7 +56,7 @@ def contenders_table(report: dict[str, Any]) -> Table:
 
 
 def other_lines(report: dict[str, Any]) -> list[str]:
-    """Return the lines of text below the tables."""
+    """Return the lines of text that follow the tables of a report."""
     rates = [f"{name} {rate / 1e12:,.2f}" for name, rate in report["matrix product"].items()]
     lines = [
         f"{sum(report['flops'].values()) / report['pairs'] / 1e12:.2f} TFLOP per pair, including its share of text; a "

@@ -82,7 +82,7 @@ def measure_with_loader(
 
 
 def measure_step(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a recipe's training step in all contenders, and return the report."""
+    """Measure the training step of a recipe for all contenders, and return the report."""
     device, recipe = torch.device(options.device), make_benchmark_recipe(options)
     world, task = World(0, 1, device), make_benchmark_task(recipe)
     pairs, texts = choose_sizes(options, recipe, 64 if device.type == "cuda" else 2)

@@ -96,7 +96,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
 
 
 def measure_stages(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]") -> tuple[dict, dict]:
-    """Return the total seconds of all pipeline runs and the peak bytes of the largest process, each by stage.
+    """Return two dicts by stage: the total seconds of all pipeline runs, and the peak bytes of the largest process.
 
     Later runs skip what earlier ones have done. The memory of the download stage is unknown.
     """
@@ -122,7 +122,7 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> None:
 
 
 def run_deployment(deployment: str, parameters: dict, log: Path) -> Any:
-    """Run a deployment with changed `parameters`, print its stages' lines of the worker's log, and return its result.
+    """Run a deployment with changed `parameters`, print its stages' lines from the worker's log, and return its result.
 
     Raises RuntimeError if the run does not complete.
     """

@@ -22,7 +22,7 @@ LEAST_GROUNDING, LEAST_OVER_CHANCE = 0.05, 0.03
 
 
 def run_comparison(root: Path, seed: int, seeds: int, say: Callable[[str], None]) -> int:
-    """Run `make compare` with `seeds` seeds from `seed` on, and return its exit status."""
+    """Run `make compare` with `seeds` seeds, starting at `seed`, and return its exit status."""
     data = draw_demo_data(root / "data", DemoDataSettings(seed=seed))
     prepare(root, data, say)
     fields = [f"vqa:task.answers={count_answers(data)}"]

@@ -107,7 +107,7 @@ def read_predictions(store: ObjectStore, run: str) -> list[dict]:
 
 
 def count_statuses(store: ObjectStore, dataset: str) -> dict[str, dict]:
-    """Return the number of a dataset's image rows by status, and the URL and detail of the first row. `ok` is first."""
+    """Return, for each status, a dataset's number of image rows, and the first one's URL and detail. `ok` is first."""
     catalog, entries = Catalog(store, dataset), {}
     for shard in catalog.shards("images"):
         for row in catalog.manifest("images", shard).table.select(["status", "detail", "url"]).to_pylist():
@@ -144,7 +144,7 @@ def read_joint_accuracies(root: Path, pipelines: "Sequence[PipelineResult]") -> 
 
 
 def draw_held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
-    """Draw the first held-out scenes with their regions: boxes in cycling colours, of which the first have names."""
+    """Draw the first held-out scenes with their regions: boxes in cycling colours, and names for the first few."""
     catalog, scenes = Catalog(store, "held-out"), []
     names = catalog.manifest(stage, catalog.shards(stage)[0]).meta["config"]["classes"]
     for sample in islice(read_samples(catalog, stage), SCENES):
@@ -168,7 +168,7 @@ def draw_held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
 def draw_examples(
     store: ObjectStore, pipeline: "PipelineResult", task: str, predictions: dict[str, list[dict]]
 ) -> list[dict]:
-    """Draw the first right and the first wrong answers to `task` of the run with pre-training."""
+    """Draw the first right and the first wrong answers of the task's run with pre-training."""
     rows = predictions[run_name(task, "with")]
     right, wrong = [row for row in rows if row["score"] >= 0.5], [row for row in rows if row["score"] < 0.5]
     chosen = right[:RIGHT_SHOWN] + wrong[:WRONG_SHOWN]

@@ -94,7 +94,7 @@ def make_caption_scene(rng: np.random.Generator, number: int) -> Scene:
 def draw_task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
     """Sample `number` different appearances, each of which shares its colour or shape with another.
 
-    RefCOCO+ targets are chosen afterwards, so that all objects are equally likely targets without the expression.
+    RefCOCO+ targets are chosen afterwards, so that without the expression, all objects are equally likely.
     """
     while True:
         colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: 2 + number // 5]]

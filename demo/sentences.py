@@ -67,7 +67,7 @@ def make_noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
 
 
 def make_clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
-    """Describe each object in exactly one clause, in random order: by name, with its location, or next to another."""
+    """Describe each object in exactly one clause, in random order. A clause may add a place or relate two objects."""
     objects = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
     clauses = []
     while objects:

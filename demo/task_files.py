@@ -148,7 +148,7 @@ def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
 
 
 def _metadata(image: TaskImage) -> dict:
-    """Return VCR's metadata of an image: its objects' boxes (x1 y1 x2 y2 score) and outlines, with hidden parts."""
+    """Return an image's VCR metadata: its objects' boxes (x1 y1 x2 y2 score) and outlines, including hidden parts."""
     boxes = []
     for annotation in image.annotations:
         x, y, width, height = annotation["bbox"]

@@ -74,7 +74,7 @@ def log_errors() -> Iterator[None]:
 
 
 def make_counts_table(catalog: Catalog, stage: str) -> str:
-    """Return a Markdown table of the number of rows by status in a stage, and an example error for each status."""
+    """Return a Markdown table of a stage's row counts by status, followed by an example of each error."""
     counts, headers = Counter(), catalog.headers(stage)
     for header in headers.values():
         counts.update(header.statuses)
@@ -88,7 +88,7 @@ def make_counts_table(catalog: Catalog, stage: str) -> str:
 
 
 def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
-    """Return the first `detail` text of each error status. Stops reading manifests when every status has one."""
+    """Return the first `detail` text of each of these error statuses. Stops reading when it has all of them."""
     details: dict[str, str] = {}
     for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
         for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():

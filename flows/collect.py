@@ -25,7 +25,7 @@ COMMITTED = "vlbert.images.committed"
 
 
 def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Return True if a retry can help because the network or storage could not be reached. A Prefect retry condition.
+    """Return True if a task's retry can help, because the network or the storage could not be reached.
 
     A damaged list or a denied permission would fail again, so the task is not retried.
     """

@@ -1,4 +1,4 @@
-"""Compare: train variants x tasks x seeds in a child process, which writes a results page (docs/results.md)."""
+"""Compare models in a child process, which trains variants x tasks x seeds and writes a page (docs/results.md)."""
 
 import sys
 from typing import Any

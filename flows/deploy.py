@@ -1,4 +1,4 @@
-"""Create the deployments of a file such as prefect.yaml, work pools and alarms at the server of PREFECT_API_URL.
+"""Create work pools, alarms and the deployments in a file like prefect.yaml, at the server of PREFECT_API_URL.
 
     vlbert deploy [FILE]
 
@@ -81,7 +81,7 @@ def set_alarms() -> None:
 
 
 def deploy_file(file: Annotated[Path, Positional, tyro.conf.arg(metavar="FILE")] = Path("prefect.yaml")) -> None:
-    """Create the deployments of a file, their work pools and alarms at the server of PREFECT_API_URL.
+    """Create work pools, alarms and the deployments in a file, at the server of PREFECT_API_URL.
 
     Args:
         file: file of deployments, such as prefect.yaml

@@ -42,7 +42,7 @@ _STATE_INTERVAL = 1.0  # seconds between two requests of the run's state
 
 
 def exit_with_parent(parent: int) -> None:
-    """End this process when the process id `parent` is no longer its parent."""
+    """Watch this process's parent in a thread, and end this process when the parent's id is no longer `parent`."""
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 

@@ -50,7 +50,7 @@ def finetune(
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
-    """Return the checkpoint's location, or None. If settings.checkpoint is `none`, only its vocabulary is used."""
+    """Return the location of the checkpoint to start from, or None. With `none`, only its vocabulary is used."""
     if "/" in settings.checkpoint:
         return settings.checkpoint
     if not settings.pretraining:

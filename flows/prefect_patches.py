@@ -2,8 +2,8 @@
 
     python -m flows.prefect_patches server start ...    runs `prefect server start ...` with `collect_garbage_in_thread`
 
-`python -m flows.engine` uses the other functions. For each new version of Prefect, disable them one at a time and run
-tests/flows/test_prefect_patches.py: if the function's test passes without it, delete the function.
+`python -m flows.engine` uses the other functions. With each new version of Prefect, disable one function at a time and
+run its test in tests/flows/test_prefect_patches.py. If the test passes without the function, delete the function.
 
 | function                    | upstream issues | without it                                                           |
 |-----------------------------|-----------------|----------------------------------------------------------------------|
@@ -79,7 +79,7 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease of the run's slot for a day, if due. Return the lease and its renewal's time.monotonic().
+    """Renew the lease of the run's slot for a day, if due. Return the lease and when it was renewed (monotonic).
 
     Pass the previous call's result as `renewed`, and (None, 0.0) in the first call.
     """
@@ -92,7 +92,7 @@ def renew_slot(
 
 
 def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
-    """Return True if an alarm marked `run` as crashed after its process started at `began`. It is still running."""
+    """Return True if an alarm marked `run` as crashed although its process, started at `began`, is still running."""
     state = run.state
     return bool(state and state.is_crashed() and (state.message or "").startswith(NO_SIGN) and state.timestamp >= began)
 
@@ -117,7 +117,7 @@ def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
 
 
 def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
-    """Take a lease on a slot. It is short in case the response or new state is lost; `renew_slot` extends it."""
+    """Take a lease on a slot. It is short, in case the response or new state is lost; `renew_slot` extends it."""
     answer = client.increment_concurrency_slots_with_lease([limit], 1, "concurrency", _SHORT_LEASE)
     return UUID(answer.json()["lease_id"])
 

@@ -32,7 +32,7 @@ def pretrain(
     log: Log = print,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Pre-train on the regions of `detector`, or of the only one if it is None. Call it from the main thread only.
+    """Pre-train on the regions of `detector` (None: the only detector). Call it from the main thread only.
 
     The tokenised corpus is written to `work`, a folder of this machine.
     """

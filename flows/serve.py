@@ -35,7 +35,7 @@ _POLL = 0.5  # seconds between two checks of server and worker
 def serving(
     home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: run a Prefect server and a worker, and deploy a file. This process's clients use the server.
+    """Context manager: run a Prefect server and a worker, and deploy a file. Prefect in this process uses the server.
 
     Args:
         home: Folder for the database and the logs.
@@ -99,7 +99,7 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
 
 
 def wait_for_server(check: Callable[[], None]) -> None:
-    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError if `check` does or after 120 s."""
+    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError if `check` raises it, or after 120 s."""
     from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
 
     deadline = time.monotonic() + _START_SECONDS

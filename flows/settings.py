@@ -68,7 +68,7 @@ class Processes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for torchrun. They give the training at least `grace` seconds to save, not 30 s."""
+        """Environment variables for torchrun: the threads, and the time to save (`grace`, but at least 30 s)."""
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}
         return variables | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {})
 
@@ -91,7 +91,7 @@ def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
 
 @dataclass(frozen=True)
 class TrainDetectorSettings(AnnotationConfig):
-    """Settings of a run that trains a detector on annotated images. None or empty: the recipe's value is kept."""
+    """Settings of a run that trains a detector on annotated images. If one is None or empty, the recipe's is kept."""
 
     __pydantic_config__ = FORM
 
@@ -138,7 +138,7 @@ class PretrainSettings:
 
     @property
     def resolved_recipe(self) -> "Recipe":
-        """The recipe with its overrides."""
+        """The recipe that these settings name, with their overrides."""
         return resolve_recipe(self.recipe, self.run, self.overrides)
 
 
@@ -184,13 +184,13 @@ class FinetuneSettings:
 
     @property
     def resolved_recipe(self) -> "Recipe":
-        """The recipe with its overrides."""
+        """The recipe that these settings name, with their overrides."""
         return resolve_recipe(self.recipe_name, self.run, self.overrides)
 
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison of variants x tasks x seeds (docs/results.md)."""
+    """Settings of a comparison, which trains variants x tasks x seeds (docs/results.md)."""
 
     __pydantic_config__ = FORM
 

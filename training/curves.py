@@ -15,7 +15,7 @@ _MAX_POINTS = 60  # per line: Prefect stores every version of the image
 
 
 def draw_curves(store: ObjectStore, run: str) -> str | None:
-    """Draw a run's training and validation metrics as a data: URI. Return None if nothing has been logged yet."""
+    """Draw a run's training and validation curves as an SVG in a data: URI. Return None if nothing is logged yet."""
     training, validation = (read_metrics(store, run, kind) for kind in ("training", "validation"))
     if not training:
         return None

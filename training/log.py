@@ -40,7 +40,7 @@ class Unreadable:
 class JsonLines:
     """A file with one JSON object per line. After each addition, the writer's thread rewrites the whole file.
 
-    Existing lines of steps after `step` are removed first, because a resumed run repeats those steps.
+    On opening, lines of steps after `step` are removed, because a resumed run repeats those steps.
     """
 
     def __init__(self, writer: "Writer", path: str, step: int):
@@ -66,7 +66,7 @@ class RunLog:
         writer: Writes all files of the log in its thread.
         step: Number of optimizer steps done so far.
         processes: Number of ranks.
-        metadata: Heartbeat fields to add to the run's progress.
+        metadata: Additional heartbeat fields.
         trackers: Functions that make the trackers, by name. Each tracker receives every line of metrics.jsonl.
         settings: The recipe as plain values, for trackers.
     """
@@ -188,7 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log the unreadable samples not logged before, and print the first. Return the total number in training."""
+        """Log the unreadable samples not logged before, and print the first. Return the total in training."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -253,7 +253,7 @@ def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Group the metrics named `<dataset>/<metric>` by dataset. A validation of several datasets has them.
+    """Group metrics named `<dataset>/<metric>` by dataset. A validation on several datasets logs such metrics.
 
     Other names with a slash, such as accuracy/yes/no, belong to parts of a split and are left out.
     """

@@ -68,7 +68,7 @@ class Run(ABC):
 
     @abstractmethod
     def losses(self, model: nn.Module, part: Any) -> Losses:
-        """Return a part's losses from `model` (self.model or its DDP wrapper). Appends to self.unreadable."""
+        """Return the losses on a part of a batch. `model` is self.model or its DDP wrapper. Appends to `unreadable`."""
 
     @abstractmethod
     def keys(self, part: Any) -> Sequence[str]:
@@ -76,14 +76,14 @@ class Run(ABC):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        """Function that returns validation metrics and predictions, equal on all ranks. None if there is no data."""
+        """Function that validates, and returns (metrics, predictions), equal on all ranks. None if there is no data."""
         return None
 
     @abstractmethod
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         """Queue the checkpoint after `done` steps (training/checkpoint.py). Called on rank 0 only.
 
-        `validation` holds the metrics of a validation after the same step; it is empty if there was none.
+        `validation` holds the metrics of a validation after the same step, and is empty if there was none.
         """
 
     @property
@@ -92,7 +92,7 @@ class Run(ABC):
         return math.inf
 
     def note_unreadable(self, unreadable: list[Unreadable]) -> dict[str, int]:
-        """Log the unreadable samples of all ranks, clear the list, and return {"unreadable": number}, or {} if 0.
+        """Log all ranks' unreadable samples and clear the list. Return {"unreadable": number}, or {} if there are none.
 
         Raises ValueError on every rank if the run has had more than `max_unreadable` of them.
         """

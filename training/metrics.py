@@ -96,7 +96,7 @@ class RunningAverages:
 
     Attributes:
         counts: Number of `skipped` steps, and counts that the caller adds, such as `unreadable`.
-        steps: Number of steps, skipped ones included.
+        steps: Number of steps, including skipped ones.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None):
@@ -124,7 +124,7 @@ class RunningAverages:
         self._paused += time.monotonic() - began
 
     def add(self, step: Step, taken: bool) -> None:
-        """Add a step. A skipped step (`taken` is False) adds only its time and a count."""
+        """Add a step. A skipped step (`taken` is False) adds only to the times and to the skipped count."""
         self.steps += 1
         self._waited += step.waited
         if not taken:

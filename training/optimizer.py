@@ -58,7 +58,7 @@ class OptimizerConfig:
 
 
 def check_decay(config: OptimizerConfig, steps: int) -> None:
-    """Raise ValueError if a step of `decay_at` is not before the last of `steps` updates."""
+    """Raise ValueError if `config.decay_at` has an update that is not before the last of `steps` updates."""
     late = [at for at in config.decay_at if at >= steps]
     if late:
         raise ValueError(
@@ -108,7 +108,7 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Set the learning rate, weight decay and, for Adam, epsilon of every group, for step 0 to steps - 1."""
+    """Set learning rate, weight decay and, for Adam, epsilon of all parameter groups for `step` (from 0) of `steps`."""
     # The schedule has one more update than the run, so that the last update does not have learning rate 0.
     factor = learning_rate_factor(step + 1, steps + 1, config)
     # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At
@@ -131,7 +131,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
 
 
 def clip_gradients(model: nn.Module, config: OptimizerConfig) -> Tensor:
-    """Clip the gradients as `config` says, and return their global norm before clipping."""
+    """Clip the gradients according to `config`, and return their global norm before clipping."""
     if config.max_grad_norm is None or not config.clip_each:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         return nn.utils.clip_grad_norm_(parameters, math.inf if config.max_grad_norm is None else config.max_grad_norm)

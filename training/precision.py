@@ -1,9 +1,9 @@
 """Set the precision of matrix products and convolutions: bfloat16 autocast, float32, or TF32 on GPUs.
 
-bfloat16 is used in forward passes and their backward passes. Weights, optimizer, RoIAlign,
-LayerNorms, the encoder's residual sums and the losses stay float32. In the ResNet, frozen norms are folded into the
-weights in float32, and the blocks' outputs are bfloat16. With TF32, a GPU rounds the inputs of float32 products to
-10 bits of mantissa; this is torch's default for convolutions.
+bfloat16 is used in forward passes and their backward passes. Weights, optimizer, RoIAlign, LayerNorms, the encoder's
+residual sums and the losses stay float32. In the ResNet, frozen norms are folded into the weights in float32, and the
+blocks' outputs are bfloat16. With TF32, a GPU rounds the inputs of float32 products to 10 bits of mantissa. This is
+torch's default for convolutions.
 """
 
 from collections.abc import Iterator

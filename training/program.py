@@ -34,7 +34,7 @@ def run_program(
 ) -> None:
     """Run `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun. Errors are printed as one line.
 
-    Messages call the program `program`. `check_complete` raises ValueError if the recipe lacks a required field.
+    `program` is the name for messages. `check_complete` raises ValueError if the recipe lacks a required field.
     """
     recipe_name, remaining = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
@@ -105,9 +105,9 @@ def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
-    """Return the recipe function called `name`, or named as MODULE:FUNCTION and imported from the working directory.
+    """Return the function `name`: one of `recipes`, or MODULE:FUNCTION, importable from the working directory.
 
-    Raises ValueError if there is none. `kind` says in messages what the function is.
+    Raises ValueError if there is none. `kind` is what messages call the function.
     """
     if name in recipes:
         return recipes[name]

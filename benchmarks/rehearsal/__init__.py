@@ -1,1 +1,1 @@
-"""Rehearse a training step without a GPU: predict its kernels, transfers, waits, memory and time on one."""
+"""Rehearsal of a training step: predict its kernels, transfers, waits, memory and time on a GPU without having one."""

@@ -1,9 +1,8 @@
 """Estimate the time of recorded operations on a GPU, from a simple model of the card.
 
-An operation takes the longest of these times: its products on the tensor cores, its memory traffic, its copies from or
-to the host, and MIN_KERNEL per kernel. The host launches one operation after another, which takes time, too. The device
-starts an operation after its launch and after the previous operation. A host that waits continues when the device is
-done.
+An operation takes the longest of these times: its products on the tensor cores, its memory traffic, its copies to or
+from the host, and MIN_KERNEL per kernel. The host needs time to launch each operation. The device starts an operation
+after its launch and after the previous operation. A host that waits continues when the device is done.
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +18,7 @@ from training.precision import Float32
 
 @dataclass(frozen=True)
 class Card:
-    """Peak rates of a GPU, from its data sheet."""
+    """A GPU's peak rates, from its data sheet."""
 
     name: str
     flops: dict[str, float]  # bf16, tf32 and fp32 -> FLOP/s of dense products with float32 accumulation
@@ -71,7 +70,7 @@ class Part(Counter):
 
     @property
     def bound_by(self) -> str:
-        """The one of BOUNDS that takes the most time."""
+        """The entry of BOUNDS that takes the most time."""
         return max(BOUNDS, key=self.__getitem__)
 
 
@@ -90,7 +89,7 @@ def product_seconds(product: Product, kind: str, card: Card) -> float:
 
 
 def operation_seconds(operation: Operation, card: Card, float32: Float32 = "ieee") -> dict[str, float]:
-    """Return the seconds of an operation by possible bound. The operation takes the largest of them.
+    """Return the seconds of an operation for each of its possible bounds. The operation takes the longest of them.
 
     `float32` is the precision of float32 products.
     """

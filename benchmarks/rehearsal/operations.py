@@ -27,7 +27,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call of an operation by torch's dispatcher, as a GPU executes it."""
+    """A call of a torch operation, as a GPU executes it: its kernels, products, memory traffic and waits."""
 
     name: str
     kernels: int  # launches; 0 for views and allocations

@@ -283,7 +283,7 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 def _caller_lines() -> str:
-    """Return the two innermost lines of this project in the call stack (FILE:LINE < FILE:LINE); "" in backward."""
+    """Return the two innermost lines of this project in the call stack (FILE:LINE < FILE:LINE), or "" if none."""
     frame, lines = sys._getframe(), []
     while frame and len(lines) < 2:
         file = frame.f_code.co_filename
@@ -370,7 +370,7 @@ def _convolution_of_cudnn(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
 
 
 def _convolution_fused(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-    """Convolve for the result's shape only: bias, ReLU and sum are left out. The last four arguments are used."""
+    """Convolve for the result's shape only: no bias, ReLU, sum. `more` ends with stride, padding, dilation, groups."""
     y = torch.nn.functional.conv2d(x, weight, None, *more[-4:])
     return y.contiguous(memory_format=torch.channels_last)
 
@@ -435,7 +435,7 @@ def _attention(
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy and record torch.tensor(list, device=...), which makes the host wait and bypasses the dispatcher."""
+    """Copy for torch.tensor(list, device=...), and record that: the host waits, and the dispatcher does not see it."""
     _active.record(Operation("aten::_to_copy", 1, copied=count_bytes(source), waits=True, location=_caller_lines()))
     return _copy(target, source)
 
