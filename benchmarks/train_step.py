@@ -137,7 +137,10 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         "steps a round": options.steps,
         "flops": {part: statistics.mean(counts.get(part, 0) for counts in flops) for part in PARTS},
         "seconds a step": times,
-        "parts": {name: _medians(steps) for name, steps in marks.items()},
+        "parts": {
+            name: {part: statistics.median(times.get(part, 0.0) for times in steps) for part in PARTS}
+            for name, steps in marks.items()
+        },
         "matrix product": {name: statistics.median(rates) for name, rates in product_rates.items()},
         "memory": {contender.name: measure_memory(contender, device) for contender in contenders},
         "compiled graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if recipe.compile else None,
@@ -147,11 +150,6 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         steps = max(10, options.steps * options.rounds)
         report["with a loader"] = measure_with_loader(fasts[0], samples, pairs, texts, steps, options.workers)
     return report
-
-
-def _medians(marks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return each part's median milliseconds over the steps."""
-    return {part: statistics.median(times.get(part, 0.0) for times in marks) for part in PARTS}
 
 
 def check_step(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,9 +7,8 @@ them once, so that they can only be known from the image. The same settings and 
 """
 
 import dataclasses
-import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -113,12 +112,6 @@ def image_name(number: int) -> str:
     return f"{number:06d}.jpg"
 
 
-def encode_jpeg(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=90, subsampling=0)  # no chroma subsampling: objects are small
-    return file.getvalue()
-
-
 def make_coco_file() -> dict:
     """Return a COCO detection file as a dict, with the demo's categories but without images, which `draw_into` adds."""
     categories = [
@@ -134,7 +127,8 @@ def draw_into(
     """Draw `scene` as image `number` into `folder`, and add it to `coco`. Return its annotations in object order."""
     pixels, visible = draw_scene(rng, scene)
     name = name or image_name(number)
-    (folder / name).write_bytes(encode_jpeg(pixels))
+    # No chroma subsampling, because objects are small.
+    Image.fromarray(pixels).save(folder / name, "JPEG", quality=90, subsampling=0)
     coco["images"].append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
     annotations = []
     for obj, mask in zip(scene.objects, visible, strict=True):
@@ -166,19 +160,13 @@ def draw_captioned(data: DemoData) -> None:
     """Draw images/, and write annotations.json, train.tsv and held_out.tsv."""
     data.images.mkdir(parents=True, exist_ok=True)
     coco, captions = make_coco_file(), []
-    for number, scene, words, rng in generate_captioned_scenes(data.settings):
+    for number in range(data.settings.train_scenes + data.settings.held_out_scenes):
+        rng = np.random.default_rng([data.settings.seed, _CAPTION_STREAM, number])
+        scene = make_caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1)))
+        captions.append(make_caption(rng, scene))
         draw_into(coco, data.images, number, scene, rng)
-        captions.append(words)
     data.annotations.write_text(json.dumps(coco))
     write_caption_lists(data, captions)
-
-
-def generate_captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
-    """Yield the number, scene, caption and random generator of each scene: first training, then held-out scenes."""
-    for number in range(settings.train_scenes + settings.held_out_scenes):
-        rng = np.random.default_rng([settings.seed, _CAPTION_STREAM, number])
-        scene = make_caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1)))
-        yield number, scene, make_caption(rng, scene), rng
 
 
 def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:

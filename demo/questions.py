@@ -45,19 +45,16 @@ class Item:
 
 def describe(objects: Sequence[Appearance], target: int, without: str) -> str | None:
     """Describe objects[target] uniquely, without naming the field `without`. Return None if that is impossible."""
+    appearance = objects[target]
     fields = [field for field in ("shape", "colour", "striped", "big") if field != without]
     for size in range(1, len(fields) + 1):
         for chosen in itertools.combinations(fields, size):
             if count_alike(objects, target, chosen) == 1:
-                return _describe_fields(objects[target], chosen)
+                words = ["big" if appearance.big else "small"] if "big" in chosen else []
+                words += ["striped" if appearance.striped else "plain"] if "striped" in chosen else []
+                words += [appearance.colour] if "colour" in chosen else []
+                return " ".join([*words, appearance.shape if "shape" in chosen else "one"])
     return None
-
-
-def _describe_fields(appearance: Appearance, chosen: Sequence[str]) -> str:
-    words = ["big" if appearance.big else "small"] if "big" in chosen else []
-    words += ["striped" if appearance.striped else "plain"] if "striped" in chosen else []
-    words += [appearance.colour] if "colour" in chosen else []
-    return " ".join([*words, appearance.shape if "shape" in chosen else "one"])
 
 
 def ask_colour(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:

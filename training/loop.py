@@ -136,7 +136,9 @@ def train_steps(run: Run) -> dict[str, float]:
                 optimizer.step()
             else:
                 norms.restore()
-                log_skipped(run, done, skip_reason, result, parts)
+                keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], world)
+                if run.log:
+                    run.log.skipped(done, skip_reason, result, keys)
             optimizer.zero_grad(set_to_none=True)
             averages.add(result, taken=skip_reason is None)
             if run.log:
@@ -200,13 +202,6 @@ def add_gradients(
             loss = mean_loss(losses, totals[-1], run.loss_weights) / len(parts)
             (loss * world.size).backward()  # DDP averages gradients over ranks, but the sum is wanted
     return losses, totals
-
-
-def log_skipped(run: Run, done: int, reason: str, result: Step, parts: Sequence[Any]) -> None:
-    """Log a skipped step with the keys of the samples of all ranks. Every rank must call this."""
-    keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], run.world)
-    if run.log:
-        run.log.skipped(done, reason, result, keys)
 
 
 def skipped_steps_error(run: Run, number: int, done: int, reason: str) -> FloatingPointError:

@@ -133,8 +133,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
 def clip_gradients(model: nn.Module, config: OptimizerConfig) -> Tensor:
     """Clip the gradients according to `config`, and return their global norm before clipping."""
     if config.max_grad_norm is None or not config.clip_each:
-        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        return nn.utils.clip_grad_norm_(parameters, math.inf if config.max_grad_norm is None else config.max_grad_norm)
+        return nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
     # All at once: on a GPU, one clip_grad_norm_ call per tensor took as long as a forward pass.
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
