@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> int:
                 raise RuntimeError(f"not all images were stored: {facts['statuses']}")
             rate = options.images / facts["seconds"]
             cost = 1000 * facts["cpu_seconds"] / options.images
-            passed.append(check(f"round {number + 1}: CPU-ms an image ({rate:.0f} images/s)", cost, "CPU-ms an image"))
+            passed.append(check(f"round {number + 1}: CPU-ms per image ({rate:.0f} images/s)", cost, "CPU-ms an image"))
             passed.append(check(f"round {number + 1}: peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
         report["hostile"] = {}
         slow = (*HANGING_HOSTS, *DRIPPING_HOSTS)

@@ -89,7 +89,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     ]
     print("", *aligned(("stage", "seconds", "peak MB of one process"), rows), sep="\n")
     print(f"target: {BUDGET[full]} s\n\nreport       {report}")
-    print(f"flow UI      make ui ROOT={shlex.quote(str(root))}\n")
+    print(f"UI           make ui ROOT={shlex.quote(str(root))}\n")
     failed = check_gates(pipelines, detector["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0

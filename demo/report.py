@@ -192,7 +192,7 @@ def select_curves(tasks: Iterable[str], log: dict[str, dict[str, list[dict]]]) -
     """Return the curves of each panel over optimizer steps, by title. A task's panels show both of its runs."""
     training, validation = (log["pretrain"][kind] for kind in ("training", "validation"))
     accuracies = {"right image": "monitored_accuracy", "another image": "monitored_accuracy_shuffled"}
-    losses = {"words": "loss_words", "regions": "loss_regions", "words of text alone": "loss_text_words"}
+    losses = {"words": "loss_words", "regions": "loss_regions", "words of text-only examples": "loss_text_words"}
     panels = {
         "Pre-training: loss at masked words and regions, nats": {
             name: select_values(training, metric) for name, metric in losses.items()

@@ -66,8 +66,8 @@ def log_errors() -> Iterator[None]:
     try:
         with fail_fast():
             yield
-    except Exception as error:  # noqa: BLE001  an error of the flow UI must not fail the stage
-        get_run_logger().warning("the flow UI was not updated: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001  an error of Prefect's UI must not fail the stage
+        get_run_logger().warning("Prefect's UI was not updated: %s: %s", type(error).__name__, error)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def collect_flow(root: str, dataset: CollectSettings, machines: int = 1) -> Coll
 
     try:
         collected = collect(root, dataset, stage_logger().info, run_group)
-    finally:  # also if a later group has failed
+    finally:  # even if a later group has failed
         if committed and flow_run.parent_flow_run_id is None:  # inside the pipeline, the next stage detects them
             with log_errors():
                 full_root = root if "://" in root else os.path.abspath(root)

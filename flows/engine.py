@@ -105,7 +105,7 @@ def run_engine() -> None:
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        # Limit the time to exit: after an outage, sending the logs of that time took 6 s and more.
+        # Limit the time to exit: after an outage, sending the logs of that time took 6 s or more.
         timer = threading.Timer(_KILL_DELAY, os._exit, (status,))
         timer.daemon = True
         timer.start()

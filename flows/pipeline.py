@@ -87,8 +87,8 @@ def run_finetunings(
     for settings in finetunings:
         try:
             finetuned.append(start(settings))
-        except Exception as error:  # noqa: BLE001  no error may prevent the other fine-tunings
+        except Exception as error:  # noqa: BLE001  no error may prevent the other runs
             failed.append(f"{settings.resolved_recipe.run}: {error}")
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(finetunings)} fine-tunings failed: {'; '.join(failed)}")
+        raise RuntimeError(f"{len(failed)} of {len(finetunings)} fine-tuning runs failed: {'; '.join(failed)}")
     return finetuned

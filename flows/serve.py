@@ -122,7 +122,7 @@ def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY
     print(f"starting Prefect, with its files in {home}", flush=True)
     with serving(home, port, deployments, query_seconds, limit) as check:
         print(
-            f"the flow UI is at http://127.0.0.1:{port}; the flows' log is {home}/worker.log\n"
+            f"Prefect's UI is at http://127.0.0.1:{port}; the flows' log is {home}/worker.log\n"
             "To start a run, in another terminal:\n"
             f"    export PREFECT_HOME={shlex.quote(str(home))} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
             f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"

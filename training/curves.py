@@ -54,7 +54,7 @@ def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
             for name, points in lines.items():
                 marker = "o" if len(points) < 15 else None
                 last = points[-1][1]
-                shown = points[:: len(points) // -_MAX_POINTS]  # evenly spaced, the last point included
+                shown = points[:: len(points) // -_MAX_POINTS]  # evenly spaced, including the last point
                 label = f"{name} {last:.3f}" if abs(last) >= 0.01 or not last else f"{name} {last:.3g}"
                 axes.plot(*zip(*shown, strict=True), label=label, marker=marker, markersize=3)
             axes.set(title=title, xlabel="optimizer steps")

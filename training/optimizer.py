@@ -87,7 +87,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         groups.setdefault(key, []).append(parameter)
     parameters = [{"params": group, "peak": peak, "decay": decay} for (peak, decay), group in groups.items()]
     rate, decay = config.learning_rate, config.weight_decay
-    # Fused: one kernel for all parameters, also on CPUs.
+    # Fused: one kernel for all parameters, on CPUs, too.
     if config.kind == "sgd":
         return torch.optim.SGD(parameters, rate, config.momentum, weight_decay=decay, fused=True)
     adam = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam

@@ -27,7 +27,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():  # only there can handlers be set
+        if threading.current_thread() is threading.main_thread():  # handlers can be set only there
             for number in _REQUESTS:
                 if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
