@@ -25,7 +25,7 @@ compare: ROOT = compare-root
 compare: $(VENV)/installed  ## compare VL-BERT, Unicoder-VL and ViLBERT with three seeds each: 40 minutes at most
 	$(BIN)/python -m demo compare --root "$(ROOT)" --seed $(SEED)
 
-ui: $(VENV)/installed  ## start the flow UI and a worker on a finished demo, to run its deployments again
+ui: $(VENV)/installed  ## start Prefect's UI and a worker on a finished demo, to run its deployments again
 	$(BIN)/python -m vlbert serve --deployments "$(ROOT)/prefect.yaml" --home "$(ROOT)/prefect" --port $(PORT)
 
 serve: $(VENV)/installed  ## start Prefect's server and a worker with the deployments of prefect.yaml

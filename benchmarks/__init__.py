@@ -1,1 +1,1 @@
-"""Benchmarks of the project's real parts, one program per subject."""
+"""Benchmarks of the project's code, with one program per subject."""

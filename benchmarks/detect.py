@@ -3,9 +3,9 @@
     python -m benchmarks.detect [--device cuda --batch 8] [--preset vg_resnet101]
 
 The contenders are `detectron2` (fp32), `faster_rcnn fp32` and `faster_rcnn bf16-res5`, with the same random weights.
-They take turns to detect the same generated images, in one process. The report also has the differences between
+They take turns on the same generated images, in one process. The report also has the differences between
 bf16-res5 and fp32 (IoU of the kept boxes, error of their features), and the FLOPs of the network's stages. On a CPU,
-one thread computes and another decodes, so that CPU-seconds measure only the work.
+one thread computes and another decodes, so that CPU-seconds measure only useful work.
 """
 
 import argparse
@@ -33,7 +33,7 @@ OURS, HALF = "faster_rcnn fp32", "faster_rcnn bf16-res5"
 
 
 def run_detector(detector: FasterRCNNDetector, samples: Sequence[Sample]) -> int:
-    """Detect all samples, and return their number. Raises ValueError if one cannot be read."""
+    """Run the detector on all samples, and return their number. Raises ValueError if one cannot be read."""
     errors = [result for result in detector.detect(samples) if isinstance(result, str)]
     if errors:
         raise ValueError(errors[0])
@@ -41,7 +41,7 @@ def run_detector(detector: FasterRCNNDetector, samples: Sequence[Sample]) -> int
 
 
 def make_contenders(config: FasterRCNNConfig, settings: DetectorSettings) -> dict[str, FasterRCNNDetector]:
-    """Return the detectors by name, with the same random weights. detectron2's is missing if it is not installed."""
+    """Make the detectors to compare, by name, with the same random weights. detectron2 is left out if it is missing."""
     detectors = {}
     for name in (DETECTRON2, OURS, HALF):
         backend, precision = name.split()
@@ -58,7 +58,7 @@ def make_contenders(config: FasterRCNNConfig, settings: DetectorSettings) -> dic
 
 
 def count_flops(config: FasterRCNNConfig, size: tuple[int, int]) -> dict[str, int]:
-    """Return the FLOPs of each stage for an image of this resized size, on the meta device. A multiply-add is 2."""
+    """Return each stage's FLOPs for an image of `size` (height, width) after resizing. A multiply-add counts as 2."""
     flops = {}
 
     def count(stage: str, call: Callable[[], Any]) -> Any:
@@ -79,7 +79,7 @@ def count_flops(config: FasterRCNNConfig, size: tuple[int, int]) -> dict[str, in
 
 @torch.inference_mode()
 def compare_outputs(exact: FasterRCNNDetector, half: FasterRCNNDetector, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the differences between the regions and features of `half` and `exact`, over all samples."""
+    """Return statistics of the differences between the regions and features of `half` and `exact`, over all samples."""
     overlaps, errors, cosines, labels = [], [], [], []
     detected = [detector.detect(samples) for detector in (exact, half)]
     for sample, ours, theirs in zip(samples, *detected, strict=True):
@@ -108,7 +108,7 @@ def compare_outputs(exact: FasterRCNNDetector, half: FasterRCNNDetector, samples
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Measure all contenders, and print the report."""
+    """Measure all contenders, and print the report. Write it to options.json, too, if that is given."""
     config = PRESETS[options.preset]
     samples = [make_sample(number, None, (800, 600)) for number in range(options.count)]
     settings = DetectorSettings(device=options.device, batch=options.batch)

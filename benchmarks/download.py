@@ -1,12 +1,12 @@
-"""Measure the cost of downloading: CPU-ms per image, memory, and the delay caused by hanging and dripping servers.
+"""Measure the cost of downloading: CPU-ms per image, memory, and the delay that hanging and dripping servers cause.
 
     python -m benchmarks.download [--images 4000 --rounds 3 --rows 5000 --json FILE]
 
 A server in a separate process responds on loopback addresses, each of which is a host to the downloader. There are
-three cases: good images only (500 x 375 pixels, about 50 kB, all different); rows of which some name servers that never
-respond or that send one byte at a time; and rows of a single host that takes 0.1 s per request and never responds to
-one in fifty. The code of `vlbert collect` downloads, checks, hashes and commits the images to a local folder in another
-process. CPU time and memory of that process are measured, with its children and without the server.
+three cases: good images only (500 x 375 pixels, about 50 kB, all different); a list in which some rows name servers
+that never respond or that send one byte at a time; and rows of a single host that takes 0.1 s per request and never
+responds to one in fifty. The code of `vlbert collect` downloads, checks, hashes and commits the images to a local
+folder in another process. CPU time (with child processes) and memory of that process are measured, not the server's.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Server:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts with their port, for an allow-list."""
+        """All hosts of the server as `host:port`, for an allow-list."""
         return tuple(f"{host}:{self.port}" for host in HOSTS)
 
 
@@ -119,7 +119,7 @@ def _serve(pipe: Connection) -> None:
 def make_rows(
     server: Server, images: int, bad_hosts: Sequence[str] = (), bad: int = 0, hosts: Sequence[str] = GOOD_HOSTS
 ) -> list[str]:
-    """Make a shuffled caption list with `images` rows of `hosts` and `bad` rows of each bad host."""
+    """Make a shuffled caption list with `images` rows for `hosts`, and `bad` rows for each of `bad_hosts`."""
     lines = [
         f"image {number}\thttp://{hosts[number % len(hosts)]}:{server.port}/{number}.jpg" for number in range(images)
     ]
@@ -168,7 +168,7 @@ def _cpu_seconds() -> float:
 
 
 def check(title: str, value: float, bar: str) -> bool:
-    """Print a value beside its bar, and return True if it passes."""
+    """Print a value next to BARS[bar], its maximum, and return True if it passes."""
     passed = value <= BARS[bar]
     print(f"{title:<58}{value:>10.2f}{BARS[bar]:>8.0f}  {'pass' if passed else 'FAIL'}", flush=True)
     return passed
@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> int:
                 raise RuntimeError(f"not all images were stored: {facts['statuses']}")
             rate = options.images / facts["seconds"]
             cost = 1000 * facts["cpu_seconds"] / options.images
-            passed.append(check(f"round {number + 1}: CPU-ms an image ({rate:.0f} images/s)", cost, "CPU-ms an image"))
+            passed.append(check(f"round {number + 1}: CPU-ms per image ({rate:.0f} images/s)", cost, "CPU-ms an image"))
             passed.append(check(f"round {number + 1}: peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
         report["hostile"] = {}
         slow = (*HANGING_HOSTS, *DRIPPING_HOSTS)

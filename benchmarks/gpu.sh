@@ -80,7 +80,7 @@ section check 80 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --check -
 
 step base 130 pretrain_vlbert "$PAIRS" --workers "$WORKERS" ||
     step base-half 90 pretrain_vlbert "$HALF" --workers "$WORKERS"
-# A rehearsal of the same step, with the measured times beside the predicted ones.
+# A rehearsal of the same step, with the measured times next to the predicted ones.
 CARD=$(grep -oiE 'h100|h200|a100|l40s|rtx 4090' "$OUT/facts.txt" | head -n 1 | tr -d ' ' | tr '[:upper:]' '[:lower:]')
 section predicted 60 "$PYTHON" -m benchmarks.rehearsal --device "${CARD:-h100}" --pairs "$PAIRS" \
     --measured "$OUT/base.json" --json "$OUT/predicted.json" "${SMALL[@]:4}"

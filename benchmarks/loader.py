@@ -1,10 +1,10 @@
-"""Measure the speed of the data path: reading, decoding, masking, order, index and text, and of webdataset's reader.
+"""Measure the speed of data loading: reading, decoding, masking, ordering, index and text; and of webdataset.
 
     python -m benchmarks.loader [--samples 4000 --rounds 5] [--json FILE]
 
-Shards are generated and committed as by the stages: JPEGs of 500 x 375 pixels, and 36 regions with a distribution over
-1,600 classes. Contenders read them in turns, from the page cache, on one thread. Speeds are per CPU-second, so that
-other load on the machine has little effect. The exit status is 1 if a bar is not met.
+Generated samples are committed in shards, as in the pipeline: JPEGs of 500 x 375 pixels, with 36 regions that have a
+distribution over 1,600 classes. The readers take turns, from the page cache, on one thread. Speeds are per CPU-second,
+so that other load on the machine has little effect. The exit status is 1 if a bar is not met.
 """
 
 import argparse
@@ -46,7 +46,7 @@ STAGE = f"regions/{DETECTOR}"
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table."""
+    """A line of the results table: a measured value, and the bar that it must meet."""
 
     what: str
     value: float
@@ -63,7 +63,7 @@ class Line:
 
 
 def commit_shards(root: str, samples: int, per_shard: int) -> ShardSamples:
-    """Commit generated samples in shards of `per_shard`, and open them for reading."""
+    """Commit generated samples in shards of `per_shard` samples, and open them for reading."""
     for shard, start in enumerate(range(0, samples, per_shard)):
         numbers = range(start, min(start + per_shard, samples))
         part = [make_sample(number, None, (500, 375), 36) for number in numbers]
@@ -73,13 +73,13 @@ def commit_shards(root: str, samples: int, per_shard: int) -> ShardSamples:
 
 
 def measure_rates(contenders: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
-    """Return the median rate of each contender: its result, a count, per CPU-second."""
+    """Return each contender's median rate: the count that it returns, divided by its CPU-seconds."""
     timings = run_in_turns(contenders, rounds)
     return {name: statistics.median(timing.result / timing.cpu for timing in turns) for name, turns in timings.items()}
 
 
 def measure_reads(samples: ShardSamples, rounds: int) -> list[Line]:
-    """Measure random reads through the index, and sequential reads with webdataset."""
+    """Compare the speed of random reads through the index with sequential reads by webdataset."""
     tars = [str(samples.store.local_path(tar)) for tar in samples.index.tars]
     index, epochs = samples.index, itertools.count()
 
@@ -105,7 +105,7 @@ def measure_reads(samples: ShardSamples, rounds: int) -> list[Line]:
 
 
 def measure_examples(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
-    """Measure how fast examples are made: read, decode, resize, mask."""
+    """Measure how fast training examples are read, decoded, resized and masked."""
     torch.set_num_threads(1)  # as in a loading worker
     task = Pretraining(PretrainingSettings(), make_vocabulary(), samples.sample(0).require_regions().num_classes)
     regions, starts = RegionConfig(), itertools.count(0, count)
@@ -123,7 +123,7 @@ def measure_examples(samples: ShardSamples, count: int, rounds: int) -> list[Lin
 
 
 def measure_order(n: int, rounds: int) -> list[Line]:
-    """Measure the wall time for the order of an epoch, and for a seek to a batch at a random position and epoch."""
+    """Measure the wall time to order an epoch of `n` samples, and to seek to a batch at a random position."""
     whole = run_in_turns({"order": lambda: shuffled(np.arange(n), 0, CAPTIONS, 3, n)}, rounds)["order"]
     starts = np.random.default_rng(0).integers(0, 40 * n, 200).tolist()
     seeks = [measure_call(lambda: [*draw_samples([SnapshotSpan(0, 0, n, "")], start, 256, 0, 1)]) for start in starts]  # noqa: B023
@@ -135,7 +135,7 @@ def measure_order(n: int, rounds: int) -> list[Line]:
 
 
 def pin_synthetic_snapshot(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
-    """Pin a snapshot of n samples that do not exist, and return its id."""
+    """Write a snapshot of `n` samples that do not exist, and return its id."""
 
     def shards() -> Iterator[tuple[Header, pa.Table]]:
         for shard, start in enumerate(range(0, n, per_shard)):
@@ -166,13 +166,13 @@ def pin_synthetic_snapshot(store: ObjectStore, n: int, per_shard: int = 2000) ->
 
 
 def used_memory() -> float:
-    """Return the memory of this process in MB, with its proportional share of shared pages (PSS)."""
+    """Return the memory of this process in MB, including its proportional share of shared pages (PSS)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
 
 
 def measure_index_growth(root: str, snapshot: str, answers: multiprocessing.SimpleQueue) -> None:
-    """Measure, in a new process, the memory that reading the index takes. Puts (samples, MB) into `answers`."""
+    """Measure the memory that reading the index takes. Runs in a new process, and puts (samples, MB) in `answers`."""
     tempfile.tempdir = root  # for the file of the index
     catalog = Catalog(open_store(root), "made-up")
     catalog.shards(STAGE)  # imports the modules that are needed, before memory is measured
@@ -196,7 +196,7 @@ def measure_index(n: int) -> list[Line]:
 
 
 def measure_text(folder: Path, tokens: int, rounds: int) -> list[Line]:
-    """Measure how fast text batches are read, as in training: 256 passages of 64 tokens."""
+    """Measure how fast the batches of a text corpus are read, as in training: 256 passages of 64 tokens each."""
     rng, vocabulary = np.random.default_rng(0), make_vocabulary()
     metadata = encode_corpus(["a"], vocabulary, folder)
     lengths = rng.integers(5, 36, tokens // 20)

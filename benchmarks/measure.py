@@ -1,4 +1,4 @@
-"""Functions that all benchmarks share: timing in turns, tables, machine, command line and JSON reports.
+"""Functions that all benchmarks share: timing, tables, the machine's description, command line and JSON reports.
 
 torch is imported only in functions that need it, because some benchmarks measure the memory of processes without it.
 """
@@ -24,7 +24,7 @@ Table = list[list[str]]
 
 @dataclass(frozen=True)
 class Timing:
-    """Duration and result of a call."""
+    """Duration and result of a function call."""
 
     wall: float  # seconds of wall time
     cpu: float  # CPU-seconds of this process
@@ -32,7 +32,7 @@ class Timing:
 
 
 def synchronise(device: "torch.device | str") -> None:
-    """Wait until the GPU, if the device is one, has finished its queued work."""
+    """If the device is a GPU, wait until it has finished its queued work."""
     if str(device).startswith("cuda"):
         import torch
 
@@ -50,7 +50,7 @@ def measure_call(call: Callable[[], object], device: "torch.device | str" = "cpu
 def run_in_turns(
     contenders: Mapping[str, Callable[[], object]], rounds: int, device: "torch.device | str" = "cpu"
 ) -> dict[str, list[Timing]]:
-    """Return one Timing per round for each contender. They take turns, so that other load affects all of them."""
+    """Time each contender once per round. They take turns, so that other load on the machine affects all of them."""
     timings: dict[str, list[Timing]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, call in contenders.items():
@@ -59,7 +59,7 @@ def run_in_turns(
 
 
 def describe_machine(device: "torch.device | str" = "cpu") -> dict[str, Any]:
-    """Return CPU, cores, threads, GPU, version of torch, and date."""
+    """Return the machine's CPU, cores, threads and GPU, torch's version, and the date, for a report."""
     import torch
 
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -75,12 +75,12 @@ def describe_machine(device: "torch.device | str" = "cpu") -> dict[str, Any]:
 
 
 def format_table(table: Table) -> str:
-    """Format a table for a terminal. Its first row is the header."""
+    """Format a table as aligned text for a terminal. The first row is the header."""
     return "\n".join(aligned(table[0], table[1:]))
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Make the argument parser of `python -m benchmarks.PROGRAM`, with the common option --json."""
+    """Make the argument parser of `python -m benchmarks.PROGRAM`, with the option --json that all benchmarks have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{program}",
         description=description,

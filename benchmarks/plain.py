@@ -1,10 +1,10 @@
-"""Compute pre-training in a straightforward way, in plain fp32.
+"""Compute a pre-training step in a straightforward way, in plain fp32.
 
 This is the baseline of benchmarks/train_step.py, and the reference for tests of the fast path
-(tests/vlbert/test_train_step.py). It uses the model's configuration and the names of its weights, but shares no code
-with it: channels first; separate convolution, normalisation and ReLU; all images padded to one tensor; text and regions
-padded, and the encoder run over the padding; both heads at every position, labelled or not; explicit attention; an
-optimizer that updates one parameter after the other. Shape letters are those of vlbert/data/batch.py.
+(tests/vlbert/test_train_step.py). It uses the model's configuration and weight names, but shares no code with it.
+Tensors are channels first. Convolution, normalisation and ReLU are separate. Images, texts and regions are padded, and
+the encoder runs over the padding. Both heads run at every position, labelled or not. Attention is explicit, and the
+optimizer updates one parameter after another. Shape letters are those of vlbert/data/batch.py.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _AS_PUBLISHED |= {"geometry": "centre", "region_classes": None}
 
 @dataclass(frozen=True, eq=False)
 class PlainBatch:
-    """Padded examples, one per row. The P rows with an image come first."""
+    """A batch of padded examples, one per row. The P rows with an image come first."""
 
     tokens: Tensor  # int64 [N, T]
     segments: Tensor  # int64 [N, T]
@@ -56,7 +56,7 @@ class PlainBatch:
 
 
 def pad_examples(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
-    """Pad examples to one batch. Raises ValueError if one has several texts or shares of cells."""
+    """Pad examples into one batch. Raises ValueError if an example has several texts, or shares of region cells."""
     if any(e.more or (e.image and e.image.cells is not None) for e in examples):
         raise ValueError("the plain path supports pre-training only: one text per example, and no shares of cells")
     examples = sorted(examples, key=lambda example: example.image is None)  # stable: keeps the order otherwise
@@ -106,9 +106,9 @@ def pad_examples(examples: Sequence[Example], config: ModelConfig) -> PlainBatch
 
 
 class PlainPretraining:
-    """The plain computation, with a copy of a pre-training model's weights.
+    """A plain implementation of a pre-training model, with a copy of the weights of `model`.
 
-    Regions follow their text directly and the whole row is padded, as published. Raises ValueError if the model's
+    In a row, regions directly follow the text, and padding comes last, as published. Raises ValueError if the model's
     configuration differs from the published one.
     """
 
@@ -167,7 +167,7 @@ class PlainPretraining:
         return x
 
     def _appearance(self, batch: PlainBatch) -> Tensor:
-        """Return the appearance features [P, R, D], zeros at padding."""
+        """Return the appearance features of the regions, [P, R, D], with zeros at padding."""
         config, resnet = self.config.regions, self.config.regions.resnet
         x = self._conv("vlbert.fast_rcnn.backbone.stem.conv1", batch.pixels, 2).relu()
         caffe = resnet.stem_pool == "caffe"
@@ -184,7 +184,7 @@ class PlainPretraining:
         return appearance
 
     def _geometry(self, batch: PlainBatch) -> Tensor:
-        """Return sines and cosines of each box's centre and size, in hundredths of the image: [P, R, channels]."""
+        """Return sines and cosines of each box's centre and size in hundredths of the image, [P, R, channels]."""
         x1, y1, x2, y2 = batch.boxes.unbind(dim=2)
         width, height = batch.sizes[:, :1], batch.sizes[:, 1:]
         n = self.config.geometry_channels // 8
@@ -266,13 +266,13 @@ class PlainPretraining:
 
 
 def make_plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Make an AdamW that updates one parameter after the other."""
+    """Make an AdamW that updates one parameter after another."""
     rate, decay = config.learning_rate, config.weight_decay
     return torch.optim.AdamW(plain.parameters(), rate, config.betas, config.epsilon, decay, foreach=False, fused=False)
 
 
 def gradient_errors(model: TaskModel, plain: PlainPretraining) -> dict[str, float]:
-    """Return the relative error of the model's gradient per parameter: norm of the difference / plain gradient's norm.
+    """Return the model's relative gradient error by parameter: norm of the difference / norm of plain's gradient.
 
     Gradients that are zero in exact arithmetic (the keys' biases) contain only rounding errors. So the divisor is at
     least 1e-4 of the norm of all gradients together. Raises ValueError if a gradient exists on only one side.

@@ -3,10 +3,10 @@
     python -m benchmarks.scale [--rows 3300000 12000000 100000000] [--root s3://bucket/prefix] [--json FILE]
 
 The manifests and snapshots of one stage are real, and are stored in a folder or below --root (an S3 service at
-AWS_ENDPOINT_URL). Their tars contain only a few zeros and are never read. Each line is measured in a new process, so
-that nothing is cached in memory.
+AWS_ENDPOINT_URL). Their tar files contain only a few zeros and are never read. Each line is measured in a new process,
+so that nothing is cached in memory.
 
-    requests  as counted by S3: a list of more than 1,000 objects takes several
+    requests  as counted by S3: listing more than 1,000 objects takes several
     peak MB   peak memory of the process, minus its memory before the measurement
 """
 
@@ -37,7 +37,7 @@ _LISTED = 1000  # objects per response to a list request
 
 
 def put_manifest(root: str, shard: int, start: int, count: int) -> None:
-    """Commit a shard of `count` rows. Keys and URLs are about as hard to compress as real ones."""
+    """Commit a shard of `count` rows, numbered from `start`. Keys and URLs compress about as well as real ones."""
     rng, hash_of_tar = np.random.default_rng(shard), hashlib.sha256(b"%d" % shard).hexdigest()
     random, lengths = rng.bytes(18 * count).hex(), rng.integers(1, 4, count)
     digits = [random[at : at + 36] for at in range(0, len(random), 36)]
@@ -78,7 +78,7 @@ def put_manifest(root: str, shard: int, start: int, count: int) -> None:
 
 
 class CountingStore:
-    """A wrapper of a store that counts requests."""
+    """A wrapper of a store that counts its requests."""
 
     def __init__(self, store: ObjectStore):
         self._store, self.requests = store, 0
@@ -126,7 +126,7 @@ MEASURED: tuple[tuple[str, Measured], ...] = (
 
 
 def measure(function: Measured, root: str, snapshot: str) -> tuple[dict[str, float], Any]:
-    """Call the function in this process, and return its cost and its result."""
+    """Call function(store, snapshot) in this process. Return its cost (seconds, requests, memory) and its result."""
     store = CountingStore(open_store(root))
     next(store.list("nothing"), None)  # creates the S3 client before the measurement
     before, requests = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, store.requests
@@ -137,7 +137,7 @@ def measure(function: Measured, root: str, snapshot: str) -> tuple[dict[str, flo
 
 
 def measure_all(rows: int, per_shard: int, root: str) -> dict[str, dict[str, float]]:
-    """Create a catalog below `root`, and return the cost of each measured function."""
+    """Create a catalog of `rows` rows below `root`, and return the costs of the functions in MEASURED, by name."""
     context = multiprocessing.get_context("spawn")
     shards = [(number, start, min(per_shard, rows - start)) for number, start in enumerate(range(0, rows, per_shard))]
     first_new, snapshot, costs = len(shards) - max(1, len(shards) // NEW), "", {}

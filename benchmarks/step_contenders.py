@@ -28,7 +28,7 @@ from vlbert.tasks.base import TaskModel
 
 
 class Fast(TrainingStep):
-    """The training step of the fast path, in one precision."""
+    """The training step of the fast path (the project's own code), in one precision."""
 
     def __init__(self, recipe: Recipe, model: TaskModel, world: World, prepared: Sequence[Batch]):
         super().__init__(recipe, model, world)
@@ -43,14 +43,14 @@ class Fast(TrainingStep):
                 self.take(next(self.ahead)[0].to(self.world.device))
 
     def parts(self, step: int, clock: Clock) -> dict[str, float]:
-        """Take one step, and return the milliseconds of each part."""
+        """Take step number `step` with marks, and return the milliseconds of each part."""
         with recipe_precision(self.recipe):
             run_marked_step(self, self.prepared[step % len(self.prepared)], clock)
         return clock.milliseconds()
 
 
 class Plain:
-    """The training step of the plain path, in exact fp32."""
+    """The training step of the plain path (benchmarks/plain.py), in exact fp32."""
 
     name = PLAIN
 
@@ -70,7 +70,7 @@ class Plain:
 
 
 class Prepared(Dataset):
-    """A dataset of finished batches. Each step has one part."""
+    """A dataset of finished batches, repeated without end. An item is the batch of a step, as a list of one part."""
 
     def __init__(self, prepared: Sequence[Batch]):
         self.prepared = prepared
@@ -80,7 +80,7 @@ class Prepared(Dataset):
 
 
 class Stored(Dataset):
-    """A dataset that makes the batch of each step from stored samples: decoded, masked, collated."""
+    """A dataset that makes each step's batch from stored samples: it decodes, masks and collates them."""
 
     def __init__(self, recipe: Recipe, task: Any, samples: Sequence[Sample], pairs: int, texts: int):
         self.recipe, self.task, self.samples, self.pairs, self.texts = recipe, task, samples, pairs, texts
@@ -94,18 +94,18 @@ class Stored(Dataset):
 
 
 def make_benchmark_recipe(options: argparse.Namespace) -> Recipe:
-    """Make the recipe with its fields from the command line, but without initial weight files."""
+    """Make the recipe of the command line with its changed fields, but with random weights instead of weight files."""
     return without_files(make_recipe(options.recipe, options.fields, RECIPES))
 
 
 def warm_up(contender: Fast | Plain, steps: int) -> None:
-    """Take steps that are not measured: they select and compile kernels, and allocate the optimizer's state."""
+    """Take `steps` unmeasured steps, which select and compile kernels, and allocate the optimizer's state."""
     contender.run(steps)
     print(f"{contender.name}: warm", file=sys.stderr, flush=True)
 
 
 def measure_memory(contender: Fast | Plain, device: torch.device) -> dict[str, float | None]:
-    """Return the GB that a step keeps for its backward pass, and its peak on a GPU, beyond the memory between steps."""
+    """Return the GB that a step keeps for its backward pass and, on a GPU, its peak above the memory between steps."""
     kept: dict[int, int] = {}
     model = contender.model if isinstance(contender, Fast) else contender.plain
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}

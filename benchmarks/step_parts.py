@@ -1,7 +1,7 @@
-"""Measure the time of the parts of a training step, and count their floating point operations.
+"""Measure the time of each part of a training step, and count its floating point operations.
 
-The time of a part is the time between two marks on the device's time line, so that the parts of a step add up to the
-step. Marks are at the boundaries of modules: in the forward pass, and in the backward pass as tensor hooks.
+A part's time is the time between two marks on the device's time line, so that the parts add up to the whole step. Marks
+are set at the boundaries of modules: in the forward pass, and by tensor hooks in the backward pass.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PARTS = ("transfer", *FORWARD, *(f"{part}, backward" for part in reversed(FORWAR
 
 
 class TrainingStep:
-    """The training step of a recipe: model and optimizer, without data, log or checkpoints."""
+    """The training step of a recipe: its model and optimizer, without data, log or checkpoints."""
 
     def __init__(self, recipe: Recipe, model: TaskModel, world: World):
         self.recipe, self.model, self.world = recipe, model, world
@@ -38,7 +38,7 @@ class TrainingStep:
             return self.model(batch)
 
     def take(self, batch: Batch) -> None:
-        """Take a step over a batch that is on the device."""
+        """Take a training step on a batch that is already on the device."""
         total_loss(self.losses(batch)).backward()
         self.update()
 
@@ -49,18 +49,18 @@ class TrainingStep:
 
 
 def total_loss(losses: dict[str, tuple[Tensor, int]]) -> Tensor:
-    """Return the sum of the mean losses. Entries without gradient are measures, and do not count."""
+    """Return the sum of the mean losses. Entries without gradient are measures, and are left out."""
     return torch.as_tensor(sum(loss / max(1, count) for loss, count in losses.values() if loss.requires_grad))
 
 
 class Marks(Protocol):
-    """Protocol of Clock, FlopClock and the Record of a rehearsal."""
+    """Protocol of Clock, FlopClock and the rehearsal's Record: `mark` assigns what was done since the last mark."""
 
     def mark(self, part: str) -> None: ...
 
 
 class Clock:
-    """Marks on the time line of a device. Each assigns the time since the previous mark to a part."""
+    """A clock that sets marks on a device's time line. A mark assigns the time since the previous mark to a part."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -76,7 +76,7 @@ class Clock:
             self.marks.append((part, time.perf_counter()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Return the milliseconds of each part since the first mark."""
+        """Return the total milliseconds of each part. Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         times = Counter()
@@ -86,9 +86,9 @@ class Clock:
 
 
 class FlopClock:
-    """Marks that count floating point operations of convolutions, products and attention between them.
+    """A counter of the floating point operations between marks: of convolutions, matrix products and attention.
 
-    `flops` has them by part. Operations on padding count, and those that are repeated to save memory.
+    `flops` has the counts by part. They include operations on padding, and those that are repeated to save memory.
     """
 
     def __init__(self) -> None:
@@ -112,15 +112,16 @@ def _cudnn_flops(x: torch.Size, weight: torch.Size, *more: Any, out_shape: torch
 
 
 def _onednn_flops(x: torch.Size, *more: Any, out_shape: torch.Size, **options: Any) -> int:
-    """Count the FLOPs of a oneDNN convolution. With a fused sum, the other summand comes before the weight."""
+    """Count the FLOPs of a oneDNN convolution. If a sum is fused, its other summand comes before the weight."""
     weight = more[1] if isinstance(more[1], torch.Size) and len(more[1]) == 4 else more[0]
     return conv_flop_count([*x], [*weight], [*out_shape])
 
 
 class MarkedModule(nn.Module):
-    """A module that marks its begin and end. `before` and `behind` are the parts around it in the forward pass.
+    """A wrapper that marks where the module `inner` begins and ends. Its own part is `part`.
 
-    It may be called several times per step, as the backbone is. Then the backward pass runs the calls in reverse order.
+    `before` and `behind` are the parts before and after it in the forward pass. It may be called several times per
+    step, as the backbone is. Then the backward pass runs the calls in reverse order.
     """
 
     def __init__(self, inner: nn.Module, clock: Marks, before: str, part: str, behind: str):
@@ -152,7 +153,7 @@ class MarkedModule(nn.Module):
 
 
 def find_learnable(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors with gradient in nested tuples, lists, dicts and dataclasses."""
+    """Yield the tensors that require a gradient in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor) and value.requires_grad:
         yield value
     elif isinstance(value, tuple | list):
@@ -166,7 +167,7 @@ def find_learnable(value: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def mark_modules(model: TaskModel, clock: Marks) -> Iterator[None]:
-    """Context manager: make the modules of the fast path mark their begin and end."""
+    """Context manager: make the model's main modules mark where they begin and end."""
     vlbert, fast_rcnn = model.vlbert, model.vlbert.fast_rcnn
     modules = [(vlbert, "embedding", "pixels" if fast_rcnn is None else "res5", "encoder")]
     modules += [(vlbert, "encoder", "embedding", "heads")]
@@ -183,7 +184,7 @@ def mark_modules(model: TaskModel, clock: Marks) -> Iterator[None]:
 
 
 def run_marked_step(step: TrainingStep, batch: Batch, clock: Marks) -> None:
-    """Take a step over a batch in host memory, with a mark at the end of each of its PARTS."""
+    """Take a training step on a batch in host memory, with a mark at the end of each of the PARTS."""
     last = "embedding" if step.model.vlbert.fast_rcnn is None else "backbone"
     with mark_modules(step.model, clock):
         clock.mark("")
@@ -198,7 +199,7 @@ def run_marked_step(step: TrainingStep, batch: Batch, clock: Marks) -> None:
 
 
 def count_flops(step: TrainingStep, batch: Batch) -> dict[str, int]:
-    """Return the floating point operations of each part of a step over this batch."""
+    """Take a step on this batch, and return the number of floating point operations of each part."""
     clock = FlopClock()
     with clock.counter:
         run_marked_step(step, batch, clock)
@@ -206,7 +207,7 @@ def count_flops(step: TrainingStep, batch: Batch) -> dict[str, int]:
 
 
 def measure_matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of a large product of random matrices, as an upper bound for the device."""
+    """Return the FLOP/s measured for a large product of random matrices, as an upper bound for the device."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     clock = Clock(device)

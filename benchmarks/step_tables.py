@@ -1,4 +1,4 @@
-"""Format the tables of benchmarks/train_step.py from its JSON report, which has further numbers."""
+"""Format the tables of benchmarks/train_step.py from its JSON report, which has more numbers."""
 
 import statistics
 from typing import Any
@@ -10,7 +10,7 @@ PLAIN = "plain fp32"
 
 
 def parts_table(report: dict[str, Any], name: str) -> Table:
-    """Return a table with the time and FLOPs of each part of a step, in one precision."""
+    """Return a table of the time and FLOPs of each part of a step, for the contender `name`."""
     step = 1000 * statistics.median(report["seconds a step"][name])
     best = report["matrix product"][name]
     table = [["part", "ms", "share", "GFLOP", "TFLOP/s", "of a matrix product"]]
@@ -32,7 +32,7 @@ def parts_table(report: dict[str, Any], name: str) -> Table:
 
 
 def contenders_table(report: dict[str, Any]) -> Table:
-    """Return a table with the speed and memory of each contender."""
+    """Return a table of the speed and memory of each contender."""
     recipe = report["recipe"]
     whole = recipe["steps"] * recipe["data"]["batch"] / 3600
     plain = report["seconds a step"].get(PLAIN)
@@ -56,7 +56,7 @@ def contenders_table(report: dict[str, Any]) -> Table:
 
 
 def other_lines(report: dict[str, Any]) -> list[str]:
-    """Return the lines of text below the tables."""
+    """Return the lines of text that follow the tables of a report."""
     rates = [f"{name} {rate / 1e12:,.2f}" for name, rate in report["matrix product"].items()]
     lines = [
         f"{sum(report['flops'].values()) / report['pairs'] / 1e12:.2f} TFLOP per pair, including its share of text; a "
@@ -107,7 +107,7 @@ def check_table(report: dict[str, Any]) -> Table:
 
 
 def losses_table(report: dict[str, Any]) -> Table:
-    """Return a table with the mean losses over each tenth of the steps."""
+    """Return a table of the mean losses over each tenth of the steps, in each precision."""
     curves = report["losses"]
     names = [name for name in next(iter(curves.values()))[0] if "accuracy" not in name]
     table = [["steps", *(f"{name}, {precision}" for name in names for precision in curves)]]

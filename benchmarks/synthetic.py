@@ -1,13 +1,13 @@
 """Make seeded samples, batches and models for a training step, without files.
 
-Sizes vary as in Conceptual Captions and a text corpus, and values are never all zeros. These numbers determine the
+Sizes vary as in Conceptual Captions and a text corpus, and values are never all zeros. These sizes determine the
 amount of computation:
-  captions   10.3 words on average with a deviation of 4.5 (statistics of Conceptual Captions), 1.1 word pieces per
+  captions   10.3 words on average with a standard deviation of 4.5 (as in Conceptual Captions), 1.1 word pieces per
              word; word frequencies follow Zipf's law
   regions    10 to 100 per image, uniform; a row is then cut at 64 elements, as published
   images     typical shapes of photographs on the web, most of them 4:3 and 3:2, resized by the recipe's rule
   text       rows of 64 word pieces, as published: lines are long enough to fill them
-Masking, decoding and collating are done by the code of training.
+The training code does the masking, decoding and collating.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 PIECES = 30_522  # size of BERT's vocabulary
-CLASSES = 1600  # of the detector, without the background
+CLASSES = 1600  # number of detector classes, without the background
 DETECTOR = "00000000beef"
 # (width, height) of stored images -> percentage.
 SHAPES = {
@@ -54,7 +54,7 @@ _JPEGS_PER_SHAPE = 6
 
 @functools.cache
 def make_vocabulary() -> Vocabulary:
-    """Make a vocabulary of four-letter words and, for every fifth one, the same piece as a continuation (##)."""
+    """Make a vocabulary of four-letter words. Every fourth word also has a continuation piece (##)."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     pieces = [*SPECIALS, *letters, *(f"##{letter}" for letter in letters)]
     for count, word in enumerate("".join(word) for word in itertools.product(letters, "aeiou", letters, letters)):
@@ -74,7 +74,7 @@ def _whole_words() -> list[str]:
 def make_caption(rng: np.random.Generator, words: int | None = None) -> str:
     """Make a caption of random words, whose frequencies are inversely proportional to their ranks.
 
-    It has `words` words of one piece. Without `words`, the length is random, and one word in ten has two pieces.
+    It has `words` words of one piece each. If `words` is None, the length is random, and one word in ten has two.
     """
     known = _whole_words()
     count = 3 + round(rng.gamma(2.6, 2.8)) if words is None else words
@@ -86,7 +86,7 @@ def make_caption(rng: np.random.Generator, words: int | None = None) -> str:
 
 @functools.cache
 def make_jpeg(width: int, height: int, number: int) -> bytes:
-    """Make a JPEG of soft patches of colour with grain. 500 x 375 pixels take about 60 kB."""
+    """Make a JPEG of soft colour patches with grain, which depends on `number`. 500 x 375 pixels take about 60 kB."""
     rng = np.random.default_rng((width, height, number))
     patches = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
     patches = patches.resize((width, height), Image.Resampling.BICUBIC)
@@ -99,7 +99,7 @@ def make_jpeg(width: int, height: int, number: int) -> bytes:
 def make_sample(
     number: int, channels: int | None, shape: tuple[int, int] | None = None, regions: int | None = None
 ) -> Sample:
-    """Make an image-caption pair in the form of the detection stage's output.
+    """Make a random image-caption pair with regions, like the output of the detection stage.
 
     Args:
         channels: Number of features per region; None: no features.
@@ -138,20 +138,20 @@ def make_sample(
 
 
 def commit_samples(root: str, dataset: str, samples: Sequence[Sample], first_row: int = 0, shard: int = 0) -> None:
-    """Commit a region shard of these samples, like the detection stage."""
+    """Commit the samples as a region shard, like the detection stage. Their rows are numbered from `first_row`."""
     rows = [Row(first_row + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(samples)]
     catalog, stage = Catalog(open_store(root), dataset), f"regions/{samples[0].require_regions().detector}"
     commit_shard(catalog, stage, f"{shard:05d}", samples, rows, {"random_init": False})
 
 
 def make_samples(config: RegionConfig, numbers: Sequence[int], shape: tuple[int, int] | None = None) -> list[Sample]:
-    """Make pairs for a model, with or without features. `shape` is that of all images; None: random."""
+    """Make image-caption pairs, with features if `config` needs them. `shape`: width and height; None: random."""
     channels = config.channels if config.features == "precomputed" else None
     return [make_sample(number, channels, shape) for number in numbers]
 
 
 def mask_pairs(task: Pretraining, config: RegionConfig, samples: Sequence[Sample], seed: int = 0) -> list[Example]:
-    """Make examples of samples as in training: decoded, resized, masked."""
+    """Make training examples of the samples: decode, resize and mask them."""
     return [
         task.example(sample, prepare_image(sample, config, False), None, np.random.default_rng((2, seed, number)))
         for number, sample in enumerate(samples)
@@ -159,7 +159,7 @@ def mask_pairs(task: Pretraining, config: RegionConfig, samples: Sequence[Sample
 
 
 def make_text_examples(task: Pretraining, numbers: Sequence[int]) -> list[Example]:
-    """Make examples of a text-only corpus."""
+    """Make text-only training examples of random words, one for each number."""
     examples = []
     for number in numbers:
         rng = np.random.default_rng((3, number))
@@ -169,7 +169,7 @@ def make_text_examples(task: Pretraining, numbers: Sequence[int]) -> list[Exampl
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """Change a recipe to random weights, and to visual gains of 1 so that the image has an effect from the first step.
+    """Set a recipe to random weights, and to visual gains of 1, so that images have an effect from the first step.
 
     Raises ValueError if it is not a pre-training recipe.
     """
@@ -185,7 +185,7 @@ def make_benchmark_task(recipe: Recipe) -> Any:
 
 
 def new_model(recipe: Recipe, device: torch.device) -> TaskModel:
-    """Make a model for training, with random weights that are the same at every call."""
+    """Make a recipe's model in training mode on `device`, with random weights that are the same in every call."""
     model = make_model(recipe, make_benchmark_task(recipe), make_vocabulary(), None, None, lambda line: None)
     execute_as(recipe, model.vlbert)
     return model.to(device).train()

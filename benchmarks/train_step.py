@@ -2,11 +2,11 @@
 
     python -m benchmarks.train_step [--device cuda] [--recipe RECIPE] [--precision bf16,fp32] [--field value ...]
     python -m benchmarks.train_step --check                 compare losses and gradients of the fast and the plain path
-    python -m benchmarks.train_step --losses 200            losses of 200 steps, in each precision
+    python -m benchmarks.train_step --losses 200            compare losses of 200 steps between precisions
 
-Inputs are seeded and vary in size (benchmarks/synthetic.py); weights are random, of the recipe's sizes. Contenders take
-turns with a few steps per round, and the median over rounds counts. Parts are measured in a separate pass with marks,
-and the table shows the part of the unmarked step that they do not explain. docs/performance.md explains the tables.
+Inputs are seeded and vary in size (benchmarks/synthetic.py); weights are random, of the recipe's sizes. The paths take
+turns with a few steps per round, and the result is the median over rounds. Parts are measured in other steps, with
+marks, and the table shows how much of an unmarked step they do not explain. docs/performance.md explains the tables.
 """
 
 import argparse
@@ -51,7 +51,7 @@ GRADIENT_BOUND = {"fp32": 1e-3, "tf32": 0.1, "bf16": 0.5}
 
 
 def choose_sizes(options: argparse.Namespace, recipe: Recipe, default: int) -> tuple[int, int]:
-    """Return the numbers of pairs and text-only rows per step."""
+    """Return the number of pairs and of text-only rows per step. `default` is the number of pairs if none is given."""
     pairs = options.pairs or default
     return pairs, options.texts if options.texts is not None else (pairs if recipe.data.text_batch else 0)
 
@@ -59,7 +59,7 @@ def choose_sizes(options: argparse.Namespace, recipe: Recipe, default: int) -> t
 def measure_with_loader(
     contender: Fast, samples: Sequence[Sample], pairs: int, texts: int, steps: int, workers: int
 ) -> dict[str, float]:
-    """Measure pairs/s, and the share of time spent waiting for data, with batches made by `workers` processes."""
+    """Measure pairs/s, and the share of time spent waiting for data, if `workers` processes make the batches."""
     recipe, device = contender.recipe, contender.world.device
     data = Stored(recipe, make_benchmark_task(recipe), samples, pairs, texts)
     waited, start, warm = 0.0, 0.0, 3
@@ -82,7 +82,7 @@ def measure_with_loader(
 
 
 def measure_step(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the step of a recipe, and return the report."""
+    """Measure the training step of a recipe for all contenders, and return the report."""
     device, recipe = torch.device(options.device), make_benchmark_recipe(options)
     world, task = World(0, 1, device), make_benchmark_task(recipe)
     pairs, texts = choose_sizes(options, recipe, 64 if device.type == "cuda" else 2)
@@ -137,7 +137,10 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         "steps a round": options.steps,
         "flops": {part: statistics.mean(counts.get(part, 0) for counts in flops) for part in PARTS},
         "seconds a step": times,
-        "parts": {name: _medians(steps) for name, steps in marks.items()},
+        "parts": {
+            name: {part: statistics.median(times.get(part, 0.0) for times in steps) for part in PARTS}
+            for name, steps in marks.items()
+        },
         "matrix product": {name: statistics.median(rates) for name, rates in product_rates.items()},
         "memory": {contender.name: measure_memory(contender, device) for contender in contenders},
         "compiled graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if recipe.compile else None,
@@ -149,13 +152,8 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _medians(marks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median milliseconds of each part over the steps."""
-    return {part: statistics.median(times.get(part, 0.0) for times in marks) for part in PARTS}
-
-
 def check_step(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare losses and gradients of the fast and the plain path, without dropout, in each precision."""
+    """Compare the losses and gradients of the fast and the plain path in each precision, without dropout."""
     device, recipe = torch.device(options.device), make_benchmark_recipe(options)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dropout=0.0))
     task, world, (pairs, texts) = make_benchmark_task(recipe), World(0, 1, device), choose_sizes(options, recipe, 2)
@@ -190,7 +188,7 @@ def check_step(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_losses(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the losses of the same steps from the same weights, in each precision."""
+    """Train from the same weights on the same batches in each precision, and return the losses of each step."""
     device, base = torch.device(options.device), make_benchmark_recipe(options)
     pairs, texts = choose_sizes(options, base, 32 if device.type == "cuda" else 2)
     chosen = "optimizer.learning_rate" in named_fields(base, options.fields)

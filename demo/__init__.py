@@ -1,1 +1,1 @@
-"""The demo: drawn scenes in the official file formats, served over HTTP, and the whole pipeline run on them."""
+"""The demo: draws data in the official file formats, serves it over HTTP, and runs the whole pipeline on it."""

@@ -1,13 +1,13 @@
 """Draw and serve demo data, run the whole pipeline with a real Prefect server, and write a report.
 
-    make demo [ROOT=demo-root] [SEED=0]             runs everything; complete parts are skipped
+    make demo [ROOT=demo-root] [SEED=0]             runs everything, except parts that are already complete
     make demo-full [ROOT=demo-full-root] [SEED=0]   also trains the detector, and uses three seeds and VCR
     make compare [ROOT=compare-root] [SEED=0]       compares the models of all architectures (docs/results.md)
-    make ui [ROOT=demo-root]                        shows the recorded runs in the flow UI (vlbert serve). To collect
+    make ui [ROOT=demo-root]                        shows the recorded runs in Prefect's UI (vlbert serve). To collect
                                                     deleted shards again, run python -m demo.serve ROOT/data
 
-`make demo` finds regions with the detector beside this file, which was trained on such scenes. The exit status is 1 if
-the detector or the models did not learn enough.
+`make demo` finds regions with demo/detector.safetensors, which was trained on similar scenes. The exit status is 1 if
+the detector or the models have not learned enough.
 """
 
 import argparse
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 SEEDS = 3  # for demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
-LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, minus the accuracy with another scene's image
+LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, minus that with another scene's image
 BUDGET = (300, 1800)  # target for `make demo` and `make demo-full` in seconds on two cores; not a gate
 # A line of the worker's log that was written by a stage (flows.artifacts.stage_logger), not by Prefect.
 STAGE_LINE = re.compile(r"^[\d:.]+ \| \w+ +\| prefect\.\w+\.stage - (.*)$", re.MULTILINE)
 
 
 def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
-    """Run the whole demo, and return the exit status. `full`: train the detector too, and use SEEDS seeds and VCR."""
+    """Run the demo, and return the exit status. `full` also trains the detector, and uses SEEDS seeds and VCR."""
     started = time.monotonic()
     data = draw_demo_data(root / "data", DemoDataSettings(seed=seed))
     home, deployments = root / "prefect", root / "prefect.yaml"
@@ -89,16 +89,16 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     ]
     print("", *aligned(("stage", "seconds", "peak MB of one process"), rows), sep="\n")
     print(f"target: {BUDGET[full]} s\n\nreport       {report}")
-    print(f"flow UI      make ui ROOT={shlex.quote(str(root))}\n")
+    print(f"UI           make ui ROOT={shlex.quote(str(root))}\n")
     failed = check_gates(pipelines, detector["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0
 
 
 def measure_stages(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Trained]") -> tuple[dict, dict]:
-    """Return, by stage, the total seconds of all pipeline runs, and the memory of the largest process in bytes.
+    """Return two dicts by stage: the total seconds of all pipeline runs, and the peak bytes of the largest process.
 
-    Later runs skip what earlier ones did. The memory of the download stage is unknown.
+    Later runs skip what earlier ones have done. The memory of the download stage is unknown.
     """
     stages: dict[str, Sequence[Any]] = {
         "train detector": trained,
@@ -112,7 +112,7 @@ def measure_stages(pipelines: "Sequence[PipelineResult]", trained: "Sequence[Tra
 
 
 def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> None:
-    """Evaluate VCR's runs of answers and rationales together on val. An existing evaluation is kept."""
+    """Evaluate VCR's answer run and rationale run jointly on val. An existing evaluation is kept."""
     names = [runs[run_name(task, start)] for task in ("vcr-answers", "vcr-rationales")]
     folder = joint_folder(root, names[0])
     checkpoints = ",".join(str(root / "runs" / name) for name in names)
@@ -122,7 +122,7 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> None:
 
 
 def run_deployment(deployment: str, parameters: dict, log: Path) -> Any:
-    """Run a deployment with some of its parameters changed, print the stages' log lines, and return its result.
+    """Run a deployment with changed `parameters`, print its stages' lines from the worker's log, and return its result.
 
     Raises RuntimeError if the run does not complete.
     """
@@ -148,7 +148,7 @@ def say(line: str) -> None:
 
 
 def check_gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
-    """Print the results of detector and models, averaged over the pipeline runs, and return the failed gates."""
+    """Print the detector's result and the models' means over the pipeline runs, and return a line per failed gate."""
     means = mean([collect_numbers(pipeline) for pipeline in pipelines])
     gap = means["grounding"]
     print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes\nmodels, mean of {len(pipelines)}: grounding {gap:.3f}")

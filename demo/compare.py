@@ -22,7 +22,7 @@ LEAST_GROUNDING, LEAST_OVER_CHANCE = 0.05, 0.03
 
 
 def run_comparison(root: Path, seed: int, seeds: int, say: Callable[[str], None]) -> int:
-    """Run `make compare`, and return its exit status."""
+    """Run `make compare` with `seeds` seeds, starting at `seed`, and return its exit status."""
     data = draw_demo_data(root / "data", DemoDataSettings(seed=seed))
     prepare(root, data, say)
     fields = [f"vqa:task.answers={count_answers(data)}"]
@@ -36,7 +36,7 @@ def run_comparison(root: Path, seed: int, seeds: int, say: Callable[[str], None]
 
 
 def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
-    """Make the files that the demo's plans read below `root`, unless they exist.
+    """Make the files under `root` that the demo's comparison reads, unless they exist.
 
     They are the regions with features, the detector's weights, and the text corpus with its vocabulary.
     """
@@ -55,7 +55,7 @@ def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
 
 
 def check_gates(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line for each failed training, and for each model whose mean over the seeds is too low."""
+    """Return a line for each failed training run, and for each model whose mean over the seeds is too low."""
     failed = [f"{training['run']} failed: {training['reason']}" for training in summary["failed"]]
     failed += [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]
     for name, gap in summary["pretraining"]["monitored_accuracy_grounding_gap"].items():

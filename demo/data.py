@@ -2,14 +2,13 @@
 
     python -m demo.data FOLDER [--seed 1 --train_scenes 100 ...]
 
-All files are in the official formats. Colour and shape of every object are uniform and independent, and a caption names
-each once, so that they can only be known from the image. The same settings and port give the same bytes.
+All files are in the official formats. Each object's colour and shape are uniform and independent, and a caption names
+them once, so that they can only be known from the image. The same settings and port give the same bytes.
 """
 
 import dataclasses
-import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -47,14 +46,14 @@ DATA_VERSION = 5  # increase it whenever the same settings give different bytes
 DEFAULT_PORT = 8791
 MAX_OBJECTS = 3  # maximum number of objects in a captioned image; the minimum is 1
 TASK_OBJECTS = (3, 5)  # minimum and maximum number of objects in a task image
-TASK_REFS = 2  # maximum number of objects in a task image that have an expression of RefCOCO+
+TASK_REFS = 2  # maximum number of objects in a task image that have a RefCOCO+ expression
 DESCRIPTION = "demo.json"  # written last: a folder without it is drawn again
-ROWS_PER_SHARD = 100  # in the demo's datasets; a duplicate is recognised only in the shard of its original
+ROWS_PER_SHARD = 100  # in the demo's datasets; a duplicate is recognised only in the same shard as its original
 
 CATEGORIES = tuple(sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES))  # COCO id: position + 1
 VISUAL_WORDS = tuple(sorted([*COLOURS, *SHAPES]))  # words of a caption that can only be known from the image
 
-# Faults of rows of train.tsv. All but "duplicate" are folders below /broken, simulated by demo/serve.py.
+# Faults that rows of train.tsv may have. All but "duplicate" are folders below /broken, simulated by demo/serve.py.
 BROKEN_KINDS = ("404", "dropped", "html", "truncated", "slow", "bomb", "private-redirect", "duplicate")
 
 FIRST_TASK_IMAGE = 500_000  # first id of task images, above the ids of all captioned images
@@ -72,7 +71,7 @@ _CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_S
 
 @dataclass(frozen=True)
 class DemoDataSettings:
-    """Settings of the drawn data. The port is not one of them: it only appears in URLs."""
+    """Settings of the drawn data. The server's port is not one of them, because it only appears in URLs."""
 
     seed: int = 0  # seed of all random choices
     train_scenes: int = 800  # captioned images for training
@@ -84,14 +83,14 @@ class DemoDataSettings:
 
     @property
     def task_images(self) -> list[tuple[int, str]]:
-        """Number and split of each task image."""
+        """Image id and split of each task image."""
         sizes = dict.fromkeys(SPLITS, self.task_held_out) | {"train": self.task_train}
         return list(enumerate((split for split in SPLITS for _ in range(sizes[split])), FIRST_TASK_IMAGE))
 
 
 @dataclass
 class DemoData:
-    """Paths of the demo data's files. The folder `coco` has the images of all four tasks."""
+    """Paths of the demo data's files below `root`. The folder `coco` has the images of all four tasks."""
 
     root: Path
     settings: DemoDataSettings
@@ -113,14 +112,8 @@ def image_name(number: int) -> str:
     return f"{number:06d}.jpg"
 
 
-def encode_jpeg(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=90, subsampling=0)  # no chroma subsampling: objects are small
-    return file.getvalue()
-
-
 def make_coco_file() -> dict:
-    """Return a COCO detection file with our categories and no images; `draw_into` fills it."""
+    """Return a COCO detection file as a dict, with the demo's categories but without images, which `draw_into` adds."""
     categories = [
         {"supercategory": name.split()[1], "id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)
     ]
@@ -131,10 +124,11 @@ def make_coco_file() -> dict:
 def draw_into(
     coco: dict, folder: Path, number: int, scene: Scene, rng: np.random.Generator, name: str = ""
 ) -> list[dict]:
-    """Draw `scene` as image `number` into `folder`, add it to `coco` and return its annotations, in object order."""
+    """Draw `scene` as image `number` into `folder`, and add it to `coco`. Return its annotations in object order."""
     pixels, visible = draw_scene(rng, scene)
     name = name or image_name(number)
-    (folder / name).write_bytes(encode_jpeg(pixels))
+    # No chroma subsampling, because objects are small.
+    Image.fromarray(pixels).save(folder / name, "JPEG", quality=90, subsampling=0)
     coco["images"].append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
     annotations = []
     for obj, mask in zip(scene.objects, visible, strict=True):
@@ -166,23 +160,17 @@ def draw_captioned(data: DemoData) -> None:
     """Draw images/, and write annotations.json, train.tsv and held_out.tsv."""
     data.images.mkdir(parents=True, exist_ok=True)
     coco, captions = make_coco_file(), []
-    for number, scene, words, rng in generate_captioned_scenes(data.settings):
+    for number in range(data.settings.train_scenes + data.settings.held_out_scenes):
+        rng = np.random.default_rng([data.settings.seed, _CAPTION_STREAM, number])
+        scene = make_caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1)))
+        captions.append(make_caption(rng, scene))
         draw_into(coco, data.images, number, scene, rng)
-        captions.append(words)
     data.annotations.write_text(json.dumps(coco))
     write_caption_lists(data, captions)
 
 
-def generate_captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
-    """Yield number, scene, caption and random generator of each scene: first the training ones, then those held out."""
-    for number in range(settings.train_scenes + settings.held_out_scenes):
-        rng = np.random.default_rng([settings.seed, _CAPTION_STREAM, number])
-        scene = make_caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1)))
-        yield number, scene, make_caption(rng, scene), rng
-
-
 def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:
-    """Write train.tsv, with the broken rows at random positions, and held_out.tsv. Lines are caption TAB url.
+    """Write train.tsv, with the broken rows at random positions, and held_out.tsv. A line is caption TAB URL.
 
     A "duplicate" copies a good row of the same shard of ROWS_PER_SHARD rows, or any good row if the shard has none.
     """
@@ -240,7 +228,7 @@ def write_text(data: DemoData) -> None:
 
 
 def read_demo_data(folder: Path) -> DemoData:
-    """Return the demo data of a folder. Raises ValueError if there is none, or if it has another version."""
+    """Return the demo data in a folder. Raises ValueError if there is none, or if it is of another version."""
     file = Path(folder) / DESCRIPTION
     if not file.exists():
         raise ValueError(f"{folder} has no demo data (no {DESCRIPTION}); draw it with: python -m demo.data {folder}")
@@ -251,16 +239,16 @@ def read_demo_data(folder: Path) -> DemoData:
 
 
 def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT_PORT) -> DemoData:
-    """Draw demo data into the folder, unless the folder has complete data of the same settings.
+    """Draw demo data into the folder, unless it already has complete data with the same settings.
 
-    Existing data keeps its port. Raises ValueError if the folder has data of other settings or of another version.
+    Existing data keeps its port. Raises ValueError if the folder has data with other settings or of another version.
     """
     data = DemoData(Path(folder), settings, port)
     if data.description.exists():
         data = read_demo_data(folder)
         if data.settings != settings:
             raise ValueError(
-                f"{folder} has demo data of other settings: {data.settings}, not {settings}; name another folder, or "
+                f"{folder} has demo data with other settings: {data.settings}, not {settings}; name another folder, or "
                 "remove this one and everything made from it (make clean)"
             )
         return data
@@ -280,8 +268,8 @@ def draw(
     """Draw the demo data.
 
     Args:
-        folder: folder of the data
-        port: port of the server in the URLs
+        folder: folder to draw into
+        port: port of the image server in the URLs
     """
     print(f"{folder}: demo data for {draw_demo_data(folder, settings, port).base_url}")
 

@@ -1,4 +1,4 @@
-"""Write the demo's prefect.yaml: the project's deployments with the parameters of the demo data."""
+"""Write the demo's prefect.yaml: the project's deployments, with parameters for the demo data."""
 
 import copy
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # docs/detect
 
 
 def write_deployments(file: Path, parameters: dict, data: DemoData) -> None:
-    """Write the project's prefect.yaml with `parameters` of the flow `pretrain-vlbert`, and with schedules paused."""
+    """Write the project's prefect.yaml to `file`, with `parameters` for `pretrain-vlbert` and schedules paused."""
     project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
     root, work, pretraining = (parameters[name] for name in ("root", "work", "pretraining"))
     first, finetuning = parameters["datasets"][0], parameters["finetunings"][0]
@@ -70,7 +70,7 @@ def flow_parameters(
     suffix: str = "",
     tasks: Sequence[str] = DEFAULT_TASKS,
 ) -> dict:
-    """Return the parameters of the flow `pretrain-vlbert`. Names of runs end with `suffix`."""
+    """Return the parameters of the flow `pretrain-vlbert` as JSON values. Run names end with `suffix`."""
     detector = make_detection_config(weights)
     datasets = [Dataset(name, **source, detector=detector) for name, source in make_sources(data).items()]
     overrides = (f"--data.seed={seed}", f"--model.regions.weights={weights}")
@@ -110,7 +110,7 @@ def flow_parameters(
 
 
 def count_answers(data: DemoData) -> int:
-    """Return the number of answers in VQA's list."""
+    """Return the number of answers in the demo's list of VQA answers."""
     return len((data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines())
 
 
@@ -128,7 +128,7 @@ def make_detection_config(weights: Path, keep_features: bool = False) -> Detecti
 
 
 def make_sources(data: DemoData) -> dict[str, dict[str, Any]]:
-    """Return the fields of CollectSettings for each dataset."""
+    """Return the fields of each dataset's CollectSettings, by dataset name."""
     download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{data.port}",))
     common = {"download": download, "rows_per_shard": ROWS_PER_SHARD}
     return {
@@ -139,5 +139,5 @@ def make_sources(data: DemoData) -> dict[str, dict[str, Any]]:
 
 
 def as_json(kind: type, value: object) -> Any:
-    """Return a value as JSON, in the form of flow parameters."""
+    """Return a value of type `kind` as JSON values, the form of flow parameters."""
     return TypeAdapter(kind).dump_python(value, mode="json")

@@ -1,7 +1,7 @@
-"""Make questions about a scene: VQA's questions with answers, and VCR's items with four choices each.
+"""Make questions about a scene: VQA questions with answers, and VCR items with four choices each.
 
-A colour or shape can only be guessed without the image: the question does not contain it, and the four choices of an
-item differ only in a colour.
+Without the image, the answer can only be guessed: the question does not contain it, and the four choices of an item
+differ only in a colour.
 """
 
 import itertools
@@ -13,17 +13,17 @@ import numpy as np
 from demo.scenes import COLOURS, SHAPES, Appearance, choose, count_alike
 from vlbert.datasets.vcr import CHOICES
 
-ANNOTATORS = 10  # per question of VQA
+ANNOTATORS = 10  # per VQA question
 _DISAGREEING = (0.7, 0.15, 0.1, 0.05)  # probability that none, one, two or three of them give another answer
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
-# A text in VCR's format: words, and lists of the numbers of the objects that are referred to.
+# A text in VCR's format: words, and lists of the indices of the objects that are referred to.
 Tokens = list[str | list[int]]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question of VQA."""
+    """A VQA question with its answers."""
 
     text: str
     answer: str
@@ -34,7 +34,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Item:
-    """An item of VCR: a question about one object, with four answers and four rationales."""
+    """A VCR item: a question about how two objects differ, with four answers and four rationales."""
 
     question: Tokens
     answers: list[Tokens]
@@ -44,20 +44,17 @@ class Item:
 
 
 def describe(objects: Sequence[Appearance], target: int, without: str) -> str | None:
-    """Describe objects[target] uniquely, without naming the field `without`; None if that is impossible."""
+    """Describe objects[target] uniquely, without naming the field `without`. Return None if that is impossible."""
+    appearance = objects[target]
     fields = [field for field in ("shape", "colour", "striped", "big") if field != without]
     for size in range(1, len(fields) + 1):
         for chosen in itertools.combinations(fields, size):
             if count_alike(objects, target, chosen) == 1:
-                return _describe_fields(objects[target], chosen)
+                words = ["big" if appearance.big else "small"] if "big" in chosen else []
+                words += ["striped" if appearance.striped else "plain"] if "striped" in chosen else []
+                words += [appearance.colour] if "colour" in chosen else []
+                return " ".join([*words, appearance.shape if "shape" in chosen else "one"])
     return None
-
-
-def _describe_fields(appearance: Appearance, chosen: Sequence[str]) -> str:
-    words = ["big" if appearance.big else "small"] if "big" in chosen else []
-    words += ["striped" if appearance.striped else "plain"] if "striped" in chosen else []
-    words += [appearance.colour] if "colour" in chosen else []
-    return " ".join([*words, appearance.shape if "shape" in chosen else "one"])
 
 
 def ask_colour(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
@@ -73,7 +70,7 @@ def ask_shape(rng: np.random.Generator, objects: Sequence[Appearance], target: i
 
 
 def ask_number(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
-    """Ask how many objects share one field with objects[target]. The answer is at least 1."""
+    """Ask how many objects share a random field, such as the colour, with objects[target]. The answer is at least 1."""
     appearance = objects[target]
     field = choose(rng, ("colour", "shape", "striped"))
     count = sum(getattr(other, field) == getattr(appearance, field) for other in objects)
@@ -85,9 +82,9 @@ def ask_number(rng: np.random.Generator, objects: Sequence[Appearance], target: 
 
 
 def ask_presence(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
-    """Ask if there is an object like objects[target], or an absent one that shares its colour or shape.
+    """Ask if there is an object with the colour and shape of objects[target] or, half of the time, one that is absent.
 
-    Half of the answers are yes.
+    The absent one shares its colour or shape with objects[target]. Half of the answers are yes.
     """
     appearance, present = objects[target], {(obj.colour, obj.shape) for obj in objects}
     colour, shape = appearance.colour, appearance.shape
@@ -103,7 +100,7 @@ _KINDS = (ask_colour, ask_colour, ask_shape, ask_number, ask_presence)
 
 
 def make_questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Question]:
-    """Make one question of each kind, and two about colours, about different objects if there are enough."""
+    """Make two questions about colours and one of each other kind, about different objects if there are enough."""
     order, made = rng.permutation(len(objects)).tolist(), {}
     for number, make in enumerate(_KINDS):
         for target in (*order[number % len(order) :], *order[: number % len(order)]):
@@ -115,14 +112,14 @@ def make_questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> l
 
 
 def sample_answers(rng: np.random.Generator, question: Question) -> list[str]:
-    """Draw the answers of ten annotators, of whom at most three do not give the right answer."""
+    """Sample the answers of ten annotators, of whom at most three do not give the right answer."""
     others = int(rng.choice(len(_DISAGREEING), p=_DISAGREEING))
     answers = [question.answer] * (ANNOTATORS - others) + [choose(rng, question.others) for _ in range(others)]
     return [answers[i] for i in rng.permutation(ANNOTATORS)]
 
 
 def make_items(rng: np.random.Generator, objects: Sequence[Appearance], most: int) -> list[Item]:
-    """Make at most `most` items that ask how one object differs from another. Each has a different first object."""
+    """Make up to `most` VCR items that ask how one object differs from another. Each has a different first object."""
     pairs = {}
     for first, second in rng.permutation(list(itertools.permutations(range(len(objects)), 2))).tolist():
         if objects[first].colour != objects[second].colour:
@@ -133,8 +130,8 @@ def make_items(rng: np.random.Generator, objects: Sequence[Appearance], most: in
 def make_item(rng: np.random.Generator, objects: Sequence[Appearance], first: int, second: int) -> Item:
     """Make an item whose answers name a colour of the first object, and whose rationales name one of the second.
 
-    The right answer's colour is in no rationale. So the words alone exclude none of the four answers and, given the
-    right answer, none of the four rationales.
+    The right answer's colour is in no rationale. So the words do not rule out any of the four answers or, given the
+    right answer, any of the four rationales.
     """
     answer, other = objects[first].colour, objects[second].colour
     answers = [[[first], "is", colour, "."] for colour in _four_colours(rng, answer, without=())]

@@ -1,4 +1,4 @@
-"""Write ROOT/report.html, the report of a demo run, as one page without external files."""
+"""Write ROOT/report.html: the report of a demo run, as a single page without external files."""
 
 import json
 import shlex
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 DATASETS = {"captions": "for training", "held-out": "for validation", "coco": "images of the tasks"}
 NAMES = {"with": "with pre-training", "without": "without"}  # of STARTS
 
-SCENES, MAX_BOXES, MAX_NAMES = 8, 12, 6  # held-out scenes, and boxes and names drawn in one
-RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # maximum number of examples of a task
+SCENES, MAX_BOXES, MAX_NAMES = 8, 12, 6  # held-out scenes shown, and boxes and names drawn in each
+RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # maximum number of examples shown of a task
 RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # accuracy; captions name colours and shapes equally often
 
 
 def evaluate_detector(data: DemoData, weights: Path) -> dict[str, Any]:
-    """Measure a detector on the held-out scenes: its metrics, and the average precision of each class."""
+    """Measure a detector on the held-out scenes. Return its metrics, and the average precision of each class."""
     recipe, training = detector_demo(), make_detector_settings(data)
     images = {name: getattr(training, name) for name in ("annotations", "images", "held_out_last")}
     recipe = replace(recipe, network=read_config(weights), data=replace(recipe.data, **images))
@@ -58,7 +58,7 @@ def evaluate_detector(data: DemoData, weights: Path) -> dict[str, Any]:
 def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines: "Sequence[PipelineResult]") -> Path:
     """Write ROOT/report.html, and return its path. `detector` is the result of evaluate_detector.
 
-    `pipelines` has one result per seed. The first is shown in full, the others only with their numbers.
+    `pipelines` has one result per seed. The first one is shown in full; the others add only their numbers.
     """
     store, pipeline, runs = open_store(str(root), write=False), pipelines[0], runs_by_role(pipelines[0])
     seeds = [collect_numbers(each) for each in pipelines]
@@ -102,12 +102,12 @@ def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines
 
 
 def read_predictions(store: ObjectStore, run: str) -> list[dict]:
-    """Return the predictions of the run's last validation."""
+    """Return the predictions of the run's last validation, one dict per example."""
     return [json.loads(row) for row in store.get(f"runs/{run}/predictions.jsonl").decode().splitlines()]
 
 
 def count_statuses(store: ObjectStore, dataset: str) -> dict[str, dict]:
-    """Return, by status, the number of image rows of a dataset, and the URL and detail of the first. `ok` is first."""
+    """Return, for each status, a dataset's number of image rows, and the first one's URL and detail. `ok` is first."""
     catalog, entries = Catalog(store, dataset), {}
     for shard in catalog.shards("images"):
         for row in catalog.manifest("images", shard).table.select(["status", "detail", "url"]).to_pylist():
@@ -116,7 +116,7 @@ def count_statuses(store: ObjectStore, dataset: str) -> dict[str, dict]:
 
 
 def make_grounding_rows(metrics: dict[str, float], predictions: Sequence[dict]) -> list[dict]:
-    """Return the accuracy and number `n` of masked words and regions, with the right and with another image."""
+    """Return rows with the number `n` of masked words or regions, and the accuracy with the right and another image."""
     return [
         {
             "title": title,
@@ -129,7 +129,7 @@ def make_grounding_rows(metrics: dict[str, float], predictions: Sequence[dict]) 
 
 
 def read_joint_accuracies(root: Path, pipelines: "Sequence[PipelineResult]") -> list[dict[str, float]]:
-    """Return the accuracies of VCR's Q→AR (answer and rationale both right) for each seed."""
+    """Return the accuracy at VCR's Q→AR (answer and rationale both right) by start, and its chance level, per seed."""
     rows = []
     for runs in map(runs_by_role, pipelines):
         rows.append({})
@@ -144,7 +144,7 @@ def read_joint_accuracies(root: Path, pipelines: "Sequence[PipelineResult]") -> 
 
 
 def draw_held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
-    """Draw the first held-out scenes with their regions: boxes in cycling colours, the first of them with names."""
+    """Draw the first held-out scenes with their regions: boxes in cycling colours, and names for the first few."""
     catalog, scenes = Catalog(store, "held-out"), []
     names = catalog.manifest(stage, catalog.shards(stage)[0]).meta["config"]["classes"]
     for sample in islice(read_samples(catalog, stage), SCENES):
@@ -168,7 +168,7 @@ def draw_held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
 def draw_examples(
     store: ObjectStore, pipeline: "PipelineResult", task: str, predictions: dict[str, list[dict]]
 ) -> list[dict]:
-    """Draw the first right and the first wrong answers of the run with pre-training."""
+    """Draw the first right and the first wrong answers of the task's run with pre-training."""
     rows = predictions[run_name(task, "with")]
     right, wrong = [row for row in rows if row["score"] >= 0.5], [row for row in rows if row["score"] < 0.5]
     chosen = right[:RIGHT_SHOWN] + wrong[:WRONG_SHOWN]
@@ -189,10 +189,10 @@ def read_samples(catalog: Catalog, stage: str) -> Iterator[Sample]:
 
 
 def select_curves(tasks: Iterable[str], log: dict[str, dict[str, list[dict]]]) -> dict[str, Lines]:
-    """Return the lines of each panel over optimizer steps, by title. Panels of a task have both of its runs."""
+    """Return the curves of each panel over optimizer steps, by title. A task's panels show both of its runs."""
     training, validation = (log["pretrain"][kind] for kind in ("training", "validation"))
     accuracies = {"right image": "monitored_accuracy", "another image": "monitored_accuracy_shuffled"}
-    losses = {"words": "loss_words", "regions": "loss_regions", "words of text alone": "loss_text_words"}
+    losses = {"words": "loss_words", "regions": "loss_regions", "words of text-only examples": "loss_text_words"}
     panels = {
         "Pre-training: loss at masked words and regions, nats": {
             name: select_values(training, metric) for name, metric in losses.items()
@@ -213,7 +213,7 @@ def select_curves(tasks: Iterable[str], log: dict[str, dict[str, list[dict]]]) -
 
 
 def select_values(rows: Sequence[dict], metric: str) -> list[tuple[float, float]]:
-    """Return (step, value) of each line of metrics.jsonl that has the metric."""
+    """Return (step, value) for each row of metrics.jsonl that has the metric."""
     return [(row["step"], row[metric]) for row in rows if metric in row]
 
 

@@ -19,7 +19,7 @@ SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 
 WIDTH, HEIGHT = 224, 168  # pixels of every image
 SUPERSAMPLING = 4  # outlines are rasterised at this multiple of the image's resolution
-SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # range of radii in pixels, uniform; the gap makes the difference visible
+SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # ranges of uniform radii in pixels; the gap makes the difference visible
 CLOSEST = 0.78  # minimum distance of two centres / sum of the radii: below 1 they may overlap, at 0.78 never by half
 SHAPE_SCALE = {"circle": 0.94, "square": 1.2, "triangle": 1.16, "star": 1.1, "cross": 1.06, "ring": 1.0}
 RING_HOLE = 0.52  # radius of a ring's hole / radius of the ring
@@ -42,7 +42,7 @@ class Appearance:
 
 @dataclass(frozen=True)
 class SceneObject:
-    """An object at its position in image pixels, with y downwards. Angles are in radians."""
+    """An object at a position in the image, in pixels with y downwards. Angles are in radians."""
 
     appearance: Appearance
     x: float
@@ -54,14 +54,14 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects from back to front on a dark or a light background."""
+    """A scene: objects from back to front, on a dark or light background."""
 
     objects: tuple[SceneObject, ...]
     dark: bool
 
 
 def choose(rng: np.random.Generator, options: Sequence):
-    """Choose one of `options` uniformly. Generator.choice would convert it to a numpy value, and is slower."""
+    """Choose one of `options` uniformly. Generator.choice is slower, and would convert it to a numpy value."""
     return options[int(rng.integers(len(options)))]
 
 
@@ -70,7 +70,7 @@ def draw_appearance(rng: np.random.Generator, colours: Sequence[str], shapes: Se
 
 
 def arrange(rng: np.random.Generator, appearances: Sequence[Appearance]) -> Scene:
-    """Place all objects inside the image so that none hides half of another."""
+    """Place objects with these appearances inside the image, so that none hides half of another."""
     while True:
         objects = []
         for appearance in appearances:
@@ -87,14 +87,14 @@ def arrange(rng: np.random.Generator, appearances: Sequence[Appearance]) -> Scen
 
 
 def make_caption_scene(rng: np.random.Generator, number: int) -> Scene:
-    """Draw a scene of `number` objects with independent colours and shapes."""
+    """Make a scene of `number` objects with independent random colours and shapes."""
     return arrange(rng, [draw_appearance(rng, tuple(COLOURS), SHAPES) for _ in range(number)])
 
 
 def draw_task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
-    """Draw `number` different appearances, each of which shares its colour or shape with another.
+    """Sample `number` different appearances, each of which shares its colour or shape with another.
 
-    The target is chosen afterwards, so that without the expression all objects are equally likely targets.
+    RefCOCO+ targets are chosen afterwards, so that without the expression, all objects are equally likely.
     """
     while True:
         colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: 2 + number // 5]]
@@ -106,12 +106,12 @@ def draw_task_appearances(rng: np.random.Generator, number: int) -> list[Appeara
 
 
 def count_alike(objects: Sequence[Appearance], target: int, fields: Sequence[str]) -> int:
-    """Return the number of objects that equal objects[target] in all `fields`, itself included."""
+    """Return the number of objects, including objects[target], that equal objects[target] in all `fields`."""
     return sum(all(getattr(obj, f) == getattr(objects[target], f) for f in fields) for obj in objects)
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """Return the corners of a shape's outer edge around (0, 0), y downwards. The farthest have distance 1."""
+    """Return the corners of a shape's outer edge around (0, 0), with y downwards. The farthest are at distance 1."""
     if shape in ("circle", "ring"):
         return [(math.cos(t), math.sin(t)) for t in np.linspace(0, 2 * math.pi, 72, endpoint=False)]
     if shape == "cross":
@@ -129,7 +129,8 @@ def outline(shape: str) -> list[tuple[float, float]]:
 def rasterise(obj: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
     """Rasterise an object into a patch of P x P pixels.
 
-    Returns the patch's left and top pixel, and float32 [P, P] in 0..1 of the object's coverage and of its dark rim.
+    Returns the patch's left and top pixel in the image, and the coverage of the object and of its dark rim as float32
+    [P, P] in 0..1.
     """
     size = obj.radius * SHAPE_SCALE[obj.appearance.shape]
     patch = 2 * math.ceil(size + 2) + 1
@@ -155,7 +156,7 @@ def rasterise(obj: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
 
 
 def draw_background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
-    """Return float32 [H, W, 3]: a muted gradient with soft clouds, darker or lighter than mid-grey."""
+    """Return a muted gradient with soft clouds, darker or lighter than mid-grey, as float32 [H, W, 3] in 0..255."""
     level = rng.uniform(58, 92) if scene.dark else rng.uniform(150, 184)
     ends = level + rng.uniform(-20, 20, (2, 1)) + rng.uniform(-18, 18, (2, 3))
     angle = rng.uniform(0, 2 * math.pi)
@@ -167,7 +168,7 @@ def draw_background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
 
 
 def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Draw a scene. Return the image, uint8 [H, W, 3], and the visible pixels of each object, bool [H, W]."""
+    """Draw a scene. Return the image, uint8 [H, W, 3], and a mask of each object's visible pixels, bool [H, W]."""
     canvas = draw_background(rng, scene)
     visible = []
     for obj in scene.objects:
@@ -185,7 +186,7 @@ def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list
 
 
 def paint(rng: np.random.Generator, obj: SceneObject, rim: np.ndarray) -> np.ndarray:
-    """Return float32 [P, P, 3]: the object's colour over its patch, lit from above, with its stripes and rim."""
+    """Return the object's colours over its patch, lit from above, with stripes and rim, as float32 [P, P, 3]."""
     base = np.array(COLOURS[obj.appearance.colour], np.float32) * np.float32(rng.uniform(0.93, 1.03))
     size = len(rim)
     y, x = np.mgrid[:size, :size].astype(np.float32) - size / 2
@@ -199,14 +200,14 @@ def paint(rng: np.random.Generator, obj: SceneObject, rim: np.ndarray) -> np.nda
 
 
 def clip_patch(shape: tuple[int, ...], left: int, top: int, patch: np.ndarray) -> tuple[slice, slice, np.ndarray]:
-    """Return the rows and columns of the image that the patch covers, and the part of the patch inside the image."""
+    """Return the image's rows and columns that the patch covers, and the part of the patch that is in the image."""
     rows = slice(max(top, 0), min(top + len(patch), shape[0]))
     columns = slice(max(left, 0), min(left + patch.shape[1], shape[1]))
     return rows, columns, patch[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
 
 
 def blend(canvas: np.ndarray, left: int, top: int, alpha: np.ndarray, colour: np.ndarray) -> None:
-    """Blend `colour`, [3] or [P, P, 3], over the canvas with opacity `alpha`, [P, P]."""
+    """Blend `colour`, [3] or [P, P, 3], into the canvas in place, with opacity `alpha`, [P, P]."""
     rows, columns, part = clip_patch(canvas.shape, left, top, alpha)
     if colour.ndim == 3:
         colour = clip_patch(canvas.shape, left, top, colour)[2]

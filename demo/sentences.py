@@ -37,7 +37,7 @@ def describe_location(rng: np.random.Generator, obj: SceneObject, scene: Scene) 
 
 
 def describe_relation(rng: np.random.Generator, a: SceneObject, b: SceneObject) -> str:
-    """Return words for a true relation of a to b, to be put between their names."""
+    """Return words for a true relation of `a` to `b`, such as "left of", to put between their names."""
     dx, dy = a.x - b.x, a.y - b.y
     options = []
     if abs(dx) >= abs(dy):
@@ -53,7 +53,7 @@ def describe_relation(rng: np.random.Generator, a: SceneObject, b: SceneObject) 
 
 
 def make_noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
-    """Return article, colour and shape, and sometimes size and texture."""
+    """Return a noun phrase with an article, the colour and shape, and sometimes the size and texture."""
     words = ["a"]
     if rng.random() < 0.35:
         words.append(choose(rng, _SIZE_WORDS[appearance.big]))
@@ -67,7 +67,7 @@ def make_noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
 
 
 def make_clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
-    """Describe each object in exactly one clause, in random order: alone, with its location, or related to another."""
+    """Describe each object in exactly one clause, in random order. A clause may add a place or relate two objects."""
     objects = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
     clauses = []
     while objects:
@@ -88,7 +88,7 @@ def join_clauses(clauses: Sequence[str]) -> str:
 
 
 def make_caption(rng: np.random.Generator, scene: Scene) -> str:
-    """Make one sentence that names every object once, in lower case, with words separated by spaces."""
+    """Make one lower-case sentence that names every object once, with words separated by spaces."""
     number = len(scene.objects)
     openings = ("", "", "", "there is ", "a picture of ", "this picture shows ", "we see ", "here is ", "look : ")
     opening = choose(rng, openings)
@@ -135,7 +135,7 @@ def make_document(rng: np.random.Generator, max_objects: int) -> str:
 
 
 def make_expression(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> str:
-    """Describe objects[target] uniquely, without words of location, which RefCOCO+ forbids."""
+    """Describe objects[target] uniquely, without location words, which RefCOCO+ forbids."""
     fields = ("colour", "shape", "striped", "big")
     subsets = [
         s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if count_alike(objects, target, s) == 1
@@ -146,7 +146,7 @@ def make_expression(rng: np.random.Generator, objects: Sequence[Appearance], tar
 
 
 def describe_fields(rng: np.random.Generator, appearance: Appearance, chosen: Sequence[str]) -> str:
-    """Describe only the fields `chosen` of an appearance."""
+    """Describe an appearance by the fields `chosen` only."""
     words = ["the"] if rng.random() < 0.4 else []
     with_stripes = "striped" in chosen and appearance.striped and rng.random() < 0.3
     if "big" in chosen:

@@ -1,4 +1,4 @@
-"""Serve the images of the demo data over HTTP, and simulate faults of the web at the URLs below /broken.
+"""Serve the images of the demo data over HTTP, and simulate the web's faults at URLs below /broken.
 
 python -m demo.serve FOLDER
 """
@@ -43,7 +43,7 @@ def png_bomb() -> bytes:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Handler with one connection per request (HTTP/1.0), so that idle connections do not delay the server's end."""
+    """Request handler with one connection per request (HTTP/1.0), so that idle connections do not delay shutdown."""
 
     server: "DemoServer"  # ty: ignore[incompatible-mutable-override] the only server
     wbufsize = -1  # send the header together with the body
@@ -81,7 +81,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
 
     def answer(self, content_type: str, body: bytes, pause: float = 0) -> None:
-        """Send the body. With a `pause` in seconds, send it byte by byte."""
+        """Send a response. If `pause` is not 0, send the body byte by byte with this many seconds between bytes."""
         self.send_response(200)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
@@ -92,13 +92,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(pause)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: a thousand lines of access log would hide those of the stages."""
+        """Log nothing, because a thousand lines of access log would hide the stages' lines."""
 
 
 class DemoServer(http.server.ThreadingHTTPServer):
     """Context manager: serve the images of the demo data in `folder` on 127.0.0.1, in a thread.
 
-    The default port is the one in the URLs; 0 means any free port. Raises ValueError if the port is in use.
+    The default port is the one in the data's URLs. Port 0 means any free port. Raises ValueError if the port is in use.
     """
 
     request_queue_size = 256  # a downloader opens many connections at once
@@ -117,7 +117,7 @@ class DemoServer(http.server.ThreadingHTTPServer):
         self.base_url = f"http://{HOST}:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print errors, except those of clients that disconnect or stop responding."""
+        """Print errors, except those caused by clients that disconnect or stop responding."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 

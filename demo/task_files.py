@@ -1,6 +1,6 @@
-"""Make the annotation files of RefCOCO+, VQA 2.0, VCR and Karpathy's captions for drawn images, in official formats.
+"""Make annotation files for drawn images in the official formats of RefCOCO+, VQA 2.0, VCR and Karpathy's captions.
 
-The functions return file name -> bytes.
+The public functions return file contents as a dict: file name -> bytes.
 """
 
 import json
@@ -19,25 +19,25 @@ from vlbert.datasets.retrieval import CAPTIONS
 from vlbert.datasets.vqa import frequent_answers, question_files
 
 SPLITS = ("train", "val", "testA", "testB")  # of the images, named as in RefCOCO+
-# The part of COCO of each split's images; VQA's splits have these names.
+# Split -> part of COCO that its images belong to; VQA's splits have these names.
 PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "test2015"}
 ANSWERS = "answers_vqa.txt"
-OTHER_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}  # of VCR and retrieval
+OTHER_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}  # names in VCR and retrieval
 VCR_MOVIE = "drawn_world"  # folder in vcr1images
-VCR_OBJECT = "kite"  # class of every shape: VCR's objects have COCO's classes, and kites come in all shapes
+VCR_OBJECT = "kite"  # class of every object: VCR's objects have COCO's classes, and kites come in all shapes
 ITEMS = 2  # VCR items per image, each about a different object
 RETRIEVAL_FILE = "dataset_demo.json"
 
 
 @dataclass(frozen=True)
 class TaskImage:
-    """An image of the tasks."""
+    """An image that all tasks use, with its RefCOCO+ annotations."""
 
     number: int
     split: str
     scene: Scene
-    annotations: list[dict]  # of the COCO file, in the order of the scene's objects
-    expressions: dict[int, str]  # of RefCOCO+, by the number of the object
+    annotations: list[dict]  # from the COCO file, in the order of the scene's objects
+    expressions: dict[int, str]  # RefCOCO+ expressions, by the object's index
 
     @property
     def file_name(self) -> str:
@@ -76,7 +76,7 @@ def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
 
 
 def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make the questions of all splits, ten answers to each outside of the test splits, and the list of answers."""
+    """Make the questions of all splits, ten answers to each question of train and val, and the answer list."""
     unanswered = {part: [] for part in PARTS.values()}
     answered = {part: [] for part in PARTS.values()}
     for image in images:
@@ -122,7 +122,7 @@ def _metadata_name(file_name: str) -> str:
 
 
 def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make the items of all splits, without labels in the test split, and the metadata of all images."""
+    """Make the VCR items of all splits, without labels in the test split, and the metadata of all images."""
     lines, files = {split: [] for split in OTHER_SPLITS.values()}, {}
     for image in images:
         objects, split = image.scene.objects, OTHER_SPLITS[image.split]
@@ -148,7 +148,7 @@ def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
 
 
 def _metadata(image: TaskImage) -> dict:
-    """Return VCR's metadata: boxes (x1 y1 x2 y2, score), and outlines of the objects, including their hidden parts."""
+    """Return an image's VCR metadata: its objects' boxes (x1 y1 x2 y2 score) and outlines, including hidden parts."""
     boxes = []
     for annotation in image.annotations:
         x, y, width, height = annotation["bbox"]
@@ -163,7 +163,7 @@ def _metadata(image: TaskImage) -> dict:
 
 
 def _polygon(obj: SceneObject) -> list[list[float]]:
-    """Return the corners in pixels. A ring has those of its outer edge, then those of its hole."""
+    """Return the object's polygons in pixels: its outer edge and, if it is a ring, its hole."""
     size, (cos, sin) = obj.radius * SHAPE_SCALE[obj.appearance.shape], (math.cos(obj.turn), math.sin(obj.turn))
 
     def around(scale: float) -> list[list[float]]:
@@ -178,7 +178,7 @@ def _polygon(obj: SceneObject) -> list[list[float]]:
 
 
 def retrieval_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make five different captions of each image, each of which names all objects."""
+    """Make the caption file, with five different captions per image. Each caption names all objects."""
     entries = []
     for number, image in enumerate(images):
         rng, texts = np.random.default_rng([*seed, image.number]), {}

@@ -1,4 +1,4 @@
-"""The tasks of the demo, each fine-tuned with and without pre-training, and the numbers of their runs."""
+"""The tasks of the demo, each fine-tuned with and without pre-training, and the metrics of their runs."""
 
 import re
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DemoTask:
-    """A task of the demo data."""
+    """A task of the demo, with its metric and the gain that pre-training must bring."""
 
     title: str
     task: Literal["refcoco", "vqa", "vcr"]  # value of FinetuneSettings.task
-    metric: str  # compared at the last validation, also with the metric `chance`
+    metric: str  # of the last validation; compared between runs, and with the metric `chance`
     loss: str  # training loss, in nats
     measures: str  # meaning of the metric, for the report
     question: str  # an example, for the report
-    least_gain: float  # minimum gain of pre-training over none and over chance, of one seed or the mean of three
+    least_gain: float  # minimum gain over no pre-training and over chance, for one seed or the mean of three
     overrides: tuple[str, ...] = ()
 
     @property
@@ -56,26 +56,26 @@ DEMO_TASKS = {
     ),
 }
 DEFAULT_TASKS = ("refcoco", "vqa")  # tasks of `make demo`; `make demo-full` has all
-STARTS = {"with": "latest", "without": "none"}  # start of a run -> FinetuneSettings.checkpoint
+STARTS = {"with": "latest", "without": "none"}  # with or without pre-training -> FinetuneSettings.checkpoint
 
 
 def run_name(task: str, start: str) -> str:
-    """Return the name of a run, without the suffix of its seed."""
+    """Return the name of a task's run, without the seed suffix. `start` is a key of STARTS."""
     return f"{task}-{start}"
 
 
 def strip_seed(run: str) -> str:
-    """Return the name of a run without the suffix of its seed."""
+    """Return the name of a run without its seed suffix."""
     return re.sub(r"-seed\d+$", "", run)
 
 
 def runs_by_role(pipeline: "PipelineResult") -> dict[str, str]:
-    """Return the names of the runs by their names without seed: `pretrain`, or task and start."""
+    """Return the run names by role, which is the name without the seed suffix: `pretrain`, or task and start."""
     return {strip_seed(trained.run): trained.run for trained in (pipeline.pretrained, *pipeline.finetuned)}
 
 
 def collect_numbers(pipeline: "PipelineResult") -> dict[str, float]:
-    """Return the grounding gap, the metric of each fine-tuning by task and start, and the chance level by task.
+    """Return the grounding gap, each fine-tuning run's metric by task and start, and the chance level by task.
 
     The grounding gap is the accuracy at colour and shape words, minus the accuracy with another image.
     """
@@ -92,5 +92,5 @@ def mean(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def joint_folder(root: Path, answers_run: str) -> Path:
-    """Return the folder for the joint evaluation of VCR's runs of answers and rationales."""
+    """Return the folder for the joint evaluation of VCR's answer run and rationale run."""
     return root / "evaluations" / answers_run.replace("answers", "joint")

@@ -1,4 +1,4 @@
-"""Prefect flows of all stages: their order, their processes and their retries. Read pipeline.py first."""
+"""Prefect flows for all stages: their order, processes and retries. Read pipeline.py first."""
 
 from storage.programs import require
 

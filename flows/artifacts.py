@@ -1,7 +1,7 @@
-"""Show the progress and results of a stage in the flow UI, as one artifact that is updated.
+"""Show a stage's progress and results in Prefect's UI, as one artifact that is updated.
 
-Artifacts are for people only; the storage records what is done. So an error here never fails a stage: if the server
-cannot be reached, this is logged and the stage continues.
+Artifacts are only for people to read: the storage records what is done. So an error here never fails a stage. If the
+server cannot be reached, this is logged and the stage continues.
 """
 
 import logging
@@ -24,16 +24,16 @@ from storage.tables import markdown
 
 STAGE_LOG = "stage"  # last part of the logger name of a stage's own log lines in Prefect
 _SECONDS, _SHARE = 10.0, 0.02  # minimum time between two updates of an artifact: seconds, and share of the run time
-_MAX_DETAIL = 200  # characters shown of an example
+_MAX_DETAIL = 200  # characters of an example that are shown
 
 
 def stage_logger() -> logging.Logger | logging.LoggerAdapter:
-    """Return the logger for the stage's own messages in this flow or task run. Prefect's loggers have other names."""
+    """Return the logger for a stage's own messages in this flow or task run. Prefect's own loggers have other names."""
     return get_run_logger().getChild(STAGE_LOG)  # ty: ignore[missing-union-attribute] Prefect's adapter has it
 
 
 class Artifact:
-    """An artifact of this flow run, created by the first `show` and updated by later ones.
+    """A Markdown artifact of this flow run, created by the first `show` and updated by later ones.
 
     For each update, the server stores an event with the whole content. About 350 updates are allowed in two days.
     """
@@ -45,7 +45,7 @@ class Artifact:
         self.id = None
 
     def show(self, content: Callable[[], str], now: bool = False) -> None:
-        """Replace the shown Markdown by the result of `content`, if an update is due or `now` is true."""
+        """Show the Markdown that `content` returns, if an update is due or `now` is true."""
         if time.monotonic() < self.due and not now:
             return
         with log_errors():  # `content` may fail, too
@@ -62,19 +62,19 @@ class Artifact:
 
 @contextmanager
 def log_errors() -> Iterator[None]:
-    """Context manager: log any error of the block instead of raising it, and do not wait for an unreachable server."""
+    """Context manager: log errors of the block instead of raising them, and do not wait for an unreachable server."""
     try:
         with fail_fast():
             yield
-    except Exception as error:  # noqa: BLE001  an error of the flow UI must not fail the stage
-        get_run_logger().warning("the flow UI was not updated: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001  an error of Prefect's UI must not fail the stage
+        get_run_logger().warning("Prefect's UI was not updated: %s: %s", type(error).__name__, error)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def make_counts_table(catalog: Catalog, stage: str) -> str:
-    """Return a Markdown table of a stage's rows by status, with one example of the details of each error status."""
+    """Return a Markdown table of a stage's row counts by status, followed by an example of each error."""
     counts, headers = Counter(), catalog.headers(stage)
     for header in headers.values():
         counts.update(header.statuses)
@@ -88,7 +88,7 @@ def make_counts_table(catalog: Catalog, stage: str) -> str:
 
 
 def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
-    """Return the first detail of each status. Reads manifests only until every status has one."""
+    """Return the first `detail` text of each of these error statuses. Stops reading when it has all of them."""
     details: dict[str, str] = {}
     for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
         for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():
@@ -99,9 +99,9 @@ def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str,
 
 
 def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
-    """Return a Markdown table of metrics beside the paper's numbers (`reported`); "" without metrics.
+    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if there are no metrics.
 
-    Metrics of parts of a split (accuracy/yes/no) are left out, because there are many.
+    Metrics of parts of a split (accuracy/yes/no) are left out, because there are too many.
     """
     rows = [
         (escape(name), "–" if value is None else f"{value:.3f}", escape(reported.get(name, "")))
@@ -112,5 +112,5 @@ def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[st
 
 
 def escape(text: str) -> str:
-    """Return untrusted text on one line, with all characters escaped that are special in Markdown or HTML."""
+    """Return untrusted text on one line, with all characters that are special in Markdown or HTML escaped."""
     return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(text.split()))

@@ -1,6 +1,6 @@
-"""Check a pipeline before anything is downloaded: input files exist, and names are known.
+"""Check a pipeline's settings before anything is downloaded: input files must exist, and names must be known.
 
-Settings, recipes and overrides check their own values when they are made; here they are only made.
+Settings, recipes and overrides check their own values when they are created, so this module only creates them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
-    """Check a whole pipeline. Imports torch. Raises ValueError that names the setting, the problem and the fix."""
+    """Check a whole pipeline. Imports torch. If a check fails, raises ValueError with the setting, problem and fix."""
     for dataset in datasets:
         _check_sources(dataset)
     names = [dataset.name for dataset in datasets]

@@ -1,4 +1,4 @@
-"""Collect: download or import images with `storage.collect.run`, with retries and an artifact in the flow UI."""
+"""Collect: download or import images with `storage.collect.run`, with retries and an artifact in Prefect's UI."""
 
 import os
 from functools import partial
@@ -25,9 +25,9 @@ COMMITTED = "vlbert.images.committed"
 
 
 def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Return True if a retry can help: the network or the storage could not be reached.
+    """Return True if a task's retry can help, because the network or the storage could not be reached.
 
-    A damaged list or a refused permission fails again, so it is not retried.
+    A damaged list or a denied permission would fail again, so the task is not retried.
     """
     error = state.result(raise_on_failure=False)
     status = getattr(error, "http_status", None)  # of the storage's response
@@ -62,8 +62,8 @@ def collect_flow(root: str, dataset: CollectSettings, machines: int = 1) -> Coll
 
     Args:
         root: Storage root: a folder of this machine, or s3://bucket/prefix.
-        dataset: Name of the dataset, and the list or folder that its images come from.
-        machines: Number of runs of this deployment, this one included, that share the shards; one per worker.
+        dataset: The dataset's name, and the list or folder that its images come from.
+        machines: Number of runs of this deployment, including this one, that share the shards; one per worker.
     """
     start_others(machines)
     artifact, committed = Artifact(IMAGES, dataset.name), set()
@@ -80,7 +80,7 @@ def collect_flow(root: str, dataset: CollectSettings, machines: int = 1) -> Coll
 
     try:
         collected = collect(root, dataset, stage_logger().info, run_group)
-    finally:  # also if a later group has failed
+    finally:  # even if a later group has failed
         if committed and flow_run.parent_flow_run_id is None:  # inside the pipeline, the next stage detects them
             with log_errors():
                 full_root = root if "://" in root else os.path.abspath(root)

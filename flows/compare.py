@@ -1,4 +1,4 @@
-"""Compare: train variants x tasks x seeds in a child process, which writes a page of results (docs/results.md)."""
+"""Compare models in a child process, which trains variants x tasks x seeds and writes a page (docs/results.md)."""
 
 import sys
 from typing import Any
@@ -14,9 +14,9 @@ from storage.safe_json import parse_json
 
 
 def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str, Any]:
-    """Run or resume a comparison, and return the content of its numbers.json. Call it from the main thread only.
+    """Run or resume a comparison, and return the contents of its numbers.json. Call it from the main thread only.
 
-    Raises ChildFailed if a training failed; the page then has the other trainings.
+    Raises ChildFailed if a training run failed. The results page then has only the other runs.
     """
     from vlbert.comparison.plans import find_plan  # here, because it imports torch, which other stages do not need
 
@@ -36,7 +36,7 @@ def compare_flow(root: str, settings: CompareSettings) -> dict[str, Any]:
 
     Args:
         root: Storage root: a folder of this machine, or s3://bucket/prefix.
-        settings: The plan, and fields to set in its trainings.
+        settings: The plan, and the fields to set in its training runs.
     """
     numbers = compare(root, settings, stage_logger().info)
     page = open_store(root, write=False).uri(f"comparisons/{numbers['plan']}/index.html")

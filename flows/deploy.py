@@ -1,8 +1,8 @@
-"""Create work pools, alarms and the deployments of a file such as prefect.yaml, at the server of PREFECT_API_URL.
+"""Create work pools, alarms and the deployments in a file like prefect.yaml, at the server of PREFECT_API_URL.
 
     vlbert deploy [FILE]
 
-`make serve` does this automatically. Repeat it after a change of the file. Plain `prefect deploy` creates no alarms.
+`make serve` does this automatically. Run it again after changing the file. Plain `prefect deploy` creates no alarms.
 """
 
 import sys
@@ -26,7 +26,7 @@ NEVER_BEGAN = "flow runs that never begin are crashed"
 
 
 def deploy(deployments: Path) -> None:
-    """Create the work pools and deployments of a file, and the alarms.
+    """Create the work pools and deployments that a file describes, and the alarms for crashed runs.
 
     Raises ChildFailed, with Prefect's error, if the file is wrong.
     """
@@ -45,10 +45,10 @@ def deploy(deployments: Path) -> None:
 
 
 def set_alarms() -> None:
-    """Create the automations that mark a flow run as crashed if its process and worker have both ended.
+    """Create the Prefect automations that mark a flow run as crashed if its process and worker have both ended.
 
-    Nothing else reports such a run. An existing, unchanged automation is kept: a new one would not know the runs that
-    the old one was waiting for.
+    Nothing else reports this. Existing automations that have not changed are kept, because new ones would not know the
+    runs that the old ones were waiting for.
     """
     from prefect.automations import Automation, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
@@ -81,7 +81,7 @@ def set_alarms() -> None:
 
 
 def deploy_file(file: Annotated[Path, Positional, tyro.conf.arg(metavar="FILE")] = Path("prefect.yaml")) -> None:
-    """Create work pools, alarms and the deployments of a file, at the server of PREFECT_API_URL.
+    """Create work pools, alarms and the deployments in a file, at the server of PREFECT_API_URL.
 
     Args:
         file: file of deployments, such as prefect.yaml

@@ -1,6 +1,6 @@
-"""Detect: find regions in all image shards that lack them for this detector, in a child process.
+"""Detect: in a child process, find regions in all image shards that have none from this detector.
 
-The catalog tells which shards are pending, so the same flow also serves as the scheduled processing of new shards.
+The catalog tells which shards are pending, so the same flow also processes new shards on a schedule.
 """
 
 import sys
@@ -26,7 +26,7 @@ from storage.settings import as_arguments, changed_fields
 
 @dataclass(frozen=True)
 class Detected:
-    """The regions of a dataset. `new_shards` were added by this run; `peak_bytes` is the child's peak memory."""
+    """Totals of a dataset's regions. This run added `new_shards` shards; `peak_bytes` is the child's peak memory."""
 
     dataset: str
     detector: str
@@ -55,8 +55,8 @@ def detect(
         show: Called every 5 s with a function that returns the progress in shards as one line.
 
     Raises:
-        ChildFailed: The detector failed; the error has its last lines of output.
-        StorageUnreachable: The storage could not be reached; a retry may succeed.
+        ChildFailed: The detector failed. The error has its last lines of output.
+        StorageUnreachable: The storage could not be reached. A retry may succeed.
     """
     started, peak_bytes = time.monotonic(), 0
     catalog = Catalog(open_store(root, write=False), dataset)
@@ -111,13 +111,13 @@ def flow_run_name() -> str:
 def detect_flow(
     root: str, detector: DetectionConfig, datasets: tuple[str, ...] = (), machines: int = 1
 ) -> dict[str, Detected]:
-    """Find regions in every image shard that has none of this detector yet. Returns the results by dataset.
+    """Find regions in every image shard that has none from this detector yet. Returns the results by dataset.
 
     Args:
         root: Storage root: a folder of this machine, or s3://bucket/prefix.
         detector: The detector and its settings.
         datasets: Datasets to process; empty: all that have images.
-        machines: Number of runs of this deployment, this one included, that share the shards; one per worker.
+        machines: Number of runs of this deployment, including this one, that share the shards; one per worker.
     """
     start_others(machines)
     store, logger = open_store(root), stage_logger()

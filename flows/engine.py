@@ -3,10 +3,10 @@
     python -m flows.engine
 
 - The process ends with its worker. A killed worker cannot end its flow runs, and Prefect leaves them running. So this
-  process watches its parent. When the parent changes, it sends itself SIGTERM: the engine then reports a crash, and
-  `flows.supervisor` ends the processes of the flow. If that is not enough, SIGKILL follows.
+  process watches its parent. When the worker ends, it sends itself SIGTERM: the engine then reports a crash, and
+  `flows.supervisor` ends the flow's child processes. If that is not enough, SIGKILL follows.
 - It survives an outage of the server (flows/prefect_patches.py).
-- It requests its own state each second. If the run or one of its stages is cancelled, it exits within 10 s.
+- It requests its run's state every second. If the run or one of its stages is cancelled, it exits within 10 s.
 """
 
 import atexit
@@ -42,7 +42,7 @@ _STATE_INTERVAL = 1.0  # seconds between two requests of the run's state
 
 
 def exit_with_parent(parent: int) -> None:
-    """End this process when the process id `parent` is no longer its parent."""
+    """Watch this process's parent in a thread, and end this process when the parent's id is no longer `parent`."""
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 
@@ -55,7 +55,7 @@ def _watch(parent: int) -> None:
 
 
 def follow_state(run: UUID) -> None:
-    """Poll the state of `run` and its stages in a thread: end if cancelled, and keep the concurrency slot."""
+    """Poll the state of `run` and its stages in a thread: exit if one is cancelled, and keep the concurrency slot."""
     threading.Thread(target=_follow, args=(run, datetime.now(UTC)), daemon=True).start()
 
 
@@ -81,7 +81,7 @@ def _follow(run: UUID, began: datetime) -> None:
 
 
 def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
-    """Return the flow runs that `run` has started in its own process."""
+    """Return the flow runs of the stages that `run` has started in its own process."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -90,7 +90,7 @@ def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
 
 
 def run_engine() -> None:
-    """Run Prefect's engine, and exit without Python's shutdown, which takes seconds more after an import of torch."""
+    """Run Prefect's engine, and exit without Python's normal shutdown, which takes seconds after an import of torch."""
     status = 1
 
     def exit_now() -> None:
@@ -105,7 +105,7 @@ def run_engine() -> None:
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        # Limit the time to exit: after an outage, sending the logs of that time took 6 s and more.
+        # Limit the time to exit: after an outage, sending the logs of that time took 6 s or more.
         timer = threading.Timer(_KILL_DELAY, os._exit, (status,))
         timer.daemon = True
         timer.start()

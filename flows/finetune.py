@@ -1,4 +1,4 @@
-"""Finetune: train a task on its own dataset with torchrun, from a checkpoint or without one, and evaluate it."""
+"""Fine-tune: train a task on its own dataset with torchrun, with or without a checkpoint, and evaluate it."""
 
 from pathlib import Path
 
@@ -29,8 +29,8 @@ def finetune(
 ) -> Trained:
     """Fine-tune, then evaluate. Call it from the main thread only. Raises ValueError if the checkpoint does not exist.
 
-    A run without a checkpoint still uses the vocabulary of its pre-training run, if one is named, so that both can be
-    compared. The vocabulary is copied to `work`, a folder of this machine.
+    With checkpoint `none`, the vocabulary is still that of the pre-training run, if one is named, so that the results
+    with and without the checkpoint are comparable. The vocabulary is copied to `work`, a folder of this machine.
     """
     check_overrides(settings.overrides, SETTINGS)
     checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
@@ -50,7 +50,7 @@ def finetune(
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
-    """Return the path of the checkpoint to start from; None without one. With `none`, only its vocabulary is used."""
+    """Return the location of the checkpoint to start from, or None. With `none`, only its vocabulary is used."""
     if "/" in settings.checkpoint:
         return settings.checkpoint
     if not settings.pretraining:
@@ -72,7 +72,7 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
 
 
 def copy_vocabulary(checkpoint: str, work: Path) -> Path:
-    """Copy vocab.txt of ROOT/runs/RUN/STEP to `work`, because the root may be a bucket. Return the copy's path."""
+    """Copy a checkpoint's vocab.txt to the folder `work`, because it may be in a bucket. Return the copy's path."""
     root, _, path = checkpoint.rpartition("/runs/")
     file = work / "vocabularies" / f"{path.partition('/')[0]}.txt"
     file.parent.mkdir(parents=True, exist_ok=True)

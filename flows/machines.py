@@ -1,7 +1,7 @@
-"""Spread a run over several machines: start further runs of its deployment, for workers on other machines.
+"""Spread a flow run over several machines: start more runs of its deployment, for workers on other machines.
 
-Collection and detection share shards by claims in the storage (storage/claims.py), so the runs are independent of each
-other. Each run ends when the whole stage is complete. Cancelling the first run cancels all.
+The runs share the shards of a dataset by claims in the storage (storage/claims.py), so they are independent of each
+other. Each run ends when the whole stage is complete. Cancelling the first run cancels all of them.
 """
 
 from uuid import UUID
@@ -15,7 +15,7 @@ from prefect.states import Cancelled, Cancelling
 
 
 def start_others(machines: int) -> None:
-    """Start `machines` - 1 more runs with the parameters of this one.
+    """Start `machines` - 1 more runs of this flow run's deployment, with the same parameters.
 
     Raises ValueError if the deployment's concurrency limit is too low.
     """
@@ -40,7 +40,7 @@ def start_others(machines: int) -> None:
 
 
 def cancel_others(flow: Flow, flow_run: FlowRun, state: State) -> None:
-    """Cancel the runs that `flow_run` has started. A cancellation hook of a flow."""
+    """Cancel the runs that `flow_run` started with `start_others`. Flows use it as a cancellation hook."""
     started = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"with:{flow_run.id}"]))
     with get_client(sync_client=True) as client:
         for other in client.read_flow_runs(flow_run_filter=started):

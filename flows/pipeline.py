@@ -3,8 +3,8 @@
     make serve                                              # server, worker and the deployments of prefect.yaml
     prefect deployment run pretrain-vlbert/default --watch  # in another terminal
 
-Each stage is a flow in its own file, beside the plain function that it calls, and can also run alone. The storage
-records what is done: a second run collects and detects only what is missing, and training resumes from its last
+Each stage is a flow that can also run separately. Its file has the flow and the plain function that it calls. The
+storage records what is done: a second run collects and detects only what is missing, and training resumes from its last
 checkpoint.
 """
 
@@ -25,13 +25,13 @@ from flows.torchrun import Trained
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """The result of each stage."""
+    """Results of a pipeline run, by stage."""
 
     collected: list[Collected]
     detected: dict[str, Detected]  # by dataset
     pretrained: Trained
     finetuned: list[Trained]
-    peak_bytes: int  # memory of the process that ran the flows, without its children
+    peak_bytes: int  # peak memory of the process that ran the flows, without its children
 
 
 @flow(name="pretrain-vlbert", flow_run_name="{pretraining.recipe}", persist_result=True)
@@ -48,9 +48,9 @@ def pretrain_vlbert(
         root: Storage root: a folder of this machine, or s3://bucket/prefix.
         work: Folder of this machine for tokenised text and copies of vocabularies.
         datasets: Datasets to collect, each with its detector.
-        pretraining: Settings of the pre-training, with the datasets to train on.
-        finetunings: Fine-tunings to run one after the other, by default from the checkpoint of the pre-training. If
-            one fails, the others still run, and the flow fails at the end.
+        pretraining: Settings of the pre-training run, with the datasets to train on.
+        finetunings: Settings of fine-tuning runs, which start one after another, by default from the pre-training
+            checkpoint. If one fails, the others still run, and the flow fails at the end.
     """
     from flows.check import check  # here, because it imports torch, which is not needed to deploy this flow
 
@@ -79,16 +79,16 @@ def pretrain_vlbert(
 def run_finetunings(
     finetunings: Sequence[FinetuneSettings], start: Callable[[FinetuneSettings], Trained]
 ) -> list[Trained]:
-    """Run fine-tunings one after the other, and return their results. If one fails, the others still run.
+    """Call `start` with each fine-tuning run's settings, and return the results. If one fails, the others still run.
 
-    Raises RuntimeError at the end, naming the failed ones. A signal ends all.
+    At the end, raises RuntimeError that names the failed runs. A signal stops all of them.
     """
     finetuned, failed = [], []
     for settings in finetunings:
         try:
             finetuned.append(start(settings))
-        except Exception as error:  # noqa: BLE001  no error may prevent the other fine-tunings
+        except Exception as error:  # noqa: BLE001  no error may prevent the other runs
             failed.append(f"{settings.resolved_recipe.run}: {error}")
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(finetunings)} fine-tunings failed: {'; '.join(failed)}")
+        raise RuntimeError(f"{len(failed)} of {len(finetunings)} fine-tuning runs failed: {'; '.join(failed)}")
     return finetuned

@@ -1,16 +1,16 @@
-"""Work around bugs of Prefect 3.9.1 that would end or hide a run of several days, with one function per bug.
+"""Work around bugs of Prefect 3.9.1 that would end or hide a run of several days.
 
     python -m flows.prefect_patches server start ...    runs `prefect server start ...` with `collect_garbage_in_thread`
 
-`python -m flows.engine` uses the other functions. At each new version of Prefect, remove one and run its test in
-tests/flows/test_prefect_patches.py: if the test passes without it, delete the function.
+`python -m flows.engine` uses the other functions. With each new version of Prefect, disable one function at a time and
+run its test in tests/flows/test_prefect_patches.py. If the test passes without the function, delete the function.
 
 | function                    | upstream issues | without it                                                           |
 |-----------------------------|-----------------|----------------------------------------------------------------------|
 | `wait_for_server`           | 20462, 22638    | a flow fails at its next request if the server is down for a minute  |
 | `keep_slot`, `renew_slot`   | 18802, 21064    | a run ends when its lease cannot be renewed                          |
 | `set_running`               | 18802           | a run that survives an outage stays Crashed and frees another's slot |
-| `handle_sigterm_once`       | 21616           | a second SIGTERM interrupts the cleanup that the first one began     |
+| `handle_sigterm_once`       | 21616           | a second SIGTERM interrupts the cleanup that the first one started   |
 | `end_as_cancelled`          | 21616           | a stage, or a run after an outage of the server, cannot be cancelled |
 | `collect_garbage_in_thread` | 18934           | a server on SQLite blocks itself for a minute                        |
 """
@@ -49,7 +49,7 @@ _COLLECT_SECONDS = 5.0  # time between two garbage collections
 def wait_for_server() -> None:
     """Make Prefect's clients in this process wait for an unreachable server. Call it before prefect is imported.
 
-    A client that has never reached the server does not wait; a run has one client for all its requests.
+    A client that has never reached the server does not wait. A run uses one client for all its requests.
     """
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", _RETRIES)
 
@@ -67,9 +67,9 @@ def fail_fast() -> Iterator[None]:
 
 
 def keep_slot() -> None:
-    """Stop Prefect's engine from renewing the lease of a run's slot, and from ending the run if a renewal fails.
+    """Stop Prefect's engine from renewing the lease of a run's concurrency slot and ending the run if that fails.
 
-    `renew_slot` renews it instead, for a day at a time.
+    `renew_slot` renews the lease instead, for a day at a time.
     """
     import prefect.flow_engine
 
@@ -79,9 +79,9 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease named by the run's state for a day, if due. Return the lease and the time of its renewal.
+    """Renew the lease of the run's slot for a day, if due. Return the lease and when it was renewed (monotonic).
 
-    Pass the last returned value as `renewed`; at first (None, 0.0).
+    Pass the previous call's result as `renewed`, and (None, 0.0) in the first call.
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None
@@ -92,16 +92,16 @@ def renew_slot(
 
 
 def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
-    """Return True if an alarm marked this run as crashed during an outage, while its process ran since `began`."""
+    """Return True if an alarm marked `run` as crashed although its process, started at `began`, is still running."""
     state = run.state
     return bool(state and state.is_crashed() and (state.message or "").startswith(NO_SIGN) and state.timestamp >= began)
 
 
 def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
-    """Set the state of a run to Running, and take its concurrency slot again unless another run has it.
+    """Set the state of a run to Running, and take its concurrency slot again if it is still free.
 
     When a run ends, the server frees the slot of the lease that the run's state names. If the state names no lease, the
-    server frees the slot of another run. So a run without a slot gets a lease of a limit that does not exist.
+    server frees the slot of another run. So a run without a slot gets a lease for a limit that does not exist.
     """
     from prefect.states import Running
 
@@ -117,7 +117,7 @@ def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
 
 
 def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
-    """Take a short lease, which expires soon if the response or the new state is lost. `renew_slot` extends it."""
+    """Take a lease on a slot. It is short, in case the response or new state is lost; `renew_slot` extends it."""
     answer = client.increment_concurrency_slots_with_lease([limit], 1, "concurrency", _SHORT_LEASE)
     return UUID(answer.json()["lease_id"])
 
@@ -126,7 +126,7 @@ def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
 
 
 def handle_sigterm_once() -> None:
-    """Make Prefect's engine handle only the first SIGTERM: the worker and this process may both send one."""
+    """Make Prefect's engine handle only the first SIGTERM, because the worker and this process may both send one."""
     from prefect.utilities import engine
 
     handler, received = engine._prefect_sigterm_handler, []
@@ -142,7 +142,7 @@ def handle_sigterm_once() -> None:
 def end_as_cancelled() -> None:
     """End the run of this process, and make the engine report all its flow runs as Cancelled.
 
-    The worker cannot cancel a stage, and misses a cancellation after an outage of the server.
+    The worker cannot cancel a stage, and may miss a cancellation after the server was down.
     """
     from prefect._internal import control_listener
 
@@ -154,10 +154,10 @@ def end_as_cancelled() -> None:
 
 
 def collect_garbage_in_thread() -> None:
-    """Collect garbage only in a separate thread from now on, to avoid a deadlock on SQLite.
+    """From now on, collect garbage only in a separate thread, to avoid a deadlock on SQLite.
 
     Python collects in whichever thread allocates. In the event loop's thread, this finalises SQLite cursors, which
-    waits while another thread uses their connection. That thread waits up to 60 s for the lock of the database, and the
+    waits while another thread uses their connection. That thread waits up to 60 s for the database lock, and the
     transaction that holds the lock waits for the event loop.
     """
 

@@ -32,7 +32,7 @@ def pretrain(
     log: Log = print,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Pre-train on the regions of `detector` (None: the only one that exists). Call it from the main thread only.
+    """Pre-train on the regions of `detector` (None: the only detector). Call it from the main thread only.
 
     The tokenised corpus is written to `work`, a folder of this machine.
     """
@@ -55,7 +55,7 @@ def pretrain(
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, log: Log) -> None:
-    """Tokenise the text into `folder` with `vlbert corpus`. An existing corpus of the same files is kept."""
+    """Tokenise `settings.text` into `folder` with `vlbert corpus`. An existing corpus of the same files is kept."""
     command = [sys.executable, "-m", "vlbert", "corpus", str(folder), *settings.text]
     if settings.vocabulary:
         command += ["--vocabulary", settings.vocabulary]

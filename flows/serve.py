@@ -3,8 +3,8 @@
     vlbert serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]
 
 It runs until Ctrl-C. All files of Prefect go to FOLDER (.prefect, or PREFECT_HOME); the user's own Prefect is not used.
-Server and worker are child processes. If one ends, everything ends, and systemd may restart it. docs/serve.md explains
-how to run the parts on different machines.
+Server and worker are child processes. If one ends, this program ends too, and systemd may restart it. docs/serve.md
+explains how to run the parts on different machines.
 """
 
 import json
@@ -35,7 +35,7 @@ _POLL = 0.5  # seconds between two checks of server and worker
 def serving(
     home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: run a server, used by this process and its children, a worker, and the deployments of a file.
+    """Context manager: run a Prefect server and a worker, and deploy a file. Prefect in this process uses the server.
 
     Args:
         home: Folder for the database and the logs.
@@ -78,12 +78,12 @@ def serving(
 
 
 def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
-    """Return the environment variables of server, worker and flow runs."""
+    """Return environment variables for the server, the worker and the flow runs."""
     return quiet_prefect(home) | {
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_API_HOST": "127.0.0.1",
         "PREFECT_SERVER_API_PORT": str(port),
-        # Relative, so that the UI calls the server it was loaded from, also through a tunnel or by another host name.
+        # Relative, so that the UI calls the server it was loaded from, even through a tunnel or by another host name.
         "PREFECT_UI_API_URL": "/api",
         "PREFECT_WORKER_QUERY_SECONDS": str(query_seconds),
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
@@ -99,7 +99,7 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
 
 
 def wait_for_server(check: Callable[[], None]) -> None:
-    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError if it ends or takes too long."""
+    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError if `check` raises it, or after 120 s."""
     from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
 
     deadline = time.monotonic() + _START_SECONDS
@@ -112,17 +112,17 @@ def wait_for_server(check: Callable[[], None]) -> None:
 
 
 def read_tail(log: Path) -> str:
-    """Return the last 50 lines of a log, for an error message."""
+    """Return the path and the last 50 lines of a log file, for an error message."""
     lines = log.read_text(errors="replace").splitlines()[-50:]
     return f"{log} ends with:\n" + "\n".join(lines)
 
 
 def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None) -> None:
-    """Serve until a signal arrives, or until the server or the worker ends."""
+    """Run a server and a worker until a signal arrives or one of them ends (see `serving` for the arguments)."""
     print(f"starting Prefect, with its files in {home}", flush=True)
     with serving(home, port, deployments, query_seconds, limit) as check:
         print(
-            f"the flow UI is at http://127.0.0.1:{port}; the flows' log is {home}/worker.log\n"
+            f"Prefect's UI is at http://127.0.0.1:{port}; the flows' log is {home}/worker.log\n"
             "To start a run, in another terminal:\n"
             f"    export PREFECT_HOME={shlex.quote(str(home))} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
             f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"
@@ -144,7 +144,7 @@ def serve_file(
     """Serve the deployments of a file on this machine, with Prefect's server, its UI and a worker.
 
     Args:
-        deployments: file of deployments
+        deployments: file that describes the deployments
         home: folder for all files of Prefect; None: PREFECT_HOME, or .prefect
         port: port of the server and its UI
         limit: maximum number of concurrent runs; None: no limit. Use 1 if runs share a GPU

@@ -1,4 +1,4 @@
-"""Settings of the stages, as frozen dataclasses that check themselves and appear as forms in the flow UI."""
+"""Settings of the stages, as frozen dataclasses that check their values and appear as forms in Prefect's UI."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dataset(CollectSettings):
-    """One dataset of images in the storage, with its source and its detector."""
+    """Settings of an image dataset: where its images come from, and the detector that finds their regions."""
 
     detector: DetectionConfig = field(kw_only=True)
     """Detector of the dataset's regions, and its settings."""
@@ -29,7 +29,7 @@ class Dataset(CollectSettings):
 
 @dataclass(frozen=True)
 class Processes:
-    """Processes of one training, on this machine or on nodes of a cluster, with their time limits."""
+    """Processes of one training run, on this machine or on the nodes of a cluster, and their time limits."""
 
     __pydantic_config__ = FORM
 
@@ -38,7 +38,7 @@ class Processes:
     nodes: int = 1
     """Number of machines that train together; more than one needs a launcher."""
     launcher: tuple[str, ...] = ()
-    """Command that starts another command once on each node, sets PET_RDZV_ENDPOINT for torchrun, and ends all of them
+    """Command that runs another command once on each node, sets PET_RDZV_ENDPOINT for torchrun, and ends them all
     when it is ended: srun, --nodes=2, ..., bash, docker/slurm/rendezvous.sh; empty: train on this machine."""
     threads: int | None = None
     """CPU threads per process; None: cores / `count`."""
@@ -46,10 +46,10 @@ class Processes:
     """Maximum duration of the training in seconds; None: no limit."""
     restarts: int = 0
     """Number of times that torchrun restarts all processes from the last checkpoint after one has died. An error in
-    data or settings recurs each time."""
+    the data or settings recurs each time."""
     grace: float = GRACE
-    """Seconds between SIGTERM, at which a training saves, and SIGKILL, if the flow ends first. Processes of a cancelled
-    run may continue for this long."""
+    """If the flow ends first: seconds between SIGTERM, on which the training saves, and SIGKILL. A cancelled run may
+    continue for this long."""
 
     def __post_init__(self):
         for name, least in (("count", 1), ("nodes", 1), ("restarts", 0), ("grace", 0)):
@@ -68,7 +68,7 @@ class Processes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for torchrun, which by default allows a training only 30 s to save."""
+        """Environment variables for torchrun: the threads, and the time to save (`grace`, but at least 30 s)."""
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}
         return variables | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {})
 
@@ -81,7 +81,7 @@ class Processes:
 
 @functools.cache
 def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe":
-    """Return the recipe of a stage's settings, parsed once per process. Raises the ValueErrors of `vlbert train`."""
+    """Parse the recipe of a stage's settings, once per process. Raises ValueError as `vlbert train` does."""
     from training.program import make_recipe  # here, because it imports torch, which other stages do not need
     from vlbert.recipes import RECIPES
 
@@ -91,7 +91,7 @@ def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
 
 @dataclass(frozen=True)
 class TrainDetectorSettings(AnnotationConfig):
-    """Settings of one detector training on annotated images. Values that are None or empty are left to the recipe."""
+    """Settings of a run that trains a detector on annotated images. If one is None or empty, the recipe's is kept."""
 
     __pydantic_config__ = FORM
 
@@ -109,7 +109,7 @@ class TrainDetectorSettings(AnnotationConfig):
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """Settings of one pre-training. Fields of the recipe that neither these settings nor `overrides` set are kept."""
+    """Settings of a pre-training run. Recipe fields that neither these settings nor `overrides` set are kept."""
 
     __pydantic_config__ = FORM
 
@@ -138,13 +138,13 @@ class PretrainSettings:
 
     @property
     def resolved_recipe(self) -> "Recipe":
-        """The recipe with its overrides."""
+        """The recipe that these settings name, with their overrides."""
         return resolve_recipe(self.recipe, self.run, self.overrides)
 
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Settings of one fine-tuning on a task's own dataset, from a pre-trained checkpoint or, to compare, without."""
+    """Settings of a fine-tuning run on a task's dataset, from a pre-trained checkpoint or, to compare, without one."""
 
     __pydantic_config__ = FORM
 
@@ -174,43 +174,43 @@ class FinetuneSettings:
 
     @property
     def dataset_name(self) -> str:
-        """The dataset, or the task's default dataset."""
+        """Name of the dataset: `dataset`, or the task's default if that is empty."""
         return self.dataset or {"refcoco": "refcoco+", "retrieval": "flickr30k"}.get(self.task, self.task)
 
     @property
     def recipe_name(self) -> str:
-        """The recipe, or the task's default recipe."""
+        """Name and arguments of the recipe: `recipe`, or the task's default if that is empty."""
         return self.recipe or f"finetune_{self.task}"
 
     @property
     def resolved_recipe(self) -> "Recipe":
-        """The recipe with its overrides."""
+        """The recipe that these settings name, with their overrides."""
         return resolve_recipe(self.recipe_name, self.run, self.overrides)
 
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of one comparison of variants x tasks x seeds (docs/results.md)."""
+    """Settings of a comparison, which trains variants x tasks x seeds (docs/results.md)."""
 
     __pydantic_config__ = FORM
 
     plan: str = "family_demo"
     """Plan of vlbert/comparison/plans.py, or MODULE:FUNCTION."""
     fields: tuple[str, ...] = ()
-    """Changed fields of the trainings, as arguments of `vlbert compare`: [SCOPE:]field=value."""
+    """Changed fields of the training runs, as arguments of `vlbert compare`: [SCOPE:]field=value."""
     seeds: tuple[int, ...] = ()
     """Seeds to use instead of the plan's; empty: the plan's."""
     jobs: int | None = None
-    """Number of concurrent trainings; None: one per GPU or, without GPUs, one per core."""
+    """Number of concurrent training runs; None: one per GPU or, without GPUs, one per core."""
     grace: float = 60.0
-    """Seconds between SIGTERM, at which trainings save, and SIGKILL, if the flow ends first."""
+    """If the flow ends first: seconds between SIGTERM, on which the training runs save, and SIGKILL."""
 
 
 def quiet_prefect(home: Path) -> dict[str, str]:
-    """Return the environment variables to set before prefect is imported: a separate home, and no telemetry.
+    """Return environment variables to set before prefect is imported: `home` for its files, and no telemetry.
 
-    They also exempt this machine from an HTTP proxy, so that Prefect's client reaches a local server. The user's other
-    exemptions are kept.
+    They also exempt this machine from an HTTP proxy, so that Prefect's client reaches a local server. The user's own
+    proxy exemptions are kept.
     """
     exemptions = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     exempt = "*" if exemptions == "*" else ",".join(filter(None, (exemptions, "127.0.0.1", "localhost")))

@@ -1,10 +1,10 @@
 """Run child processes that never outlive the flow that started them, however the flow ends.
 
-This file also runs as a program between the flow and its child, in its own session (standard library only). The program
-adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those that left the child's session, such as the
-ranks of torchrun. Its standard input is a socket to the flow. When the flow's end closes, also after `kill -9` of the
-flow, it ends all descendants: SIGTERM, a grace period, SIGKILL. The child's output goes through a separate pipe: a
-child that held the flow's stdout would block whoever reads it. Linux only (prctl, /proc).
+This file also runs as a program, the supervisor, between the flow and its child. It has its own session and uses only
+the standard library. It adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those that left the child's
+session, such as torchrun's ranks. Its standard input is a socket to the flow. When the flow's end of it closes, even
+after `kill -9`, it ends all descendants: SIGTERM, a grace period, SIGKILL. The child's output has a separate pipe: a
+child that held the flow's stdout would block its readers. Linux only (prctl, /proc).
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildFailed(RuntimeError):
-    """Raised if a child failed, with its command, return code (-9: signal 9), last lines of output, and the reason."""
+    """Raised if a child failed. It has the command, return code (-9: signal 9), last lines of output, and reason."""
 
     def __init__(self, command: Sequence[str], returncode: int, tail: Sequence[str], reason: str):
         super().__init__(command, returncode, tail, reason)  # all arguments, so that the error can be pickled
@@ -49,7 +49,7 @@ class ChildFailed(RuntimeError):
 
 
 class ChildTimedOut(ChildFailed):
-    """Raised if a child was ended because it exceeded its time limit."""
+    """Raised if a child exceeded its time limit and was ended."""
 
 
 def run_child(
@@ -61,14 +61,14 @@ def run_child(
     grace: float = GRACE,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run `command` to its end, and return the peak memory in bytes of the largest process of its tree.
+    """Run `command` to its end, and return the peak memory in bytes of the largest process in its process tree.
 
     All its processes have ended when this returns or raises. Call it from the main thread, because signals interrupt
     only that thread.
 
     Args:
         log: Called with each line of output (stdout and stderr) that is not blank.
-        watch: Called every 5 s during the run, and once at its end. It may take long; output is buffered meanwhile.
+        watch: Called every 5 s during the run, and once at its end. It may be slow: output is buffered meanwhile.
         timeout: Maximum duration in seconds.
         grace: Seconds between SIGTERM and SIGKILL.
         environment: Environment variables to add to those of this process.
@@ -117,7 +117,7 @@ def run_child(
 def run_in_background(
     command: Sequence[str | Path], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Context manager: run `command` with its output in the file `log`. Yields a function: is it still running?"""
+    """Context manager: run `command` with its output in the file `log`. Yields a function that tells if it runs."""
     with open(log, "ab") as file:
         process, lifeline = _start([str(part) for part in command], file, grace, environment)
     try:
@@ -129,7 +129,7 @@ def run_in_background(
 def _start(
     command: list[str], output: int | IO[bytes], grace: float, environment: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen, socket.socket]:
-    """Start the supervisor, and return it with our end of its socket. Closing the socket ends the whole tree."""
+    """Start the supervisor. Return its process and this process's end of its socket; closing that ends all children."""
     if sys.platform != "linux":
         raise RuntimeError(f"child processes need prctl and /proc of Linux, but this is {sys.platform}")
     if threading.current_thread() is not threading.main_thread():
@@ -152,7 +152,7 @@ def _start(
 
 
 def _stop(process: subprocess.Popen, lifeline: socket.socket, grace: float) -> tuple[int, int]:
-    """End the tree if it is still running, and return the child's return code and the peak memory in bytes."""
+    """End the process tree if it still runs. Return the child's return code and the peak memory in bytes."""
     with lifeline:
         lifeline.shutdown(socket.SHUT_WR)
         try:
@@ -170,7 +170,7 @@ _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def _supervise(command: list[str], grace: float) -> None:
-    """Run `command` until it ends, the flow ends or a signal arrives. Then end all descendants and report."""
+    """Run `command` until it ends, the flow ends or a signal arrives. Then end all descendants and send the status."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # In addition to the socket, because a process forked by the flow without exec would hold its end open.
@@ -217,7 +217,7 @@ def _exec_child(command: list[str], prctl: Callable) -> None:
 
 
 def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
-    """Send SIGTERM once to each descendant and, after the grace period, SIGKILL until none is left."""
+    """Send SIGTERM once to each descendant. After `grace` seconds, send SIGKILL until none is left."""
     signalled: set[int] = set()
     deadline = time.monotonic() + grace
     while alive := _descendants(os.getpid()):
@@ -232,14 +232,14 @@ def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
 
 
 def _reap(statuses: dict[int, int]) -> None:
-    """Record the wait status of every child that has ended, adopted ones included."""
+    """Record the wait status, by process id, of every child that has ended, including adopted ones."""
     with contextlib.suppress(ChildProcessError):  # there are no children
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             statuses[ended[0]] = ended[1]
 
 
 def _descendants(ancestor: int) -> set[int]:
-    """Return the running descendants of `ancestor`, from /proc."""
+    """Return the process ids of the running descendants of `ancestor`, from /proc."""
     children: dict[int, list[tuple[int, bool]]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

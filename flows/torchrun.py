@@ -1,4 +1,4 @@
-"""Train in a flow: run torchrun in a child process, and show the run's heartbeat and curves in the flow UI."""
+"""Train in a flow: run torchrun in a child process, and show the run's heartbeat and curves in Prefect's UI."""
 
 import os
 import shlex
@@ -21,15 +21,15 @@ Watch = Callable[[], object]
 
 
 class TrainingStopped(RuntimeError):
-    """Raised if a training received SIGTERM or SIGINT, but not from its flow. It has saved; a new run resumes it."""
+    """Raised if SIGTERM or SIGINT, not sent by the flow, stopped a training run. It has saved; a new run resumes it."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The evaluation of one split."""
+    """Result of the evaluation of one split."""
 
     split: str
-    folder: str  # of its files
+    folder: str  # URI of the folder with its files
     metrics: dict[str, float | None]
     paper: dict[str, str]  # metric -> number that the paper reports on that split, in %
     submission: tuple[str, ...]  # names of the files for a leaderboard
@@ -37,16 +37,16 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Trained:
-    """A complete training."""
+    """Result of a complete training run."""
 
     run: str
     recipe: str
-    detector: str  # id of the detector whose regions it read; empty for the training of a detector
-    snapshot: str  # snapshots that it read, joined by " + "; empty for the training of a detector
+    detector: str  # id of the detector whose regions it read; empty if it trained a detector
+    snapshot: str  # snapshots that it read, joined by " + "; empty if it trained a detector
     checkpoint: str  # URI of the last checkpoint, or of a detector's weight file
     metrics: dict[str, float]  # of the last validation
     seconds: float
-    peak_bytes: int  # memory of the largest process
+    peak_bytes: int  # peak memory of the largest process
     evaluated: tuple[Evaluated, ...] = ()
 
 
@@ -57,7 +57,7 @@ def train(
     log: Log,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Train or resume the run of these settings, with `fields` of the recipe set, unless it is complete."""
+    """Train or resume the run of `settings`, unless it is complete. `fields` are recipe fields to set, by name."""
     started = time.monotonic()
     from vlbert.resume import find_complete  # here, because it imports torch, which other stages do not need
 
@@ -86,7 +86,7 @@ def train(
 
 
 def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: dict[str, object], log: Log) -> Trained:
-    """Evaluate the run's last checkpoint with `vlbert evaluate` on each split not yet evaluated with these settings."""
+    """Run `vlbert evaluate` on the last checkpoint for each split that these settings have not yet evaluated."""
     from vlbert.evaluation.evaluate import find_evaluation  # here, as above
 
     store = open_store(root, write=False)
@@ -111,18 +111,18 @@ def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: di
 
 
 def drop_none(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields that are not None. The others are left to the recipe."""
+    """Return the fields that are not None. The recipe's own values are kept for the others."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def make_arguments(settings: PretrainSettings | FinetuneSettings, fields: Mapping[str, object]) -> list[str]:
-    """Return the arguments of `vlbert train`: recipe, `fields` and overrides, which come last to take precedence."""
+    """Return the arguments of `vlbert train`: recipe, `fields`, and overrides, which come last to take precedence."""
     recipe = settings.recipe if isinstance(settings, PretrainSettings) else settings.recipe_name
     return [*shlex.split(recipe), *as_arguments(fields), *settings.overrides]
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
-    """Raise ValueError if an override names a field that the stage sets. `settings` maps these fields to sources."""
+    """Raise ValueError if an override names a field that the stage sets. `settings` maps each field to its source."""
     for argument in overrides:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         field = name.removeprefix("no_")
@@ -133,12 +133,12 @@ def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> No
 def torchrun(
     program: str, arguments: Sequence[str], processes: Processes, log: Log, watch: Watch = lambda: None
 ) -> int:
-    """Run `training.launch -m PROGRAM ARGUMENTS...` to its end, on all its nodes, and return the peak memory in bytes.
+    """Run `training.launch -m PROGRAM ARGUMENTS...` to its end on all nodes, and return the peak memory in bytes.
 
-    `log` and `watch` are those of `run_child`; progress lines are turned off.
+    `log` and `watch` are passed to `run_child`. Progress lines are turned off.
 
     Raises:
-        ChildFailed: The training failed. The last lines of output have the error of the failed rank.
+        ChildFailed: The training failed. The last lines of its output have the error of the failed rank.
         TrainingStopped: The training was stopped by a signal. The message names the saved checkpoint.
     """
     try:
@@ -160,9 +160,9 @@ def torchrun(
 
 
 def show_training(stage: str, root: str, run: str, log: Log, training: Callable[[Watch], Trained]) -> Trained:
-    """Run `training` and return its result. Show progress and curves in the flow UI meanwhile, and metrics at the end.
+    """Run `training` and return its result. Show progress and curves in Prefect's UI, and metrics at the end.
 
-    `training` is called with a function that updates the shown progress.
+    `training` is called with a function that updates the progress in the UI.
     """
     artifact = Artifact(stage, run)
 

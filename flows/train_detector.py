@@ -52,7 +52,7 @@ def train_detector_flow(root: str, settings: TrainDetectorSettings) -> Trained:
 
     Args:
         root: Storage root: a folder of this machine, or s3://bucket/prefix.
-        settings: The recipe, the images and their annotations.
+        settings: The recipe, images and annotations.
     """
     log, run = stage_logger().info, settings.run or settings.recipe
     return show_training("train-detector", root, run, log, lambda watch: train_detector(root, settings, log, watch))

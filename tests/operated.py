@@ -124,7 +124,7 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
 
         def ready() -> bool:
             assert serves(), log.read_text()
-            return "the flow UI is at" in log.read_text()
+            return "Prefect's UI is at" in log.read_text()
 
         wait_until(ready, 180)
         yield Operated(home, f"http://127.0.0.1:{port}", deployments)

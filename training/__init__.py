@@ -1,1 +1,1 @@
-"""Training of any model: settings, processes, loop, log and checkpoints of a run. Imports no model code."""
+"""The training loop of any model, with its settings, processes, logs and checkpoints. It imports no model code."""

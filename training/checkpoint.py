@@ -47,9 +47,9 @@ def _print(line: str) -> None:
 class Writer:
     """A background thread that writes objects in order, so that steps do not wait for disk or network.
 
-    A newer object replaces one that is queued under the same path. If storage refuses a write (StorageUnreachable:
-    unreachable, full, forbidden), this is logged once and the write is retried until it succeeds. Any other error is
-    raised by the next call. On leaving `with`, all objects are written, or StorageUnreachable names the missing ones.
+    A newer object replaces one that is still queued for the same path. If storage refuses a write (StorageUnreachable:
+    unreachable, full, forbidden), this is logged once and the write is retried until it succeeds. The next call
+    raises any other error. On leaving `with`, all objects are written, or StorageUnreachable names the missing ones.
 
     Attributes:
         log: Prints a line.
@@ -153,12 +153,12 @@ def write_checkpoint(
 ) -> str:
     """Queue the checkpoint of step `step` of `steps`, and return its path. Old checkpoints are removed afterwards.
 
-    The tensors are copied before this returns. Waits until the previous checkpoint is written; while storage refuses
-    writes, replaces the previous one instead.
+    The tensors are copied before this returns. Waits until the previous checkpoint is written. If storage refuses
+    writes, replaces the previous one in the queue instead.
 
     Args:
-        state: Content of state.json, which is written last, with the hashes of the other files. `validation` holds the
-            metrics of a validation after the same step, by name.
+        state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` holds
+            the metrics of a validation after the same step, by name.
         metric: Name of the metric by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
@@ -181,15 +181,15 @@ def write_checkpoint(
 
 
 def _copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous copies in host memory."""
+    """Return contiguous copies of the tensors in host memory."""
     return {name: torch.empty(x.shape, dtype=x.dtype).copy_(x.detach()) for name, x in tensors.items()}
 
 
 def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict[str, Any]:
-    """Put a file of a checkpoint and return its hash.
+    """Write a checkpoint's file to the store and return its hash.
 
-    Tensors are first saved to a file under TMPDIR: safetensors serializes to memory only with Python's lock held,
-    which would block the training steps.
+    Tensors are first saved to a file under TMPDIR: safetensors holds Python's global lock when it serializes to
+    memory, which would block the training steps.
     """
     if isinstance(data, bytes):
         store.put(path, data)

@@ -1,4 +1,4 @@
-"""Draw curves over optimizer steps as SVG, for the flow UI and for HTML pages."""
+"""Draw curves over optimizer steps as SVG, for Prefect's UI and for HTML pages."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ _MAX_POINTS = 60  # per line: Prefect stores every version of the image
 
 
 def draw_curves(store: ObjectStore, run: str) -> str | None:
-    """Draw a run's training and validation metrics as a data: URI. Return None if nothing has been logged yet."""
+    """Draw a run's training and validation curves as an SVG in a data: URI. Return None if nothing is logged yet."""
     training, validation = (read_metrics(store, run, kind) for kind in ("training", "validation"))
     if not training:
         return None
@@ -33,16 +33,16 @@ def draw_curves(store: ObjectStore, run: str) -> str | None:
 
 
 def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
-    """Select metrics with one of `words` in their names from rows of metrics.jsonl.
+    """From rows of metrics.jsonl, select the metrics whose names contain one of `words`.
 
-    Names with a slash (a/b) are skipped: they belong to parts of a split.
+    Names with a slash (a/b) are skipped, because they belong to parts of a split.
     """
     names = dict.fromkeys(name for row in rows for name in row if "/" not in name and any(w in name for w in words))
     return {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
 
 
 def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
-    """Draw panels (title -> lines) as an SVG in a data: URI, `width` inches wide. Legends show last values."""
+    """Draw panels (title -> lines) as an SVG in a data: URI, `width` inches wide. The legends show the last values."""
     require("matplotlib", "drawing curves", "attention")
     from matplotlib import rc_context  # here, because the import takes half a second
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
             for name, points in lines.items():
                 marker = "o" if len(points) < 15 else None
                 last = points[-1][1]
-                shown = points[:: len(points) // -_MAX_POINTS]  # evenly spaced, the last point included
+                shown = points[:: len(points) // -_MAX_POINTS]  # evenly spaced, including the last point
                 label = f"{name} {last:.3f}" if abs(last) >= 0.01 or not last else f"{name} {last:.3g}"
                 axes.plot(*zip(*shown, strict=True), label=label, marker=marker, markersize=3)
             axes.set(title=title, xlabel="optimizer steps")

@@ -67,7 +67,7 @@ def _end_with_parent() -> None:
 
 
 def peer_failure(error: BaseException) -> str | None:
-    """Return the message of a failed collective (another rank ended or hangs), without gloo's source file, or None."""
+    """Return the message of a failed collective (another rank ended or hangs), or None if `error` is another error."""
     from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
     return line if from_gloo or isinstance(error, dist.DistError) else None
@@ -120,7 +120,7 @@ def raise_on_all_ranks(fault: str | None, world: World) -> None:
 
 
 def broadcast_buffers(module: nn.Module, world: World) -> None:
-    """Copy rank 0's buffers to every rank: each rank updates its own BatchNorm statistics."""
+    """Copy rank 0's buffers to every rank, because each rank updates its own BatchNorm statistics."""
     if world.size > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

@@ -17,7 +17,7 @@ EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
     """Yield data[step] on the device for each of `steps`, in order, loaded ahead of time by `workers` processes.
 
-    EXPECTED errors of the workers are raised here with their own type.
+    EXPECTED errors of the workers are raised here with their original type.
     """
     loader = DataLoader(
         _ErrorsAsItems(data),
@@ -57,14 +57,14 @@ def copy_ahead(items: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 
 def _move(item: Any, device: torch.device) -> Any:
-    """Move everything that has a `to` method to the device, also inside lists and tuples."""
+    """Move everything that has a `to` method to the device, including inside lists and tuples."""
     if isinstance(item, list | tuple):
         return type(item)(_move(part, device) for part in item)
     return item.to(device) if hasattr(item, "to") else item
 
 
 class _ErrorsAsItems(Dataset):
-    """A dataset that returns EXPECTED errors as items: DataLoader would turn them into text of a traceback."""
+    """A dataset that returns EXPECTED errors as items: DataLoader would turn them into traceback text."""
 
     def __init__(self, data: Dataset):
         self.data = data

@@ -34,13 +34,13 @@ class Unreadable:
 
     step: int  # optimizer step of the batch, from 1; 0 in a validation
     key: str | None  # None if the key could not be read
-    reason: str  # with the sample's key or, without a key, its file and offset
+    reason: str  # names the sample's key or, if that is unknown, its file and offset
 
 
 class JsonLines:
-    """A file with one JSON object per line. After each addition, the writer's thread puts the whole file.
+    """A file with one JSON object per line. After each addition, the writer's thread rewrites the whole file.
 
-    Existing lines of steps after `step` are removed: a resumed run repeats those steps.
+    On opening, lines of steps after `step` are removed, because a resumed run repeats those steps.
     """
 
     def __init__(self, writer: "Writer", path: str, step: int):
@@ -63,15 +63,15 @@ class RunLog:
     """Rank 0's log of one run, under ROOT/runs/<run>/ (docs/formats.md, Logs of a run).
 
     Args:
-        writer: Its thread puts all files of the log.
+        writer: Writes all files of the log in its thread.
         step: Number of optimizer steps done so far.
         processes: Number of ranks.
-        metadata: Further fields of the heartbeat, beside the run's progress.
-        trackers: Factories of trackers, by name. Trackers receive each line of metrics.jsonl.
+        metadata: Additional heartbeat fields.
+        trackers: Functions that make the trackers, by name. Each tracker receives every line of metrics.jsonl.
         settings: The recipe as plain values, for trackers.
     """
 
-    def __init__(  # noqa: PLR0913  all that the lines of a log tell
+    def __init__(  # noqa: PLR0913  the log's lines need all of them
         self,
         writer: "Writer",
         run: str,
@@ -109,16 +109,16 @@ class RunLog:
 
     @property
     def checkpoint(self) -> str | None:
-        """URI of the newest complete checkpoint; None before the first."""
+        """URI of the newest complete checkpoint, or None before the first."""
         return self.writer.saved or self._resumed_from
 
     def uri(self, name: str) -> str:
-        """Return the URI of one of the run's files."""
+        """Return the URI of the file or checkpoint `name` in the run's folder."""
         return self.store.uri(f"runs/{self.run}/{name}")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: at the end of training, write the final state and reason, and finish the trackers."""
+        """Context manager: at the end of training, record the final state and any error, and finish the trackers."""
         self.set_state("starting")
         try:
             yield
@@ -133,20 +133,20 @@ class RunLog:
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """Context manager: set the heartbeat to `state`, and back to "training" afterwards."""
+        """Context manager: set the heartbeat's state to `state`, and back to "training" afterwards."""
         self.set_state(state)
         yield
         self.set_state("training")
 
     def step(self, step: int) -> None:
-        """Record the number of steps done."""
+        """Record that `step` steps are done, and write the heartbeat if it is due."""
         self._beat["step"] = step
         # After the first step at once: it may have taken minutes.
         if self._beat["state"] == "starting" or time.monotonic() - self._last_beat >= _HEARTBEAT_SECONDS:
             self.set_state("training")
 
     def set_state(self, state: str) -> None:
-        """Write the heartbeat with this state."""
+        """Set the run's state, and write the heartbeat."""
         self._beat["state"] = state
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         seconds = time.monotonic() - self._began
@@ -155,7 +155,7 @@ class RunLog:
         self._last_beat = time.monotonic()
 
     def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
-        """Log the averages after `step` steps, and print the progress line. `memory` is the peak in bytes."""
+        """Log the averages after `step` steps, and print the progress line. `memory` is the peak memory in bytes."""
         seconds, waited = averages.seconds()
         rates = {
             "samples_per_second": averages.steps / seconds * self.samples_per_step,
@@ -172,7 +172,7 @@ class RunLog:
             print(progress_line(beat), flush=True)
 
     def skipped(self, step: int, reason: str, result: "Step", keys: Iterable[str]) -> None:
-        """Log a skipped step and the keys of its samples on all ranks."""
+        """Log a skipped step with the keys of the samples of all ranks."""
         losses = {name: _finite(value) for name, value in result.losses.items()}
         line = {"step": step, "why": reason, "loss": _finite(result.loss), "gradient_norm": _finite(result.norm)}
         self._skipped.add(line | {"losses": losses, "keys": list(keys)})
@@ -188,7 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log unreadable samples, print the first new one, and return the total number over the training steps."""
+        """Log the unreadable samples not logged before, and print the first. Return the total in training."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -208,7 +208,7 @@ class RunLog:
 
 
 def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
-    """Return the last heartbeat of a run (docs/formats.md); None if it has not begun to train.
+    """Return the last heartbeat of a run (docs/formats.md), or None if the run has not started to train.
 
     A killed process leaves its heartbeat unchanged: compare `time` with the clock.
     """
@@ -217,7 +217,7 @@ def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
 
 
 def progress_line(beat: Mapping[str, Any]) -> str:
-    """Format a heartbeat as one line for people. The run must have logged at least one line of metrics."""
+    """Format a heartbeat as one readable line. The run must have logged at least one line of metrics."""
     losses = [f"{name} {value:.3f}" for name, value in beat["losses"].items()]
     words = {
         "step": f"{beat['step']}/{beat['steps']}",
@@ -231,7 +231,7 @@ def progress_line(beat: Mapping[str, Any]) -> str:
 
 
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl of one kind ("training", "validation"), in order."""
+    """Return the lines of metrics.jsonl with this `kind`, such as "training" or "validation", in order."""
     return [line for line in read_lines(store, f"runs/{run}/metrics.jsonl") if line.get("kind") == kind]
 
 
@@ -241,7 +241,7 @@ def to_json_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file; an empty list without a file. Raises ValueError if a line is damaged."""
+    """Return the objects of a JSON lines file, or [] if there is no file. Raises ValueError if a line is damaged."""
     records = []
     for number, line in enumerate(store.get(path).splitlines() if store.exists(path) else [], start=1):
         location, hint = f"line {number} of {store.uri(path)}", "remove that line while no training is running"
@@ -253,9 +253,9 @@ def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each dataset, if a validation has several: those named `<dataset>/<metric>`.
+    """Group metrics named `<dataset>/<metric>` by dataset. A validation on several datasets logs such metrics.
 
-    Other names with a slash belong to parts of a split, such as accuracy/yes/no.
+    Other names with a slash, such as accuracy/yes/no, belong to parts of a split and are left out.
     """
     datasets: dict[str, dict[str, Any]] = {}
     for name, value in metrics.items():
@@ -266,7 +266,7 @@ def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def last_metrics(store: ObjectStore, run: str) -> dict[str, float]:
-    """Return the metrics of the run's last validation; an empty dict if there was none."""
+    """Return the metrics of the run's last validation, or an empty dict if there was none."""
     validations = read_metrics(store, run, "validation")
     return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
 

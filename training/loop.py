@@ -1,6 +1,6 @@
 """The training loop of all models.
 
-Subclasses of Run, in vlbert/train.py and detectors/train.py, define the forward pass, the validation and the saving.
+Subclasses of Run, in vlbert/train.py and detectors/train.py, define the forward pass, validation and saving.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Run(ABC):
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """Weights by name of the loss; 1 for all others."""
+        """Weight of each loss, by name. Losses that are not listed have weight 1."""
         return {}
 
     @property
@@ -54,10 +54,10 @@ class Run(ABC):
 
     @abstractmethod
     def batches(self) -> Iterable[Sequence[Any]]:
-        """Yield, for each remaining step, this rank's parts of the batch. Gradients of the parts are accumulated."""
+        """Yield this rank's parts of the batch for each remaining step. Gradients are accumulated over the parts."""
 
     def open_log(self) -> RunLog | None:
-        """Open the log. Called on rank 0 only. A subclass may return None to log and save nothing."""
+        """Open the run's log. Called on rank 0 only. A subclass may return None to log and save nothing."""
         recipe, trackers = self.recipe, find_trackers(self.recipe.trackers)
         progress = recipe.run, self.step, recipe.steps, self.samples_per_step, self.world.size
         return RunLog(self.writer, *progress, self.metadata, trackers, to_json(recipe))
@@ -68,33 +68,33 @@ class Run(ABC):
 
     @abstractmethod
     def losses(self, model: nn.Module, part: Any) -> Losses:
-        """Run the forward pass of `model` (self.model or its wrapper), and add unreadable samples to `unreadable`."""
+        """Return the losses on a part of a batch. `model` is self.model or its DDP wrapper. Appends to `unreadable`."""
 
     @abstractmethod
     def keys(self, part: Any) -> Sequence[str]:
-        """Return the names of the samples in a part."""
+        """Return the keys of the samples in a part of a batch."""
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        """A function that returns (metrics, predictions), equal on all ranks; None without validation data."""
+        """Function that validates, and returns (metrics, predictions), equal on all ranks. None if there is no data."""
         return None
 
     @abstractmethod
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         """Queue the checkpoint after `done` steps (training/checkpoint.py). Called on rank 0 only.
 
-        `validation` holds the metrics of a validation after the same step; it is empty if there was none.
+        `validation` holds the metrics of a validation after the same step, and is empty if there was none.
         """
 
     @property
     def max_unreadable(self) -> float:
-        """Maximum number of unreadable samples; more end the run."""
+        """Maximum number of unreadable samples in a run. If there are more, the run fails."""
         return math.inf
 
     def note_unreadable(self, unreadable: list[Unreadable]) -> dict[str, int]:
-        """Log the unreadable samples of all ranks, clear the list, and return their number as a count for the log.
+        """Log all ranks' unreadable samples and clear the list. Return {"unreadable": number}, or {} if there are none.
 
-        Raises ValueError, on every rank, if the run has met more than `max_unreadable`.
+        Raises ValueError on every rank if the run has had more than `max_unreadable` of them.
         """
         samples = [*distributed.gather_rows(unreadable, self.world)]
         unreadable.clear()
@@ -136,7 +136,9 @@ def train_steps(run: Run) -> dict[str, float]:
                 optimizer.step()
             else:
                 norms.restore()
-                log_skipped(run, done, skip_reason, result, parts)
+                keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], world)
+                if run.log:
+                    run.log.skipped(done, skip_reason, result, keys)
             optimizer.zero_grad(set_to_none=True)
             averages.add(result, taken=skip_reason is None)
             if run.log:
@@ -152,7 +154,7 @@ def train_steps(run: Run) -> dict[str, float]:
 def finish_step(
     run: Run, done: int, stop_requested: bool, stop: Stop, skipping: Skipping, averages: RunningAverages
 ) -> dict[str, float] | None:
-    """Log, validate and save if due after `done` steps. Return the metrics of the validation; None without one.
+    """Log, validate and save if due after `done` steps. Return the validation metrics, or None without validation.
 
     Raises Stopped, after saving, if a stop was requested on any rank.
     """
@@ -189,7 +191,7 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run the forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
+    """Run a step's forward and backward passes. Return the last part's losses, and the `sum_losses` of each part."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # ranks exchange gradients after the last part
@@ -202,15 +204,8 @@ def add_gradients(
     return losses, totals
 
 
-def log_skipped(run: Run, done: int, reason: str, result: Step, parts: Sequence[Any]) -> None:
-    """Log a skipped step with its samples on all ranks. Every rank must call this."""
-    keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], run.world)
-    if run.log:
-        run.log.skipped(done, reason, result, keys)
-
-
 def skipped_steps_error(run: Run, number: int, done: int, reason: str) -> FloatingPointError:
-    """Return the error that ends a run after too many skipped steps, the same on every rank."""
+    """Return the error that ends a run after too many skipped steps. It is the same on every rank."""
     log = run.log
     if log:
         # A checkpoint that is still being written may be the last good one. If it cannot be saved, the writer reports

@@ -25,7 +25,7 @@ LOSS = "loss_"  # prefix of losses in the log; measures have no prefix
 
 
 def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float) -> Tensor:
-    """Sum the losses of one part of a step over all ranks, without waiting for the device.
+    """Sum the losses of one part of a step's batch over all ranks, without waiting for the device.
 
     Every rank must call this, with losses of the same names.
 
@@ -43,9 +43,9 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
 
 
 def mean_loss(losses: Losses, numbers: Tensor, weights: Mapping[str, float]) -> Tensor:
-    """Return this rank's share of the weighted mean loss. Divisors are summed over all ranks by `sum_losses`.
+    """Return this rank's share of the weighted mean loss, from the result of `sum_losses` over all ranks.
 
-    A loss without labels in this step is 0, not NaN.
+    A loss without labels in this step counts as 0, not NaN.
     """
     divisors = numbers[len(losses) :].clamp(min=1).float()
     total = 0.0
@@ -61,7 +61,7 @@ class Step:
 
     sums: dict[str, tuple[float, float]]  # name -> (sum, divisor); losses as `loss_<name>`, measures by their own name
     loss: float  # sum of the weighted mean losses, which is minimized
-    norm: float  # of the gradient, before clipping
+    norm: float  # gradient norm before clipping
     waited: float  # seconds that a rank waited for the step's data, on average
     stop_requested: bool  # True if any rank received SIGTERM or SIGINT
 
@@ -69,7 +69,7 @@ class Step:
     def of(
         cls, losses: Losses, parts: Sequence[Tensor], norm: Tensor, weights: Mapping[str, float], world: World
     ) -> "Step":
-        """Build the Step from the losses of the last part and `sum_losses` of all parts. Waits for the device."""
+        """Build the Step from the losses of the last part, and the `sum_losses` of each part. Waits for the device."""
         names = [(LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items()]
         *numbers, norm = torch.cat([*parts, norm.detach().double().reshape(1)]).tolist()
         rows = np.reshape(numbers, (len(parts), -1))
@@ -92,11 +92,11 @@ class Step:
 
 
 class RunningAverages:
-    """Averages over the steps since the last log line. `reset` begins the next line.
+    """Averages over the steps since the last log line. Call `reset` after each line.
 
     Attributes:
         counts: Number of `skipped` steps, and counts that the caller adds, such as `unreadable`.
-        steps: Number of steps, skipped ones included.
+        steps: Number of steps, including skipped ones.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None):
@@ -113,7 +113,7 @@ class RunningAverages:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON values. It has no times, so that equal trainings have equal states."""
+        """State for a checkpoint, as JSON values. It has no times, so that identical runs have equal states."""
         return {"sums": dict(self._sums), "norms": list(self._norms), "counts": dict(self.counts)}
 
     @contextmanager
@@ -124,7 +124,7 @@ class RunningAverages:
         self._paused += time.monotonic() - began
 
     def add(self, step: Step, taken: bool) -> None:
-        """Add a step. A skipped step (not `taken`) adds only its time."""
+        """Add a step. A skipped step (`taken` is False) adds only to the times and to the skipped count."""
         self.steps += 1
         self._waited += step.waited
         if not taken:
@@ -136,9 +136,9 @@ class RunningAverages:
             self._sums[name] = [before[0] + total, before[1] + count]
 
     def means(self) -> dict[str, float]:
-        """Return the unweighted means of losses (as `loss_<name>`) and measures, each over its divisor.
+        """Return the unweighted means of losses (as `loss_<name>`) and measures, each divided by its own count.
 
-        If any step was taken, adds the mean and maximum of the gradient norm before clipping, as `gradient_norm` and
+        If any step was taken, also includes the mean and maximum gradient norm before clipping, as `gradient_norm` and
         `gradient_norm_max`.
         """
         means = {name: total / count for name, (total, count) in sorted(self._sums.items()) if count}
@@ -147,7 +147,7 @@ class RunningAverages:
         return means
 
     def seconds(self) -> tuple[float, float]:
-        """Return the training time of these steps, and the part of it spent waiting for batches, in seconds."""
+        """Return the training time of these steps, and how much of it was spent waiting for batches, in seconds."""
         return max(1e-9, time.monotonic() - self._began - self._paused), self._waited
 
 

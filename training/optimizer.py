@@ -12,7 +12,7 @@ from storage.settings import check, check_choices, check_positive
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its schedule; the defaults are those of VL-BERT (paper A.2)."""
+    """Settings of the optimizer and its schedule. The defaults are those of VL-BERT (paper A.2)."""
 
     kind: Literal["adamw", "adam", "sgd"] = "adamw"  # adamw: decoupled weight decay; others: added to the gradient
     learning_rate: float = 2e-5  # peak rate, after warmup, for the whole global batch; never scaled automatically
@@ -58,7 +58,7 @@ class OptimizerConfig:
 
 
 def check_decay(config: OptimizerConfig, steps: int) -> None:
-    """Raise ValueError if a decay would come after the last of `steps` updates."""
+    """Raise ValueError if `config.decay_at` has an update that is not before the last of `steps` updates."""
     late = [at for at in config.decay_at if at >= steps]
     if late:
         raise ValueError(
@@ -68,7 +68,7 @@ def check_decay(config: OptimizerConfig, steps: int) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make an optimizer of all trainable parameters, with one group per peak learning rate and weight decay.
+    """Make an optimizer of all trainable parameters, with one group per pair of peak learning rate and weight decay.
 
     `bert_learning_rate` applies to parameters whose names start with one of `model.bert_parameters`, if it has any.
     """
@@ -87,7 +87,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         groups.setdefault(key, []).append(parameter)
     parameters = [{"params": group, "peak": peak, "decay": decay} for (peak, decay), group in groups.items()]
     rate, decay = config.learning_rate, config.weight_decay
-    # Fused: one kernel for all parameters, also on CPUs.
+    # Fused: one kernel for all parameters, on CPUs, too.
     if config.kind == "sgd":
         return torch.optim.SGD(parameters, rate, config.momentum, weight_decay=decay, fused=True)
     adam = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
@@ -95,10 +95,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
-    """Return the factor on the peak learning rate at one update (1, 2, ...) of `updates`.
+    """Return the factor of the peak learning rate at update `update` (from 1) of `updates`.
 
-    It rises linearly to 1 over the warmup. Then schedule linear falls to 0 at the last update, as in the authors' code,
-    and schedule step multiplies by `decay` after each of `decay_at` updates.
+    The factor rises linearly to 1 over the warmup. Then the linear schedule decreases it to 0 at the last update, as in
+    the authors' code, and the step schedule multiplies it by `decay` after each update of `decay_at`.
     """
     if update < config.warmup_steps:
         return update / config.warmup_steps
@@ -108,7 +108,7 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Set learning rate, weight decay and, for Adam, epsilon of every group, for a step from 0 to steps - 1."""
+    """Set learning rate, weight decay and, for Adam, epsilon of all parameter groups for `step` (from 0) of `steps`."""
     # The schedule has one more update than the run, so that the last update does not have learning rate 0.
     factor = learning_rate_factor(step + 1, steps + 1, config)
     # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At
@@ -133,8 +133,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
 def clip_gradients(model: nn.Module, config: OptimizerConfig) -> Tensor:
     """Clip the gradients according to `config`, and return their global norm before clipping."""
     if config.max_grad_norm is None or not config.clip_each:
-        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        return nn.utils.clip_grad_norm_(parameters, math.inf if config.max_grad_norm is None else config.max_grad_norm)
+        return nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
     # All at once: on a GPU, one clip_grad_norm_ call per tensor took as long as a forward pass.
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))

@@ -1,9 +1,9 @@
 """Set the precision of matrix products and convolutions: bfloat16 autocast, float32, or TF32 on GPUs.
 
-bfloat16 is used in forward passes, and in the backward passes that belong to them. Weights, optimizer, RoIAlign,
-LayerNorms, the encoder's residual sums and the losses stay float32. In the ResNet, frozen norms are folded into the
-weights in float32, and the outputs of blocks are bfloat16. With TF32, a GPU rounds the inputs of float32 products to
-10 bits of mantissa; this is torch's default for convolutions.
+bfloat16 is used in forward passes and their backward passes. Weights, optimizer, RoIAlign, LayerNorms, the encoder's
+residual sums and the losses stay float32. In the ResNet, frozen norms are folded into the weights in float32, and the
+blocks' outputs are bfloat16. With TF32, a GPU rounds the inputs of float32 products to 10 bits of mantissa. This is
+torch's default for convolutions.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def autocast(recipe: Any, world: World) -> torch.autocast:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which convolutions and matrix products of `x` compute: autocast's, or its own."""
+    """Return the dtype that convolutions and matrix products of `x` use: autocast's, or that of `x`."""
     device = x.device.type
     # is_autocast_enabled raises for a device without autocast, such as `meta`.
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -34,7 +34,7 @@ def run_program(
 ) -> None:
     """Run `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun. Errors are printed as one line.
 
-    `program` is its name in messages. `check_complete` raises ValueError if the recipe lacks a required field.
+    `program` is the name for messages. `check_complete` raises ValueError if the recipe lacks a required field.
     """
     recipe_name, remaining = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
@@ -62,7 +62,7 @@ def run_program(
 def split_recipe(
     arguments: Sequence[str] | None, program: str, description: str, recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[str, list[str]]:
-    """Return the name of the recipe and the other arguments. Without a name, print the program's help and exit."""
+    """Return the recipe's name and the remaining arguments. Without a name, print the program's help and exit."""
     name, *remaining = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if not name.startswith("-"):
         return name, remaining
@@ -72,7 +72,7 @@ def split_recipe(
 
 
 def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the recipe with all arguments applied: those of its function, such as --size, and its fields.
+    """Return the recipe with all arguments applied: those of its function, such as --size, and those for its fields.
 
     Raises ValueError if there is no such recipe or field, or if a value is not allowed.
     """
@@ -82,12 +82,12 @@ def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Calla
 def parse_recipe(
     name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[Any, list[str]]:
-    """Return the recipe, made with its function's own arguments, such as --size, and the other arguments."""
+    """Call the recipe's function with its own arguments, such as --size. Return the recipe and the other arguments."""
     return parse_known(find_recipe(name, recipes), arguments)
 
 
 def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:
-    """Print the arguments and fields of a recipe and exit, if --help is among the arguments."""
+    """If --help is among the arguments, print the recipe's arguments and fields, and exit."""
     remaining = [argument for argument in arguments if argument not in ("-h", "--help")]
     if len(remaining) == len(arguments):
         return
@@ -100,14 +100,14 @@ def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callab
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
-    """Return the trackers of these names. Raises ValueError if one is not found."""
+    """Return the functions that make the named trackers. Raises ValueError if one is not found."""
     return {name: find_recipe(name, TRACKERS, "tracker") for name in names}
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
-    """Return the function of a recipe, by its name or as MODULE:FUNCTION, importable from the working directory.
+    """Return the function `name`: one of `recipes`, or MODULE:FUNCTION, importable from the working directory.
 
-    Raises ValueError if there is none. `kind` is the word for it in messages.
+    Raises ValueError if there is none. `kind` is what messages call the function.
     """
     if name in recipes:
         return recipes[name]
@@ -131,7 +131,7 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str 
 
 
 def run_in_world(name: str, function: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
-    """Call `function` with the World of this process. EXPECTED errors end the program with one line.
+    """Call `function` with the World of this process. EXPECTED errors end the program with a one-line message.
 
     A rank does not repeat another rank's error. Bugs keep their traceback. If the run was stopped by a signal, each
     rank exits with status STOPPED.
@@ -172,8 +172,8 @@ def _end_together(world: World, status: int, line: str) -> NoReturn:
 def _end(world: World, status: int, name: str, reason: str) -> NoReturn:
     """Print the reason, and exit with this status.
 
-    With several ranks, the process group is still open. Its threads may abort the interpreter's shutdown, with SIGABRT
-    as exit status, so the shutdown is skipped.
+    With several ranks, the process group is still open. Its threads could abort the process with SIGABRT during
+    the interpreter's shutdown, so the shutdown is skipped.
     """
     line = f"{name}: {reason if world.first else f'rank {world.rank}: {reason}'}"
     if status == 1 and world.size == 1:

@@ -1,4 +1,4 @@
-"""Settings that the recipes of all models share."""
+"""Settings of a training run that the recipes of all models share."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from storage.settings import check, check_choices, check_positive
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings of the training loop, except the optimizer."""
+    """Settings of the training loop, except those of the optimizer."""
 
     name: str  # recipe name
     run_name: str = ""  # name of the run, whose folder is ROOT/runs/<run>; empty: the recipe's name
@@ -20,7 +20,7 @@ class RunSettings:
     trackers: tuple[str, ...] = ("tensorboard",)
     validate_every: int = 5_000  # steps between validations; the last step always validates
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
-    keep_checkpoints: int = 2  # number of newest checkpoints to keep, beside the best one by validation
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep, in addition to the best one by validation
 
     def __post_init__(self):
         check_choices(self)

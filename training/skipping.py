@@ -13,7 +13,7 @@ WINDOW = 100  # taken steps over which the mean loss is computed
 
 
 class Skipping:
-    """Decides which steps to skip. The state has only losses, so that a resumed run skips the same steps."""
+    """Decides which steps to skip. Checkpoints hold its state, so that a resumed run skips the same steps."""
 
     def __init__(self, spike: float | None, state: Mapping[str, Any] | None = None):
         state = state or {}
@@ -27,7 +27,7 @@ class Skipping:
         return {"taken": list(self.taken), "in_a_row": self.in_a_row}
 
     def skip_reason(self, step: Step) -> str | None:
-        """Return why this step is to be skipped, or None to take it, and record the decision."""
+        """Return why this step must be skipped, or None if it is taken. Records the decision."""
         reason = self._reason(step)
         if reason:
             self.in_a_row += 1
@@ -49,7 +49,7 @@ class Skipping:
 
 
 class LiveNorms:
-    """Running statistics of a model's BatchNorms, to be restored after a skipped step."""
+    """Running statistics of a model's BatchNorms: saved before each step, and restored if it is skipped."""
 
     def __init__(self, model: nn.Module):
         norms = [norm for norm in model.modules() if getattr(norm, "track_running_stats", False)]

@@ -1,4 +1,4 @@
-"""Stop a run at SIGTERM or Ctrl-C (SIGINT): it finishes its step, saves and exits."""
+"""Stop a run on SIGTERM or Ctrl-C (SIGINT): it finishes its step, saves and exits."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Context manager: the first SIGTERM or SIGINT sets `requested`; a second SIGINT (Ctrl-C) terminates.
+    """Context manager: the first SIGTERM or SIGINT sets `requested`; a second SIGINT (Ctrl-C) ends the process.
 
-    A second SIGTERM does not: launchers send it to the process group and again to each process, and SIGKILL at the end.
-    torchrun also repeats SIGINT. If SIGINT was ignored before, as in background jobs of a script, it stays ignored.
-    After a training that stopped, the handlers stay in place: the writer and other ranks may still be running.
+    A second SIGTERM is ignored, because launchers send it to the process group and to each process. So is a second
+    SIGINT under torchrun, which repeats it. If SIGINT was already ignored, as in a script's background jobs, it stays
+    ignored. After a stopped run, the handlers stay in place, because the writer and other ranks may still be running.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():  # only there can handlers be set
+        if threading.current_thread() is threading.main_thread():  # handlers can be set only there
             for number in _REQUESTS:
                 if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
@@ -47,9 +47,9 @@ class Stop:
 
 
 def ignore_group_signals() -> None:
-    """Ignore SIGINT in a loading process, and exit at SIGTERM only if the parent sent it.
+    """Ignore SIGINT in a loading process, and exit on SIGTERM only if the parent sent it.
 
-    Terminals and launchers signal whole process groups, but the training still needs the batches of its last step.
+    Terminals and launchers signal whole process groups, but a stopping run still needs the batches of its last step.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Pass the lines of metrics.jsonl to trackers while a training writes them (docs/trackers.md)."""
+"""Pass the lines of metrics.jsonl to trackers while a run writes them (docs/trackers.md)."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ class TrackedRun:
 
 
 # Makes the tracker of a run, on rank 0. A tracker has `log(row)`, called with each line of metrics.jsonl, and
-# `finish()`, called at the end of the run, also after an error.
+# `finish()`, called at the end of the run, even after an error.
 MakeTracker = Callable[[TrackedRun], Any]
 
 
@@ -52,7 +52,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """A tracker that writes training and validation metrics to the run's folder `tensorboard`."""
+    """A tracker that writes training and validation metrics to the `tensorboard` folder of the run."""
 
     def __init__(self, run: TrackedRun):
         from torch.utils.tensorboard import SummaryWriter  # here, because the import takes seconds

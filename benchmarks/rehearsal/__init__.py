@@ -1,1 +1,1 @@
-"""Rehearsal of a GPU: predict the kernels, transfers, waits, memory and time of a training step."""
+"""Rehearsal of a training step: predict its kernels, transfers, waits, memory and time on a GPU without having one."""

@@ -1,4 +1,4 @@
-"""Predict a training step on a GPU without having one: kernels, bytes, waits, memory, and the time on a given card.
+"""Predict a training step on a GPU without having one: its kernels, bytes, waits, memory, and time on a given card.
 
     python -m benchmarks.rehearsal [RECIPE] [--device h200] [--pairs 128] [--field value ...]
     python -m benchmarks.rehearsal --measured benchmarks/results/DATE-gpu/base.json     compare with a real card
@@ -30,7 +30,7 @@ from vlbert.recipes import RECIPES
 
 
 def rehearse_training(recipe: Recipe, pairs: int, texts: int = 0) -> VirtualDevice:
-    """Run two steps of a recipe, and return the device with the second one recorded by PARTS.
+    """Run two steps of a recipe on a virtual device. Return the device, which has recorded the second step by PARTS.
 
     The first step allocates the optimizer's state. Weights are random and samples are synthetic, so no file is needed.
     """
@@ -67,7 +67,7 @@ def parts_table(parts: dict[str, Part], measured: dict[str, float] | None) -> Ta
 
 
 def rehearse_step(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Rehearse a step, and return all numbers and the text to print."""
+    """Rehearse a step, and return the report for --json and the text to print."""
     recipe, card = make_recipe(options.recipe, options.fields, RECIPES), CARDS[options.device]
     texts = options.texts if options.texts is not None else (options.pairs if recipe.data.text_batch else 0)
     measured = json.loads(options.measured.read_text())["parts"][recipe.precision] if options.measured else None

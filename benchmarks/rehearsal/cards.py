@@ -1,8 +1,8 @@
-"""Estimate the time of recorded operations on a GPU, from a model of the card.
+"""Estimate the time of recorded operations on a GPU, from a simple model of the card.
 
-An operation takes the longest of three times: its products on the tensor cores, its memory traffic, and MIN_KERNEL
-per kernel. The host launches one operation after the other, which takes time, too. The device starts an operation after
-its launch and after the previous operation. Where the host waits for the device, it continues when the device is done.
+An operation takes the longest of these times: its products on the tensor cores, its memory traffic, its copies to or
+from the host, and MIN_KERNEL per kernel. The host needs time to launch each operation. The device starts an operation
+after its launch and after the previous operation. A host that waits continues when the device is done.
 """
 
 from collections import Counter, defaultdict
@@ -18,11 +18,11 @@ from training.precision import Float32
 
 @dataclass(frozen=True)
 class Card:
-    """Data sheet of a GPU."""
+    """A GPU's peak rates, from its data sheet."""
 
     name: str
-    flops: dict[str, float]  # per second, of dense products with float32 accumulation, in bf16, tf32 and fp32
-    bandwidth: float  # of its memory, in bytes per second
+    flops: dict[str, float]  # bf16, tf32 and fp32 -> FLOP/s of dense products with float32 accumulation
+    bandwidth: float  # memory bandwidth in bytes per second
     processors: int  # streaming multiprocessors, each of which computes one tile of a product at a time
     link: float  # bytes per second between page-locked host memory and the card
 
@@ -70,12 +70,12 @@ class Part(Counter):
 
     @property
     def bound_by(self) -> str:
-        """The bound that takes the most time."""
+        """The entry of BOUNDS that takes the most time."""
         return max(BOUNDS, key=self.__getitem__)
 
 
 def product_seconds(product: Product, kind: str, card: Card) -> float:
-    """Return the seconds of a product, computed in tiles.
+    """Return the seconds that a card takes for a matrix product in precision `kind`, computed in tiles.
 
     Partial tiles at the edges take as long as whole ones, and some processors are idle in the last round. A product
     with few tiles and a long inner dimension is split along it.
@@ -89,7 +89,7 @@ def product_seconds(product: Product, kind: str, card: Card) -> float:
 
 
 def operation_seconds(operation: Operation, card: Card, float32: Float32 = "ieee") -> dict[str, float]:
-    """Return the seconds of an operation by its possible bounds. The largest one counts.
+    """Return the seconds of an operation for each of its possible bounds. The operation takes the longest of them.
 
     `float32` is the precision of float32 products.
     """
@@ -108,7 +108,7 @@ def operation_seconds(operation: Operation, card: Card, float32: Float32 = "ieee
 
 
 def timeline(operations: Iterable[tuple[str, Operation]], card: Card, float32: Float32 = "ieee") -> dict[str, Part]:
-    """Return the costs of each part. `operations` are (part, operation) in order."""
+    """Return the costs of each part of a step. `operations` are (part, operation) in the order of their launches."""
     parts: dict[str, Any] = defaultdict(Part)  # typeshed's Counter counts only in integers
     host = device = 0.0
     for name, operation in operations:

@@ -1,4 +1,4 @@
-"""Count kernels, products and bytes of a call of torch's dispatcher on a GPU, from shapes."""
+"""Count the kernels, matrix products and bytes of a torch operation on a GPU, from the shapes of its tensors."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products of matrices [m, k] and [k, n]. Convolutions are products, too."""
+    """`batch` products of matrices [m, k] and [k, n]. Convolutions are also described as products."""
 
     batch: int
     m: int
@@ -27,17 +27,17 @@ class Product:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call of torch's dispatcher, as executed by a GPU."""
+    """A call of a torch operation, as a GPU executes it: its kernels, products, memory traffic and waits."""
 
     name: str
     kernels: int  # launches; 0 for views and allocations
     products: tuple[Product, ...] = ()  # computed by tensor cores
-    dtype: torch.dtype | None = None  # of the products
-    read: int = 0  # bytes of device memory
-    written: int = 0  # bytes of device memory
+    dtype: torch.dtype | None = None  # dtype of the products
+    read: int = 0  # bytes of device memory that are read
+    written: int = 0  # bytes of device memory that are written
     copied: int = 0  # bytes between host and device
     waits: bool = False  # True if the host waits until the device is done
-    location: str = ""  # of waits and copies: file:line < its caller; "" in the backward pass
+    location: str = ""  # file:line < its caller, for waits and copies; "" in the backward pass
     tensors: int = 0  # number of tensors of a _foreach_ or _fused_ operation
 
     @property
@@ -51,7 +51,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Record:
-    """Operations in order, with marks between them. It has the `mark` method of the clocks in step_parts.py."""
+    """A list of operations, with marks between them. It has the `mark` method of the clocks in step_parts.py."""
 
     operations: list[Operation] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Record:
         self.marks.append((len(self.operations), part))
 
     def parts(self) -> Iterator[tuple[str, Operation]]:
-        """Yield each operation with its part, which is "" after the last mark."""
+        """Yield (part, operation) for each operation. The part is "" after the last mark."""
         first = 0
         for end, part in [*self.marks, (len(self.operations), "")]:
             yield from ((part, operation) for operation in self.operations[first:end])
@@ -96,7 +96,7 @@ _CHUNKS_PER_LAUNCH, _CHUNK = 320, 65536  # in torch's multi_tensor_apply, used b
 
 
 def make_operation(function: Any, args: tuple, kwargs: dict, out: Any) -> Operation:
-    """Make the Operation of a call from the shapes of its arguments and results."""
+    """Describe the call function(*args, **kwargs) with result `out` as an Operation, from the shapes of its tensors."""
     name = function._schema.name
     if name in _ALLOCATES or function.is_view:
         return Operation(name, 0)
@@ -132,7 +132,7 @@ def make_operation(function: Any, args: tuple, kwargs: dict, out: Any) -> Operat
 
 
 def count_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor. An expanded dimension counts once."""
+    """Return the bytes of memory that a tensor covers. An expanded dimension (stride 0) counts once."""
     if 0 in tensor.shape:
         return 0
     count = tensor.element_size()
@@ -177,7 +177,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def written_arguments(function: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """Return the arguments that a call writes to, if it only works in place; otherwise an empty list."""
+    """Return the arguments that a call writes to, or an empty list if it returns new tensors."""
     schema = function._schema
     if any(result.alias_info is None for result in schema.returns):
         return []

@@ -1,4 +1,4 @@
-"""Simulate a GPU: real programs run on tensors of device `virtual:0`, and every operation is recorded.
+"""Simulate a GPU: real programs run on tensors of the device `virtual:0`, and every operation is recorded.
 
     with VirtualDevice() as device:
         model.to(DEVICE); loss = model(batch.to(DEVICE)); loss.backward(); optimizer.step()
@@ -6,7 +6,7 @@
     device.peak              peak memory of the GPU in bytes
 
 Only the shapes of floating point tensors are kept, so that a step of 128 images takes seconds and no memory. A program
-that reads such a number gets 1.0. Integers and booleans are computed, because shapes depend on them.
+that reads a value of such a tensor gets 1.0. Integers and booleans are computed, because shapes depend on them.
 
 The virtual device raises RuntimeError, with file and line, for operations that mix tensors of CPU and device, as a GPU
 does. The host waits for copies, unless they are non-blocking and the host's memory is page-locked. Autocast works as on
@@ -45,7 +45,7 @@ _BLOCK = 512  # bytes: the CUDA allocator's block sizes are multiples of it
 
 
 class _Stream:
-    """A stream without effect: operations complete immediately, so that no stream waits for another."""
+    """A stream that does nothing, because operations complete immediately and never have to be waited for."""
 
     def wait_stream(self, other: "_Stream") -> None: ...
     def wait_event(self, event: None) -> None: ...
@@ -62,7 +62,7 @@ class _Module(_DummyBackendModule):
         return [torch.bfloat16, torch.float16]
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        """Return an empty state: the device uses the CPU's generator. torch.random.fork_rng calls this."""
+        """Return an empty state, because the device uses the CPU's generator. torch.random.fork_rng calls this."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
@@ -147,11 +147,11 @@ class VirtualDevice(TorchDispatchMode, Record):
         _active = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Handle all calls, also those without a tensor of the device, such as torch.arange(3, device=DEVICE)."""
+        """Handle all calls, including those without a tensor of the device, such as torch.arange(3, device=DEVICE)."""
         return self.compute(func, args, kwargs or {})
 
     def start(self) -> None:
-        """Start recording. Memory in use is kept."""
+        """Start a new recording. Tensors that are in use stay counted in `held`."""
         self.operations, self.marks = [], []
         self.held_at_start = self.peak = self.held
 
@@ -160,7 +160,7 @@ class VirtualDevice(TorchDispatchMode, Record):
         self.peak = max(self.peak, self.held)
 
     def compute(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """Compute and record a call, if it involves the device, and return its result.
+        """Compute a call and return its result. Record the call if it involves the device.
 
         Raises RuntimeError if the call mixes tensors of CPU and device, which a GPU refuses.
         """
@@ -203,7 +203,7 @@ class VirtualDevice(TorchDispatchMode, Record):
         return out
 
     def _wrap(self, out: Any, function: Any, args: tuple, kwargs: dict, on_device: bool) -> Any:
-        """Return the result for the caller. An in-place call returns the tensor that was passed to it."""
+        """Wrap a result in tensors of the right device. An in-place call returns the tensor that was passed to it."""
         changed = written_arguments(function, args, kwargs)
         if changed:
             return changed[0] if function._schema.returns else None
@@ -212,7 +212,7 @@ class VirtualDevice(TorchDispatchMode, Record):
         return tree_map(lambda value: self.new(value) if isinstance(value, Tensor) else value, out)
 
     def new(self, tensor: Tensor) -> VirtualTensor:
-        """Make a tensor of the device, and count its memory unless it shares that of another one."""
+        """Make a tensor of the device, and count its memory, unless it shares the memory of another tensor."""
         if tensor.device.type == "cpu" and tensor.is_floating_point():
             tensor = _to_meta(tensor)
         storage = tensor.untyped_storage()
@@ -241,9 +241,9 @@ _COPIES = {"aten::_to_copy", "aten::copy_"}
 
 
 def _is_stray(host: Tensor, function: Any, args: tuple, kwargs: dict) -> bool:
-    """Return True if a CPU tensor is not allowed in a call on the device.
+    """Return True if a GPU would refuse the CPU tensor `host` in this call on the device.
 
-    Allowed are copies, indices, and single numbers that are not written to.
+    It accepts sources and targets of copies, indices, and single numbers that are not written to.
     """
     name = function._schema.name
     if name in _COPIES or (name in INDEXING and any(index is host for index in args[1])):
@@ -263,7 +263,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _transfer(name: str, args: tuple, kwargs: dict, out: Any, hosts: list[Tensor], on_device: bool) -> tuple[int, bool]:
-    """Return the bytes copied between host and device, and True if the host waits."""
+    """Return the bytes that a call copies between host and device, and whether the host waits for it."""
     if name == "aten::copy_":
         if not hosts:
             return 0, False
@@ -283,7 +283,7 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 def _caller_lines() -> str:
-    """Return the two innermost lines of this project in the call stack. The backward pass has none."""
+    """Return the two innermost lines of this project in the call stack (FILE:LINE < FILE:LINE), or "" if none."""
     frame, lines = sys._getframe(), []
     while frame and len(lines) < 2:
         file = frame.f_code.co_filename
@@ -297,7 +297,7 @@ def _caller_lines() -> str:
 
 
 def _call(function: Any, args: tuple, kwargs: dict, inputs: list[Tensor]) -> Any:
-    """Compute a call on CPU tensors if all values are known, otherwise on meta tensors."""
+    """Compute a call on CPU tensors if all values are known, and otherwise on meta tensors."""
     name = function._schema.name
     kernel = _KERNELS_OF_CUDA.get(name, function)
     if name == "torchvision::nms":
@@ -325,7 +325,7 @@ def _is_unknown(value: Any) -> bool:
 
 
 def _to_known(value: Any) -> Any:
-    """Return the values that a program reads: ones if they are unknown, so that every number is finite and not 0."""
+    """Return the CPU tensor that a program reads. Unknown values are 1, so that every number is finite and not 0."""
     held = _held(value)
     if isinstance(held, Tensor) and held.device.type == "meta":
         return torch.ones(held.shape, dtype=held.dtype)
@@ -344,7 +344,7 @@ def _set_device(kwargs: dict, device: str) -> dict:
 
 
 def _as_indices(indices: Any) -> Iterator[Any]:
-    """Yield indices, with masks replaced by the positions that they select, so that the shape is known."""
+    """Yield the indices, with masks replaced by the positions that they select, so that the result's shape is known."""
     for index in indices:
         if isinstance(index, Tensor) and index.dtype == torch.bool:
             yield from _to_known(index).nonzero(as_tuple=True)
@@ -353,7 +353,7 @@ def _as_indices(indices: Any) -> Iterator[Any]:
 
 
 def _makes_floats(name: str, args: tuple, kwargs: dict) -> bool:
-    """Return True if a call makes floating point numbers: it has no tensors, or converts them to a float dtype."""
+    """Return True if a call makes floating point values: it has no tensors, or converts them to a float dtype."""
     dtype = kwargs.get("dtype")
     if isinstance(dtype, torch.dtype):
         return dtype.is_floating_point
@@ -363,14 +363,14 @@ def _makes_floats(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _convolution_of_cudnn(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-    """Convolve. The result is channels last if an input is."""
+    """Convolve like cuDNN: the result is channels last if an input is."""
     last = any(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
     y = aten.convolution.default(x, weight, *more)
     return y.contiguous(memory_format=torch.channels_last) if last else y
 
 
 def _convolution_fused(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-    """Convolve for the result's shape. Bias, ReLU and an optional sum do not change it; the last arguments count."""
+    """Convolve for the result's shape only: no bias, ReLU, sum. `more` ends with stride, padding, dilation, groups."""
     y = torch.nn.functional.conv2d(x, weight, None, *more[-4:])
     return y.contiguous(memory_format=torch.channels_last)
 
@@ -393,7 +393,7 @@ _casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast like cached_cast in torch's autocast_mode.cpp: trainable leaves are cast once per forward pass."""
+    """Cast like cached_cast in torch's autocast_mode.cpp: trainable weights are cast only once per forward pass."""
     if not isinstance(value, VirtualTensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
         return value
     if not (dtype != torch.float32 and value.is_leaf and value.requires_grad and value.dtype == torch.float32):
@@ -424,7 +424,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Call the memory-efficient kernel, which CUDA uses with a mask, as in padded rows."""
+    """Call the memory-efficient kernel, which CUDA uses if there is a mask, as for padded rows."""
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:
@@ -435,7 +435,7 @@ def _attention(
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """Record the copy of torch.tensor(list, device=...), which waits and is not visible to the dispatcher."""
+    """Copy for torch.tensor(list, device=...), and record that: the host waits, and the dispatcher does not see it."""
     _active.record(Operation("aten::_to_copy", 1, copied=count_bytes(source), waits=True, location=_caller_lines()))
     return _copy(target, source)
 

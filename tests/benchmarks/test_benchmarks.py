@@ -18,7 +18,7 @@ def detected(report: dict[str, Any], printed: str) -> None:
 
 
 def downloaded(report: dict[str, Any], printed: str) -> None:
-    assert "CPU-ms an image" in printed
+    assert "CPU-ms per image" in printed
     assert report["good"][0]["statuses"] == {"ok": 50}
 
 

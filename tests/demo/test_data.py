@@ -158,7 +158,7 @@ def test_data_that_are_there_stay_and_others_are_refused_and_an_interrupted_draw
     drawn.annotations.write_text("half")
     draw_demo_data(tmp_path, TINY, 9001)
     assert contents(tmp_path) == whole
-    with pytest.raises(ValueError, match="demo data of other settings: .*seed=0.*, not .*seed=1"):
+    with pytest.raises(ValueError, match="demo data with other settings: .*seed=0.*, not .*seed=1"):
         draw_demo_data(tmp_path, dataclasses.replace(TINY, seed=1))
     drawn.description.write_text(json.dumps(json.loads(drawn.description.read_text()) | {"version": 0}))
     with pytest.raises(ValueError, match=r"demo.json is of another version.*remove"):

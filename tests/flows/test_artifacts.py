@@ -1,4 +1,4 @@
-"""What the flow UI shows: tables, curves, and an artifact that grows."""
+"""What Prefect's UI shows: tables, curves, and an artifact that grows."""
 
 import base64
 import contextlib
@@ -97,8 +97,8 @@ def test_a_run_shows_one_artifact_and_no_server_or_storage_that_is_away_fails_it
 
     flow(name="showing")(work)()
     assert away.call_count == 1
-    assert "the flow UI was not updated: StorageUnreachable: no bucket" in caplog.text
-    assert "the flow UI was not updated: PrefectHTTPStatusError: Client error '404" in caplog.text
+    assert "Prefect's UI was not updated: StorageUnreachable: no bucket" in caplog.text
+    assert "Prefect's UI was not updated: PrefectHTTPStatusError: Client error '404" in caplog.text
     key = f"showing-refcoco-{name[-6:]}"
     with get_client(sync_client=True) as client:
         (mine,) = [artifact for artifact in client.read_artifacts(limit=200) if artifact.key == key]

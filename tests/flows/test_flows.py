@@ -138,7 +138,7 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
 
     runs = [FinetuneSettings(run=run) for run in "abc"]
     assert run_finetunings([runs[0], runs[2]], start) == ["a", "c"]
-    with pytest.raises(RuntimeError, match="1 of 3 fine-tunings failed: b: no such file"):
+    with pytest.raises(RuntimeError, match="1 of 3 fine-tuning runs failed: b: no such file"):
         run_finetunings(runs, start)
     assert started == ["a", "c", "a", "b", "c"]
     with pytest.raises(Signal):

@@ -169,7 +169,7 @@ def cancel_by_command(served: Operated, run: str) -> None:
 
 
 def cancel_by_page(served: Operated, run: str) -> None:
-    """What the button of the flow UI asks for."""
+    """What the button of Prefect's UI asks for."""
     state = {"type": "CANCELLING", "name": "Cancelling", "message": "Cancelled from the Prefect UI"}
     served.ask("POST", f"/flow_runs/{run}/set_state", state=state)
 
