@@ -389,7 +389,7 @@ class FasterRCNN(nn.Module):
         return clip_boxes(moved, height - extra, width - extra)
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
-        """Return a faster copy, equal up to rounding: norms are folded into the convolutions, and memory is channels last.
+        """Return a faster copy, equal up to rounding: norms are folded into convolutions, and memory is channels last.
 
         With precision `bf16-res5`, res5 (nine tenths of the computation) is in bfloat16. Backbone and RPN stay in
         float32, because bfloat16 would change the proposals. rois_at_a_time is res5's batch size, which limits memory.

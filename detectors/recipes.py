@@ -1,6 +1,6 @@
-"""Recipes for training the detector: frozen settings that check themselves, and one function per recipe.
+"""Settings for training the detector: frozen dataclasses that check their values, and one function per recipe.
 
-The numbers of `detector_vg_resnet101` are those with which bottom-up attention was trained on Visual Genome
+The values of `detector_vg_resnet101` are those with which bottom-up attention was trained on Visual Genome
 (peteanderson80/bottom-up-attention: solver, configuration and training network of faster_rcnn_end2end_final). The
 defaults of the fields are those of Faster R-CNN (arXiv:1506.01497 and its released code).
 """
@@ -78,7 +78,7 @@ SGD = OptimizerConfig(
 
 @dataclass(frozen=True)
 class DetectorRecipe(RunSettings):
-    """All settings of a training run."""
+    """All settings of a training run of the detector."""
 
     network: FasterRCNNConfig = VG_RESNET101  # architecture and proposals of the network
     data: DataConfig = DataConfig()  # training data, and how it is batched
@@ -109,7 +109,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
     After 380,000 steps, the authors' detector has mAP@0.5 10.2 % (15.1 % if classes are weighted by their number of
     objects) on the 5,000 images of their val.txt. Their learning rate is for 8 images per step, one on each GPU. On N
-    GPUs, set data.batch=N and N/8 of that rate.
+    GPUs, set data.batch=N and multiply the learning rate by N/8.
     """
     return DetectorRecipe(
         name="detector_vg_resnet101",
@@ -124,7 +124,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
 def detector_demo() -> DetectorRecipe:
     """Train on the data of `make demo` from random weights, in about three minutes with one thread."""
     # ResNet and pooling are those of VL-BERT's demo, so that its Fast R-CNN can start from these weights. RoIAlign
-    # keeps positions within the cells of 16 pixels, which RoIPool rounds; it learns shapes in half the steps.
+    # keeps positions within cells of 16 pixels, while RoIPool rounds them; shapes are learned in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")
     return DetectorRecipe(
         name="detector_demo",
