@@ -144,7 +144,7 @@ class Losses(nn.Module):
     def _sample_regions(
         self, proposals: Tensor, example: Example, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int]:
-        """Return sampled regions [R, 4], foreground first, their best objects' indices [R], and the foreground count."""
+        """Return sampled regions [R, 4], foreground first, their objects' indices [R], and the number of foreground."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
         best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)
