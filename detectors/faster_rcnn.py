@@ -115,7 +115,7 @@ PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEM
 
 
 def cell_anchors(config: FasterRCNNConfig) -> Tensor:
-    """Return one cell's anchors, float32 [A, 4] xyxy, centred on its corner (0, 0). Ratios vary fastest, then sizes."""
+    """Return one cell's anchors, float32 [A, 4] xyxy, centred on its corner (0, 0). Ratios vary faster than sizes."""
     sides = [
         (math.sqrt(s * s / r), math.sqrt(s * s / r) * r) for s in config.anchor_sizes for r in config.anchor_ratios
     ]

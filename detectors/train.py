@@ -53,7 +53,7 @@ BEST_BY = "map50"  # the metric by which checkpoints are compared
 
 @dataclass(eq=False, kw_only=True)
 class DetectorRun(Run):
-    """A training run in one process, made by `prepare`; `model` is the network with its losses."""
+    """A detector's training run in one process, made by `prepare`. `model` is the network with its losses."""
 
     recipe: DetectorRecipe
     model: Losses
@@ -122,7 +122,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 
 
 def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
-    """Read the annotations, and build a new network or load that of the run's last checkpoint."""
+    """Return the run, with its annotations read and its network built or loaded from the last checkpoint."""
     store = open_store(recipe.root)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
     folder = open_folder(store, saved[-1]) if saved else None
@@ -193,7 +193,7 @@ def _result_path(recipe: DetectorRecipe) -> str:
 
 
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
-    """Write the weights of step `done`, with frozen norms, for detectors.run; return a message with path and size."""
+    """Write the weight file for `vlbert detect`, with frozen norms. Return a message with its path, size and hash."""
     recipe, store = run.recipe, run.writer.store
     tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
@@ -275,7 +275,7 @@ def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:
 
 
 def check_same(recipe: DetectorRecipe, saved: dict, checkpoint: str) -> None:
-    """Raise ValueError if a setting that affects results differs from the checkpoint; files may be moved."""
+    """Raise ValueError if a setting that affects results differs from the checkpoint's. Paths of files may differ."""
     fixed = {"network", "sampling", "optimizer", "frozen_stages", "precision"}
     fixed |= {"data.batch", "data.flip", "data.seed"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(saved)):

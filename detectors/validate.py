@@ -16,13 +16,13 @@ from training.distributed import World
 from training.loading import batches
 
 SCORE_THRESHOLD = 0.05  # detections must have a higher probability
-IOU_THRESHOLD = 0.5  # least IoU with an object's box of a correct detection
+IOU_THRESHOLD = 0.5  # minimum IoU of a correct detection with an object's box
 MOST_DETECTIONS = 100  # per image: the most probable ones
 
 
 @torch.inference_mode()
 def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[Detections, np.ndarray]:
-    """Detect objects in an image [1, 3, H, W], most probable first, and return them with the proposals [P, 4]."""
+    """Return the objects detected in an image [1, 3, H, W], most probable first, and the proposals [P, 4]."""
     height, width = pixels.shape[2:]
     c4 = network.backbone(pixels)
     logits, deltas = network.rpn(c4)
@@ -46,9 +46,9 @@ def _to_detections(boxes: Tensor, scores: Tensor, labels: Tensor) -> Detections:
 def validate(
     network: FasterRCNN, recipe: DetectorRecipe, images: list[LabelledImage], classes: tuple[str, ...], world: World
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return the metrics over the images of all ranks, and one row per class.
+    """Return the metrics over the images of all ranks, and the results of each class as a row.
 
-    `proposal_recall` is the share of objects that have an IoU of at least the threshold with a proposal.
+    The metric `proposal_recall` is the share of objects that have an IoU of at least IOU_THRESHOLD with a proposal.
     """
     training = network.training
     network.eval()
