@@ -148,10 +148,7 @@ def apply_deltas(
 def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
     """Clip boxes [..., 4] to the image: 0 <= x <= width, 0 <= y <= height."""
     x1, y1, x2, y2 = boxes.unbind(-1)
-    return torch.stack(
-        [x1.clamp(0, width), y1.clamp(0, height), x2.clamp(0, width), y2.clamp(0, height)],
-        dim=-1,
-    )
+    return torch.stack([x1.clamp(0, width), y1.clamp(0, height), x2.clamp(0, width), y2.clamp(0, height)], dim=-1)
 
 
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:

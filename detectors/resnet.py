@@ -283,24 +283,16 @@ class ResNetC4(nn.Module):
         return self
 
 
-class Res5(nn.Module):
+class Res5(nn.Sequential):
     """The last stage, for pooled regions: [K, 16w, S, S] -> [K, 32w, S, S], or half of S if it is not dilated.
 
     Its parameters have the names of detectron2's `roi_heads.res5`: `0.conv1.weight`, ...
     """
 
     def __init__(self, config: ResNetConfig):
-        super().__init__()
-        self.config = config
         stride, dilation = (1, 2) if config.res5_dilated else (2, 1)
-        for index, block in enumerate(_make_stage(config, 5, stride, dilation)):
-            self.add_module(str(index), block)
+        super().__init__(*_make_stage(config, 5, stride, dilation))
         _initialise(self, config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.children():
-            x = block(x)
-        return x
 
 
 def freeze_module(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,8 @@ class DetectorRun(Run):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        return self._validate if self.truth.held_out else None
-
-    def _validate(self) -> tuple[dict[str, float], list[dict]]:
-        return validate(self.network, self.recipe, self.truth.held_out, self.truth.classes, self.world)
+        images, classes = self.truth.held_out, self.truth.classes
+        return partial(validate, self.network, self.recipe, images, classes, self.world) if images else None
 
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe, files = self.recipe, {CONFIG: as_json(to_json(self.recipe)), MODEL: self.network.state_dict()}
@@ -188,13 +187,9 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _result_path(recipe: DetectorRecipe) -> str:
-    return f"runs/{recipe.run}/weights.safetensors"
-
-
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
     """Write the weight file for `vlbert detect`, with frozen norms. Return a message with its path, size and hash."""
-    recipe, store = run.recipe, run.writer.store
+    recipe, store, path = run.recipe, run.writer.store, f"runs/{run.recipe.run}/weights.safetensors"
     tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
     metadata = {
@@ -215,8 +210,8 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         file = Path(folder) / "weights.safetensors"
         sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
-        store.put(_result_path(recipe), file)
-    return f"{store.uri(_result_path(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
+        store.put(path, file)
+    return f"{store.uri(path)}: {size / 1e6:.2f} MB, sha256 {sha256}"
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

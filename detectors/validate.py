@@ -27,8 +27,6 @@ def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[D
     c4 = network.backbone(pixels)
     logits, deltas = network.rpn(c4)
     (proposals,), _ = network.proposals(logits, deltas, height, width)
-    if not len(proposals):
-        return _to_detections(proposals, proposals[:, 0], proposals[:, 0].long()), proposals.cpu().numpy()
     outputs = network.heads(network.roi_features(c4, [proposals]))
     probs = outputs.class_logits.softmax(dim=1)[:, :-1]
     indices, labels = (probs > SCORE_THRESHOLD).nonzero(as_tuple=True)
@@ -36,11 +34,8 @@ def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[D
     boxes = network.regress_boxes(proposals[indices], outputs.box_deltas[indices], labels, height, width)
     # In double precision: batched_nms adds an offset to the boxes of each class, which would round them in float32.
     kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, nms_threshold)[:MOST_DETECTIONS]
-    return _to_detections(boxes[kept], scores[kept], labels[kept]), proposals.cpu().numpy()
-
-
-def _to_detections(boxes: Tensor, scores: Tensor, labels: Tensor) -> Detections:
-    return Detections(boxes.cpu().numpy(), scores.cpu().numpy(), labels.cpu().numpy())
+    detections = Detections(*(tensor[kept].cpu().numpy() for tensor in (boxes, scores, labels)))
+    return detections, proposals.cpu().numpy()
 
 
 def validate(

@@ -144,13 +144,10 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     tensors = {name: tensor for name, tensor in read_safetensors(file)[0].items() if name.startswith(RESNET)}
     modules = dict(zip(RESNET, (backbone, res5), strict=True))
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
-    counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
-    expected = {name: tensor for name, tensor in ours.items() if name not in counters}
+    expected = {name: tensor for name, tensor in ours.items() if not COUNTER.search(name)}
     check_tensors(tensors, expected, f"{file} {_MISMATCH}")
-    tensors |= counters
-    for prefix, module in modules.items():
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        module.load_state_dict(own, strict=True)
+    for name, tensor in ours.items():
+        tensor.copy_(tensors.get(name, torch.zeros_like(tensor)))
 
 
 def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
