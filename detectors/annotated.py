@@ -75,7 +75,7 @@ def file_name_of(url: str) -> str:
 
 
 def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
-    """Map the last path component of each `file_name` to its image. Raises ValueError if two are equal."""
+    """Map the last path component of each `file_name` to its image. Raises ValueError if two images have the same."""
     index = {}
     for image in images:
         name = image["file_name"].rsplit("/", 1)[-1]
@@ -98,7 +98,7 @@ def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int,
 
 
 def _clip_bbox(bbox: Sequence[float], width: float, height: float, location: str) -> list[float]:
-    """Convert COCO's x, y, width, height to x1, y1, x2, y2, clipped to the image. Raises ValueError if it is empty."""
+    """Convert COCO's x, y, width, height to xyxy, clipped to the image. Raises ValueError if no area is left."""
     x, y, w, h = bbox
     box = [max(0.0, x), max(0.0, y), min(float(width), x + w), min(float(height), y + h)]
     # Compared in float32, as boxes are stored: a very thin box must not become empty when it is rounded.

@@ -45,8 +45,8 @@ def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarr
 def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: int) -> float:
     """Return the area under the interpolated precision-recall curve of one class over all images.
 
-    scores and true_positive, both [K], describe the class's detections, and objects is its number of annotated objects.
-    Equal scores keep their order.
+    scores and true_positive, both [K], describe the class's detections; equal scores keep their order. objects is the
+    number of annotated objects of the class.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(true_positive[order])

@@ -86,7 +86,7 @@ class Detectron2FasterRCNN(nn.Module):
         return self.roi_heads.box_predictor(features)
 
     def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Return proposals [K, 4] moved by their deltas [K, C, 4] for the classes labels [K], clipped to the image."""
+        """Return proposals [K, 4] moved by the deltas [K, C, 4] of their classes, labels [K], clipped to the image."""
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
         # Not clipped with detectron2's Boxes, which stop the whole run if one box is not finite.

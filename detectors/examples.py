@@ -1,4 +1,4 @@
-"""The detector's training and validation datasets. Training images are shuffled by (seed, epoch), some mirrored."""
+"""Datasets to train and validate the detector. Training images are shuffled by (seed, epoch) and mirrored at random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Batch:
 
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
-    """Read an image as BGR, uint8 [height, width, 3]. Raises one of BAD_IMAGE if it is damaged or not of that size."""
+    """Read an image as BGR, uint8 [height, width, 3]. Raises one of BAD_IMAGE if it is damaged or its size is wrong."""
     with Image.open(image.file, formats=FILE_FORMATS) as opened:
         pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
     if pixels.shape[:2] != (image.height, image.width):

@@ -152,7 +152,7 @@ def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
 
 
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Return the `count` highest of each image's scores [N, K], sorted stably, and their rows of others [N, K, 4]."""
+    """Return each image's `count` highest scores [N, K], sorted stably, and the same rows of others [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :count, None].expand(-1, -1, 4)
     return scores[:, :count], *(other.gather(1, order) for other in others)
@@ -240,7 +240,7 @@ class AttributeHead(nn.Module):
 
 
 class BoxPredictor(AttributeHead):
-    """The heads, which predict classes, a box for each class, and attributes of the most probable class."""
+    """The heads, which predict classes, a box for each class, and attributes given the most probable class."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -376,7 +376,7 @@ class FasterRCNN(nn.Module):
         return self.roi_heads.box_predictor(features)
 
     def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Return proposals [K, 4] moved by their deltas [K, C, 4] for the classes labels [K], clipped to the image.
+        """Return proposals [K, 4] moved by the deltas [K, C, 4] of their classes, labels [K], and clipped to the image.
 
         Boxes are xyxy in input pixels. A clipped box may have no area.
         """

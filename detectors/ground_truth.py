@@ -136,7 +136,7 @@ def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> 
 
 
 def _label_image(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> LabelledImage | None:
-    """Return the image with its usable objects, or None if the file is unreadable. Count the other objects."""
+    """Return the image with its usable objects, or None if the file is unreadable. Add the others to `counts`."""
     height, width = entry.height, entry.width
     if not height or not width:
         try:

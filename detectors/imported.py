@@ -69,14 +69,14 @@ class ImportedDetector:
         return [self._detect_one(sample) for sample in samples]
 
     def _match_value(self, name: str) -> str | int | None:
-        """Return the part that `match` compares of `name`, a row's image id or a sample's file name, URL or key."""
+        """Return the part of `name` (a row's image id or a sample's file name, URL or key) that `match` compares."""
         if self._settings.match == "number":
             digits = re.search(r"(?<![0-9])[0-9]{1,100}$", stem_of(name))
             return int(digits[0]) if digits else None
         return stem_of(name) if self._settings.match == "file_name" else name
 
     def _check_first(self, file: FeatureFile) -> None:
-        """Raise ValueError if no row has boxes, or the first row that has boxes or one before it is unusable."""
+        """Raise ValueError if no row has boxes, or if a row up to the first one with boxes is unusable."""
         for number in range(len(file.names)):
             try:
                 _, regions = self._read(file, number)
@@ -142,7 +142,7 @@ class ImportedDetector:
 
 
 def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, location: str) -> Regions | str:
-    """Scale regions from an image of (width, height) `size` to the sample, sorted by score, or return a status."""
+    """Return regions scaled from `size` (width, height) to the sample and sorted by score, or `status: detail`."""
     width, height = size
     if not _same_shape(size, (sample.width, sample.height)):
         return (

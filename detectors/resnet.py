@@ -143,7 +143,7 @@ def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _FusedConvReLU(torch.autograd.Function):
-    """The function relu(conv(x) + bias + shortcut) in one kernel. Its backward finds the active ReLUs in the result."""
+    """relu(conv(x) + bias + shortcut) in one kernel. The gradient takes the ReLU's mask from the result."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:

@@ -22,7 +22,7 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
 
     Args:
         groups: The maps [n, C, h, w], with one group for each map size.
-        rois: The boxes [K, 5]: index of the map, 0..N-1 over all groups, and xyxy in input pixels. No gradient flows.
+        rois: Boxes [K, 5]: index of the map, 0..N-1 over all groups, and xyxy in input pixels. They get no gradient.
         size: Samples per side, S.
         scale: Cells per input pixel.
     """

@@ -16,8 +16,8 @@ def roi_pool_chunks(
 ) -> Iterator[Tensor]:
     """Yield boxes [K, 4] (input pixels) pooled from a map [C, h, w], `chunk_size` at a time.
 
-    A chunk is [k, C, S, S] of `dtype`, channels last. The map is rounded to `dtype` before the maxima are taken, which
-    gives the same result. scale is cells per input pixel.
+    A chunk is [k, C, S, S] of `dtype`, channels last. The map is rounded to `dtype` first, which gives the same result
+    as rounding the maxima. scale is cells per input pixel.
     """
     channels, height, width = c4.shape
     down = _compute_bins(boxes[:, 1], boxes[:, 3], size, scale, height)

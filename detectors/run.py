@@ -92,7 +92,7 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
 
 
 def _detect_rows(catalog: Catalog, manifest: Manifest, detector: Detector) -> Iterator[tuple[dict, Sample | str]]:
-    """Yield each ok row of the manifest, with its sample including regions or the reason why it has none."""
+    """Yield each ok row of the manifest, with its sample and regions or with the reason why it has no regions."""
     rows = manifest.ok().to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
@@ -166,7 +166,7 @@ def make_detector(config: DetectionConfig) -> Detector:
 
 
 def identify(config: DetectionConfig) -> str:
-    """Return the id of the detector from make_detector, but only hash the weight file and read its header."""
+    """Return the id of make_detector's detector without its network; the weight file is hashed, its header read."""
     if config.backend in ("annotated", "imported"):
         return make_detector(config).id
     from detectors.detect import describe_detector  # here, as above
@@ -178,7 +178,7 @@ def identify(config: DetectionConfig) -> str:
 
 
 def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
-    """Return the network settings of the preset or the weight file, with those of `config.network` replaced."""
+    """Return the network settings of the preset or the weight file, overridden by those of `config.network`."""
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config
 

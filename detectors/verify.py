@@ -34,7 +34,7 @@ def read_sample(file: Path) -> Sample:
 
 
 def name_regions(regions: Regions, metadata: dict) -> list[str]:
-    """Return a name for each region, `ATTRIBUTE CLASS`. Without names in the metadata, it has their indices."""
+    """Return each region's attribute and class, such as "red car". Without names in the metadata, they are indices."""
     classes, attributes = metadata["classes"], metadata.get("attribute_names")
     class_names = [classes[label] if classes else f"class {label}" for label in regions.labels]
     if regions.attributes is None:
@@ -71,7 +71,7 @@ def draw_regions(
         weights: safetensors file with the detector's weights
         images: image files to draw on
         out: folder for the drawings
-        boxes: boxes to draw: the RPN's proposals, or these after the box head's regression
+        boxes: boxes to draw: the RPN's proposals, or those boxes after the box head's regression
     """
     # bottom-up-attention's threshold, which also shows less certain regions
     detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2), boxes=boxes)

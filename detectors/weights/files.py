@@ -153,7 +153,7 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
 def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
     """Raise ValueError if `config` differs from the file's ResNet in one of the fields `names`.
 
-    The tensors would fit but compute something else. `setting` is the name of `config` on the command line.
+    The file's tensors would fit, but compute something else. `setting` is the name of `config` on the command line.
     """
     network = read_metadata(file)["network"]
     for name in names if network else ():
@@ -164,7 +164,7 @@ def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting
 
 
 def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return a description of each tensor that is missing from, not in, or does not fit `expected`."""
+    """Return a message for each tensor that is missing or not in `expected`, or has a wrong shape, dtype or value."""
     errors = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     errors += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):

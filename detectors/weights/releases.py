@@ -143,7 +143,7 @@ def caffe_cell_anchors() -> Tensor:
 
 
 def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
-    """Return the configuration of the published network, with its sizes taken from tensor shapes by our names."""
+    """Return the published network's configuration, with sizes taken from the tensors' shapes (by our names)."""
     standard = FasterRCNNConfig()
 
     def side(name: str, default: int, axis: int = 0) -> int:

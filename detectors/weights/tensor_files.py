@@ -1,6 +1,6 @@
 """Reader of published weight files, which removes the wrappers that trainers put around tensors and their names.
 
-A file is in torch's format, a pickle of numpy arrays, or in safetensors. No code in it is run: torch reads its own
+A file is in torch's format, a safetensors file, or a pickle of numpy arrays. No code in it is run: torch reads its own
 format with weights_only, and storage/pickles.py reads the pickles.
 """
 
