@@ -21,7 +21,7 @@ class DataConfig(AnnotationConfig):
 
     batch: int = 8  # images per step, over all ranks
     flip: float = 0.5  # probability of mirroring an image
-    unreadable: float = 0.01  # largest share of images that may be absent or unreadable; the run stops if it is more
+    unreadable: float = 0.01  # maximum share of absent or unreadable images; the run stops if it is exceeded
     workers: int = 2  # loading processes per rank; 0: load in the training process
     seed: int = 0  # seed of order, mirroring, sampling and random weights
 
@@ -39,15 +39,15 @@ class SamplingConfig:
     """Sampling of anchors and regions of interest (RoIs), and the parameters of their losses."""
 
     anchors: int = 256  # sampled anchors per image
-    anchor_foreground: float = 0.5  # largest share of positive anchors among them
-    anchor_positive: float = 0.7  # least IoU with an object of a positive anchor; an object's best is always positive
-    anchor_negative: float = 0.3  # an anchor is negative if its IoU with every object is lower; in between: ignored
+    anchor_foreground: float = 0.5  # maximum share of positive anchors among them
+    anchor_positive: float = 0.7  # minimum IoU of a positive anchor with an object; an object's best is always positive
+    anchor_negative: float = 0.3  # anchors are negative if all their IoUs are lower, and ignored if the best is between
     anchors_inside: bool = True  # ignore anchors that cross the image's border
-    pre_nms: int = 12_000  # boxes with the highest objectness that enter the RPN's NMS in training
-    post_nms: int = 2_000  # most proposals per image after this NMS; the objects' own boxes are added
+    pre_nms: int = 12_000  # number of boxes, those with the highest objectness, that enter the RPN's NMS in training
+    post_nms: int = 2_000  # maximum number of proposals per image after this NMS; the objects' own boxes are added
     rois: int = 128  # sampled RoIs per image
-    roi_foreground: float = 0.25  # largest share of foreground RoIs among them
-    roi_positive: float = 0.5  # least IoU with an object of a foreground RoI; all others are background
+    roi_foreground: float = 0.25  # maximum share of foreground RoIs among them
+    roi_positive: float = 0.5  # minimum IoU of a foreground RoI with an object; all other RoIs are background
     anchor_beta: float = 1 / 9  # value above which smooth L1 is linear, for the RPN's deltas (sigma 3)
     roi_beta: float = 1.0  # the same for the box head's deltas
     attribute_weight: float = 0.5  # weight of the attribute loss; the other losses have weight 1
