@@ -1,4 +1,4 @@
-"""Detectors, which turn images into Regions behind one interface, and the program that runs one over a dataset."""
+"""The interface of detectors, its implementations, and `vlbert detect`, which runs a detector over a dataset."""
 
 import hashlib
 import json
@@ -9,18 +9,18 @@ from storage.sample import Regions, Sample
 
 
 class Detector(Protocol):
-    """A detector of regions in images. Detectors with the same id find the same regions."""
+    """The interface of a detector, which finds regions in images. Detectors with the same id find the same regions."""
 
     id: str
-    """12 hex digits: a hash of everything that changes the output (weights, settings, version of the code's rules)."""
+    """12 hex digits: a hash of everything that changes the output (weights, settings, the code's rules version)."""
     metadata: dict
-    """JSON values for the manifest of every shard: `backend`, `random_init`, settings, hashes of files."""
+    """JSON values for the manifest of every shard: `backend`, `random_init`, settings, file hashes."""
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        """Return the regions of each sample, or `status: detail` if it has none."""
+        """Return the regions of each sample or, if it has none, the reason as `status: detail`."""
 
 
 def detector_id(hashed: dict) -> str:
-    """Return a detector's id: 12 hex digits of the sha256 of everything that changes its output (JSON types only)."""
+    """Return a detector's id, 12 hex digits. `hashed` has, as JSON values, everything that changes the output."""
     canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

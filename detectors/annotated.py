@@ -1,6 +1,6 @@
-"""Regions from an annotation file in COCO's detection format: ground truth in place of a network's output.
+"""A detector whose regions are ground truth, from an annotation file in COCO's detection format.
 
-Samples and annotated images are matched by file name: the last path component of the URL and of `file_name`.
+A sample and an annotated image match if the last path components of the sample's URL and of `file_name` are equal.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ _RULES_VERSION = 1
 
 
 class AnnotatedDetector:
-    """A detector that looks regions up in an annotation file.
+    """A detector that looks up regions in an annotation file.
 
-    Classes are the file's categories sorted by id: column 0 of class_probs is the background, category i column i + 1.
-    Boxes that cover many objects (`iscrowd`) are skipped. An unusable entry raises ValueError.
+    Classes are the file's categories, sorted by id. Column 0 of class_probs is the background, and column i + 1 is
+    category i. Boxes around many objects (`iscrowd`) are skipped. Raises ValueError if an entry is unusable.
     """
 
     def __init__(self, file: Path):
@@ -75,7 +75,7 @@ def file_name_of(url: str) -> str:
 
 
 def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
-    """Map the last path component of each file name to its image."""
+    """Map the last path component of each `file_name` to its image. Raises ValueError if two images have the same."""
     index = {}
     for image in images:
         name = image["file_name"].rsplit("/", 1)[-1]
@@ -86,7 +86,7 @@ def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
 
 
 def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int, list[tuple[int, list[float]]]]:
-    """Map each image id to its boxes in the file's order: (column, xyxy clipped to the annotated image)."""
+    """Map each image id to its boxes in file order: (column of class_probs, xyxy clipped to the annotated image)."""
     sizes = {image["id"]: (image["width"], image["height"]) for image in data["images"]}
     boxes = {image: [] for image in sizes}
     for index, annotation in enumerate(data["annotations"]):
@@ -98,7 +98,7 @@ def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int,
 
 
 def _clip_bbox(bbox: Sequence[float], width: float, height: float, location: str) -> list[float]:
-    """Convert COCO's x, y, width, height to x1, y1, x2, y2 inside the image."""
+    """Convert COCO's x, y, width, height to xyxy, clipped to the image. Raises ValueError if no area is left."""
     x, y, w, h = bbox
     box = [max(0.0, x), max(0.0, y), min(float(width), x + w), min(float(height), y + h)]
     # Compared in float32, as boxes are stored: a very thin box must not become empty when it is rounded.
@@ -109,6 +109,6 @@ def _clip_bbox(bbox: Sequence[float], width: float, height: float, location: str
 
 
 def _was_rotated(image: dict, sample: Sample) -> bool:
-    """Return True if the sample was rotated by its EXIF orientation after annotation, so that its boxes are wrong."""
+    """Return True if the image was annotated before its EXIF rotation, so that its boxes do not fit the sample."""
     annotated, stored = image["width"] - image["height"], sample.width - sample.height
     return "exif_rotated" in sample.flags and annotated * stored < 0

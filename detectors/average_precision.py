@@ -1,7 +1,7 @@
 """mAP@0.5 as Visual Genome's detectors report it: VOC's average precision, the area under the interpolated curve.
 
-A detection is a true positive if it has the class of the object that it overlaps most, by at least the threshold, and
-no detection of that class with a higher score has matched that object.
+Each detection is compared with the object of its class that it overlaps most. It is a true positive if their IoU is at
+least the threshold, and no detection with a higher score has matched that object.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ class Detections:
 
 
 def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
-    """Return which detections are true positives, bool [K]; of equal scores the first detection matches first.
+    """Return which detections are true positives, bool [K]. If scores are equal, the earlier detection matches first.
 
     Args:
-        boxes: The annotated objects, float32 [G, 4].
+        boxes: The boxes of the annotated objects, float32 [G, 4] xyxy.
         labels: Their classes, int64 [G].
     """
     true_positive = np.zeros(len(detections.scores), bool)
@@ -45,7 +45,8 @@ def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarr
 def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: int) -> float:
     """Return the area under the interpolated precision-recall curve of one class over all images.
 
-    scores and true_positive [K] are of its detections; equal scores keep their order. objects is the number of objects.
+    scores and true_positive, both [K], describe the class's detections; equal scores keep their order. objects is the
+    number of annotated objects of the class.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(true_positive[order])
@@ -57,7 +58,8 @@ def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: in
 def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, objects: np.ndarray) -> list[dict]:
     """Return a row for each class that has objects: its index, average precision, and counts of objects and detections.
 
-    labels, scores and correct [K] are of all detections, in a fixed order; objects int64 [C] counts objects by class.
+    labels, scores and correct, all [K], describe the detections of all classes. objects, int64 [C], is the number of
+    annotated objects of each class.
     """
     rows = []
     for label in np.flatnonzero(objects).tolist():
@@ -68,7 +70,7 @@ def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, o
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """Return `map50`, the mean over the classes that have objects, and `map50_weighted`, weighted by their objects."""
+    """Return `map50`, the mean over the rows of class_results, and `map50_weighted`, weighted by number of objects."""
     if not rows:
         return {}
     precisions = np.array([row["average_precision"] for row in rows])

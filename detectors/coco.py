@@ -34,11 +34,11 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
 
 
 def read_coco(file: Path) -> tuple[dict, str]:
-    """Return the parsed file, its categories sorted by id, and the sha256 of its bytes.
+    """Return the parsed file, with its categories sorted by id, and the sha256 of its bytes.
 
     Raises:
-        ValueError: An entry lacks a required field, has a wrong type or a duplicate id, or refers to an image or
-            category that is not in the file. The message names the file and the first such entry.
+        ValueError: The file is missing or not in this format; or an entry lacks a field, has a wrong type or a
+            duplicate id, or refers to an image or category that is not in the file. The message names the entry.
     """
     if not file.is_file():
         raise ValueError(f"annotation file {file} does not exist; give a file in COCO's detection format")
@@ -46,7 +46,7 @@ def read_coco(file: Path) -> tuple[dict, str]:
     data = parse_json(raw, str(file), fix=f"write or download it again in COCO's detection format: {_WANTED}")
     wrong = [kind for kind in _FIELDS if not isinstance(data.get(kind), list)]
     if wrong:
-        raise ValueError(f"{file} is not in COCO's detection format: {', '.join(wrong)} missing or no list; {_WANTED}")
+        raise ValueError(f"{file} is not in COCO's detection format: it has no list {', '.join(wrong)}; {_WANTED}")
     ids: dict[str, set[int]] = {"images": set(), "categories": set()}
     for kind, fields in _FIELDS.items():
         for index, entry in enumerate(data[kind]):

@@ -1,6 +1,6 @@
-"""Settings of detection, for `vlbert detect` and the flows: the detector, and how it runs.
+"""Settings of `vlbert detect` and of the flows: which detector to use, and how to run it.
 
-This module does not import torch: a flow reads its parameters before any network is needed.
+This module does not import torch, because flows read their parameters before they need a network.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from storage.settings import FORM, changed_fields, check, check_choices
 
 @dataclass(frozen=True)
 class NetworkOverrides:
-    """Fields of FasterRCNNConfig that replace those of the preset or the weight file; none: no change."""
+    """Values that replace fields of the preset's or the weight file's FasterRCNNConfig. None keeps a field."""
 
     __pydantic_config__ = FORM
 
     short_side: int | None = None
-    """Shorter side of the resized image, in pixels."""
+    """Length of the resized image's shorter side, in pixels."""
     long_side: int | None = None
-    """Largest longer side of the resized image, in pixels."""
+    """Maximum length of the resized image's longer side, in pixels."""
     post_nms: int | None = None
-    """Most proposals per image, after NMS."""
+    """Maximum number of proposals per image, after NMS."""
 
     def __post_init__(self):
         for name in ("short_side", "long_side", "post_nms"):
@@ -44,12 +44,12 @@ class ImportedFeatures:
     without folder and extension; `number`, the number at its end, such as 391895 of COCO_val2014_000000391895.jpg;
     `url`, the URL; `key`, the sample's key."""
     background: Literal["first", "last", "none"] = "first"
-    """Column of the background among the class probabilities: `first` in Caffe's files, `last` in detectron2's;
-    `none`: there is no such column, and the background gets 1 minus the sum of the others."""
+    """Column of the background among the class probabilities: `first` in Caffe's files, `last` in detectron2's. With
+    `none`, no column is the background, and its probability is 1 minus the sum of the columns."""
     num_classes: int | None = None
-    """Number of classes without the background, for files with the class of each region (objects_id) but without
-    probabilities: each region gets probability 1 for its class, as annotated boxes do. With none, no class_probs are
-    stored; pre-training needs them for its masked regions."""
+    """Number of classes without the background, for files that have the class of each region (objects_id) but no
+    probabilities: each region gets probability 1 for its class, as annotated boxes do. If this is not set, no
+    class_probs are stored, which pre-training needs for its masked regions."""
 
     def __post_init__(self):
         check_choices(self)
@@ -58,7 +58,7 @@ class ImportedFeatures:
 
 @dataclass(frozen=True)
 class DetectorChoice:
-    """The detector and its files."""
+    """Settings that choose the detector and its files."""
 
     backend: Literal["annotated", "imported", "faster_rcnn", "detectron2"] = "faster_rcnn"
     """Source of the regions: `annotated`, an annotation file; `imported`, feature files; `faster_rcnn`, our network;
@@ -66,13 +66,13 @@ class DetectorChoice:
     weights: str | None = None
     """Safetensors file with the weights of the network."""
     preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None
-    """Network of detectors.faster_rcnn.PRESETS; needed only if the weight file does not describe its network."""
+    """A network of detectors.faster_rcnn.PRESETS; needed only if the weight file does not describe its network."""
     random_init: bool = False
-    """Use random weights instead of a file, for trials; needs `preset`."""
+    """Use random weights instead of a weight file, for trials. Requires `preset`."""
     network: NetworkOverrides = NetworkOverrides()
     """Settings that replace those of the preset or the weight file."""
     annotations: str | None = None
-    """File in COCO's detection format, for backend `annotated`; crowds are skipped."""
+    """File in COCO's detection format, for backend `annotated`. Boxes around many objects (iscrowd) are skipped."""
     imported: ImportedFeatures = ImportedFeatures()
     """Files for backend `imported`."""
 
@@ -84,19 +84,19 @@ class DetectorSettings:
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     """Rule that selects regions from the proposals."""
     boxes: Literal["proposals", "regressed"] = "proposals"
-    """Stored box of a region: `proposals`, the RPN's own box, as in the authors' files; `regressed`, the box after the
-    box head's regression for the region's class, as in Faster R-CNN's detections. With `regressed` only the boxes
+    """Box that is stored for a region: `proposals`, the RPN's box, as in the authors' files; `regressed`, the box after
+    the box head's regression for the region's class, as in Faster R-CNN's detections. With `regressed`, only the boxes
     change: selection, order, probabilities and features are still those of the proposals, so boxes may overlap more
     than the selection allows. A regressed box without area inside the image is replaced by its proposal."""
     keep_features: bool = False
-    """Also store the features [N, D] of the regions in float16: 2 D bytes per region."""
+    """Also store the regions' features [N, D] in float16, 2 D bytes per region."""
     device: str = "cpu"
     """`cpu`, `cuda`, or one of several GPUs, such as `cuda:1`."""
     precision: Literal["fp32", "bf16-res5"] = "fp32"
     """`fp32`: float32 throughout; `bf16-res5`: res5 in bfloat16, for speed. Backbone and RPN stay in float32."""
     batch: int = 1
-    """Images in a backbone batch. Only images of the same resized size share a batch: padding would change features
-    near the border. 8 keep a GPU busy."""
+    """Number of images in a backbone batch. Only images of the same resized size share a batch, because padding would
+    change features near the border. A batch of 8 keeps a GPU busy."""
 
     def __post_init__(self):
         check_choices(self)
@@ -105,7 +105,7 @@ class DetectorSettings:
 
     @property
     def device_type(self) -> str:
-        """Device type without the index."""
+        """Type of the device without its index, `cpu` or `cuda`."""
         return self.device.partition(":")[0]
 
 
@@ -136,13 +136,13 @@ class DetectionConfig(DetectorSettings, DetectorChoice):
             )
         if self.random_init and not self.preset:
             raise ValueError(
-                "preset is not set: random_init needs a network to initialize; set preset to vg_resnet101, vg_resnet50 "
+                "preset is not set: random_init needs a network to initialise; set preset to vg_resnet101, vg_resnet50 "
                 "or demo"
             )
 
     @property
     def network_overrides(self) -> dict[str, object]:
-        """Fields of `network` that are set, by name."""
+        """The fields of `network` that are not None, by name."""
         return {name: value for name, value in dataclasses.asdict(self.network).items() if value is not None}
 
 
@@ -163,11 +163,11 @@ class AnnotationConfig:
     attribute_names: str | None = None
     """File of attribute names in the same format (attributes_vocab.txt)."""
     train_list: str | None = None
-    """File that lists the images to train on, one path per line; none: all images that are not held out."""
+    """File that lists the images to train on, one path per line. By default, all images that are not held out."""
     held_out_list: str | None = None
     """File that lists the validation images, one path per line."""
     held_out_last: int = 0
-    """Number of images with the highest ids to hold out, instead of held_out_list."""
+    """Number of images to hold out, those with the highest ids; an alternative to held_out_list."""
 
     def __post_init__(self):
         check_choices(self)

@@ -1,4 +1,4 @@
-"""A Faster R-CNN behind the Detector interface: images in, regions out.
+"""FasterRCNNDetector, a Faster R-CNN with the Detector interface: images in, regions out.
 
 select.py selects an image's regions from its proposals. A region's features and probabilities are those of its
 proposal; `DetectorSettings.boxes` decides which box is stored.
@@ -32,16 +32,16 @@ _RULES_VERSION = 3
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Boxes in a res5 batch: few enough for the caches of a CPU, enough to fill a GPU (1 GB in float32).
 ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
-# Metadata that the id ignores: these fields do not change the regions, or the hash of the weights covers them.
+# Metadata that the id ignores, because they do not change the regions or the hash of the weights covers them.
 _IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "code_version"}
-# The batch size changes only the last bits of float32 sums. So does the device if all is float32; its shards may then
-# come from CPUs and GPUs.
+# The batch size changes only the last bits of float32 sums. So does the device if everything is float32; a detector's
+# shards may then come from both CPUs and GPUs.
 _IGNORED_FIELDS |= {"batch"}
 
 
 @contextmanager
 def inference_settings(threads: int = 1) -> Iterator[None]:
-    """Context manager: set the number of torch's threads, and exact float32 on GPUs; both are restored at the end."""
+    """Context manager that sets the number of torch's threads and exact float32 on GPUs, and restores both on exit."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -53,11 +53,11 @@ def inference_settings(threads: int = 1) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """An image prepared for the network."""
+    """A sample with its image decoded and resized for the network."""
 
     sample: Sample
     pixels: np.ndarray
-    """[H, W, 3], resized."""
+    """BGR [H, W, 3], resized."""
     scales: tuple[float, float]
     """Input pixels per stored pixel: vertical, horizontal."""
 
@@ -83,7 +83,7 @@ class _Outputs:
 def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """Return id and metadata of a FasterRCNNDetector without building it; `weights` is the metadata of its weights."""
+    """Return the id and metadata of a FasterRCNNDetector without building it. `weights` is its weights' metadata."""
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),
@@ -99,21 +99,21 @@ def describe_detector(
     }
     ignored = _IGNORED_FIELDS | ({"device"} if settings.precision == "fp32" else set())
     hashed = {name: value for name, value in metadata.items() if name not in ignored}
-    # Names and values from the first version of the hash, so that ids do not change.
+    # Names and values of the first version of the hash, kept so that ids do not change.
     hashed |= {"untrained": hashed.pop("random_init"), "convolutions": "float32", "given": None}
     return detector_id(hashed), metadata
 
 
 def network_class(backend: str) -> type[AnyFasterRCNN]:
-    """Return the network class of a backend."""
+    """Return the network class of a backend, `faster_rcnn` or `detectron2`."""
     return Detectron2FasterRCNN if backend == "detectron2" else FasterRCNN
 
 
 class FasterRCNNDetector:
-    """A Faster R-CNN as a Detector; `weights` is the result of load_weights or {"random_init": True, "seed": ...}."""
+    """A Detector that runs a Faster R-CNN. `weights` is from load_weights, or {"random_init": True, "seed": ...}."""
 
     # torch's threads on a CPU. Their number changes the order of sums and so the last bits; with one, all machines give
-    # the same. To use more cores, start more processes, each with its own shards.
+    # the same regions. To use more cores, start more processes, each with its own shards.
     threads = 1
 
     def __init__(self, network: AnyFasterRCNN, weights: dict, settings: DetectorSettings, backend: str = "faster_rcnn"):
@@ -122,7 +122,7 @@ class FasterRCNNDetector:
         rois = ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
         self.settings = settings
-        # Threads that prepare the next images and select the regions of the last ones; a GPU would wait for just one.
+        # Threads that prepare the next images and select the regions of the last ones. A GPU would wait for one thread.
         self.workers = 1 if settings.device_type == "cpu" else min(8, os.cpu_count() or 1)
         self.id, self.metadata = describe_detector(network.config, weights, settings, backend)
 
@@ -174,7 +174,7 @@ class FasterRCNNDetector:
         return _Prepared(sample, pixels, scales)
 
     def _run_network(self, batch: list[_Prepared]) -> list[_Outputs | str]:
-        """Run the network on images of one size. Return the outputs for each, or `status: detail` if there are none."""
+        """Run the network on images of one size. Return each image's outputs or, if it has none, `status: detail`."""
         network, size = self.network, batch[0].pixels.shape[:2]
         c4 = network.backbone(to_input(np.stack([image.pixels for image in batch]), self.settings.device))
         logits, deltas = network.rpn(c4)
@@ -211,7 +211,7 @@ class FasterRCNNDetector:
     def _find_proposals(
         self, batch: list[_Prepared], logits: Tensor, deltas: Tensor
     ) -> tuple[list[Tensor], list[np.ndarray]]:
-        """Return each image's proposals [P, 4] that have an area, in input pixels (on the device) and stored pixels."""
+        """Return each image's proposals [P, 4] with an area: in input pixels on the device, and in stored pixels."""
         scales = [min(image.scales) for image in batch]
         boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales=scales)
         # Copied from the device once per batch.
@@ -224,7 +224,7 @@ class FasterRCNNDetector:
         return boxes, stored
 
     def _select(self, outputs: _Outputs) -> Regions | str:
-        """Select the regions of one image by the 10-100 rule, most probable first."""
+        """Return an image's regions by the 10-100 rule, most probable first, or a status if an output is not finite."""
         numbers = {
             "class probabilities": outputs.probs,
             "attribute probabilities": outputs.attribute_probs,
@@ -272,7 +272,7 @@ def _not_finite(outputs: str) -> str:
 def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: Sequence[int]) -> Tensor:
     """Convert boxes [K, 4] from input pixels to pixels of the stored image, clipped to it.
 
-    scales are input pixels per stored pixel (vertical, horizontal); stored is the stored image's height and width.
+    scales are the input pixels per stored pixel (vertical, horizontal); stored is the stored image's height and width.
     """
     down, across = scales
     factors = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)

@@ -1,10 +1,10 @@
 """The network of faster_rcnn.py built from detectron2's modules: a second backend of the same detector.
 
-`FasterRCNNDetector` accepts a `Detectron2FasterRCNN` in place of a `FasterRCNN`: methods and state dict names are the
-same, so the same weight files load. Added here are bottom-up attention's changes to detectron2's C4 network: Caffe's
-pooling in the stem, a res5 that keeps the size of its map, and the attribute head.
+`FasterRCNNDetector` accepts a `Detectron2FasterRCNN` in place of a `FasterRCNN`. Both have the same methods and state
+dict names, so they load the same weight files. This module adds bottom-up attention's changes to detectron2's C4
+network: Caffe's pooling in the stem, a res5 that keeps the size of its map, and the attribute head.
 detectron2 is imported only when the network is built; docs/detector.md explains how to install it.
-Shape letters as in faster_rcnn.py.
+Shape letters are those of faster_rcnn.py.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _TRAINING = {"batch_size_per_image": 1, "positive_fraction": 0.5}
 
 
 class Detectron2FasterRCNN(nn.Module):
-    """FasterRCNN's interface on detectron2; ValueError if detectron2 is missing or does not support a setting."""
+    """FasterRCNN built from detectron2's modules. Raises ValueError if they are missing or do not support a setting."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -38,7 +38,7 @@ class Detectron2FasterRCNN(nn.Module):
 
     @classmethod
     def random_init(cls, config: FasterRCNNConfig, seed: int) -> "Detectron2FasterRCNN":
-        """Build the network with the same random weights as FasterRCNN with this seed."""
+        """Build the network with the random weights that FasterRCNN.random_init gives for this seed."""
         with torch.random.fork_rng(devices=[]):
             network = cls(config).eval()
         network.load_state_dict(FasterRCNN.random_init(config, seed).state_dict())
@@ -54,7 +54,7 @@ class Detectron2FasterRCNN(nn.Module):
         return self.eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
+        """Return the objectness logits [N, A, h, w] and box deltas [N, 4A, h, w] of C4 maps [N, channels, h, w]."""
         (logits,), (deltas,) = self.proposal_generator.rpn_head([c4])
         return logits, deltas
 
@@ -63,9 +63,9 @@ class Detectron2FasterRCNN(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        Arguments are those of FasterRCNN, but scales are ignored: they are for a minimum side, which this backend does
-        not support. Boxes that are not finite or have no area inside the image are dropped after the pre_nms best are
-        chosen.
+        The arguments are those of FasterRCNN.proposals. `scales` is ignored: it is for minimum_side, which this backend
+        does not support. After the `pre_nms` best are chosen, boxes that are not finite or have no area inside the
+        image are dropped.
         """
         generator = self.proposal_generator
         scores = logits.permute(0, 2, 3, 1).flatten(1)
@@ -75,21 +75,21 @@ class Detectron2FasterRCNN(nn.Module):
         return [each.proposal_boxes.tensor for each in instances], [each.objectness_logits for each in instances]
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
-        """Return features [sum of K, D] of the boxes: one [K, 4] in input pixels per image of c4 [N, 16w, h, w]."""
+        """Return the features [sum of K, D] of all boxes. `boxes` has one [K, 4] in input pixels for each C4 map."""
         from detectron2.structures import Boxes
 
         pooled = self.roi_heads.pooler([c4], [Boxes(each) for each in boxes])
         return self.roi_heads.res5(pooled).mean(dim=(2, 3))
 
     def heads(self, features: Tensor) -> HeadOutputs:
-        """Predict classes, boxes and attributes from features [K, D]."""
+        """Predict the classes, box deltas and attributes of K boxes from their features [K, D]."""
         return self.roi_heads.box_predictor(features)
 
     def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Apply the deltas [K, C, 4] of classes labels [K] to proposals [K, 4]: input pixels, clipped, maybe empty."""
+        """Return proposals [K, 4] moved by the deltas [K, C, 4] of their classes, labels [K], clipped to the image."""
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
-        # Not clipped by detectron2's Boxes, which stop the whole run if one box is not finite.
+        # Not clipped with detectron2's Boxes, which stop the whole run if one box is not finite.
         return clip_boxes(moved, height, width)
 
 
@@ -116,7 +116,7 @@ def _require_detectron2() -> None:
 
 
 def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:
-    """Build the blocks of res<number>, 2 to 5."""
+    """Build the blocks of ResNet stage `number`, 2 to 5."""
     from detectron2.modeling.backbone.resnet import BottleneckBlock, ResNet
 
     blocks, bottleneck = config.blocks[number - 2], config.width * 2 ** (number - 2)
@@ -134,17 +134,17 @@ def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 
 
 
 def _make_backbone(config: ResNetConfig) -> Any:
-    """Build the part from stem to res4, which maps [N, 3, H, W] to the C4 map."""
+    """Build the ResNet from its stem to res4, which maps images [N, 3, H, W] to C4 maps [N, channels, h, w]."""
     from detectron2.modeling.backbone.resnet import BasicStem, ResNet
 
     class CaffeStem(BasicStem):
-        """A stem with Caffe's pooling; BasicStem pools with padding 1 and rounds sizes down."""
+        """A stem with Caffe's pooling, unpadded and with sizes rounded up. BasicStem pads by 1 and rounds down."""
 
         def forward(self, images: Tensor) -> Tensor:
             return F.max_pool2d(F.relu_(self.conv1(images)), kernel_size=3, stride=2, padding=0, ceil_mode=True)
 
     class C4(ResNet):
-        """A ResNet that returns its last map instead of a dict."""
+        """A ResNet that returns the map of res4 instead of a dict of maps."""
 
         def forward(self, images: Tensor) -> Tensor:
             return super().forward(images)["res4"]
@@ -160,11 +160,11 @@ def _make_proposal_generator(config: FasterRCNNConfig) -> Any:
     from detectron2.modeling.proposal_generator.rpn import RPN, StandardRPNHead
 
     class ProposalGenerator(RPN):
-        """An RPN with the attribute `cell_anchors`, into which weights/files.py copies the anchors of a file."""
+        """An RPN with the attribute `cell_anchors`, into which load_weights copies the anchors of a weight file."""
 
         @property
         def cell_anchors(self) -> Tensor:
-            """Anchors of a cell, float32 [A, 4]: the anchor generator's own buffer."""
+            """Anchors of one cell, float32 [A, 4] xyxy: the anchor generator's buffer itself, not a copy."""
             return next(iter(self.anchor_generator.cell_anchors))
 
     return ProposalGenerator(

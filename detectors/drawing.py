@@ -1,4 +1,4 @@
-"""Drawing of boxes with names on an image."""
+"""Functions that draw boxes and their names on an image."""
 
 import base64
 import io
@@ -34,7 +34,7 @@ def ink_on(colour: tuple[int, int, int]) -> tuple[int, int, int]:
 def draw_boxes(
     sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]], side: int = IMAGE_SIDE
 ) -> Image.Image:
-    """Draw boxes on the image of a sample; the arguments are those of draw_boxes_on."""
+    """Draw boxes on a sample's image; `boxes` and `side` are as in draw_boxes_on."""
     stored = Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS)
     return draw_boxes_on(stored.convert("RGB"), boxes, side)
 
@@ -44,8 +44,8 @@ def draw_boxes_on(
 ) -> Image.Image:
     """Draw boxes on an RGB image, later ones on top of earlier ones.
 
-    Each of `boxes` is (box [4] as xyxy in pixels of the image, RGB colour, name or ""). `side` is the longer side of
-    the result in pixels.
+    Each of `boxes` is (xyxy [4] in pixels of `image`, RGB colour, name); "" draws no name. `side` is the length of the
+    result's longer side, in pixels.
     """
     factor = side / max(image.size)
     width, height = (max(1, round(side * factor)) for side in image.size)
@@ -69,7 +69,7 @@ def draw_boxes_on(
 
 
 def data_uri(image: Image.Image) -> str:
-    """Return the image as a JPEG data URI, for the src of an HTML img."""
+    """Return the image as a JPEG data URI, for the `src` attribute of an HTML `img`."""
     file = io.BytesIO()
     image.save(file, "JPEG", quality=90, subsampling=0)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Datasets of images to train and validate on. Training images are shuffled by (seed, epoch) and mirrored at random."""
+"""Datasets to train and validate the detector. Training images are shuffled by (seed, epoch) and mirrored at random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _ORDER, _AUGMENTATION = 0, 1  # independent streams of randomness
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The examples of one rank in a step, and the unreadable images, which the next readable ones replace."""
+    """One rank's examples of a training step. The next readable images replace those listed in `unreadable`."""
 
     examples: list[Example]
     unreadable: list[Unreadable]
@@ -33,7 +33,7 @@ class Batch:
 
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
-    """Read BGR pixels, uint8 [height, width, 3]. Raises one of BAD_IMAGE if the file is damaged or has another size."""
+    """Read an image as BGR, uint8 [height, width, 3]. Raises one of BAD_IMAGE if it is damaged or its size is wrong."""
     with Image.open(image.file, formats=FILE_FORMATS) as opened:
         pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
     if pixels.shape[:2] != (image.height, image.width):
@@ -42,7 +42,7 @@ def read_bgr(image: LabelledImage) -> np.ndarray:
 
 
 def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
-    """Read and `resize` an image to BGR [H, W, 3]. Raises one of BAD_IMAGE if it is damaged or too narrow."""
+    """Read an image and `resize` it for the network, BGR [H, W, 3]. Raises one of BAD_IMAGE if it is unusable."""
     size = resized_size(image.height, image.width, config)
     if min(size) < NARROWEST_INPUT:
         raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")
@@ -50,7 +50,7 @@ def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
 
 
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
-    """Make an Example of an image and its objects; mirrored flips both left to right."""
+    """Make the Example of an image and its objects. If `mirrored`, both are flipped left to right."""
     pixels = read_resized(image, config)
     height, width = pixels.shape[:2]
     scale = np.array([width / image.width, height / image.height] * 2, np.float32)
@@ -66,7 +66,7 @@ def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool,
 
 
 class TrainingImages(Dataset):
-    """A dataset of training steps: item `index` is this rank's Batch of that step."""
+    """A dataset with one item per training step: this rank's Batch of that step."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, config: DataConfig, world: World):
         self.images, self.network, self.config = images, network, config
@@ -82,7 +82,7 @@ class TrainingImages(Dataset):
         return batch
 
     def _read_example(self, step: int, epoch: int, number: int, unreadable: list[Unreadable]) -> Example:
-        """Read image `number` or, if it is unreadable, the next readable one."""
+        """Read image `number` or, if it is unreadable, the next readable one. Record each failure in `unreadable`."""
         for index in range(number, number + len(self.images)):
             image = self.images[index % len(self.images)]
             rng = np.random.default_rng([self.config.seed, _AUGMENTATION, epoch, number])
@@ -95,7 +95,7 @@ class TrainingImages(Dataset):
 
 
 class HeldOutImages(Dataset):
-    """A dataset of this rank's held-out images: the index among all held-out images, and the pixels or the error."""
+    """A dataset of this rank's held-out images. An item is (index in `images`, resized BGR pixels or an error)."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, world: World):
         self.images, self.network = images, network

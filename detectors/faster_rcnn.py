@@ -1,9 +1,10 @@
-"""ResNet-C4 Faster R-CNN with object classes and attributes: the network of bottom-up attention, on torchvision's ops.
+"""The network of bottom-up attention: a ResNet-C4 Faster R-CNN with object classes and attributes.
 
-Backbone -> RPN -> proposals -> RoI features -> heads; each part can be called separately. preprocess.py makes the
-input, detect.py wraps the network in the Detector interface, and train.py trains it.
-Shape letters: N images, H W input pixels, h w cells of the C4 map (stride 16), A anchors a cell, P proposals, K boxes,
-D channels of res5, C classes without the background. The last column is the background; of attributes, "no attribute".
+Backbone, RPN, proposals, RoI features and heads can be called separately. preprocess.py makes the input, detect.py
+wraps the network in the Detector interface, and train.py trains it.
+Shape letters: N images, H W input pixels, h w cells of the C4 map (stride 16), A anchors per cell, P proposals,
+K boxes, D channels of res5, C classes without the background. The last class is the background, and the last attribute
+"no attribute".
 """
 
 import copy
@@ -29,7 +30,7 @@ _LARGEST_LOG_SCALE = math.log(1000 / 16)
 
 @dataclass(frozen=True)
 class FasterRCNNConfig:
-    """Architecture and proposal settings of the network; the defaults are the Visual Genome network."""
+    """Architecture and proposal settings of the network. The defaults are those of the Visual Genome network."""
 
     resnet: ResNetConfig = RESNET101
     """Backbone (stem to res4) and res5."""
@@ -44,32 +45,32 @@ class FasterRCNNConfig:
     rpn_channels: int = 512
     """Output channels of the RPN's 3x3 convolution."""
     short_side: int = 600
-    """Pixels to which the shorter side of an image is resized; fewer if the longer side would exceed long_side."""
+    """Length to which an image's shorter side is resized, in pixels; less if the longer side would exceed long_side."""
     long_side: int = 1000
-    """Largest longer side of a resized image, in pixels."""
+    """Maximum length of a resized image's longer side, in pixels."""
     resize: Literal["pil", "caffe"] = "pil"
     """Interpolation: `pil`, antialiased bilinear, rounded to 8 bits; `caffe`, bilinear between the four nearest pixels,
     as in cv2, not rounded."""
     pre_nms: int = 6000
-    """Boxes with the highest objectness that enter the RPN's NMS."""
+    """Number of boxes, those with the highest objectness, that enter the RPN's NMS."""
     rpn_nms_threshold: float = 0.7
     """IoU above which the RPN's NMS suppresses a box."""
     post_nms: int = 300
-    """Most proposals per image, after NMS."""
+    """Maximum number of proposals per image, after NMS."""
     minimum_side: float = 0.0
-    """Smallest side of a proposal in pixels of the stored image: sides must be longer, or with `plus_one` as long."""
+    """Length in pixels of the stored image that a proposal's sides must exceed or, with `plus_one`, at least equal."""
     box_arithmetic: Literal["continuous", "plus_one"] = "continuous"
-    """`continuous`: boxes are x2 - x1 wide and clipped to width, and those that are too small are dropped after the
+    """`continuous`: boxes are x2 - x1 wide and clipped to width, and boxes that are too small are dropped after the
     `pre_nms` best are chosen, as in detectron2. `plus_one`: boxes are x2 - x1 + 1 wide and clipped to width - 1, and
-    those that are too small are dropped before, as in Caffe."""
+    boxes that are too small are dropped before the choice, as in Caffe."""
     roi_op: Literal["pool", "align1"] = "pool"
-    """`pool`: RoIPool, quantised; `align1`: RoIAlign with one sample per bin, without the half-pixel shift."""
+    """`pool`: RoIPool, with bins of whole cells; `align1`: RoIAlign, one sample per bin and no half-pixel shift."""
     pool_size: int = 14
     """Cells per side of a pooled box."""
     box_weights: tuple[float, float, float, float] = (10, 10, 5, 5)
     """Divisors of the box head's dx, dy, dw, dh."""
     attribute_embedding: int = 256
-    """Width of the class embedding that the attribute head takes."""
+    """Width of the class embedding that is an input of the attribute head."""
     attribute_hidden: int = 512
     """Hidden width of the attribute head."""
 
@@ -114,7 +115,7 @@ PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEM
 
 
 def cell_anchors(config: FasterRCNNConfig) -> Tensor:
-    """Return one cell's anchors, float32 [A, 4] xyxy around its corner (0, 0): for each size, all ratios."""
+    """Return one cell's anchors, float32 [A, 4] xyxy, centred on its corner (0, 0). Ratios vary faster than sizes."""
     sides = [
         (math.sqrt(s * s / r), math.sqrt(s * s / r) * r) for s in config.anchor_sizes for r in config.anchor_ratios
     ]
@@ -122,7 +123,7 @@ def cell_anchors(config: FasterRCNNConfig) -> Tensor:
 
 
 def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
-    """Repeat a cell's anchors [A, 4] at every cell: float32 [h * w * A, 4] in input pixels, row by row."""
+    """Repeat one cell's anchors [A, 4] at each of height x width cells: [h * w * A, 4] in input pixels, row by row."""
     ys = torch.arange(height, device=cell.device, dtype=cell.dtype) * STRIDE
     xs = torch.arange(width, device=cell.device, dtype=cell.dtype) * STRIDE
     y, x = torch.meshgrid(ys, xs, indexing="ij")
@@ -133,7 +134,7 @@ def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
 def apply_deltas(
     deltas: Tensor, boxes: Tensor, weights: Sequence[float] = (1, 1, 1, 1), plus_one: bool = False
 ) -> Tensor:
-    """Move and scale boxes [K, 4] by dx, dy, dw, dh [K, ..., 4] / weights; with plus_one, widths are x2 - x1 + 1."""
+    """Move and scale boxes [K, 4] by deltas [K, ..., 4] / weights. With plus_one, a box is x2 - x1 + 1 wide."""
     x1, y1, x2, y2 = boxes.reshape(len(boxes), *[1] * (deltas.dim() - 2), 4).unbind(-1)
     width, height = x2 - x1 + plus_one, y2 - y1 + plus_one
     dx, dy, dw, dh = (d / w for d, w in zip(deltas.unbind(-1), weights, strict=True))
@@ -147,23 +148,20 @@ def apply_deltas(
 def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
     """Clip boxes [..., 4] to the image: 0 <= x <= width, 0 <= y <= height."""
     x1, y1, x2, y2 = boxes.unbind(-1)
-    return torch.stack(
-        [x1.clamp(0, width), y1.clamp(0, height), x2.clamp(0, width), y2.clamp(0, height)],
-        dim=-1,
-    )
+    return torch.stack([x1.clamp(0, width), y1.clamp(0, height), x2.clamp(0, width), y2.clamp(0, height)], dim=-1)
 
 
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Return each image's `count` best scores [N, K], sorted stably, and the same rows of others [N, K, 4]."""
+    """Return each image's `count` highest scores [N, K], sorted stably, and the same rows of others [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :count, None].expand(-1, -1, 4)
     return scores[:, :count], *(other.gather(1, order) for other in others)
 
 
 def _nms(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
-    """Return the indices [P] of the boxes [K, 4] that survive NMS, best first; the boxes must be sorted by score."""
+    """Return the indices [P] of the boxes [K, 4] that survive NMS, best first. The boxes must be sorted by score."""
     limit, threshold = config.post_nms, config.rpn_nms_threshold
-    # Only better boxes suppress a box. NMS of the best boxes alone is therefore exact, and usually leaves enough.
+    # Only better boxes suppress a box. NMS of only the best boxes is therefore exact, and usually leaves enough.
     best = 4 * limit
     kept = torchvision.ops.nms(boxes[:best], scores[:best], threshold)
     if len(kept) < limit and best < len(boxes):
@@ -175,7 +173,7 @@ def _nms(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
 
 
 class RPNHead(nn.Module):
-    """The RPN's layers: C4 map -> logits [N, A, h, w] and deltas [N, 4A, h, w] (channels 4a to 4a+3 of anchor a)."""
+    """The RPN's layers: logits [N, A, h, w] and deltas [N, 4A, h, w] from C4 maps. Anchor a has channels 4a to 4a+3."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -194,7 +192,7 @@ class RPNHead(nn.Module):
 
 
 class ProposalGenerator(nn.Module):
-    """The RPN's layers and anchors."""
+    """The RPN's layers and one cell's anchors, float32 [A, 4]."""
 
     cell_anchors: Tensor
 
@@ -207,18 +205,18 @@ class ProposalGenerator(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class HeadOutputs:
-    """The heads' outputs for K boxes."""
+    """Outputs of the class, box and attribute heads for K boxes."""
 
     class_logits: Tensor
     """[K, C + 1]."""
     box_deltas: Tensor
     """[K, C, 4], before division by box_weights."""
     attribute_logits: Tensor | None
-    """[K, number of attributes + 1], or None without an attribute head."""
+    """[K, number of attributes + 1], or None if there is no attribute head."""
 
 
 class AttributeHead(nn.Module):
-    """Base class that adds bottom-up attention's attribute head, which predicts attributes from features and class."""
+    """A base class with bottom-up attention's attribute head, which predicts attributes from features and class."""
 
     def add_attributes(self, config: FasterRCNNConfig) -> None:
         if not config.num_attributes:
@@ -230,11 +228,11 @@ class AttributeHead(nn.Module):
         self.attr_score = nn.Linear(config.attribute_hidden, config.num_attributes + 1)
 
     def drop_attributes(self) -> None:
-        """Remove the attribute head; attributes are then absent, not zero."""
+        """Remove the attribute head, so that attribute_logits returns None."""
         self.cls_embedding = self.fc_attr = self.attr_score = None
 
     def attribute_logits(self, features: Tensor, labels: Tensor) -> Tensor | None:
-        """Return logits [K, number of attributes + 1] from features [K, D] and classes [K]; None without the head."""
+        """Return logits [K, number of attributes + 1] for features [K, D] and classes [K], or None without a head."""
         if self.cls_embedding is None or self.fc_attr is None or self.attr_score is None:
             return None
         embedded = self.cls_embedding(labels)
@@ -242,7 +240,7 @@ class AttributeHead(nn.Module):
 
 
 class BoxPredictor(AttributeHead):
-    """The heads: features [K, D] -> classes, class-specific boxes, and attributes given the most probable class."""
+    """The heads, which predict classes, a box for each class, and attributes given the most probable class."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -262,7 +260,7 @@ class BoxPredictor(AttributeHead):
 
 
 class RoIHeads(nn.Module):
-    """The network after RoI pooling: res5 and the predictor."""
+    """The layers after RoI pooling: res5, and the heads in `box_predictor`."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -271,7 +269,7 @@ class RoIHeads(nn.Module):
 
 
 class FasterRCNN(nn.Module):
-    """The Faster R-CNN; its state dict has detectron2's names, so that published files load by name."""
+    """The Faster R-CNN. Its state dict has detectron2's names, so that published files load by name."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -283,13 +281,13 @@ class FasterRCNN(nn.Module):
 
     @classmethod
     def random_init(cls, config: FasterRCNNConfig, seed: int) -> "FasterRCNN":
-        """Build the network with random weights, which depend only on the seed; its detections are meaningless."""
+        """Build the network with random weights that depend only on the seed. Its detections are meaningless."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(config).eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
+        """Return the objectness logits [N, A, h, w] and box deltas [N, 4A, h, w] of C4 maps [N, channels, h, w]."""
         return self.proposal_generator.rpn_head(c4)
 
     def proposals(
@@ -303,15 +301,15 @@ class FasterRCNN(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        Boxes that are not finite or have no area inside the image are dropped. On a GPU the host waits once for all
-        images, and once per image in torchvision's nms.
+        Boxes that are not finite or have no area inside the image are dropped. With a GPU, the CPU waits for it once
+        for all images, and once per image in torchvision's nms.
 
         Args:
             logits: Objectness logits [N, A, h, w].
             deltas: Box deltas [N, 4A, h, w].
             height, width: Size of the network's input.
-            scales: Input pixels per stored pixel, for each image; default 1.
-            config: Settings that replace the network's own.
+            scales: Input pixels per stored pixel, for each image. The default is 1.
+            config: Proposal settings to use instead of the network's.
         """
         config = config or self.config
         caffe = config.box_arithmetic == "plus_one"
@@ -330,7 +328,7 @@ class FasterRCNN(nn.Module):
         least = torch.tensor([[[config.minimum_side * scale]] for scale in scales or [1.0] * len(logits)])
         least = least.to(boxes.device, non_blocking=True)
         usable = finite & (sides >= least if caffe else sides > least).all(dim=2)
-        # Dropped boxes are sorted behind the others, so no shape depends on them and the host reads all counts at once.
+        # Dropped boxes are sorted behind the others, so no shape depends on them and the CPU reads all counts at once.
         scores, boxes = _take_best(config.pre_nms, torch.where(usable, scores, -torch.inf), boxes)
         ends = torch.cat([boxes[..., :2], boxes[..., 2:] + caffe], dim=2)
         counts = usable.cpu().sum(dim=1).tolist()
@@ -342,7 +340,7 @@ class FasterRCNN(nn.Module):
         return boxes, scores
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
-        """Pool rois [K, 5] (image, xyxy in input pixels) of C4 maps [N, 16w, h, w] to [K, 16w, size, size]."""
+        """Pool C4 maps at rois [K, 5] (map index, xyxy in input pixels) to [K, channels, pool_size, pool_size]."""
         size = self.config.pool_size
         if self.config.roi_op == "pool":
             with torch.autocast(c4.device.type, enabled=False):  # half precision would move the bins
@@ -351,16 +349,16 @@ class FasterRCNN(nn.Module):
         return roi_align([c4], rois, size, 1 / STRIDE)
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
-        """Return features [sum of K, D] of the boxes: one [K, 4] in input pixels per image of c4 [N, 16w, h, w].
+        """Return the features [sum of K, D] of all boxes: each is the mean of res5's output map.
 
-        A box's features are the mean of res5's output map.
+        `boxes` has the boxes [K, 4] in input pixels for each C4 map.
         """
         res5 = self.roi_heads.res5
         features = [res5(pooled).mean(dim=(2, 3), dtype=torch.float32) for pooled in self._pool_chunks(c4, boxes)]
         return torch.cat(features) if features else c4.new_zeros(0, self.config.resnet.res5_channels)
 
     def _pool_chunks(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield chunks [k, 16w, pool_size, pool_size] of pooled boxes, in the dtype of res5."""
+        """Yield the pooled boxes in chunks [k, channels, pool_size, pool_size], in the dtype of res5."""
         dtype = next(self.roi_heads.res5.parameters()).dtype
         chunk_size = self.rois_at_a_time
         if chunk_size and c4.device.type == "cpu" and self.config.roi_op == "pool":
@@ -374,21 +372,24 @@ class FasterRCNN(nn.Module):
                 yield self.pool(c4, chunk).to(dtype, memory_format=torch.channels_last)
 
     def heads(self, features: Tensor) -> HeadOutputs:
-        """Predict classes, boxes and attributes from features [K, D]."""
+        """Predict the classes, box deltas and attributes of K boxes from their features [K, D]."""
         return self.roi_heads.box_predictor(features)
 
     def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Apply the deltas [K, C, 4] of classes labels [K] to proposals [K, 4]: input pixels, clipped, maybe empty."""
+        """Return proposals [K, 4] moved by the deltas [K, C, 4] of their classes, labels [K], and clipped to the image.
+
+        Boxes are xyxy in input pixels. A clipped box may have no area.
+        """
         extra = self.config.box_arithmetic == "plus_one"
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = apply_deltas(own, proposals, self.config.box_weights, plus_one=extra)
         return clip_boxes(moved, height - extra, width - extra)
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
-        """Return a faster copy, equal up to rounding: norms are folded into the convolutions, memory is channels last.
+        """Return a faster copy, equal up to rounding: norms are folded into convolutions, and memory is channels last.
 
         With precision `bf16-res5`, res5 (nine tenths of the computation) is in bfloat16. Backbone and RPN stay in
-        float32, because bfloat16 would change the proposals. rois_at_a_time limits the memory of res5.
+        float32, because bfloat16 would change the proposals. rois_at_a_time is res5's batch size, which limits memory.
         """
         network = copy.deepcopy(self).eval().requires_grad_(False)
         fold_norms(network)

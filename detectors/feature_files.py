@@ -1,8 +1,8 @@
 """Reader of other projects' feature files, which have a row of boxes and features per image.
 
-The formats are TSV, JSON, .npz, LMDB and HDF5. A row maps our field names (`FIELDS`) to values as the format has them:
-text, base64 of little-endian numbers, plain numbers or arrays; detectors/imported.py makes Regions of them. The files
-are untrusted: pickled values go through storage/pickles.py, and nothing outside a file is read.
+The formats are TSV, JSON, .npz, LMDB and HDF5. A row maps our field names (`FIELDS`) to the format's values: text,
+base64 of little-endian numbers, plain numbers or arrays. detectors/imported.py makes Regions of them. The files are
+untrusted: storage/pickles.py reads pickled values, and links to other files are not followed.
 """
 
 import contextlib
@@ -49,18 +49,18 @@ _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not i
 
 @dataclass(frozen=True, eq=False)
 class FeatureFile:
-    """A file or folder of rows. Opening it reads all of it once, to hash it and to locate the rows."""
+    """A feature file or folder with a row per image. Opening it reads everything once, to hash it and find the rows."""
 
     path: Path
     names: Sequence[str]
     """Name of each row's image in the file."""
     sha256: str
-    """Hash of the content."""
+    """Hash of the file's or folder's content."""
     fields: Callable[[int], Iterable[tuple[Any, Any]]]
-    """Function that returns the names and values of a row as they are in the file."""
+    """Function that returns the fields of a row, with names and values as in the file."""
 
     def read(self, row: int) -> dict[str, Any]:
-        """Return the fields of a row by our names. Raises ValueError, without the file's name, if it is unusable."""
+        """Return a row's fields by our names. Raises ValueError if it is unusable; the message has no file name."""
         fields: dict[str, Any] = {}
         try:
             for name, value in self.fields(row):
@@ -79,17 +79,17 @@ class FeatureFile:
         return fields
 
     def location(self, row: int) -> str:
-        """Return the name of a row for messages. It has no folder, because messages are stored."""
+        """Return `FILE: IMAGE` as a row's name in messages, without the folder, because messages are stored."""
         return printable(f"{self.path.name}: {self.names[row]}")
 
 
 def stem_of(name: str) -> str:
-    """Return the last component of a path without the extension of an image, JSON or .npz file."""
+    """Return the last component of a path without its extension, if that is of an image, JSON or .npz file."""
     return _EXTENSION.sub("", name.rsplit("/", 1)[-1])
 
 
 def open_feature_file(path: Path) -> FeatureFile:
-    """Open a file with the reader of its format. Raises ValueError if it is missing or in none of the formats."""
+    """Open a feature file or folder. Raises ValueError if it is missing or its format is unknown."""
     if not path.exists():
         raise ValueError(f"feature file {path} does not exist")
     if path.is_dir():
@@ -108,7 +108,7 @@ def open_feature_file(path: Path) -> FeatureFile:
 def _open_tsv(path: Path) -> FeatureFile:
     """Open a TSV of bottom-up attention or LXMERT: one line per image, numbers as text, arrays as base64.
 
-    The first line may name the columns; otherwise their number selects an entry of _COLUMNS.
+    The first line may name the columns. Otherwise, the number of columns selects their names in _COLUMNS.
     """
     stream = open(path, "rb")  # noqa: SIM115  stays open for reads by offset
     first = stream.readline(_LONGEST_ROW).decode("utf-8", "replace").rstrip("\r\n").split("\t")
@@ -192,7 +192,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
     @contextlib.contextmanager
     def open_transaction() -> Iterator[lmdb.Transaction]:
-        """Context manager: open the database, in under a millisecond; a process may have it open once at a time."""
+        """Context manager that opens the database, in under 1 ms. A process may have it open only once at a time."""
         options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
         try:
             with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:
@@ -229,7 +229,7 @@ def _open_h5(path: Path) -> FeatureFile:
         raise ValueError(f"{path} is damaged or not an HDF5 file ({error}); download it again") from error
 
     def is_inside(group: Any, name: str, kind: type) -> bool:
-        """Return True if the name is an object of this kind in the file itself, not in a linked one."""
+        """Return True if `name` in `group` is an object of type `kind` in this file, not in a linked file."""
         return isinstance(group.get(name, getlink=True), h5py.HardLink) and group.get(name, getclass=True) is kind
 
     names = [name for name in file if is_inside(file, name, h5py.Group)]
@@ -256,7 +256,7 @@ def _open_h5(path: Path) -> FeatureFile:
 
 
 def _decode_cell(raw: bytes) -> str:
-    """Decode a cell. Python 2 programs that were run with Python 3 leave b'...' around it, which is removed."""
+    """Decode a TSV cell, and remove the b'...' that programs for Python 2 put around it when run with Python 3."""
     text = raw.decode("utf-8", "replace")
     return text[2:-1] if text[:2] in ("b'", 'b"') and text[-1:] == text[1] else text
 

@@ -1,4 +1,4 @@
-"""Reader of the images that a detector trains and validates on, with their objects.
+"""Reader of the annotated images on which a detector is trained and validated.
 
 Annotations are in COCO's detection format (detectors/coco.py) or Visual Genome's (detectors/visual_genome.py). Images
 and boxes that cannot be used are skipped and counted.
@@ -24,7 +24,7 @@ from storage.collect.normalise import FILE_FORMATS
 
 @dataclass(frozen=True, eq=False)
 class LabelledImage:
-    """An image and its objects; sizes and boxes are in pixels of the file."""
+    """An image file and its annotated objects. Sizes and boxes are in pixels of the file."""
 
     id: str
     file: Path
@@ -47,11 +47,11 @@ class GroundTruth:
     classes: tuple[str, ...]
     attribute_names: tuple[str, ...]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Number of skipped boxes, names or images by reason."""
+    """Number of skipped boxes, names or images, by reason."""
 
     @property
     def hash(self) -> str:
-        """16 hex digits that are equal for equal images, objects and names, in any folder."""
+        """16 hex digits of a hash of image ids and sizes, objects and names. Folders and pixels do not change it."""
         digest = hashlib.sha256(json.dumps([self.classes, self.attribute_names]).encode())
         for split in (self.train, self.held_out):
             digest.update(f"{len(split)} images".encode())
@@ -63,7 +63,7 @@ class GroundTruth:
 
 
 def read_ground_truth(config: DataConfig) -> GroundTruth:
-    """Read the images that the configuration names. Raises ValueError if a file or entry is unusable."""
+    """Read the images that `config` selects. Raises ValueError if a file is invalid or too few images are usable."""
     counts: Counter[str] = Counter()
     attribute_names = Names.read(Path(config.attribute_names)) if config.attribute_names else Names((), {})
     classes = Names.read(Path(config.classes)) if config.classes else None
@@ -105,7 +105,7 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
 def _read_coco(
     file: Path, classes: Names | None, attributes: Names, counts: Counter[str]
 ) -> tuple[list[AnnotatedImage], Names]:
-    """Read the images, sorted by id, and the classes: the given ones or, if None, the categories sorted by id."""
+    """Return the images, sorted by id, and the classes: the given ones or, if None, the categories sorted by id."""
     data, _ = read_coco(file)
     names = {category["id"]: category["name"] for category in data["categories"]}
     classes = classes or Names.from_lines([[name] for name in names.values()], f"{file}, categories by id")
@@ -126,7 +126,7 @@ def _read_coco(
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
-    """Map each file name to its path in the first folder that has it."""
+    """Map the file name of each image to its path in the first folder that has it, and leave out absent images."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"data.images: {folder} is not a folder")
@@ -136,7 +136,7 @@ def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> 
 
 
 def _label_image(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> LabelledImage | None:
-    """Return the image with its usable objects, or None if the file is unreadable."""
+    """Return the image with its usable objects, or None if the file is unreadable. Add the others to `counts`."""
     height, width = entry.height, entry.width
     if not height or not width:
         try:
@@ -165,7 +165,7 @@ def _label_image(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> Lab
 
 
 def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Counter[str]) -> tuple[set[str], set[str]]:
-    """Return the ids of the images to train on, and of the held-out images."""
+    """Return the ids of the training images and the ids of the held-out images."""
     ids = [entry.id for entry in annotated]
     held_out = set(ids[max(0, len(ids) - config.held_out_last) :])
     if config.held_out_list:
@@ -182,7 +182,7 @@ def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Coun
 
 
 def _read_list(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
-    """Read a list of images and return their ids; only the file name of the path at the start of each line counts."""
+    """Return the ids of the images in a list. Each line begins with a path, of which only the file name is compared."""
     ids: dict[str, list[str]] = {}
     for entry in annotated:
         ids.setdefault(Path(entry.file_name).name, []).append(entry.id)

@@ -1,8 +1,8 @@
-"""Regions from other projects' feature files (detectors/feature_files.py).
+"""A detector that takes regions from other projects' feature files (detectors/feature_files.py).
 
-Each image is looked up by `ImportedFeatures.match`. Boxes are scaled from the image size in the row to the size of the
-stored image. If a row has no class probabilities, its objects_id gives the labels; if it has neither, all regions get
-class 1 and score 1.
+`ImportedFeatures.match` sets how the row of an image is found. Boxes are scaled from the image size in the row to the
+size of the stored image. If a row has no class probabilities, its objects_id gives the labels. If it has neither, all
+regions get class 1 and score 1.
 """
 
 import base64
@@ -31,10 +31,10 @@ Fields = dict[str, Any]
 
 
 class ImportedDetector:
-    """A detector that looks the regions of an image up in feature files.
+    """A detector that looks up the regions of an image in feature files.
 
-    Raises ValueError if a file is missing, has an unknown format or an unusable first row. If any other row is missing
-    or unusable, its image gets a status.
+    Raises ValueError if a file is missing, has an unknown format or an unusable first row. An image without a usable
+    row gets a status instead of regions.
     """
 
     def __init__(self, settings: ImportedFeatures, keep_features: bool):
@@ -69,14 +69,14 @@ class ImportedDetector:
         return [self._detect_one(sample) for sample in samples]
 
     def _match_value(self, name: str) -> str | int | None:
-        """Return the part of a row's image id or of a sample's name that `match` compares."""
+        """Return the part of `name` (a row's image id or a sample's file name, URL or key) that `match` compares."""
         if self._settings.match == "number":
             digits = re.search(r"(?<![0-9])[0-9]{1,100}$", stem_of(name))
             return int(digits[0]) if digits else None
         return stem_of(name) if self._settings.match == "file_name" else name
 
     def _check_first(self, file: FeatureFile) -> None:
-        """Raise ValueError if the first row with boxes is unusable or no row has boxes."""
+        """Raise ValueError if no row has boxes, or if a row up to the first one with boxes is unusable."""
         for number in range(len(file.names)):
             try:
                 _, regions = self._read(file, number)
@@ -142,7 +142,7 @@ class ImportedDetector:
 
 
 def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, location: str) -> Regions | str:
-    """Scale regions from (width, height) `size` to the sample's and sort them by score, or return a status."""
+    """Return regions scaled from `size` (width, height) to the sample and sorted by score, or `status: detail`."""
     width, height = size
     if not _same_shape(size, (sample.width, sample.height)):
         return (
@@ -161,7 +161,7 @@ def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, lo
 
 
 def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
-    """Return True if an image of this size can be resized to the stored size, given that its sides are rounded."""
+    """Return True if one factor scales `size` to `stored`, to within a pixel per side because sides are rounded."""
     least = max((side - 1) / before for side, before in zip(stored, size, strict=True))
     most = min((side + 1) / before for side, before in zip(stored, size, strict=True))
     return least <= most
@@ -171,7 +171,7 @@ def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
 
 
 def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
-    """Raise ValueError if a box has its corners swapped or extends outside the image by more than a pixel."""
+    """Raise ValueError if boxes are not in pixels, have swapped corners, or exceed the image by more than a pixel."""
     if not len(boxes):
         return
     if max(width, height) > 2 and np.isfinite(boxes).all() and boxes.max() <= 1:
@@ -187,7 +187,7 @@ def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
 def _read_classes(
     fields: Fields, count: int, settings: ImportedFeatures
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """Return the class probabilities, labels and scores of `count` boxes."""
+    """Return the class probabilities (None if unknown), labels and scores of a row's `count` boxes."""
     objects, shift = None, int(settings.background != "last")
     if "objects_id" in fields:
         objects = _reshape_per_box("objects_id", _read_array(fields, "objects_id", np.int64), count, 1)[:, 0]
@@ -229,7 +229,7 @@ def _read_classes(
 
 
 def _read_integer(fields: Fields, name: str, least: int = 1) -> int:
-    """Return a field as an integer; files may have it as text or as an array of one number."""
+    """Return a field as an integer. Files may have it as text or as an array of one number."""
     value = fields.get(name, "")
     scalar = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     try:
@@ -242,7 +242,7 @@ def _read_integer(fields: Fields, name: str, least: int = 1) -> int:
 
 
 def _read_array(fields: Fields, name: str, kind: type) -> np.ndarray:
-    """Return a field as an array; files may have it as an array or as base64 of little-endian numbers."""
+    """Return a field as an array. Files may have it as an array or as base64 of little-endian numbers."""
     value = fields.get(name)
     dtype = np.dtype(kind).newbyteorder("<")
     if isinstance(value, np.ndarray):
@@ -258,7 +258,7 @@ def _read_array(fields: Fields, name: str, kind: type) -> np.ndarray:
 
 
 def _reshape_per_box(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
-    """Reshape an array to [count, columns]. Raises ValueError if its size does not fit the number of boxes."""
+    """Reshape an array to [count, columns]; None infers the columns. Raises ValueError if the size does not fit."""
     width = columns or (array.size // count if count else 0)
     if array.size != count * width or (count and not width) or (array.ndim > 1 and len(array) != count):
         raise ValueError(f"has {name} of shape {array.shape}, which does not fit {count} boxes")
@@ -266,7 +266,7 @@ def _reshape_per_box(name: str, array: np.ndarray, count: int, columns: int | No
 
 
 def _read_fractions(fields: Fields, name: str, count: int, columns: int | None = None) -> np.ndarray:
-    """Return a field as float32 [count, columns] in 0 to 1; values slightly above 1, from rounding, become 1."""
+    """Return a field as float32 [count, columns] from 0 to 1. Values that rounding left slightly above 1 become 1."""
     array = _reshape_per_box(name, _read_array(fields, name, np.float32), count, columns)
     if not ((array >= 0) & (array <= 1.001)).all():
         raise ValueError(f"has {name} that are not all from 0 to 1")

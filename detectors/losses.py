@@ -1,4 +1,4 @@
-"""Training losses: matching of anchors and regions to objects, their sampling, and the five losses.
+"""The detector's five training losses, with the matching of anchors and regions to objects and their sampling.
 
 Shape letters: A anchors of an image, P proposals, R regions of interest of an image, G objects, K boxes.
 """
@@ -22,7 +22,7 @@ IGNORED, BACKGROUND, FOREGROUND = -1, 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """An image and its objects, as input of the losses."""
+    """A training image and its objects, in the form that Losses takes."""
 
     image: str
     """Id of the image."""
@@ -35,7 +35,7 @@ class Example:
     attributes: Tensor
     """float32 [G, number of attributes + 1]: 1 for the attributes of an object; the last column is "no attribute"."""
     seed: int
-    """Seed for sampling anchors and regions; samples are drawn on the CPU and so do not depend on the device."""
+    """Seed for sampling anchors and regions. The CPU draws them, so they do not depend on the device."""
 
     def to(self, device: torch.device) -> "Example":
         moved = {name: getattr(self, name).to(device) for name in ("pixels", "boxes", "labels", "attributes")}
@@ -43,7 +43,7 @@ class Example:
 
 
 def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1, 1, 1, 1)) -> Tensor:
-    """Return dx, dy, dw, dh [K, 4] from boxes [K, 4] to targets [K, 4], times `weights`: apply_deltas inverted."""
+    """Return the deltas [K, 4] that move boxes [K, 4] to targets [K, 4], times weights: the inverse of apply_deltas."""
     size, target_size = boxes[:, 2:] - boxes[:, :2], targets[:, 2:] - targets[:, :2]
     centre, target_centre = boxes[:, :2] + 0.5 * size, targets[:, :2] + 0.5 * target_size
     deltas = torch.cat([(target_centre - centre) / size, torch.log(target_size / size)], dim=1)
@@ -53,7 +53,7 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1,
 def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the label of each anchor and the index of the object with which its IoU is highest, both int64 [A]."""
+    """Return each anchor's label, such as FOREGROUND, and the index of its object of highest IoU, both int64 [A]."""
     iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
@@ -71,7 +71,7 @@ def match_anchors(
 
 
 def subsample(labels: Tensor, count: int, foreground_share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample `count` indices, or all if there are fewer, and return those of foreground and background separately.
+    """Sample up to `count` indices of `labels`, and return those of FOREGROUND and those of BACKGROUND.
 
     At most `count * foreground_share` are foreground.
     """
@@ -82,15 +82,15 @@ def subsample(labels: Tensor, count: int, foreground_share: float, generator: to
 
 
 def _sample(indices: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Sample `count` of the indices, or all if there are fewer, in ascending order."""
+    """Return a random sample of `count` of the indices, or all if there are fewer, in ascending order."""
     order = torch.randperm(len(indices), generator=generator)[:count]
     return indices[order.sort().values.to(indices.device)]
 
 
 class Losses(nn.Module):
-    """A module that computes the network's losses in its forward pass, as DistributedDataParallel needs it.
+    """A module that computes the network's losses in its forward pass, as DistributedDataParallel requires.
 
-    Each loss is a pair of sum and number of terms, so that the mean does not depend on the number of processes.
+    Each loss is a pair (sum, number of terms), so that the mean does not depend on the number of processes.
     """
 
     def __init__(self, network: FasterRCNN, sampling: SamplingConfig):
@@ -144,7 +144,7 @@ class Losses(nn.Module):
     def _sample_regions(
         self, proposals: Tensor, example: Example, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int]:
-        """Sample regions [R, 4], foreground first; also return the best object of each [R] and the foreground count."""
+        """Return sampled regions [R, 4], foreground first, their objects' indices [R], and the number of foreground."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
         best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)
@@ -173,7 +173,7 @@ class Losses(nn.Module):
         own = deltas[torch.arange(len(deltas), device=deltas.device), true_classes]
         boxes = F.smooth_l1_loss(own, targets, reduction="sum", beta=sampling.roi_beta)
         losses = {"classes": (classes, len(labels)), "boxes": (boxes, len(labels))}
-        # The head gets the true class: the most probable one is usually wrong early in training.
+        # The head gets the true class, because the most probable one is usually wrong early in training.
         logits = predictor.attribute_logits(features, true_classes)
         if logits is not None:
             logs = logits.float().log_softmax(dim=1)

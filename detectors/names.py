@@ -15,7 +15,7 @@ def read_lines(file: Path, content: str) -> list[str]:
 
 
 def read_names(file: Path) -> list[list[str]]:
-    """Read the names of each line, the main one first. Raises ValueError if a line does not begin with a name."""
+    """Read the names on each line, the main one first. Raises ValueError if a line does not begin with a name."""
     lines = [[name.strip() for name in line.split(",")] for line in read_lines(file, "names")]
     for index, synonyms in enumerate(lines):
         if not synonyms[0]:
@@ -28,13 +28,13 @@ class Names:
     """The names of the classes or attributes that a network learns."""
 
     first: tuple[str, ...]
-    """The first name of each line."""
+    """The main name of each line."""
     index: dict[str, int]
-    """Line, counted from 0, of each name and synonym in lower case."""
+    """Line, counted from 0, of each name and synonym, in the form of normalize_name."""
 
     @classmethod
     def from_lines(cls, lines: Sequence[Sequence[str]], source: str) -> "Names":
-        """Index the names of each line. Raises ValueError, which begins with `source`, if a name is in two lines."""
+        """Index the names on each line. Raises ValueError, beginning with `source`, if a name is on two lines."""
         index: dict[str, int] = {}
         for number, synonyms in enumerate(lines):
             for name in filter(None, map(normalize_name, synonyms)):
@@ -47,7 +47,7 @@ class Names:
         return cls.from_lines(read_names(file), str(file))
 
     def find(self, names: Iterable[str]) -> int | None:
-        """Return the line of the first known name among an object's names, None if all are unknown."""
+        """Return the line, counted from 0, of the first known name in `names`, or None if all are unknown."""
         return next((self.index[name] for name in map(normalize_name, names) if name in self.index), None)
 
 

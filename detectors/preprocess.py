@@ -23,7 +23,7 @@ PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
 def decode_bgr(data: bytes) -> np.ndarray:
     """Decode a stored image (JPEG or PNG, RGB or grey, 8 bits) to BGR pixels, uint8 [height, width, 3].
 
-    Raises ValueError if it has another mode, and OSError or others of BAD_IMAGE if it is incomplete.
+    Raises ValueError if the image has another mode, and OSError or another of BAD_IMAGE if it is incomplete.
     """
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as image:
         if image.mode not in ("RGB", "L"):
@@ -32,7 +32,7 @@ def decode_bgr(data: bytes) -> np.ndarray:
 
 
 def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
-    """Return the factor that resizes the shorter side to short_side, or less if the longer would exceed long_side."""
+    """Return the factor that resizes the shorter side to short_side or, if it is less, the longer one to long_side."""
     scale = config.short_side / min(height, width)
     long_side = max(height, width) * scale
     if config.resize == "caffe":
@@ -41,7 +41,7 @@ def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
 
 
 def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
-    """Return height and width of the network's input. Half a pixel is rounded up; with `caffe` to even, as in cv2."""
+    """Return the network's input height and width. Halves are rounded up or, with `caffe`, to even, as in cv2."""
     if config.resize == "caffe":
         scale = resize_scale(height, width, config)
         return max(1, round(height * scale)), max(1, round(width * scale))
@@ -76,7 +76,7 @@ def _interpolate(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
 
 
 def to_input(resized_bgr: np.ndarray | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Subtract the channel means from BGR pixels in 0 to 255, [(N,) H, W, 3], and return float32 [N, 3, H, W]."""
+    """Subtract the channel means from BGR pixels 0..255, [H, W, 3] or [N, H, W, 3]; return float32 [N, 3, H, W]."""
     if isinstance(resized_bgr, np.ndarray):
         resized_bgr = torch.from_numpy(np.array(resized_bgr, order="C"))
     pixels = resized_bgr.to(device)

@@ -1,4 +1,4 @@
-"""Rebuilding of a detector from the metadata in manifests and checkpoints."""
+"""Functions that build a detector from the metadata in manifests and checkpoints, or from a weight file."""
 
 import json
 import warnings
@@ -15,10 +15,11 @@ from storage.digests import sha256_of
 
 
 def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str) -> FasterRCNNDetector:
-    """Rebuild a recorded detector on this machine's CPU, and warn if it gets another id.
+    """Rebuild a recorded detector on the CPU, and warn if its id differs from the recorded one.
 
-    `recorded` has its `id` and `metadata`; `file` has its weights, and is None only if they are random. `source` is the
-    model or run that recorded it, for messages. Raises ValueError if no network is recorded or the weights differ.
+    `recorded` has the detector's `id` and `metadata`. `file` is its weight file, which only random weights do not need.
+    `source` names the model or run with the record, for messages. Raises ValueError if no network is recorded or the
+    weights differ.
     """
     recorded = recorded or {}
     metadata = recorded.get("metadata") or {}
@@ -51,7 +52,7 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
 
 
 def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
-    """Build the detector that a weight file describes, on this machine's CPU, with these DetectorSettings."""
+    """Build the detector of a weight file on the CPU. `settings` are fields of DetectorSettings."""
     network = FasterRCNN.random_init(read_config(Path(file)), seed=0)
     detector = FasterRCNNDetector(network, load_weights(network, Path(file)), DetectorSettings(**settings))
     detector.threads = torch.get_num_threads()
@@ -59,7 +60,7 @@ def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
 
 
 def _check_weights(file: str | Path | None, metadata: dict, source: str) -> Path:
-    """Return the path of `file`. Raises ValueError if it is missing or has other weights than the recorded ones."""
+    """Return `file` as a Path. Raises ValueError if it is missing or its weights are not the recorded ones."""
     expected = f"{metadata['weights_file']} (sha256 {metadata['weights_sha256'][:12]}...)"
     if file is None or not Path(file).is_file():
         missing = f"{file} does not exist" if file else "its path is not known"

@@ -1,6 +1,6 @@
-"""Recipes for training the detector: frozen settings that check themselves, and one function per recipe.
+"""Settings for training the detector: frozen dataclasses that check their values, and one function per recipe.
 
-The numbers of `detector_vg_resnet101` are those with which bottom-up attention was trained on Visual Genome
+The values of `detector_vg_resnet101` are those with which bottom-up attention was trained on Visual Genome
 (peteanderson80/bottom-up-attention: solver, configuration and training network of faster_rcnn_end2end_final). The
 defaults of the fields are those of Faster R-CNN (arXiv:1506.01497 and its released code).
 """
@@ -21,7 +21,7 @@ class DataConfig(AnnotationConfig):
 
     batch: int = 8  # images per step, over all ranks
     flip: float = 0.5  # probability of mirroring an image
-    unreadable: float = 0.01  # largest share of images that may be absent or unreadable; the run stops if it is more
+    unreadable: float = 0.01  # maximum share of absent or unreadable images; the run stops if it is exceeded
     workers: int = 2  # loading processes per rank; 0: load in the training process
     seed: int = 0  # seed of order, mirroring, sampling and random weights
 
@@ -39,15 +39,15 @@ class SamplingConfig:
     """Sampling of anchors and regions of interest (RoIs), and the parameters of their losses."""
 
     anchors: int = 256  # sampled anchors per image
-    anchor_foreground: float = 0.5  # largest share of positive anchors among them
-    anchor_positive: float = 0.7  # least IoU with an object of a positive anchor; an object's best is always positive
-    anchor_negative: float = 0.3  # an anchor is negative if its IoU with every object is lower; in between: ignored
+    anchor_foreground: float = 0.5  # maximum share of positive anchors among them
+    anchor_positive: float = 0.7  # minimum IoU of a positive anchor with an object; an object's best is always positive
+    anchor_negative: float = 0.3  # anchors are negative if all their IoUs are lower, and ignored if the best is between
     anchors_inside: bool = True  # ignore anchors that cross the image's border
-    pre_nms: int = 12_000  # boxes with the highest objectness that enter the RPN's NMS in training
-    post_nms: int = 2_000  # most proposals per image after this NMS; the objects' own boxes are added
+    pre_nms: int = 12_000  # number of boxes, those with the highest objectness, that enter the RPN's NMS in training
+    post_nms: int = 2_000  # maximum number of proposals per image after this NMS; the objects' own boxes are added
     rois: int = 128  # sampled RoIs per image
-    roi_foreground: float = 0.25  # largest share of foreground RoIs among them
-    roi_positive: float = 0.5  # least IoU with an object of a foreground RoI; all others are background
+    roi_foreground: float = 0.25  # maximum share of foreground RoIs among them
+    roi_positive: float = 0.5  # minimum IoU of a foreground RoI with an object; all other RoIs are background
     anchor_beta: float = 1 / 9  # value above which smooth L1 is linear, for the RPN's deltas (sigma 3)
     roi_beta: float = 1.0  # the same for the box head's deltas
     attribute_weight: float = 0.5  # weight of the attribute loss; the other losses have weight 1
@@ -78,7 +78,7 @@ SGD = OptimizerConfig(
 
 @dataclass(frozen=True)
 class DetectorRecipe(RunSettings):
-    """All settings of a training run."""
+    """All settings of a training run of the detector."""
 
     network: FasterRCNNConfig = VG_RESNET101  # architecture and proposals of the network
     data: DataConfig = DataConfig()  # training data, and how it is batched
@@ -109,7 +109,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
     After 380,000 steps, the authors' detector has mAP@0.5 10.2 % (15.1 % if classes are weighted by their number of
     objects) on the 5,000 images of their val.txt. Their learning rate is for 8 images per step, one on each GPU. On N
-    GPUs, set data.batch=N and N/8 of that rate.
+    GPUs, set data.batch=N and multiply the learning rate by N/8.
     """
     return DetectorRecipe(
         name="detector_vg_resnet101",
@@ -124,7 +124,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
 def detector_demo() -> DetectorRecipe:
     """Train on the data of `make demo` from random weights, in about three minutes with one thread."""
     # ResNet and pooling are those of VL-BERT's demo, so that its Fast R-CNN can start from these weights. RoIAlign
-    # keeps positions within the cells of 16 pixels, which RoIPool rounds; it learns shapes in half the steps.
+    # keeps positions within cells of 16 pixels, while RoIPool rounds them; shapes are learned in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")
     return DetectorRecipe(
         name="detector_demo",

@@ -1,7 +1,7 @@
 """The ResNet of the detector and of VL-BERT's region features, in two parts: C4 before RoI pooling, res5 after it.
 
 Parameters have detectron2's names (`res3.0.conv1.norm.weight`), so that published weights map one to one.
-Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
+Shape letters: N images, K regions, H W pixels, S cells per side of a pooled region, w = ResNetConfig.width.
 """
 
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ BATCH_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """Architecture of a bottleneck ResNet; equal configurations give the same names and shapes of parameters."""
+    """Architecture of a bottleneck ResNet. Equal configurations give parameters of the same names and shapes."""
 
     blocks: tuple[int, int, int, int] = (3, 4, 23, 3)
-    """Bottleneck blocks in res2, res3, res4, res5."""
+    """Number of bottleneck blocks in res2, res3, res4, res5."""
     width: int = 64
-    """Channels of the stem. Bottlenecks of res2..res5 have 1, 2, 4, 8 times that; their outputs 4, 8, 16, 32 times."""
+    """Channels of the stem. Bottlenecks of res2..res5 have 1, 2, 4, 8 times that; their outputs, 4, 8, 16, 32 times."""
     stride_in_1x1: bool = True
-    """Halve the map of a stage in its first 1x1 conv (Caffe, Visual Genome weights), not in the 3x3 (torchvision)."""
+    """Halve a stage's map in its first 1x1 convolution (Caffe, Visual Genome weights), not in the 3x3 (torchvision)."""
     stem_pool: Literal["caffe", "torch"] = "caffe"
     """3x3/2 max-pooling of the stem: `caffe`, unpadded, sizes rounded up; `torch`, padding 1, sizes rounded down."""
     res5_dilated: bool = True
-    """Keep the map's size in res5 and dilate its 3x3 convs by 2, instead of halving the size."""
+    """Keep the map's size in res5 and dilate its 3x3 convolutions by 2, instead of halving the size."""
     norm: Literal["frozen", "batch"] = "frozen"
-    """`frozen`: statistics and affine never change, even in train(); `batch`: trainable BatchNorm2d."""
+    """`frozen`: statistics, scale and shift never change, even in train(); `batch`: trainable BatchNorm2d."""
 
     def __post_init__(self):
         check_choices(self)
@@ -42,12 +42,12 @@ class ResNetConfig:
 
     @property
     def c4_channels(self) -> int:
-        """Output channels of ResNetC4."""
+        """Number of output channels of ResNetC4."""
         return 16 * self.width
 
     @property
     def res5_channels(self) -> int:
-        """Output channels of Res5."""
+        """Number of output channels of Res5."""
         return 32 * self.width
 
 
@@ -56,7 +56,7 @@ RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
 
 
 class FrozenNorm(nn.Module):
-    """Batch normalisation with fixed statistics and affine, all in buffers, so that optimizers do not change them."""
+    """Batch normalisation with fixed statistics, scale and shift: buffers, so that optimizers do not change them."""
 
     weight: Tensor
     bias: Tensor
@@ -97,9 +97,9 @@ class NormedConv(nn.Conv2d):
 
     @property
     def folds(self) -> bool:
-        """True if the norm is multiplied into the weight: permanently, or if it is frozen and in half precision.
+        """True if forward uses fold: after fold_norms, or if the norm is frozen and computed in half precision.
 
-        In float32, folding would round in another order than the published program: exact zeros before a ReLU would
+        In float32, folding would round in another order than the published program. Exact zeros before a ReLU would
         become nonzero, which changes gradients of single convolutions by a thousandth.
         """
         if isinstance(self.norm, FrozenNorm):
@@ -107,9 +107,9 @@ class NormedConv(nn.Conv2d):
         return isinstance(self.norm, nn.Identity)
 
     def fold(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of a convolution that equals this one followed by its norm with fixed statistics.
+        """Return the weight and bias of a convolution that equals this one followed by its norm with fixed statistics.
 
-        The weight's gradient flows through their product, which is much smaller than the convolution's output.
+        The gradient flows through the product of weight and norm, which is much smaller than the convolution's output.
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):
@@ -121,8 +121,8 @@ class NormedConv(nn.Conv2d):
         return self.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 
-# PyTorch's kernels that fuse a convolution with bias, sum and ReLU: oneDNN's on a CPU, cuDNN's on a GPU. Unfused bias,
-# sum and ReLU take as long as the convolutions in bfloat16. torch.compile does its own fusion.
+# PyTorch's kernels that fuse a convolution with bias, sum and ReLU: oneDNN's on a CPU, cuDNN's on a GPU. In bfloat16,
+# an unfused bias, sum and ReLU take as long as the convolutions. torch.compile does its own fusion.
 _FUSED: Any = (
     getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if torch.backends.mkldnn.is_available() else None
 )
@@ -143,7 +143,7 @@ def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _FusedConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + shortcut) in one kernel; backward needs only the result to know where ReLU was active."""
+    """relu(conv(x) + bias + shortcut) in one kernel. The gradient takes the ReLU's mask from the result."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:
@@ -233,7 +233,7 @@ class Bottleneck(nn.Module):
 
 
 def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:
-    """Build the blocks of res<number>, 2 to 5."""
+    """Build the blocks of ResNet stage `number`, 2 to 5."""
     bottleneck = config.width * 2 ** (number - 2)
     inputs = config.width if number == 2 else 2 * bottleneck
     outputs = 4 * bottleneck
@@ -246,7 +246,7 @@ def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 
 
 
 def _initialise(module: nn.Module, config: ResNetConfig) -> None:
-    """Initialise convolutions by He's method with fan-out.
+    """Initialise the convolutions by He's method (kaiming_normal_) with fan-out.
 
     Frozen norms do not renormalise, so each residual sum would double the variance. The last convolution of each block
     is therefore scaled by 1/sqrt(number of blocks), which limits the growth over the whole network to e.
@@ -277,34 +277,26 @@ class ResNetC4(nn.Module):
         return self.res4(self.res3(self.res2(self.stem(images))))
 
     def freeze(self, stages: int) -> "ResNetC4":
-        """Freeze the first `stages` of stem, res2, res3, res4, as freeze_module does, and return the network."""
+        """Freeze the first `stages` of (stem, res2, res3, res4) with freeze_module, and return the network."""
         for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
             freeze_module(stage)
         return self
 
 
-class Res5(nn.Module):
-    """The last stage, for pooled regions: [K, 16w, h, w] -> [K, 32w, h, w], or half of h and w if not dilated.
+class Res5(nn.Sequential):
+    """The last stage, for pooled regions: [K, 16w, S, S] -> [K, 32w, S, S], or half of S if it is not dilated.
 
     Its parameters have the names of detectron2's `roi_heads.res5`: `0.conv1.weight`, ...
     """
 
     def __init__(self, config: ResNetConfig):
-        super().__init__()
-        self.config = config
         stride, dilation = (1, 2) if config.res5_dilated else (2, 1)
-        for index, block in enumerate(_make_stage(config, 5, stride, dilation)):
-            self.add_module(str(index), block)
+        super().__init__(*_make_stage(config, 5, stride, dilation))
         _initialise(self, config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.children():
-            x = block(x)
-        return x
 
 
 def freeze_module(module: nn.Module) -> None:
-    """Stop the gradients of all parameters of `module`, and replace its trainable batch norms by frozen ones."""
+    """Turn off the gradients of all parameters of `module`, and replace its trainable batch norms with FrozenNorms."""
     for conv in module.modules():
         if isinstance(conv, NormedConv) and isinstance(trainable := conv.norm, nn.BatchNorm2d):
             conv.norm = FrozenNorm(trainable.num_features).to(trainable.weight)
@@ -314,7 +306,7 @@ def freeze_module(module: nn.Module) -> None:
 
 
 def fold_norms(module: nn.Module) -> None:
-    """Multiply the norms of `module` into its convolutions, for faster inference.
+    """Fold the norms of `module` into its convolutions, for faster inference.
 
     The module cannot be trained, saved or loaded afterwards.
     """

@@ -1,6 +1,6 @@
-"""RoIAlign with one sample per cell, as torchvision.ops.roi_align(sampling_ratio=1, aligned=False) computes it.
+"""RoIAlign with one sample per bin, as torchvision.ops.roi_align(sampling_ratio=1, aligned=False) computes it.
 
-A sample is a weighted sum of the four cells around it, which an embedding bag computes. For channels-last maps on a CPU
+A sample is a weighted sum of the four cells around it, computed by an embedding bag. For channels-last maps on a CPU,
 this takes a tenth of torchvision's time, mostly because the gradient keeps the layout.
 Shape letters: K boxes, N maps, C channels, h w cells of a map, S samples per side.
 """
@@ -11,17 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MAX_OUTPUTS = 2**31 - 1  # numbers from one embedding bag: on GPUs its gradient counts them in 32 bits
+_MAX_OUTPUTS = 2**31 - 1  # numbers from one embedding bag, whose gradient on a GPU counts them in 32 bits
 
 
 def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -> Tensor:
-    """Pool rois to [K, C, S, S], channels last.
+    """Pool boxes from maps of one or more sizes to [K, C, S, S], channels last.
 
-    Computes in float32 even under autocast, because half precision would move the sampling points; or in float64.
+    The computation is in float32 even under autocast, because half precision would move the sampling points. For
+    float64 maps, it is in float64.
 
     Args:
-        groups: The maps [n, C, h, w]: one group for each size.
-        rois: [K, 5]: index of the map, 0..N-1 over all groups, and xyxy in input pixels. They get no gradient.
+        groups: The maps [n, C, h, w], with one group for each map size.
+        rois: Boxes [K, 5]: index of the map, 0..N-1 over all groups, and xyxy in input pixels. They get no gradient.
+        size: Samples per side, S.
         scale: Cells per input pixel.
     """
     dtype = torch.promote_types(groups[0].dtype, torch.float32)
@@ -35,7 +37,7 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
 
 
 def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float) -> Tensor:
-    """Return the samples [K * S * S, C] of rois [K, 5] from all cells `flat` [cells, C]."""
+    """Return the samples [K * S * S, C] of rois [K, 5] from `flat`, the cells [cells, C] of all maps in `layout`."""
     number, x1, y1, x2, y2 = rois.unbind(1)
     first, height, width = layout[number.long()].unbind(1)
     down, rows = _neighbours(y1 * scale, y2 * scale, size, height[:, None])
@@ -47,7 +49,7 @@ def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float)
 
 
 def _make_layout(groups: Sequence[Tensor]) -> Tensor:
-    """Return each map's first cell among those of all maps, its height and its width, int64 [N, 3]."""
+    """Return (index of the first cell, height, width) of each map, int64 [N, 3]. Cells are counted over all maps."""
     layout, first, device = [], 0, groups[0].device
     for maps in groups:
         number, _, height, width = maps.shape
@@ -59,10 +61,11 @@ def _make_layout(groups: Sequence[Tensor]) -> Tensor:
 
 
 def _neighbours(first: Tensor, last: Tensor, size: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights and indices [K, S, 2] of the two cells next to each of S samples of an interval.
+    """Return the weights and indices [K, S, 2] of the two cells on either side of each sample, along one axis.
 
-    first and last [K] bound the intervals in cells; each is made at least one cell long. `cells`, int64 [K, 1], is the
-    map's number of cells. Samples before -1 or after `cells` are 0; up to there, they have the outermost cell's value.
+    Interval k has S samples between first[k] and last[k], in cells, and is made at least one cell long. `cells`, int64
+    [K, 1], is the map's number of cells along the axis. Samples before -1 or after `cells` are 0. Others outside the
+    map have the outermost cell's value.
     """
     each = (last - first).clamp(min=1) / size
     numbers = torch.arange(size, dtype=first.dtype, device=first.device)

@@ -1,8 +1,8 @@
-"""RoIPool on a CPU, channels last: bit-equal to torchvision.ops.roi_pool, in a third of its time.
+"""RoIPool on a CPU, channels last: bit-identical to torchvision.ops.roi_pool, in a third of its time.
 
 A bin is a rectangle of cells. The maxima of all windows of 1, 2, 4, ... by 1, 2, 4, ... cells are computed once per
-image. The maximum of any rectangle is then that of four such windows, which cover its corners and may overlap.
-Shape letters: K boxes, C channels, h w cells of the map, S cells per side of a pooled box, L M window sizes.
+image. The maximum of a bin is then that of four windows, one at each of its corners, which may overlap.
+Shape letters: K boxes, C channels, h w cells of the map, S bins per side of a box, L M window heights and widths.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ def roi_pool_chunks(
 ) -> Iterator[Tensor]:
     """Yield boxes [K, 4] (input pixels) pooled from a map [C, h, w], `chunk_size` at a time.
 
-    A chunk is [k, C, S, S] of `dtype`, channels last. Rounding to `dtype` keeps the order of numbers, so the maximum is
-    taken after it. scale is cells per input pixel.
+    A chunk is [k, C, S, S] of `dtype`, channels last. The map is rounded to `dtype` first, which gives the same result
+    as rounding the maxima. scale is cells per input pixel.
     """
     channels, height, width = c4.shape
     down = _compute_bins(boxes[:, 1], boxes[:, 3], size, scale, height)
@@ -47,21 +47,21 @@ def roi_pool_chunks(
 
 
 def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """Return the start and end (exclusive) cells of `size` bins of K intervals, int64 [K, S]; float32 as in Caffe."""
+    """Return the start and end (exclusive) cells of each interval's `size` bins, int64 [K, S], rounded as in Caffe."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
-    numbers = torch.arange(size, dtype=each.dtype)
+    numbers = torch.arange(size, dtype=each.dtype)  # float32, as in Caffe
     starts, ends = (numbers * each).floor() + first[:, None], ((numbers + 1) * each).ceil() + first[:, None]
     return starts.clamp(0, cells).long(), ends.clamp(0, cells).long()
 
 
 def _log2(bins: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the exponent of the largest power of two that is at most the length of each bin, int64 [K, S]."""
+    """Return, for each bin, the exponent of the largest power of two that is at most its length, int64 [K, S]."""
     return (bins[1] - bins[0]).clamp(min=1).double().log2().floor().long()
 
 
 def _window_maxima(cells: Tensor, axis: int, levels: int) -> list[Tensor]:
-    """Return maxima over 1, 2, 4, ... 2^levels cells along an axis; windows at the end of the axis are shorter."""
+    """Return the maxima of windows of 1, 2, 4, ... 2^levels cells along an axis. Windows at its end are shorter."""
     windows = [cells]
     for level in range(levels):
         before, step = windows[-1], 2**level

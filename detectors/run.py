@@ -1,4 +1,4 @@
-"""Detect regions in every image shard that has none yet from this detector: `vlbert detect`.
+"""`vlbert detect`: detect regions in every image shard that this detector has not processed yet.
 
 Prints a line per shard, and a summary of the stage at the end.
 Any number of processes may run at once, on any machines: each claims the shard that it processes (storage/claims.py),
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from detectors.faster_rcnn import FasterRCNNConfig
 
 IMAGES = "images"
-# Status of an image: the network's numbers overflow; no region is found.
+# Statuses of an image: the network's outputs are not finite; no region is found.
 NOT_FINITE, NO_REGIONS = "not_finite", "no_regions"
-# The sample is unreadable; its regions are invalid; its row in a feature file is unusable.
+# More statuses: the sample is unreadable; its regions are invalid; its row in a feature file is unusable.
 BAD_SAMPLE, BAD_REGIONS, BAD_FEATURES = "bad_sample", "bad_regions", "bad_features"
 _FAULTS = (NOT_FINITE, BAD_REGIONS, BAD_FEATURES)  # errors of the detector, not of the image
 # Samples that a detector gets at a time: enough to form batches of equal size, few enough to fit in memory.
@@ -50,15 +50,15 @@ STORAGE_UNREACHABLE = os.EX_TEMPFAIL
 
 
 def stage_of(detector: Detector) -> str:
-    """Return the name of the stage with this detector's regions."""
+    """Return the name of the stage that has this detector's regions."""
     return f"regions/{detector.id}"
 
 
 def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     """Detect regions in one shard of `images` and commit them. Return False if another writer was first.
 
-    The new shard has one row for each ok row of the images, with status ok or the reason for missing regions. If no row
-    is ok, the new shard has all rows with status `no_image`, so that it counts as finished.
+    The new shard has one row for each ok row of the images, with status ok or the reason why it has no regions. If no
+    row is ok, the new shard has all rows with status `no_image`, so that it counts as finished.
     """
     manifest = catalog.manifest(IMAGES, shard)
     before = catalog.revisions(stage_of(detector), shard)[-1:]
@@ -92,7 +92,7 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
 
 
 def _detect_rows(catalog: Catalog, manifest: Manifest, detector: Detector) -> Iterator[tuple[dict, Sample | str]]:
-    """Yield each ok row of the manifest and its sample with regions, or the reason why it has none."""
+    """Yield each ok row of the manifest, with its sample and regions or with the reason why it has no regions."""
     rows = manifest.ok().to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
@@ -123,8 +123,8 @@ def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], ob
     """Detect regions in all pending shards, and return how many shards this process committed.
 
     Returns only when no shard is pending. `say` gets a progress line after each shard of this process, and lines about
-    shards of other processes that this one waits for. The lines count images and regions of this process, but shards of
-    all processes.
+    shards of other processes that this one waits for. Progress lines count the images and regions of this process, but
+    the shards of all processes.
     """
     if not catalog.shards(IMAGES):
         folder = catalog.store.uri(f"{catalog.dataset}/{IMAGES}")
@@ -147,7 +147,7 @@ def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], ob
 
 
 def make_detector(config: DetectionConfig) -> Detector:
-    """Make the detector of this config, and load its weights."""
+    """Make the detector that `config` describes, and load its weights."""
     if config.backend == "imported":
         from detectors.imported import ImportedDetector
 
@@ -166,7 +166,7 @@ def make_detector(config: DetectionConfig) -> Detector:
 
 
 def identify(config: DetectionConfig) -> str:
-    """Return the id of that detector without making its network: the weight file is hashed, and its header is read."""
+    """Return the id of make_detector's detector without its network; the weight file is hashed, its header read."""
     if config.backend in ("annotated", "imported"):
         return make_detector(config).id
     from detectors.detect import describe_detector  # here, as above
@@ -178,7 +178,7 @@ def identify(config: DetectionConfig) -> str:
 
 
 def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
-    """Return the network of the preset or the weight file, with the overrides."""
+    """Return the network settings of the preset or the weight file, overridden by those of `config.network`."""
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config
 
@@ -191,9 +191,9 @@ def detect(
     dataset: Dataset,
     config: Annotated[DetectionConfig, Flat],
 ) -> None:
-    """Detect regions in every image shard that has none yet from this detector.
+    """Detect regions in every image shard that this detector has not processed yet.
 
-    The detector is a network, an annotation file, or feature files of another project:
+    The detector is a network, an annotation file, or another project's feature files:
 
         vlbert detect ROOT DATASET --weights FILE
         vlbert detect ROOT DATASET --backend annotated --annotations FILE

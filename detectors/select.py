@@ -1,8 +1,8 @@
 """The 10-100 rule, which selects the regions of an image from its proposals.
 
-NMS runs over all boxes once for each foreground class, by the probabilities of the class. A box's confidence is its
-highest probability in a class in which it survives. Boxes with a confidence above a threshold are kept, but at least a
-minimum and at most a maximum of them.
+NMS runs over all boxes once for each foreground class, ranked by the probability of the class. A box's confidence is
+its highest probability among the classes in which it survives. Boxes with a confidence above a threshold are kept, but
+at least a minimum and at most a maximum number of them.
 Shape letters: P boxes, C foreground classes.
 """
 
@@ -12,21 +12,21 @@ import numpy as np
 
 from storage.settings import FORM, check
 
-# The factor that lowers the floor if too few boxes survive above it; below _LOWEST_FLOOR it becomes 0.
+# The factor that lowers the floor if too few boxes survive above it. Below _LOWEST_FLOOR, the floor becomes 0.
 _LOWER_BY = 0.25
 _LOWEST_FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Settings of the 10-100 rule. The defaults are VL-BERT's; bottom-up-attention has threshold 0.2, not strict."""
+    """Settings of the 10-100 rule. The defaults are VL-BERT's; bottom-up attention has threshold 0.2, not `strict`."""
 
     __pydantic_config__ = FORM
 
     minimum: int = 10
-    """Least number of regions: if fewer boxes pass the threshold, the most confident ones are taken."""
+    """Minimum number of regions. If fewer boxes pass the threshold, the most confident ones are taken."""
     maximum: int = 100
-    """Largest number of regions: if more boxes pass the threshold, the most confident ones are taken."""
+    """Maximum number of regions. If more boxes pass the threshold, the most confident ones are taken."""
     threshold: float = 0.5
     """Confidence that a box needs, 0 to 1."""
     strict: bool = True
@@ -44,11 +44,11 @@ class SelectionSettings:
 
 
 def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: SelectionSettings) -> np.ndarray:
-    """Apply the rule to boxes [P, 4] (xyxy in original-image pixels) with foreground probabilities [P, C].
+    """Apply the 10-100 rule to boxes [P, 4] (xyxy in stored pixels) with foreground probabilities [P, C].
 
     Returns the indices of the kept boxes, int64 [K]: in ascending order or, if minimum or maximum applies, most
-    confident first. Only pairs of box and class above a floor are considered. The result is still exact: a pair is only
-    suppressed by a more probable one of the same class, so pairs below the floor change nothing above it.
+    confident first. Only probabilities above a floor are considered. The result is still exact: a box is suppressed
+    only by a more probable one of the same class, so probabilities below the floor change nothing above it.
     """
     if not len(boxes):
         return np.zeros(0, np.int64)
@@ -69,10 +69,10 @@ def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: Se
 
 
 def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float = 0.0) -> np.ndarray:
-    """Return each box's highest probability >= floor in a class in which it survives NMS, or 0: float32 [P].
+    """Return each box's highest probability among classes in which it survives NMS, or 0 if below floor: float32 [P].
 
-    overlaps bool [P, P] is from find_overlaps. All classes are processed together: step k handles the box of rank k in
-    each class.
+    overlaps, bool [P, P], is from find_overlaps. All classes are processed together: step k handles the box of rank k
+    in each class.
     """
     probs = probs[:, (probs >= floor).any(axis=0)]
     if not probs.size:

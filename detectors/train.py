@@ -12,6 +12,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ BEST_BY = "map50"  # the metric by which checkpoints are compared
 
 @dataclass(eq=False, kw_only=True)
 class DetectorRun(Run):
-    """A training run in one process, made by `prepare`; `model` is the network with its losses."""
+    """A detector's training run in one process, made by `prepare`. `model` is the network with its losses."""
 
     recipe: DetectorRecipe
     model: Losses
@@ -91,10 +92,8 @@ class DetectorRun(Run):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        return self._validate if self.truth.held_out else None
-
-    def _validate(self) -> tuple[dict[str, float], list[dict]]:
-        return validate(self.network, self.recipe, self.truth.held_out, self.truth.classes, self.world)
+        images, classes = self.truth.held_out, self.truth.classes
+        return partial(validate, self.network, self.recipe, images, classes, self.world) if images else None
 
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe, files = self.recipe, {CONFIG: as_json(to_json(self.recipe)), MODEL: self.network.state_dict()}
@@ -122,7 +121,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 
 
 def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
-    """Read the annotations, and build a new network or load that of the run's last checkpoint."""
+    """Return the run, with its annotations read and its network built or loaded from the last checkpoint."""
     store = open_store(recipe.root)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
     folder = open_folder(store, saved[-1]) if saved else None
@@ -188,13 +187,9 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _result_path(recipe: DetectorRecipe) -> str:
-    return f"runs/{recipe.run}/weights.safetensors"
-
-
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
-    """Write the weights of step `done`, with frozen norms, for detectors.run; return a message with path and size."""
-    recipe, store = run.recipe, run.writer.store
+    """Write the weights of step `done`, with frozen norms, for `vlbert detect`. Return a message about the file."""
+    recipe, store, path = run.recipe, run.writer.store, f"runs/{run.recipe.run}/weights.safetensors"
     tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
     metadata = {
@@ -215,8 +210,8 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         file = Path(folder) / "weights.safetensors"
         sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
-        store.put(_result_path(recipe), file)
-    return f"{store.uri(_result_path(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
+        store.put(path, file)
+    return f"{store.uri(path)}: {size / 1e6:.2f} MB, sha256 {sha256}"
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -275,7 +270,7 @@ def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:
 
 
 def check_same(recipe: DetectorRecipe, saved: dict, checkpoint: str) -> None:
-    """Raise ValueError if a setting that affects results differs from the checkpoint; files may be moved."""
+    """Raise ValueError if a setting that affects results differs from the checkpoint's. Paths of files may differ."""
     fixed = {"network", "sampling", "optimizer", "frozen_stages", "precision"}
     fixed |= {"data.batch", "data.flip", "data.seed"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(saved)):

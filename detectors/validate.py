@@ -16,19 +16,17 @@ from training.distributed import World
 from training.loading import batches
 
 SCORE_THRESHOLD = 0.05  # detections must have a higher probability
-IOU_THRESHOLD = 0.5  # least IoU with an object's box of a correct detection
+IOU_THRESHOLD = 0.5  # minimum IoU of a correct detection with an object's box
 MOST_DETECTIONS = 100  # per image: the most probable ones
 
 
 @torch.inference_mode()
 def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[Detections, np.ndarray]:
-    """Detect objects in an image [1, 3, H, W], most probable first, and return them with the proposals [P, 4]."""
+    """Return the objects detected in an image [1, 3, H, W], most probable first, and the proposals [P, 4]."""
     height, width = pixels.shape[2:]
     c4 = network.backbone(pixels)
     logits, deltas = network.rpn(c4)
     (proposals,), _ = network.proposals(logits, deltas, height, width)
-    if not len(proposals):
-        return _to_detections(proposals, proposals[:, 0], proposals[:, 0].long()), proposals.cpu().numpy()
     outputs = network.heads(network.roi_features(c4, [proposals]))
     probs = outputs.class_logits.softmax(dim=1)[:, :-1]
     indices, labels = (probs > SCORE_THRESHOLD).nonzero(as_tuple=True)
@@ -36,19 +34,16 @@ def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[D
     boxes = network.regress_boxes(proposals[indices], outputs.box_deltas[indices], labels, height, width)
     # In double precision: batched_nms adds an offset to the boxes of each class, which would round them in float32.
     kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, nms_threshold)[:MOST_DETECTIONS]
-    return _to_detections(boxes[kept], scores[kept], labels[kept]), proposals.cpu().numpy()
-
-
-def _to_detections(boxes: Tensor, scores: Tensor, labels: Tensor) -> Detections:
-    return Detections(boxes.cpu().numpy(), scores.cpu().numpy(), labels.cpu().numpy())
+    detections = Detections(*(tensor[kept].cpu().numpy() for tensor in (boxes, scores, labels)))
+    return detections, proposals.cpu().numpy()
 
 
 def validate(
     network: FasterRCNN, recipe: DetectorRecipe, images: list[LabelledImage], classes: tuple[str, ...], world: World
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return the metrics over the images of all ranks, and one row per class.
+    """Return the metrics over the images of all ranks, and the results of each class as a row.
 
-    `proposal_recall` is the share of objects that have an IoU of at least the threshold with a proposal.
+    The metric `proposal_recall` is the share of objects that have an IoU of at least IOU_THRESHOLD with a proposal.
     """
     training = network.training
     network.eval()

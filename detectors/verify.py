@@ -2,9 +2,9 @@
 
     vlbert verify-detector WEIGHTS IMAGE... [--out DIR] [--boxes regressed]
 
-WEIGHTS is a safetensors file (`vlbert convert-detector` converts a published file). Each image is normalised as in a
-collection and processed as in detectors.run. Correct weights give the right names, with scores near 1. Classes in the
-wrong order give wrong names with high scores; wrong tensors give low scores.
+WEIGHTS is a safetensors file (`vlbert convert-detector` converts a published file). Each image is normalised as by
+`vlbert collect` and processed as by `vlbert detect`. Correct weights give the right names, with scores near 1. Classes
+in the wrong order give wrong names with high scores; wrong tensors give low scores.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ _REGIONS = 15  # drawn regions per image: the most probable ones
 
 
 def read_sample(file: Path) -> Sample:
-    """Read an image file as a collection stores it. Raises ValueError if a collection would reject it."""
+    """Read an image file as the Sample that `vlbert collect` would store. Raises ValueError if that would reject it."""
     try:
         image = normalise(file.read_bytes(), ImageSettings())
     except Refused as error:
@@ -34,7 +34,7 @@ def read_sample(file: Path) -> Sample:
 
 
 def name_regions(regions: Regions, metadata: dict) -> list[str]:
-    """Return the names of each region's attribute and class, or their numbers if the metadata have no names."""
+    """Return each region's attribute and class, such as "red car". Without names in the metadata, they are indices."""
     classes, attributes = metadata["classes"], metadata.get("attribute_names")
     class_names = [classes[label] if classes else f"class {label}" for label in regions.labels]
     if regions.attributes is None:
@@ -44,7 +44,7 @@ def name_regions(regions: Regions, metadata: dict) -> list[str]:
 
 
 def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
-    """Detect the regions of an image, print them, and draw them to a file in `folder`; ValueError if there are none."""
+    """Detect an image's regions, print them, and draw them to a file in `folder`. Raises ValueError if it has none."""
     sample = read_sample(file)
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):
@@ -71,7 +71,7 @@ def draw_regions(
         weights: safetensors file with the detector's weights
         images: image files to draw on
         out: folder for the drawings
-        boxes: boxes to draw: the RPN's proposals, or after the box head's regression
+        boxes: boxes to draw: the RPN's proposals, or those boxes after the box head's regression
     """
     # bottom-up-attention's threshold, which also shows less certain regions
     detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2), boxes=boxes)

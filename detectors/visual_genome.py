@@ -1,7 +1,7 @@
 """Reader of Visual Genome's annotation files scene_graphs.json and objects.json.
 
 Both are lists with one entry per image (`image_id`, `objects`). An object has x, y, w, h, `names` and, in
-scene_graphs.json, optional `attributes`, a list of words. The image file is <image_id>.jpg; only it has the image size.
+scene_graphs.json, optional `attributes`, a list of words. The image file is <image_id>.jpg. Entries have no image size.
 """
 
 from collections import Counter
@@ -17,18 +17,18 @@ _CORRECT = "correct or remove the entry"
 
 
 class AnnotatedObject(NamedTuple):
-    """An object as in the file."""
+    """An object of an annotation file."""
 
     box: Sequence[float]
     """x, y, width, height, in pixels of the image."""
     label: int | None
-    """Class, counted from 0; None: a class that the network does not learn."""
+    """Class, counted from 0, or None if the network does not learn the object's class."""
     attributes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class AnnotatedImage:
-    """An image as in the annotation file; height and width are 0 if the file does not have them."""
+    """An image of an annotation file. height and width are 0 if the file does not have them."""
 
     id: str
     file_name: str
@@ -38,7 +38,7 @@ class AnnotatedImage:
 
 
 def attribute_indices(words: Any, names: Names, counts: Counter[str]) -> tuple[int, ...]:
-    """Return the indices of the known attributes among an object's words, ascending; count the unknown ones."""
+    """Return the ascending indices in `names` of an object's attributes, and add the unknown ones to `counts`."""
     if not names.first:
         return ()
     words = [normalize_name(word) for word in words if isinstance(word, str)] if isinstance(words, list) else []
@@ -50,7 +50,7 @@ def attribute_indices(words: Any, names: Names, counts: Counter[str]) -> tuple[i
 
 
 def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Counter[str]) -> list[AnnotatedImage]:
-    """Read the images of a file, sorted by id. Raises ValueError if an entry is unusable."""
+    """Read the annotated images of a file, sorted by id. Raises ValueError if an entry is unusable."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -64,7 +64,7 @@ def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Co
             raise ValueError(f"{location} has the image_id {short_repr(image)}, not a whole number; {_CORRECT}")
         objects = entry.get("objects")
         if not isinstance(objects, list):
-            raise ValueError(f"{location} has no list `objects`; give a file of Visual Genome's as data.objects")
+            raise ValueError(f"{location} has no list `objects`; give a Visual Genome file as data.objects")
         own = objects_of.setdefault(image, [])
         own += [
             _read_object(annotated, f"{file}: image {image}, [{number}]", classes, attributes, counts)

@@ -1,1 +1,1 @@
-"""Weights of the detector: our files, the published releases, and pickles that are read without running code."""
+"""Weight files of the detector: our own and the published ones, whose pickles are read without running code."""

@@ -1,4 +1,4 @@
-"""Weight files (safetensors) of the Faster R-CNN, which are loaded completely or not at all and identified by hash."""
+"""Weight files (safetensors) of the Faster R-CNN. They are loaded completely or not at all, and identified by hash."""
 
 import json
 import re
@@ -26,10 +26,10 @@ _MISMATCH = "does not fit the network; check whether it is for another preset"
 
 
 def load_weights(network: AnyFasterRCNN, file: Path) -> dict[str, Any]:
-    """Load the weights of a file into the network, all or none, and return their metadata for the detector.
+    """Load all weights of a file into the network, and return their metadata for FasterRCNNDetector.
 
-    The whole attribute head may be missing; it is then removed from the network. Anchors are optional. Raises
-    ValueError, which lists all tensors that are missing, unexpected or of a wrong shape.
+    If the file has no attribute head, that of the network is removed. Anchors are optional. Raises ValueError, and
+    loads nothing, if a tensor is missing, unexpected or of a wrong shape. The message lists these tensors.
     """
     tensors, texts = read_safetensors(file)
     if tensors and all(name.startswith(RESNET) for name in tensors):
@@ -47,7 +47,7 @@ def load_weights(network: AnyFasterRCNN, file: Path) -> dict[str, Any]:
 
 
 def describe_weights(file: Path, config: FasterRCNNConfig) -> dict[str, Any]:
-    """Return the result of load_weights for a network of this configuration without reading the tensors."""
+    """Return the metadata that load_weights returns for a network of `config`, without reading the tensors."""
     return _describe(file, *read_safetensors(file, tensors=False), config)
 
 
@@ -62,7 +62,7 @@ def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], conf
         "weights_file": Path(file).name,
         "weights_sha256": sha256_of(Path(file)),
         "attribute_head": attributes,
-        # `file`: from this file or the release that it was converted from; `generated`: computed.
+        # `file`: from this file or the release from which it was converted; `generated`: computed.
         "anchors": parsed["anchors"] or ("file" if ANCHORS in names else "generated"),
         "classes": parsed["classes"],
         "attribute_names": parsed["attributes"] if attributes else None,
@@ -71,9 +71,9 @@ def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], conf
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """Return the metadata of a weight file, with None for missing keys. Raises ValueError if they are invalid.
+    """Return the metadata of a weight file, with None for missing keys. Raises ValueError if a value is invalid.
 
-    `network` is a FasterRCNNConfig, `classes` and `attributes` are lists of names, `anchors` and `release` strings.
+    `network` is a FasterRCNNConfig, `classes` and `attributes` are lists of names, `anchors` and `release` are strings.
     """
     return _parse_metadata(read_safetensors(file, tensors=False)[1], file)
 
@@ -92,7 +92,7 @@ def _parse_metadata(texts: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> FasterRCNNConfig:
-    """Return the network of a weight file. Raises ValueError if the file does not describe it."""
+    """Return the configuration of a weight file's network. Raises ValueError if the file does not describe it."""
     network = read_metadata(file)["network"]
     if network is None:
         raise ValueError(f"{file} does not describe the network of its weights; set preset")
@@ -100,9 +100,9 @@ def read_config(file: Path) -> FasterRCNNConfig:
 
 
 def config_from_json(fields: Mapping[str, Any], source: str) -> FasterRCNNConfig:
-    """Make the configuration from JSON values (its dataclasses.asdict). `source` is for messages.
+    """Make a FasterRCNNConfig from its dataclasses.asdict as JSON values. `source` begins error messages.
 
-    Missing fields get their default, except for the required `resnet`. Raises ValueError if a field is invalid.
+    Missing fields get their defaults, except for `resnet`, which is required. Raises ValueError if a field is invalid.
     """
     try:
         if not isinstance(fields, Mapping) or "resnet" not in fields:
@@ -113,10 +113,10 @@ def config_from_json(fields: Mapping[str, Any], source: str) -> FasterRCNNConfig
 
 
 def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
-    """Write a weight file, and return its sha256; the same content gives the same bytes.
+    """Write a weight file, and return its sha256. The same content always gives the same bytes.
 
     The values of `metadata` are written as JSON: `classes` and `attributes` (lists of names), `network`
-    (dataclasses.asdict of its configuration), and for converted files the additions of releases.py.
+    (dataclasses.asdict of its configuration), and, for converted files, the keys that releases.py adds.
     """
     # safetensors writes metadata in a different order in each process, so the same weights would get different hashes.
     saved = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
@@ -136,27 +136,24 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     """Load the ResNet of a detector's weight file (`backbone.*`, `roi_heads.res5.*`) for VL-BERT's region features.
 
-    All of its tensors are loaded, or none. Trainable norms start to count batches at zero. Raises ValueError, which
-    lists all tensors that are missing, unexpected or of a wrong shape.
+    The batch counters of trainable norms become 0. Raises ValueError, and loads nothing, if a tensor is missing,
+    unexpected or of a wrong shape. The message lists these tensors.
     """
-    # The stem's pooling is not checked: VL-BERT's authors used a padded one with weights trained without padding.
+    # The stem's pooling is not checked: VL-BERT's authors pad it, but use weights that were trained without padding.
     check_resnet(backbone.config, file, ("stride_in_1x1", "res5_dilated"), "model.regions.resnet")
     tensors = {name: tensor for name, tensor in read_safetensors(file)[0].items() if name.startswith(RESNET)}
     modules = dict(zip(RESNET, (backbone, res5), strict=True))
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
-    counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
-    expected = {name: tensor for name, tensor in ours.items() if name not in counters}
+    expected = {name: tensor for name, tensor in ours.items() if not COUNTER.search(name)}
     check_tensors(tensors, expected, f"{file} {_MISMATCH}")
-    tensors |= counters
-    for prefix, module in modules.items():
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        module.load_state_dict(own, strict=True)
+    for name, tensor in ours.items():
+        tensor.copy_(tensors.get(name, torch.zeros_like(tensor)))
 
 
 def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
-    """Raise ValueError if a ResNet of `config` would compute something else with the file's tensors.
+    """Raise ValueError if `config` differs from the file's ResNet in one of the fields `names`.
 
-    `names` are the fields to compare; `setting` is the name of the config on the command line.
+    The file's tensors would fit, but compute something else. `setting` is the name of `config` on the command line.
     """
     network = read_metadata(file)["network"]
     for name in names if network else ():
@@ -167,7 +164,7 @@ def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting
 
 
 def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return a description of each tensor that is missing, unexpected or unusable."""
+    """Return a message for each tensor that is missing or not in `expected`, or has a wrong shape, dtype or value."""
     errors = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     errors += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
@@ -182,7 +179,7 @@ def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
-    """Raise ValueError if tensors do not fit. The error begins with `message` and lists the first 20 of them."""
+    """Raise ValueError if tensors do not fit `expected`. After `message`, the error lists the first 20 of them."""
     if errors := find_tensor_errors(tensors, expected):
         more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
         raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")

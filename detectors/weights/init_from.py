@@ -21,15 +21,15 @@ from detectors.weights.releases import VLBERT, to_our_name
 from detectors.weights.tensor_files import is_safetensors, read_tensors, unwrap_names
 
 RPN, HEADS = "proposal_generator.", "roi_heads.box_predictor."
-# torchvision's ResNets take red, green, blue in 0..1, minus this mean and divided by this standard deviation.
+# torchvision's ResNets take red, green, blue in 0..1, minus this mean, divided by this standard deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()) -> str:
-    """Copy the weights of a file into the network, and return a line that lists the copied parts.
+    """Copy the weights of a file into the network, and return a message that lists the copied parts.
 
-    The ResNet must fit completely; otherwise ValueError is raised. A detector's RPN is copied if its shapes and anchors
-    are the same, its heads if their shapes, classes, attributes and box_weights are the same.
+    Raises ValueError if the ResNet does not fit completely. A detector's RPN is copied if its shapes and anchors equal
+    the network's, and its heads if their shapes, classes, attributes and box_weights do.
     """
     tensors, new = unwrap_names(read_tensors(file), file), set()
     if is_safetensors(file) and "layer1.0.conv1.weight" not in tensors:
@@ -43,7 +43,7 @@ def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attr
     new |= {part for part in (RPN, HEADS) if find_tensor_errors(_select(tensors, part), _select(ours, part))}
     copied = RESNET + tuple(part for part in (RPN, HEADS) if part not in new)
     network.load_state_dict(_select(tensors, copied), strict=False)
-    return f"initialized from {file}: {', '.join(copied)}; new: {', '.join(sorted(new)) or 'nothing'}"
+    return f"initialised from {file}: {', '.join(copied)}; new: {', '.join(sorted(new)) or 'nothing'}"
 
 
 def _select(tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> dict[str, Tensor]:
@@ -53,9 +53,9 @@ def _select(tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> dict[s
 def _find_incompatible_parts(
     network: FasterRCNN, tensors: dict[str, Tensor], file: Path, classes: Sequence[str], attribute_names: Sequence[str]
 ) -> set[str]:
-    """Return the parts that do not fit the network's anchors, names or box weights; remove the anchors from `tensors`.
+    """Return which of RPN and HEADS do not fit the network's anchors, names or box weights.
 
-    Raises ValueError if the file's ResNet has other strides, dilation or pooling.
+    Removes the anchors from `tensors`. Raises ValueError if the file's ResNet has other strides, dilation or pooling.
     """
     config = network.config
     check_resnet(config.resnet, file, ("stride_in_1x1", "res5_dilated", "stem_pool"), "network.resnet")
@@ -75,7 +75,7 @@ def _find_incompatible_parts(
 
 
 def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> dict[str, Tensor]:
-    """Convert names and stem to ours (BGR in 0..255 minus our mean); only activations at image borders change."""
+    """Convert names to ours and the stem to our input (BGR in 0..255 minus our mean). Border activations change."""
     if "layer1.0.conv1.weight" not in tensors or "fc.weight" not in tensors:
         raise ValueError(
             f"{file} is not a torchvision ResNet (layer1..4 and fc); published weights must be converted first with "

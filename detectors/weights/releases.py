@@ -1,4 +1,4 @@
-"""Conversion of published weight files of the Visual Genome network to our names: one short table per release.
+"""Conversion of published Visual Genome weight files to our tensor names, with one short table per release.
 
 The names of a file's tensors identify its release. A file is converted completely or not at all. The command is
 `vlbert convert-detector`.
@@ -24,7 +24,7 @@ from detectors.weights.tensor_files import is_safetensors, read_safetensors, rea
 from storage.digests import sha256_of
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-# Other tensors that a file may have besides weights, and their required values: this network's, in BGR order.
+# Tensors that a file may have besides weights, and the values that they must have: this network's, in BGR order.
 _PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 _HEAD, _RPN = "roi_heads.box_predictor.", "proposal_generator.rpn_head."
 
@@ -37,14 +37,14 @@ def _move_first_to_end(rows: Tensor) -> Tensor:
 
 
 def _convert_deltas(rows: Tensor) -> Tensor:
-    """Drop the background from [4 (C + 1), ...], and multiply by the box weights, by which this network divides."""
+    """Drop the background from [4 (C + 1), ...], and multiply by the box weights, since our network divides by them."""
     foreground = rows[4:]
     weights = torch.tensor(_BOX_WEIGHTS).repeat(len(rows) // 4)[: len(foreground)]
     return foreground * weights.view(-1, *[1] * (rows.dim() - 1))
 
 
 def _merge_objectness(channels: Tensor) -> Tensor:
-    """Merge background and foreground channels [2 A, ...] to [A, ...]: the logit of the softmax over both."""
+    """Merge background and foreground channels [2 A, ...] to [A, ...]: their softmax becomes a sigmoid of one logit."""
     count = len(channels) // 2
     return channels[count : 2 * count] - channels[:count]
 
@@ -54,15 +54,15 @@ def _merge_objectness(channels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Release:
-    """A release's names of tensors, and the settings for its weights."""
+    """A published release: the names of its tensors, and the settings that its weights require."""
 
     name: str
     names: tuple[tuple[str, str], ...] = ()
-    """Pairs of prefixes (theirs, ours), with {} for a number. The first match counts; other names are the same."""
+    """Pairs of prefixes (theirs, ours), with {} for a number. The first match counts. Other names stay the same."""
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """Functions from their tensor to ours, by the prefix of our name."""
+    """Functions that convert their tensor to ours, by the prefix of our name."""
     resnet_only: bool = False
-    """True if it has only backbone and res5, without a detector."""
+    """True if the release has only backbone and res5, without a detector."""
     detection: Mapping[str, Any] = field(default_factory=dict)
     """Fields of FasterRCNNConfig that the weights require."""
 
@@ -119,7 +119,7 @@ VLBERT = Release(
 
 
 def find_release(shapes: Mapping[str, torch.Size], file: Path) -> Release:
-    """Return the release of a file with these tensors. Raises ValueError if it is unknown."""
+    """Return the release of a file from the shapes of its tensors, by name. Raises ValueError if it is unknown."""
     logits, deltas = (shapes.get(f"{_RPN}{part}.bias") for part in ("objectness_logits", "anchor_deltas"))
     if logits and deltas:
         return MILVLG if 2 * logits[0] == deltas[0] else AIRSPLAY  # two channels per anchor, or one
@@ -131,7 +131,7 @@ def find_release(shapes: Mapping[str, torch.Size], file: Path) -> Release:
 
 
 def caffe_cell_anchors() -> Tensor:
-    """Return Caffe's anchors, float32 [12, 4]: for each ratio, all sizes; widths are x2 - x1 + 1."""
+    """Return Caffe's anchors of one cell, float32 [12, 4] xyxy, widths x2 - x1 + 1. Sizes vary faster than ratios."""
     boxes = []
     for ratio in (0.5, 1.0, 2.0):
         width = round(math.sqrt(16 * 16 / ratio))
@@ -143,7 +143,7 @@ def caffe_cell_anchors() -> Tensor:
 
 
 def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
-    """Return the published Visual Genome network with the sizes of these tensors (shapes by our names)."""
+    """Return the published network's configuration, with sizes taken from the tensors' shapes (by our names)."""
     standard = FasterRCNNConfig()
 
     def side(name: str, default: int, axis: int = 0) -> int:
@@ -166,7 +166,7 @@ def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted release."""
+    """The converted content of a published weight file."""
 
     release: Release
     network: FasterRCNNConfig
@@ -178,7 +178,7 @@ class Converted:
 
 
 def convert(file: Path) -> Converted:
-    """Convert a published file. Raises ValueError, which lists tensors that are missing, unexpected or unusable."""
+    """Convert a published weight file. Raises ValueError with a list if tensors are missing, unexpected or unusable."""
     theirs = unwrap_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
         raise ValueError(f"{file} is already a weight file of this project; use it without conversion")
@@ -213,7 +213,7 @@ def convert(file: Path) -> Converted:
 
 
 def to_our_name(theirs: str, release: Release) -> str:
-    """Convert a tensor's name, such as `layer2.0.bn1.weight` to `backbone.res3.0.conv1.norm.weight`."""
+    """Convert a tensor's name to ours, such as `layer2.0.bn1.weight` to `backbone.res3.0.conv1.norm.weight`."""
     for old, new in release.names:
         match = re.match(re.escape(old).replace(r"\{\}", r"(\d+)"), theirs)
         if match:
@@ -222,7 +222,7 @@ def to_our_name(theirs: str, release: Release) -> str:
 
 
 def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Return False for a norm's batch counter or a pixel statistic. Raises ValueError if the latter is not ours."""
+    """Return False for a norm's batch counter or a pixel statistic. Raises ValueError if a statistic is not ours."""
     if name in _PIXEL_STATISTICS and not release.resnet_only:
         ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):

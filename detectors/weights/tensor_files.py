@@ -1,7 +1,7 @@
 """Reader of published weight files, which removes the wrappers that trainers put around tensors and their names.
 
-A file is torch's, a pickle of numpy arrays, or safetensors. No code in it is run: torch reads its own files with
-weights_only, and storage/pickles.py reads the pickles.
+A file is in torch's format, a safetensors file, or a pickle of numpy arrays. No code in it is run: torch reads its own
+format with weights_only, and storage/pickles.py reads the pickles.
 """
 
 import pickle
@@ -29,7 +29,7 @@ _MAX_EXPANSION = 4
 
 
 def strip_wrappers(key: str) -> str:
-    """Return a tensor's name without the prefixes of wrappers: module.x and module._orig_mod.x become x."""
+    """Return a tensor's name without the prefixes that wrappers add: module.x and module._orig_mod.x become x."""
     return _WRAPPERS.sub("", key)
 
 
@@ -42,7 +42,7 @@ def unwrap_names(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, and ignore other values in it. Raises ValueError if it is not a weight file."""
+    """Read the tensors of a weight file by name, and ignore other values in it. Raises ValueError if it is unusable."""
     start = _read_start(file)
     if is_safetensors(file):
         return read_safetensors(file)[0]
@@ -79,7 +79,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read the tensors by name and the metadata of a safetensors file. With tensors=False every tensor is None."""
+    """Return the tensors by name and the metadata of a safetensors file. With tensors=False, every tensor is None."""
     _read_start(file)
     try:
         with safe_open(file, framework="pt") as stream:
@@ -92,7 +92,7 @@ def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Any], 
 
 
 def is_safetensors(file: Path) -> bool:
-    """Return True if a file begins like a safetensors file."""
+    """Return True if a weight file begins as a safetensors file does."""
     start = _read_start(file)
     return start[8:9] == b"{" and int.from_bytes(start[:8], "little") < file.stat().st_size
 

@@ -74,7 +74,7 @@ def test_a_sample_gets_the_boxes_of_its_image_or_a_status(
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
-        ("categories", None, None, "categories missing or no list"),
+        ("categories", None, None, "it has no list categories"),
         ("annotations", None, [None], r"annotations\[0\] is None, not an object"),
         ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number"),
         ("categories", "id", 30, r"categories\[1\] has the same id as another entry, 30"),
