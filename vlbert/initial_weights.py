@@ -1,4 +1,4 @@
-"""Check the settings of a new run, and make its vocabulary and first weights."""
+"""Check the settings of a new run, and make its vocabulary and its model with initial weights."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check_complete(recipe: Recipe) -> None:
-    """Raise ValueError if the recipe lacks a setting that every run needs."""
+    """Raise ValueError if the recipe lacks a setting that every run needs, or would validate on training data."""
     if not recipe.data.root:
         raise ValueError("data.root is not set; give --data.root=FOLDER or --data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
@@ -52,7 +52,7 @@ def check_complete(recipe: Recipe) -> None:
 
 
 def check_one_dataset(recipe: Recipe) -> None:
-    """Raise ValueError if the task has splits and several datasets are named."""
+    """Raise ValueError if the recipe's task has splits, but several training or held-out datasets are named."""
     for name, given in (("datasets", recipe.data.datasets), ("held_out", recipe.data.held_out or ())):
         if recipe.task.validate_on is not None and len(given) > 1:
             raise ValueError(
@@ -64,7 +64,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the vocabulary of the checkpoint, recipe.vocabulary or BERT, in this order, or build one from captions."""
+    """Return the vocabulary of the checkpoint, else recipe.vocabulary, else BERT's, else build one from captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:
@@ -86,7 +86,7 @@ def make_model(
     resumed: Checkpoint | None,
     report: Callable[[str], None],
 ) -> TaskModel:
-    """Make the model with the weights of the resumed checkpoint or, in a new run, of the recipe's sources."""
+    """Make the model with the weights of `resumed` or, in a new run, with the initial weights that the recipe names."""
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:
@@ -121,9 +121,9 @@ def make_model(
 
 
 def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
-    """Load the checkpoint's whole head if task and shapes are the same, else the task's pretrained_parts.
+    """Load the checkpoint's whole head if task and shapes are the same, else only the parts in task.pretrained_parts.
 
-    Returns the names of the loaded parts, or "all" or "none".
+    Returns the names of the loaded parts, joined by commas, or "all" or "none".
     """
     saved = init_from.part("head.")
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
@@ -133,7 +133,7 @@ def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_ta
     loaded = []
     for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
-        if tensors:  # only checkpoints of pre-training have these parts
+        if tensors:  # only pre-training checkpoints have these parts
             tensors = task.convert_pretrained(part, tensors)
             if tensors.keys() != head.get_submodule(part).state_dict().keys():
                 raise ValueError(
