@@ -33,7 +33,7 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """Return the saved predictions by index of their batch's first example. Raises ValueError for a damaged file."""
+        """Return the saved predictions by index of a batch's first example. Raises ValueError for a damaged file."""
         saved = {}
         for info in self.store.list(self.prefix):
             try:

@@ -170,7 +170,7 @@ def evaluate(
 
 
 def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metrics.json of an existing evaluation with these arguments. Returns None without one, or on an error."""
+    """Return the metrics.json of an evaluation with these arguments, or None if there is none or on any error."""
     try:
         names = [_find_uri(path)]
         return read_summary(*output_folder(None, names, split, inputs_of(recipe, names, split, changes)))
