@@ -73,7 +73,7 @@ class Checkpoint:
         return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors whose names begin with `prefix`, by name without the prefix."""
+        """Return the tensors whose names begin with `prefix`, keyed by the rest of the name."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.model.items() if name.startswith(prefix)}
 
 
@@ -140,7 +140,7 @@ def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Resolve a path, as given to open_checkpoint, to a store and a folder. Raises ValueError if it names none."""
+    """Resolve a path as given to open_checkpoint to a store and a folder in it. Raises ValueError if it names none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
@@ -171,7 +171,7 @@ def read_model(folder: str | Path) -> Checkpoint:
 
 
 def read_config_at(store: ObjectStore, path: str) -> dict:
-    """Read only a checkpoint's config.json. Takes the store and folder that find_checkpoint returns."""
+    """Return the content of a checkpoint's config.json, given its store and folder (see find_checkpoint)."""
     return _read_config(_open_checkpoint(store, path))
 
 
@@ -181,7 +181,7 @@ def strip_paths(config: ModelConfig) -> ModelConfig:
 
 
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
-    """Read a checkpoint or, if `path` is "", a model at the store's root. Raises ValueError if a file is invalid."""
+    """Read a checkpoint or, if `path` is "", the root's model. Raises ValueError if a file is missing or invalid."""
     folder = _open_checkpoint(store, path)
     config = _read_config(folder)
     if not folder.state:
@@ -243,7 +243,7 @@ def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def check_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Raise ValueError if an attribute named in `task.saved` differs from the checkpoint's, as outputs would change."""
+    """Raise ValueError if an attribute in `task.saved` differs from the checkpoint's: outputs would change meaning."""
     for name in task.saved:
         now, before = getattr(task, name), checkpoint.saved.get(name)
         if before is None or now == before:  # None: a converted model may lack the attribute
@@ -258,7 +258,7 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
-    """Return the checkpoint's vocabulary or, if it has none, that in `file`. Raises ValueError if it does not fit."""
+    """Return the checkpoint's vocabulary, else that in `file`. Raises ValueError if there is none, or sizes differ."""
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:

@@ -1,4 +1,4 @@
-"""The settings of a run, as frozen dataclasses that check their values when they are made."""
+"""The settings of a run, as frozen dataclasses that check their values on construction."""
 
 import math
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ TASK_TOKENS = 20  # rows of the task token table, as in 12-in-1
 
 @dataclass(frozen=True)
 class StreamSize:
-    """Sizes of one kind of attention layers: of the text, of the regions, or of co-attention between them."""
+    """Sizes of one kind of attention layer: over the text, over the regions, or co-attention between them."""
 
     hidden_size: int
     num_heads: int
@@ -168,7 +168,7 @@ class ModelConfig:
 
     @property
     def coattention(self) -> "StreamSize":
-        """Sizes of the co-attention layers (X). intermediate_size is 0, because each stream has its own width there."""
+        """Sizes of the co-attention layers (X). intermediate_size is 0: each stream has its own feed-forward width."""
         return StreamSize(self.coattention_size or self.hidden_size, self.coattention_num_heads or self.num_heads, 0)
 
     def word_rows(self, vocab_size: int) -> int:

@@ -81,7 +81,7 @@ PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros per hour for a card, or
 
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
-    """Return the known pairs per second for the recipe's model and precision, whatever its batch and data, or None."""
+    """Return the known pairs per second for the recipe's model and precision, or None. Batch and data may differ."""
     if recipe.activation_checkpointing or recipe.compile:
         return None
     same = (name for name, other in all_recipes().items() if other.model == recipe.model)
@@ -102,7 +102,7 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
 
 
 def region_bytes(config: DetectionConfig, regions: float) -> float:
-    """Return the size in bytes of an image's `regions` in a shard, with their features if the detector keeps them."""
+    """Return the size in bytes of one image's `regions` in a shard, with features if the detector keeps them."""
     network = dataclasses.replace(PRESETS[config.preset or "vg_resnet101"], **config.network_overrides)
     size = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
     return regions * (size + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
@@ -138,7 +138,7 @@ class PlanSettings:
 
 
 def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
-    """Return the plan that --json prints. Raises ValueError if the recipe does not pre-train or fit the cards."""
+    """Return the plan that --json prints. Raises ValueError if the recipe does not pre-train or suit the cards."""
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"recipe {recipe.name} does not pre-train; give one of pretrain_*")
     check_shares(recipe.data, settings.cards)
@@ -216,7 +216,7 @@ def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Fig
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:
-    """Return a stage's name, bytes, hours, euros and the source of its rate. Hours and euros are None without one."""
+    """Return a stage's name, bytes, hours, euros, and source of the rate. Hours and euros are None without a rate."""
     if rate is None:
         command = {"detect": "benchmarks.detect", "pre-train": "benchmarks.rehearsal"}[name]
         source, hours = f"no rate known for these settings; measure it: python -m {command}", None

@@ -135,7 +135,7 @@ def _fields(recipe: dict) -> dict[str, object]:
 
 
 def _completion_message(recipe: Recipe, resumed: Checkpoint) -> str | None:
-    """Return a message if the run has no steps left, else None."""
+    """Return the message that the run is complete, or None if steps are left."""
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
@@ -185,7 +185,10 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Return the results of open_samples for each dataset, in order of name. Raises ValueError if detectors differ."""
+    """Open each dataset with open_samples, in order of name, and return the results.
+
+    Raises ValueError if the regions of the datasets come from different detectors.
+    """
     cache, opened = open_cache(store, config), []
     for name in config.dataset_names:
         before = saved_of(resumed, name) if resumed else None

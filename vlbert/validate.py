@@ -122,5 +122,5 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> di
 
 
 def last_reason(unreadable: Sequence[Unreadable]) -> str:
-    """Return "; the last because ...", to end an error message, or "" if no sample was unreadable."""
+    """Return "; the last because ..." for the end of an error message, or "" if `unreadable` is empty."""
     return f"; the last because {unreadable[-1].reason}" if unreadable else ""

@@ -2,8 +2,8 @@
 
     vlbert recipes        prints the rules as a table; docs/models.md explains some
 
-`apply(recipe, variant)` applies all rules. Variant `published` is the authors' code, which released checkpoints need.
-Variant `paper` is the paper. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
+`apply(recipe, variant)` applies all rules. Variant `published` follows the authors' code, as released checkpoints need.
+Variant `paper` follows the paper. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ RULES = (
 
 
 def apply(recipe: Recipe, variant: Variant) -> Recipe:
-    """Return the recipe with each field that has a rule set to its value in a variant."""
+    """Return a copy of the recipe in which every field that has a rule takes the variant's value."""
     return override_values(recipe, {rule.field: getattr(rule, variant) for rule in rules_of(recipe)})
 
 

@@ -38,7 +38,7 @@ _OWN = ("--run_name", "--init_from", "--data.seed", "--data.root")
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a comparison. If it fine-tunes on a task, the cell includes its evaluation.
+    """One training run of a comparison and, if it fine-tunes on a task, its evaluation.
 
     Attributes:
         task: Name of the task to fine-tune on; None: pre-train.
@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Changed fields of data, task and model, for the evaluation. Not the seed, which would change the order."""
+        """Changed data, task and model fields to use in the evaluation. Without the seed, which changes the order."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
@@ -196,7 +196,7 @@ def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str]
 
 
 def _train_and_evaluate(cell: Cell, root: str) -> None:
-    """Train and evaluate a cell. Raises ValueError if its run has started from other weights or for other steps."""
+    """Train and evaluate a cell. Raises ValueError if its run was begun from other weights or with other `steps`."""
     world, store = distributed.start(), open_store(root)
     saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
     if saved and (steps := read_config_at(store, saved[-1])["recipe"]["steps"]) != cell.recipe.steps:

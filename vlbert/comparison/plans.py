@@ -12,7 +12,7 @@ _NAME = re.compile(r"[a-z0-9_]+")
 
 @dataclass(frozen=True)
 class Training:
-    """A recipe to train, from vlbert/recipes/ or as MODULE:FUNCTION, and changes to it."""
+    """A recipe to train, from vlbert/recipes/ or as MODULE:FUNCTION, and changes to its fields."""
 
     recipe: str
     changes: tuple[str, ...] = ()  # arguments as for `vlbert train`; {root} in them stands for data.root
@@ -98,7 +98,10 @@ _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regi
 
 
 def family_demo() -> Plan:
-    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on drawn scenes, with equal steps of 32 captions."""
+    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on drawn scenes, after equal training.
+
+    Each model is pre-trained for 1,000 steps of 32 captions.
+    """
     # In the recipes' 600 steps, the last two only begin to learn which captions and images belong together.
     longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
     corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
@@ -147,7 +150,7 @@ _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
 
 
 def table4() -> Plan:
-    """Return a plan that repeats VL-BERT's Table 4 on the real data, end to end, with half the fine-tuning epochs.
+    """Return a plan for VL-BERT's Table 4 on real data, end to end, with half as many fine-tuning epochs as there.
 
     Needs the fields model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. Annotations are in ROOT/vqa,
     ROOT/refcoco+ and ROOT/vcr, or in a folder given as vqa:task.folder=FOLDER. VQA is evaluated on val2014, because the

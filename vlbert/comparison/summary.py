@@ -32,8 +32,8 @@ class Evaluation:
 def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of numbers.json.
 
-    `failed` maps the names of failed runs to reasons. They are left out of the numbers. If the evaluations of a task do
-    not fit the plan or each other, the task has no numbers, and its `problem` gives the reason.
+    `failed` maps the names of failed runs, which are left out of the numbers, to reasons. If the evaluations of a task
+    do not fit the plan or each other, the task has no numbers, and its `problem` gives the reason.
     """
     complete = [cell for cell in cells if cell.run not in failed]
     pretrainings = [cell for cell in complete if cell.task is None]
@@ -108,7 +108,7 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
-    """Read a cell's evaluation, without examples of unknown ground truth.
+    """Read a cell's evaluation, only with examples that have a ground truth.
 
     Raises ValueError if the task's metric is not the mean of their scores.
     """
@@ -140,7 +140,7 @@ def score_of(value: Any, within: int | None) -> float:
 
 
 def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Any]:
-    """Return the difference between two variants, first minus second, over common seeds. It is None without any."""
+    """Return the difference between two variants, first minus second, over common seeds. Without any, it is None."""
     minuend, subtrahend = by_variant[first], by_variant[second]
     seeds = [seed for seed in minuend if seed in subtrahend]
     pair = {"first": first, "second": second, "seeds": seeds}
@@ -158,7 +158,7 @@ def _stack_scores(
 
 
 def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
-    """Return each variant's mean and values by seed of a metric, from the last validation of its pre-training runs."""
+    """Return a metric's mean and value by seed for each variant, from the last validation of its pre-training runs."""
     by_variant: dict[str, dict[str, float]] = {}
     for cell in pretrainings:
         value = last_metrics(store, cell.run).get(metric)

@@ -24,7 +24,7 @@ _ARRAY = 1  # msgpack extension type of arrays
 
 
 class Blocks:
-    """Saved predictions of one evaluation in `folder`. `inputs` is everything that affects the predictions."""
+    """Predictions of one evaluation, saved in blocks in `folder`. `inputs` is everything that affects them."""
 
     def __init__(self, store: ObjectStore, folder: str, inputs: Mapping[str, Any]):
         name = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -33,7 +33,7 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """Return the saved predictions by index of a batch's first example. Raises ValueError for a damaged file."""
+        """Return saved predictions by the index of their first example. Raises ValueError if a file is damaged."""
         saved = {}
         for info in self.store.list(self.prefix):
             try:
@@ -44,7 +44,10 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue predictions of the batch that starts with example `first`. Returns True if the queue was then saved."""
+        """Queue the predictions of the batch that starts at example `first`. Once a minute, save the queue.
+
+        Returns True if the queue was saved.
+        """
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False

@@ -228,7 +228,7 @@ def _predict_split(
 
 
 def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world: World, blocks: Blocks) -> Predicted:
-    """Return the predictions for this rank's batches. Batches without a saved prediction are predicted and saved."""
+    """Return the predictions for this rank's batches: saved ones from `blocks`, and new ones, which it saves there."""
     firsts, saved = [data.start + index * data.size for index in range(len(data))], blocks.read()
     rest = [index for index, first in enumerate(firsts) if first not in saved]
 

@@ -162,7 +162,7 @@ def _describe_example(example: Example, tokens: Sequence[str]) -> dict[str, Any]
 
 
 def _describe_tokens(text: TextInput, names: Sequence[str]) -> dict[str, Any]:
-    """Return each token of a text as values for the template: word, mentioned region, and True if it has a label."""
+    """Return each token of a text as values for the template: its word, the region that it mentions, if labelled."""
     labelled = np.logical_or.reduce([np.zeros(len(text.tokens), bool), *text.label_masks.values()])
     tokens = zip(text.tokens.tolist(), text.token_region.tolist(), labelled.tolist(), strict=True)
     return {"tokens": [{"word": names[token], "region": region, "labelled": has} for token, region, has in tokens]}

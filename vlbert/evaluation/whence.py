@@ -58,7 +58,7 @@ TABLE = pa.schema(
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the record of a checkpoint that is saved in runs that start from it (docs/formats.md, `init_from`)."""
+    """Return the record that a run keeps of the checkpoint that it starts from (docs/formats.md, `init_from`)."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     source = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a converted or copied model
@@ -129,7 +129,7 @@ class TrainedRun:
         return np.concatenate(parts)
 
     def samples_of(self, use: DataUse) -> np.ndarray:
-        """Return the sample index of each example, int64 [examples]. Raises ValueError if the task's files changed."""
+        """Return each example's sample index, int64 [examples]. Raises ValueError if task files are gone or changed."""
         if self.record["task"] == PretrainingSettings.__name__:
             return np.arange(use.span.examples)
         kind = settings_named(self.record["task"])
@@ -168,7 +168,7 @@ class _Urls:
 
 
 def lineage(checkpoint: Checkpoint) -> tuple[list[TrainedRun], dict]:
-    """Return the runs that led to a checkpoint, newest first, and the record of what the first of them started from.
+    """Return the runs that led to a checkpoint, newest first, and the record of what the oldest run started from.
 
     The record is {} if it started from no checkpoint. Raises ValueError if `checkpoint` has no record of its data.
     """
@@ -248,7 +248,10 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return those `rows` that were seen, with their steps (schema TABLE). `samples`, sorted, were seen at `steps`."""
+    """Return the `rows` that were seen, with their steps (schema TABLE). Sample samples[i] was seen in step steps[i].
+
+    `samples` is sorted.
+    """
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1
@@ -279,7 +282,7 @@ def _read_rows(store: ObjectStore, path: str) -> Iterator[pa.Table]:
 
 @functools.lru_cache(64)  # many checkpoints record the same snapshot
 def find_rows(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> pa.Table:
-    """Return the rows of a snapshot whose `column` (key or url) is one of `values`, with their `number`."""
+    """Return the rows of a snapshot whose `column` (key or url) is one of `values`, with their index as `number`."""
     return pa.concat_tables(table.filter(is_in(table[column], values)) for table in _read_rows(store, path))
 
 

@@ -50,7 +50,7 @@ def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
 def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn, list[dict], frozenset[str]]:
     """Withdraw URLs and their images, including the same images from other URLs.
 
-    Returns what was not withdrawn before, the committed rows with the given URLs, and all URLs now withdrawn.
+    Returns what was not withdrawn before, the committed rows with the given URLs, and all URLs of these images.
     """
     new = withdraw(store, urls)
     rows = committed_rows(store, Withdrawn(frozenset(urls)))
@@ -71,7 +71,7 @@ def revise_shards(store: ObjectStore) -> int:
 
 
 def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
-    """Return text lines: a table of the checkpoints that have seen these URLs, then checkpoints with unknown data."""
+    """Return text lines: a table of the checkpoints that have seen these URLs, and those for which it is unknown."""
     rows, unknown = [], []
     for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
         folder = path.removesuffix(f"/{STATE}")

@@ -30,7 +30,7 @@ RECIPES = {
 
 
 def all_recipes() -> dict[str, Recipe]:
-    """Return all recipes by name, in every size, with all features and variants."""
+    """Return the recipes of all sizes, features and variants, by name."""
     recipes: dict[str, Recipe] = {}
     for make in RECIPES.values():
         choices = [_list_choices(kind) for kind in typing.get_type_hints(make).values() if kind is not Recipe]
@@ -44,7 +44,7 @@ def all_recipes() -> dict[str, Recipe]:
 
 
 def print_recipes() -> None:
-    """Print tables: differences between VL-BERT's paper and published code, and each recipe's batch, rate and steps."""
+    """Print the differences between VL-BERT's paper and published code, and each recipe's numbers, as tables."""
     rows = [
         (f"`{name}`", str(recipe.data.batch), f"{recipe.optimizer.learning_rate:g}", str(recipe.steps))
         for name, recipe in all_recipes().items()

@@ -62,14 +62,17 @@ def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
 
 
 def finetune_retrieval_unicoder_vl(size: Size = "base") -> Recipe:
-    """Configure fine-tuning on Flickr30k: 10 epochs, 192 captions per step, 3 wrong captions and images each (3.3)."""
+    """Configure fine-tuning on Flickr30k (paper 3.3): 10 epochs, 192 captions per step.
+
+    Each has 3 wrong captions and 3 wrong images.
+    """
     # For COCO, set the fields that finetune_retrieval names.
     recipe = _finetune("retrieval", size, RetrievalSettings(caption_length=42, max_regions=100), 5e-5, 192)
     return recipe if size == "demo" else override_values(recipe, {"data.gradient_accumulation": 4})
 
 
 def finetune_vcr_unicoder_vl(size: Size = "base") -> Recipe:
-    """Configure fine-tuning on VCR (4.2): 20 epochs, 48 questions per step. For QA->R: --task.subtask rationale."""
+    """Configure fine-tuning on VCR (paper 4.2): 20 epochs, 48 questions per step. QA->R: --task.subtask rationale."""
     task = VCRSettings(
         instance_masks=False,
         names="class",

@@ -28,8 +28,8 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
     """Configure pre-training: 250k steps (10 epochs) of 128 captions and 128 text-only rows.
 
-    For VQA, use precomputed features. Base takes 2 days on 16 V100, or with precomputed features 30 hours on 4. Large
-    takes 5.5 days on 16.
+    For VQA, use precomputed features. Base takes 2 days on 16 V100 GPUs, or 30 hours on 4 with precomputed features.
+    Large takes 5.5 days on 16.
     """
     precomputed = features == "precomputed"
     name = _make_name("pretrain_vlbert", size, "precomputed" * precomputed, variant)
@@ -194,7 +194,7 @@ def make_finetuning(  # noqa: PLR0913  what differs between the models
     epochs: int,
     precision: Literal["fp32", "bf16"],
 ) -> Recipe:
-    """Return a fine-tuning recipe for another model on VL-BERT's data, without gradient accumulation or a BERT.
+    """Return a fine-tuning recipe for another model on VL-BERT's data, without gradient accumulation or BERT weights.
 
     `optimizer` returns the optimizer's settings, given the number of steps per epoch.
     """
@@ -220,7 +220,7 @@ def make_finetuning(  # noqa: PLR0913  what differs between the models
 
 
 def _make_name(recipe: str, size: str, features: str, variant: Variant) -> str:
-    """Return the recipe's name. Raises ValueError for size demo in variant paper, which does not exist."""
+    """Return a recipe's name, given its parts. Raises ValueError for variant paper of the demo: there is none."""
     name = "_".join(filter(None, [recipe, size, features, "paper" * (variant == "paper")]))
     _refuse(size == "demo" and variant == "paper", name, "the demo has no variants")
     return name
