@@ -106,9 +106,8 @@ def _print_completion(arguments: list[str]) -> None:
     def add_fields(name: str, make: Callable[..., Any]) -> type:
         """Return a dataclass with the parameters of `make` and the fields of the recipe that it returns."""
         recipe, hints, parameters = make(), get_type_hints(make), inspect.signature(make).parameters
-        kind = type(recipe)
         own = [(argument, hints[argument], parameter.default) for argument, parameter in parameters.items()]
-        fields = ("fields", Annotated[kind, tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]
+        fields = ("fields", Annotated[type(recipe), tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]
         return dataclasses.make_dataclass(name, [*own, fields])
 
     programs = {}

@@ -31,8 +31,7 @@ def check_complete(recipe: Recipe) -> None:
             "--data.text_batch=0"
         )
     regions = recipe.model.regions
-    from_pixels = regions.features == "end_to_end"
-    if from_pixels and not (regions.weights or regions.random_init or recipe.init_from):
+    if regions.features == "end_to_end" and not (regions.weights or regions.random_init or recipe.init_from):
         raise ValueError(
             "the Fast R-CNN has no weights to start from; give --model.regions.weights=FILE (a detector's safetensors) "
             "or --init_from=CHECKPOINT, or start from random weights: --model.regions.random_init"
@@ -93,6 +92,7 @@ def make_model(
         check_saved(task, resumed)
         load_model(model, resumed.model, resumed.uri)
         return model
+    trained_for = init_from.config.get("task") if init_from else None
     weights, fast_rcnn = recipe.model.regions.weights, model.vlbert.fast_rcnn
     if weights and fast_rcnn and not init_from:
         from detectors.weights.files import load_resnet
@@ -109,14 +109,12 @@ def make_model(
                 f"{differing[0][2]} in the checkpoint and {differing[0][1]} in the recipe"
             )
         load_model(model.vlbert, init_from.part("vlbert."), init_from.uri)
-        loaded = start_head(
-            task, model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__
-        )
+        loaded = start_head(task, model.head, init_from, same_task=trained_for == type(recipe.task).__name__)
         report(f"VL-BERT from {init_from.uri}, parts of its head: {loaded}")
         if loaded == "all":
             check_saved(task, init_from)
             return model
-    task.on_start(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
+    task.on_start(model.vlbert, model.head, trained_for)
     return model
 
 

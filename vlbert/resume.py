@@ -22,7 +22,7 @@ from vlbert.data.loading import TrainingDataset, check_shares
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import find_readable, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.evaluation.whence import record_of
+from vlbert.evaluation.whence import check_count, record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
@@ -185,10 +185,7 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Open each dataset with open_samples, in order of name, and return the results.
-
-    Raises ValueError if the regions of the datasets come from different detectors.
-    """
+    """Return the result of open_samples for each dataset, in order of name. Raises ValueError if detectors differ."""
     cache, opened = open_cache(store, config), []
     for name in config.dataset_names:
         before = saved_of(resumed, name) if resumed else None
@@ -224,13 +221,9 @@ def _make_training_dataset(
     if resumed:
         before = saved_of(resumed, name)
         spans, weight = [SnapshotSpan(**span) for span in before["snapshots"]], before["weight"]
+        check_count(examples, spans[-1], name, resumed.uri)
     else:
         spans, weight = [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])], config.datasets[name]
-    if resumed and len(examples) != spans[-1].examples:
-        raise ValueError(
-            f"{resumed.uri} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
-            "the files of the task have changed. Restore them"
-        )
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}
     return TrainingDataset(samples, examples, spans, weight or float(len(examples)), recorded)
 

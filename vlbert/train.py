@@ -182,7 +182,6 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
     data = start.data
     training = TrainingData(data.datasets, data.task, recipe.data, recipe.model.regions, world, data.corpus)
     stage = data.datasets[0].pinned["stage"]  # the same in all datasets
-    snapshots = [dataset.spans[-1].snapshot for dataset in data.datasets]
     return VLBertRun(
         recipe=recipe,
         world=world,
@@ -195,7 +194,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         detector=detector_of(store, data.datasets[0].pinned["dataset"], stage) if world.first else None,
         metadata={
             "detector": stage.removeprefix("regions/"),
-            "snapshot": " + ".join(snapshots),
+            "snapshot": " + ".join(dataset.spans[-1].snapshot for dataset in data.datasets),
         },
         loop_state=start.loop_state,
     )

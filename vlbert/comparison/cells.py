@@ -150,20 +150,17 @@ def is_done(cell: Cell, root: str) -> bool:
     if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
-    if cell.needs and _initial_hash(store, cell.checkpoint) != _weights_hash(store, cell.needs):
+    if cell.needs and not _started_from(store, cell.checkpoint, cell.needs):
         return False
     if cell.split is None:
         return True
     return find_evaluation(cell.recipe, store.uri(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
-def _initial_hash(store: ObjectStore, checkpoint: str) -> str:
-    """Return the sha256 of the weights that a fine-tuning run started from, as its checkpoint records it."""
-    return read_state(store, checkpoint)["init_from"]["model"]
-
-
-def _weights_hash(store: ObjectStore, cell: Cell) -> str:
-    return read_state(store, cell.checkpoint)["files"][MODEL]["sha256"]
+def _started_from(store: ObjectStore, checkpoint: str, pretraining: Cell) -> bool:
+    """Return True if a fine-tuning checkpoint records the current weights of `pretraining` as its initial weights."""
+    weights = read_state(store, pretraining.checkpoint)["files"][MODEL]["sha256"]
+    return read_state(store, checkpoint)["init_from"]["model"] == weights
 
 
 # --- a process --------------------------------------------------------------------------------------------------------
@@ -204,7 +201,7 @@ def _train_and_evaluate(cell: Cell, root: str) -> None:
             f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}, and so another learning "
             "rate schedule. Restore the steps, or delete this folder and those of all runs to compare it with"
         )
-    if cell.needs and saved and _initial_hash(store, saved[-1]) != _weights_hash(store, cell.needs):
+    if cell.needs and saved and not _started_from(store, saved[-1], cell.needs):
         raise ValueError(
             f"{cell.run} was trained from weights of {cell.needs.run} that no longer exist: it was pre-trained again; "
             f"delete {uri} to train it again"

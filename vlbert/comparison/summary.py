@@ -73,8 +73,7 @@ def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[C
         variant: {each.cell.seed: each for each in evaluations if each.cell.variant == variant}
         for variant in plan.variants
     }
-    chances = [each.metrics[task.chance] for each in evaluations] if task.chance else []
-    chances = [chance for chance in chances if chance is not None]
+    chances = [value for each in evaluations if task.chance and (value := each.metrics[task.chance]) is not None]
     means = {
         variant: asdict(interval(_stack_scores(by_seed, [*by_seed])))
         | {"seeds": {str(seed): float(each.scores.mean()) for seed, each in by_seed.items()}}
@@ -108,10 +107,7 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
-    """Read a cell's evaluation, only with examples that have a ground truth.
-
-    Raises ValueError if the task's metric is not the mean of their scores.
-    """
+    """Read a cell's evaluation, only its scored examples. Raises ValueError if the metric is not the mean score."""
     uri = store.uri(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
     metrics = evaluation["metrics"]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import tyro
 from PIL import Image
 
@@ -22,7 +21,7 @@ from storage.object_store import open_store
 from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Flat, Positional
 from storage.settings import override_values
-from training.distributed import World
+from training.distributed import ALONE
 from training.loading import EXPECTED
 from training.log import Unreadable
 from training.program import find_recipe
@@ -34,11 +33,11 @@ from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import open_samples
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results_page import render
+from vlbert.evaluation.whence import check_count
 from vlbert.recipes import RECIPES
 from vlbert.resume import open_data, saved_of
 from vlbert.tasks.base import Task
 
-ALONE = World(0, 1, torch.device("cpu"))
 _MAX_LABELLED = 12  # labelled regions to number on the image, in addition to masked and mentioned ones
 
 
@@ -125,11 +124,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
         pinned = saved_of(checkpoint, name) | {"snapshot": span.snapshot}
         samples, _ = open_samples(store, name, None, pinned, ALONE)
         examples = opened.task.examples(samples, None)
-        if len(examples) != span.examples:
-            raise ValueError(
-                f"{checkpoint.uri} was trained on {span.examples} examples of {name}, now there are {len(examples)}: "
-                "the files of the task have changed. Restore them"
-            )
+        check_count(examples, span, name, checkpoint.uri)
         training.switch_snapshot(number, samples, examples, span.snapshot, span.consumed)
     ((examples, unreadable),) = training.examples(step - 1)
     return Replay(checkpoint, recipe, opened.task, step, examples, unreadable)

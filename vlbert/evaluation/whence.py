@@ -43,6 +43,7 @@ from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import SnapshotSpan, draw_samples, seed_of
 from vlbert.tasks import make_task, settings_named
+from vlbert.tasks.base import Examples
 from vlbert.tasks.pretraining import PretrainingSettings
 
 _CHUNK = 2**16  # samples of a run whose steps are computed at once
@@ -148,12 +149,17 @@ class TrainedRun:
             examples = task.examples(samples, None)  # ty: ignore[invalid-argument-type] reads no sample
         except ValueError as error:
             raise ValueError(f"the images of {self.run} are unknown without its task's files: {error}") from error
-        if len(examples) != use.span.examples:
-            raise ValueError(
-                f"{self.run} was trained on {use.span.examples} examples of {use.dataset}, now there are "
-                f"{len(examples)}: the files of the task have changed. Restore them"
-            )
+        check_count(examples, use.span, use.dataset, self.run)
         return np.asarray(examples.samples, np.int64)
+
+
+def check_count(examples: Examples, span: SnapshotSpan, dataset: str, run: str) -> None:
+    """Raise ValueError if the task now makes another number of examples than `run` was trained on."""
+    if len(examples) != span.examples:
+        raise ValueError(
+            f"{run} was trained on {span.examples} examples of {dataset}, now there are {len(examples)}: the files of "
+            "the task have changed. Restore them"
+        )
 
 
 @dataclass(frozen=True)
@@ -248,10 +254,7 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return the `rows` that were seen, with their steps (schema TABLE). Sample samples[i] was seen in step steps[i].
-
-    `samples` is sorted.
-    """
+    """Return the rows that were seen, with their steps (schema TABLE). samples[i], sorted, was seen in steps[i]."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1

@@ -63,9 +63,8 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
         text_length=24,
     )
     if model != "vlbert":
-        task = replace(task, relationship=True, mismatched=0.5, region_head="transform_norm")
         target = {"region_target": "class"} if model == "unicoder_vl" else {"region_loss": "kl"}
-        task = replace(task, **target)
+        task = replace(task, relationship=True, mismatched=0.5, region_head="transform_norm", **target)
     return Recipe(
         name=name,
         task=task,
