@@ -98,10 +98,7 @@ _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regi
 
 
 def family_demo() -> Plan:
-    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on drawn scenes, after equal training.
-
-    Each model is pre-trained for 1,000 steps of 32 captions.
-    """
+    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on drawn scenes: 1,000 steps of 32 captions each."""
     # In the recipes' 600 steps, the last two only begin to learn which captions and images belong together.
     longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
     corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)

@@ -44,10 +44,7 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue the predictions of the batch that starts at example `first`. Once a minute, save the queue.
-
-        Returns True if the queue was saved.
-        """
+        """Queue the predictions of the batch from example `first`. Once a minute, save the queue and return True."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False

@@ -62,10 +62,9 @@ def load_task_model(
     """Load a checkpoint's model with its head, in eval mode, and return it with its recipe.
 
     The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model settings
-    always come from the checkpoint, with `changes` applied, such as {"task.folder": "vqa"}. The attributes named in
-    Task.saved are loaded too. A pre-trained model also fits the recipe of a task that needs no fine-tuning
-    (Task.zero_shot_head). The task settings are then the recipe's. Raises ValueError if the checkpoint has no head, or
-    another task's.
+    always come from the checkpoint, with `changes` applied, such as {"task.folder": "vqa"}. Attributes in Task.saved
+    are loaded too. A pre-trained model also fits the recipe of a task that needs no fine-tuning (Task.zero_shot_head).
+    The task settings are then the recipe's. Raises ValueError if the checkpoint has no head, or another task's.
     """
     config, uri = checkpoint.config, checkpoint.uri
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
@@ -125,9 +124,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate checkpoints on a split. Returns the content of metrics.json on rank 0, and {} on other ranks.
 
-    If an evaluation with the same settings exists, its metrics.json is returned, and no model is loaded. Raises
-    ValueError if a checkpoint is for another task, the split is missing, or the output folder has an evaluation with
-    other settings.
+    If an evaluation with the same settings exists, its metrics.json is returned and no model is loaded. Raises
+    ValueError if a checkpoint is for another task, the split is missing, or `out` has another evaluation.
     """
     task_class = task_of(recipe.task)
     limit = 2 if task_class.joint_metrics else 1

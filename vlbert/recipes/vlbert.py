@@ -1,7 +1,6 @@
 """Recipes of VL-BERT.
 
-Variant `published` has the rules (vlbert/variants.py) and numbers of the authors' code, variant `paper` those of the
-paper's appendix A.2.
+Variant `published` has the rules (vlbert/variants.py) and numbers of the authors' code, `paper` those of appendix A.2.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 
 
 def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """Configure pre-training: 250k steps (10 epochs) of 128 captions and 128 text-only rows.
+    """Configure pre-training for 250k steps (10 epochs) of 128 captions and 128 text-only rows.
 
     For VQA, use precomputed features. Base takes 2 days on 16 V100 GPUs, or 30 hours on 4 with precomputed features.
     Large takes 5.5 days on 16.
