@@ -125,7 +125,7 @@ def evaluate(
     """Evaluate checkpoints on a split. Returns the content of metrics.json on rank 0, and {} on other ranks.
 
     If an evaluation with the same settings exists, its metrics.json is returned and no model is loaded. Raises
-    ValueError if a checkpoint is for another task, the split is missing, or `out` has another evaluation.
+    ValueError if a checkpoint is for another task, the split is missing, or the folder has another evaluation.
     """
     task_class = task_of(recipe.task)
     limit = 2 if task_class.joint_metrics else 1
