@@ -1,4 +1,4 @@
-"""VL-BERT (Su et al., ICLR 2020): a library for the model, and the programs that train and evaluate it.
+"""VL-BERT (Su et al., ICLR 2020): the model as a library, and the programs that train and evaluate it.
 
 from vlbert import Batch, Encoded, Example, ImageInput, TextInput, VLBert, Vocabulary, collate
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # editors and type checkers do not run __getattr__
     from vlbert.model.vlbert import Encoded, VLBert
 
 __all__ = ["Batch", "Encoded", "Example", "ImageInput", "ModelConfig", "TextInput", "VLBert", "Vocabulary", "collate"]
-# Modules of the names that vlbert.data.batch lacks. Imported on first use: vlbert.data.vocabulary needs no torch.
+# Modules of the names outside vlbert.data.batch. Imported on first use, because the vocabulary needs no torch.
 _MODULES = {"VLBert": "vlbert.model.vlbert", "Encoded": "vlbert.model.vlbert"}
 _MODULES |= {"ModelConfig": "vlbert.config", "Vocabulary": "vlbert.data.vocabulary"}
 

@@ -1,8 +1,8 @@
 """Read and write model folders and the checkpoints of a run. No file is a pickle (docs/formats.md, Checkpoint).
 
 config.json  model.safetensors  vocab.txt     a model: the files that from_pretrained and init_from read
-task.json                                     the meaning of the head's outputs, for tasks that save it
-ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, written last, state.json
+task.json                                     the meaning of the head's outputs, such as VQA's list of answers
+ROOT/runs/<run>/step-0000100/                 a checkpoint: the above, optimizer.safetensors and, last, state.json
 """
 
 import itertools
@@ -44,7 +44,7 @@ MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model or checkpoint as read from its folder; `model` holds the tensors "vlbert.*" and "head.*"."""
+    """A model or checkpoint read from a folder. `model` has the tensors "vlbert.*" and "head.*", if they were read."""
 
     folder: Folder
     config: dict
@@ -52,7 +52,7 @@ class Checkpoint:
     vocab_size: int
     vocabulary: Vocabulary | None
     model: dict[str, Tensor]
-    saved: dict = field(default_factory=dict)  # content of task.json: Task.saved as the head was trained with it
+    saved: dict = field(default_factory=dict)  # content of task.json: attributes named in Task.saved, by name
 
     @property
     def uri(self) -> str:
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Content of state.json (step, seed, samples consumed, shards read); empty without one."""
+        """Content of state.json, such as step, seed and snapshots read. Empty for a model outside a run."""
         return self.folder.state
 
     @property
@@ -69,11 +69,11 @@ class Checkpoint:
 
     @property
     def task_settings(self) -> dict:
-        """Fields of the task settings that the head was trained with, in a run or a converted model."""
+        """Settings of the task that the head was trained on, as a dict of fields. Converted models have them too."""
         return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors whose names begin with `prefix`, with the prefix removed."""
+        """Return the tensors whose names begin with `prefix`, keyed by the rest of the name."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.model.items() if name.startswith(prefix)}
 
 
@@ -85,9 +85,9 @@ def model_files(
     metadata: dict | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """Return the files of a model's folder by name. config.json has the hashes of the tensors and of the extra files.
+    """Return the contents of a model folder's files, by name. config.json has hashes of the tensors and extra files.
 
-    `tensors` are "vlbert.*" and "head.*"; `metadata` are further entries of config.json.
+    `tensors` are named "vlbert.*" and "head.*". `metadata` is added to config.json.
     """
     model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     files = {MODEL: model, **(extra_files or {})}
@@ -98,13 +98,13 @@ def model_files(
 def _config_files(
     config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, metadata: dict
 ) -> dict[str, bytes]:
-    """Return config.json and, if there is a vocabulary, vocab.txt."""
+    """Return the contents of config.json and, if there is a vocabulary, of vocab.txt, by name."""
     header = {"version": CHECKPOINT_VERSION, "model_type": MODEL_TYPE, "model": to_json(config)}
     files = {CONFIG: as_json(header | {"vocab_size": vocab_size} | metadata)}
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
-def save_checkpoint(  # noqa: PLR0913  all that a checkpoint has
+def save_checkpoint(  # noqa: PLR0913  everything in a checkpoint
     writer: Writer,
     run: str,
     step: int,
@@ -116,9 +116,9 @@ def save_checkpoint(  # noqa: PLR0913  all that a checkpoint has
     state: dict[str, Any],
     detector: dict | None = None,
 ) -> str:
-    """Queue runs/<run>/step-<step>/ for the writer's thread and return its path.
+    """Queue the checkpoint runs/<run>/step-<step>/ to be written by the writer's thread, and return its path.
 
-    `detector` is the id and metadata of the detector of the run's regions (vlbert.train.detector_of).
+    `detector` has the id and metadata of the detector that found the run's regions (vlbert.train.detector_of).
     """
     metadata = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
     metadata |= {"detector": detector} if detector else {}
@@ -134,13 +134,13 @@ def save_checkpoint(  # noqa: PLR0913  all that a checkpoint has
 def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
     """Read the checkpoint or model at a path, without its tensors if `tensors` is false.
 
-    The path is ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, ROOT/runs/RUN (its newest checkpoint), or a local folder.
+    The path is ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, ROOT/runs/RUN (the run's newest checkpoint) or a local folder.
     """
     return read_checkpoint(*find_checkpoint(path), tensors)
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return the store and folder that a path for open_checkpoint names. Raises ValueError if it names none."""
+    """Resolve a path as given to open_checkpoint to a store and a folder in it. Raises ValueError if it names none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
@@ -166,12 +166,12 @@ def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
 
 
 def read_model(folder: str | Path) -> Checkpoint:
-    """Read the model in a local folder. Raises ValueError as read_checkpoint does."""
+    """Read the model in a local folder. Raises ValueError if a file is missing or invalid."""
     return read_checkpoint(LocalStore(str(folder)), "")
 
 
 def read_config_at(store: ObjectStore, path: str) -> dict:
-    """Read only config.json of a checkpoint, given what find_checkpoint returns."""
+    """Return the content of a checkpoint's config.json, given its store and folder (see find_checkpoint)."""
     return _read_config(_open_checkpoint(store, path))
 
 
@@ -181,7 +181,7 @@ def strip_paths(config: ModelConfig) -> ModelConfig:
 
 
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
-    """Read a checkpoint or, at path "", any folder with a model. Raises ValueError if a file is missing or invalid."""
+    """Read a checkpoint or, if `path` is "", the root's model. Raises ValueError if a file is missing or invalid."""
     folder = _open_checkpoint(store, path)
     config = _read_config(folder)
     if not folder.state:
@@ -212,7 +212,7 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
 
 
 def _open_checkpoint(store: ObjectStore, path: str) -> Folder:
-    """Open a checkpoint by its state.json, or any folder with a model. Raises ValueError if a file is missing."""
+    """Open the folder of a checkpoint or, if `path` is "", of a model. Raises ValueError if a file is missing."""
     folder = open_folder(store, path) if path or store.exists(STATE) else Folder(store, path)
     for name in (CONFIG, MODEL):
         if not folder.has(name):
@@ -221,10 +221,10 @@ def _open_checkpoint(store: ObjectStore, path: str) -> Folder:
 
 
 def _read_config(folder: Folder) -> dict:
-    """Return the content of config.json. Raises ValueError if it is not a model's, or is of another version."""
+    """Return the content of config.json. Raises ValueError if it is invalid or has another format version."""
     config, uri = folder.json(CONFIG), folder.uri_of(CONFIG)
     if not isinstance(config.get("version"), int):
-        raise ValueError(f"{uri} is not the configuration of a model of this code: it has no version")
+        raise ValueError(f"{uri} is not the configuration of a model of this project: it has no version")
     check_version(config["version"], CHECKPOINT_VERSION, uri)
     hashes = config.get("files", {})
     valid_hashes = isinstance(hashes, dict) and all(
@@ -236,17 +236,17 @@ def _read_config(folder: Folder) -> dict:
 
 
 def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Set the attributes of `task.saved` to the checkpoint's, so that the head's outputs keep their meaning."""
+    """Copy the attributes named in `task.saved` from the checkpoint, so that the head's outputs keep their meaning."""
     for name in task.saved:
         if name in checkpoint.saved:
             setattr(task, name, checkpoint.saved[name])
 
 
 def check_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Raise ValueError if an attribute of `task.saved` differs from the checkpoint's: outputs would change meaning."""
+    """Raise ValueError if an attribute in `task.saved` differs from the checkpoint's: outputs would change meaning."""
     for name in task.saved:
         now, before = getattr(task, name), checkpoint.saved.get(name)
-        if before is None or now == before:  # a converted model may lack it
+        if before is None or now == before:  # None: a converted model may lack the attribute
             continue
         pairs = enumerate(itertools.zip_longest(before, now))
         index, (old, new) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
@@ -258,7 +258,7 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
-    """Return the vocabulary of the checkpoint or of `file`. Raises ValueError if there is none, or it does not fit."""
+    """Return the checkpoint's vocabulary, else that in `file`. Raises ValueError if there is none, or sizes differ."""
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:
@@ -275,7 +275,7 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Load the tensors into `model`. Raises ValueError if one is missing, unexpected or of another shape."""
     wanted = model.state_dict()
-    # Only live norms count their batches: a file may lack a counter of the model, or have one that the model lacks.
+    # Only trained BatchNorms count batches: a file may lack a counter of the model, or have one that the model lacks.
     tensors = {name: tensor for name, tensor in tensors.items() if name in wanted or not name.endswith(_COUNTER)}
     tensors |= {name: t for name, t in wanted.items() if name.endswith(_COUNTER) and name not in tensors}
     check_tensors(wanted, tensors, source)
@@ -283,7 +283,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> 
 
 
 def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], source: str) -> None:
-    """Raise ValueError if the names or shapes of `tensors` differ from those of `wanted`, a model's."""
+    """Raise ValueError if the names or shapes of `tensors` differ from those of `wanted`, a model's state dict."""
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - tensors.keys())]
     problems += [f"has {name}, which the model lacks" for name in sorted(tensors.keys() - wanted.keys())]
     problems += [

@@ -16,13 +16,13 @@ from storage.programs import PackageMissing
 # Command -> the module whose `main` it calls, and its description. A module is imported only to run its command.
 COMMANDS = {
     "plan": ("vlbert.plan", "estimate GB, hours and euros before anything is downloaded"),
-    "collect": ("storage.collect.run", "download a caption list, or import images, into shards"),
+    "collect": ("storage.collect.run", "download the images of a caption list, or import images, into shards"),
     "detect": ("detectors.run", "detect regions in every image shard that has none yet"),
     "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),
-    "recipes": ("vlbert.recipes", "print the differences of paper and published code, and all numbers"),
+    "recipes": ("vlbert.recipes", "print differences between paper and published code, and each recipe's numbers"),
     "train": ("vlbert.train", "pre-train or fine-tune a model"),
     "evaluate": ("vlbert.evaluation.evaluate", "evaluate a checkpoint on a split: metrics, a page, submissions"),
-    "predict": ("vlbert.predict.command", "ask a model about images of your own"),
+    "predict": ("vlbert.predict.command", "ask a model about your own images"),
     "compare": ("vlbert.comparison.compare", "train variants x tasks x seeds, and write a page that compares them"),
     "whence": ("vlbert.evaluation.whence", "list every image URL that a checkpoint has seen, and at which steps"),
     "withdraw": ("vlbert.evaluation.withdraw", "withdraw images, and list every checkpoint that has seen them"),
@@ -94,7 +94,7 @@ def _print_completion(arguments: list[str]) -> None:
     import tyro
 
     def add_subcommands(functions: Mapping[str, Callable[..., Any]]) -> Callable[[Any], None]:
-        """Return a function that takes the name of one of `functions` as its first argument."""
+        """Return a function for tyro that takes one subcommand, the name of one of `functions`."""
         kinds = [Annotated[Any, tyro.conf.subcommand(name, constructor=make)] for name, make in functions.items()]
 
         def choose(chosen: Any) -> None:
@@ -104,11 +104,10 @@ def _print_completion(arguments: list[str]) -> None:
         return choose
 
     def add_fields(name: str, make: Callable[..., Any]) -> type:
-        """Return a dataclass with the parameters of a recipe's function and the fields of its recipe."""
+        """Return a dataclass with the parameters of `make` and the fields of the recipe that it returns."""
         recipe, hints, parameters = make(), get_type_hints(make), inspect.signature(make).parameters
-        kind = type(recipe)
         own = [(argument, hints[argument], parameter.default) for argument, parameter in parameters.items()]
-        fields = ("fields", Annotated[kind, tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]
+        fields = ("fields", Annotated[type(recipe), tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]
         return dataclasses.make_dataclass(name, [*own, fields])
 
     programs = {}

@@ -1,4 +1,4 @@
-"""The settings of a run, as frozen dataclasses that check their values when they are made."""
+"""The settings of a run, as frozen dataclasses that check their values on construction."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ class RegionConfig:
     short_side: int = 600  # pixels; images are resized until the short side has this length ...
     long_side: int = 1000  # ... or the long side has this one, whichever gives the smaller image
     roi_size: int = 14  # RoIAlign returns roi_size x roi_size cells per region
-    frozen_stages: int = 2  # first stages without gradient, 0 to 5; 2: conv1 and res2, as in the authors' code
+    frozen_stages: int = 2  # first stages that are not trained, 0 to 5; 2: conv1 and res2, as in the authors' code
     weights: str | None = None  # safetensors file of a detector whose ResNet initialises backbone and res5
     random_init: bool = False  # start from random weights; a run without any weights is refused unless this is true
-    pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # of B, G, R, 0 to 255: the VG detector's
+    pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # B, G, R, 0 to 255, as in the VG detector
     pixel_std: float = 1.0  # pixels are divided by it after the mean is subtracted
     # pixels: a masked region loses its pixels (paper 3.3). features: a learned vector replaces the region's own, but
     # overlapping regions still show its pixels. Precomputed features are always masked as with `features`.
@@ -47,7 +47,7 @@ class RegionConfig:
 
     @property
     def channels(self) -> int:
-        """Width D of a region's vector, also of a precomputed one."""
+        """Width D of a region's feature vector, whether end to end or precomputed."""
         return self.resnet.res5_channels
 
     @property
@@ -56,12 +56,12 @@ class RegionConfig:
         return self.features == "precomputed" or self.masking == "features"
 
 
-TASK_TOKENS = 20  # rows of the table of task tokens, as in 12-in-1
+TASK_TOKENS = 20  # rows of the task token table, as in 12-in-1
 
 
 @dataclass(frozen=True)
 class StreamSize:
-    """Sizes of the attention layers of one stream."""
+    """Sizes of one kind of attention layer: over the text, over the regions, or co-attention between them."""
 
     hidden_size: int
     num_heads: int
@@ -70,7 +70,7 @@ class StreamSize:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a model; the defaults are VL-BERT BASE as the authors trained it."""
+    """Architecture of a model. The defaults are VL-BERT BASE as the authors trained it."""
 
     # One letter per layer. J: joint attention over text and regions; T: over the text; V: over the regions; X:
     # co-attention between the two. VL-BERT and Unicoder-VL are "J" * 12, ViLBERT is "T" * 6 + "XTV" * 6.
@@ -154,12 +154,12 @@ class ModelConfig:
 
     @property
     def text_stream(self) -> "StreamSize":
-        """Sizes of layers T, and of layers J, which join both streams."""
+        """Sizes of the text layers (T) and of the joint layers (J)."""
         return StreamSize(self.hidden_size, self.num_heads, self.intermediate_size)
 
     @property
     def regions_stream(self) -> "StreamSize":
-        """Sizes of layers V."""
+        """Sizes of the region layers (V)."""
         return StreamSize(
             self.region_hidden_size or self.hidden_size,
             self.region_num_heads or self.num_heads,
@@ -168,7 +168,7 @@ class ModelConfig:
 
     @property
     def coattention(self) -> "StreamSize":
-        """Sizes of layers X; intermediate_size is 0, because their feed-forward width is that of each stream."""
+        """Sizes of the co-attention layers (X). intermediate_size is 0: each stream has its own feed-forward width."""
         return StreamSize(self.coattention_size or self.hidden_size, self.coattention_num_heads or self.num_heads, 0)
 
     def word_rows(self, vocab_size: int) -> int:
@@ -178,7 +178,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Datasets of a run, its batches, and how they are read."""
+    """Datasets and batches of a run, and how samples are read."""
 
     root: str = ""  # folder or s3://bucket/prefix that holds the shards; required
     # Datasets to train on (their region shards), each with a weight: its share of the examples, relative to the other
@@ -193,11 +193,11 @@ class DataConfig:
     gradient_accumulation: int = 1  # split each batch into this many parts, one backward pass each
     flip: float = 0.0  # probability of mirroring an image
     workers: int = 2  # loading processes per rank; 0: load in the training process
-    new_shards_every: int | None = 100  # least steps between checks for new shards, which are used from the next epoch
-    #                                     on; None: never
-    chunk: int = 1  # shuffle runs of this many neighbouring samples, for fewer range requests; 1: a full shuffle
+    # Minimum number of steps between checks for new shards, which are used from the next epoch on; None: never
+    new_shards_every: int | None = 100
+    chunk: int = 1  # shuffle groups of this many neighbouring samples, for fewer range requests; 1: a full shuffle
     cache: str | None = None  # folder on each machine that caches whole tars of an s3:// root; None: no cache
-    cache_gb: float = 100.0  # largest size of the cache, in 10^9 bytes
+    cache_gb: float = 100.0  # maximum size of the cache, in 10^9 bytes
     seed: int = 0  # random seed of order, masking and dropout
 
     def __post_init__(self):
@@ -219,7 +219,7 @@ class DataConfig:
 
     @property
     def dataset_names(self) -> list[str]:
-        """Sorted names of the datasets to train on; the order in which they are given has no meaning."""
+        """Names of the datasets to train on, sorted, because the order in which they are given has no meaning."""
         return sorted(self.datasets)
 
 
@@ -234,14 +234,14 @@ class Recipe(RunSettings):
     init_from: str | None = None  # checkpoint to start VL-BERT from: path of a step-* folder or of a model folder
     bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, only its pooler
     vocabulary: str | None = None  # vocab.txt; None: that of init_from or bert, else built from the captions
-    vocabulary_size: int = 30_522  # most tokens of a vocabulary built from captions
+    vocabulary_size: int = 30_522  # maximum number of tokens in a vocabulary built from captions
     # Precision of matrix products and convolutions, on any device. fp32; tf32: inputs rounded to 10 bits (GPUs; CPUs
     # compute fp32); bf16: with weights, norms, losses and RoIAlign in fp32 (on CPUs it is fast only with AMX).
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
     activation_checkpointing: bool = False  # recompute activations in the backward pass: half the memory. Blocks with
-    #                                         live norms (resnet.norm=batch) are not recomputed
+    #                                         trained BatchNorms (resnet.norm=batch) are not recomputed
     compile: bool = False  # use torch.compile: takes minutes at the start, and is not faster on CPUs
-    validation_samples: int | None = 10_000  # most held-out examples per validation; None: all
+    validation_samples: int | None = 10_000  # maximum number of held-out examples per validation; None: all
 
     def __post_init__(self):
         super().__post_init__()
@@ -262,7 +262,7 @@ _FREE |= {"regions.padding", "regions.weights", "regions.random_init"}
 
 
 def architecture(config: ModelConfig) -> dict[str, object]:
-    """Return the dotted fields, with values, that must be equal in two models that share weights."""
+    """Return the values, by dotted field name, that must be equal in two models that share weights."""
     regions, coattention = config.regions_stream, config.coattention
     sizes = {  # the sizes in effect where a field is None
         "region_hidden_size": regions.hidden_size,

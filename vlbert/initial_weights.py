@@ -1,4 +1,4 @@
-"""Check the settings of a new run, and make its vocabulary and first weights."""
+"""Check the settings of a new run, and make its vocabulary and its model with initial weights."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check_complete(recipe: Recipe) -> None:
-    """Raise ValueError if the recipe lacks a setting that every run needs."""
+    """Raise ValueError if the recipe lacks a setting that every run needs, or would validate on training data."""
     if not recipe.data.root:
         raise ValueError("data.root is not set; give --data.root=FOLDER or --data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
@@ -31,8 +31,7 @@ def check_complete(recipe: Recipe) -> None:
             "--data.text_batch=0"
         )
     regions = recipe.model.regions
-    from_pixels = regions.features == "end_to_end"
-    if from_pixels and not (regions.weights or regions.random_init or recipe.init_from):
+    if regions.features == "end_to_end" and not (regions.weights or regions.random_init or recipe.init_from):
         raise ValueError(
             "the Fast R-CNN has no weights to start from; give --model.regions.weights=FILE (a detector's safetensors) "
             "or --init_from=CHECKPOINT, or start from random weights: --model.regions.random_init"
@@ -52,7 +51,7 @@ def check_complete(recipe: Recipe) -> None:
 
 
 def check_one_dataset(recipe: Recipe) -> None:
-    """Raise ValueError if the task has splits and several datasets are named."""
+    """Raise ValueError if the recipe's task has splits, but several training or held-out datasets are named."""
     for name, given in (("datasets", recipe.data.datasets), ("held_out", recipe.data.held_out or ())):
         if recipe.task.validate_on is not None and len(given) > 1:
             raise ValueError(
@@ -64,7 +63,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the vocabulary of the checkpoint, recipe.vocabulary or BERT, in this order, or build one from captions."""
+    """Return the vocabulary of the checkpoint, else recipe.vocabulary, else BERT's, else build one from captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:
@@ -86,13 +85,14 @@ def make_model(
     resumed: Checkpoint | None,
     report: Callable[[str], None],
 ) -> TaskModel:
-    """Make the model with the weights of the resumed checkpoint or, in a new run, of the recipe's sources."""
+    """Make the model with the weights of `resumed` or, in a new run, with the initial weights that the recipe names."""
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:
         check_saved(task, resumed)
         load_model(model, resumed.model, resumed.uri)
         return model
+    trained_for = init_from.config.get("task") if init_from else None
     weights, fast_rcnn = recipe.model.regions.weights, model.vlbert.fast_rcnn
     if weights and fast_rcnn and not init_from:
         from detectors.weights.files import load_resnet
@@ -109,21 +109,19 @@ def make_model(
                 f"{differing[0][2]} in the checkpoint and {differing[0][1]} in the recipe"
             )
         load_model(model.vlbert, init_from.part("vlbert."), init_from.uri)
-        loaded = start_head(
-            task, model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__
-        )
+        loaded = start_head(task, model.head, init_from, same_task=trained_for == type(recipe.task).__name__)
         report(f"VL-BERT from {init_from.uri}, parts of its head: {loaded}")
         if loaded == "all":
             check_saved(task, init_from)
             return model
-    task.on_start(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
+    task.on_start(model.vlbert, model.head, trained_for)
     return model
 
 
 def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
-    """Load the checkpoint's whole head if task and shapes are the same, else the task's pretrained_parts.
+    """Load the checkpoint's whole head if task and shapes are the same, else only the parts in task.pretrained_parts.
 
-    Returns the names of the loaded parts, or "all" or "none".
+    Returns the names of the loaded parts, joined by commas, or "all" or "none".
     """
     saved = init_from.part("head.")
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
@@ -133,7 +131,7 @@ def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_ta
     loaded = []
     for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
-        if tensors:  # only checkpoints of pre-training have these parts
+        if tensors:  # only pre-training checkpoints have these parts
             tensors = task.convert_pretrained(part, tensors)
             if tensors.keys() != head.get_submodule(part).state_dict().keys():
                 raise ValueError(

@@ -1,9 +1,9 @@
-"""Plan a pre-training on one page: images, GB, hours and euros of each stage, before anything is downloaded or rented.
+"""Estimate the GB, hours and euros of each stage of a pre-training run, before anything is downloaded or rented.
 
     vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
 Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from the rates in THROUGHPUT, which
-hold for the same settings only. If a rate is unknown, the page names the command that measures it.
+only hold for the same settings. If a rate is unknown, the output names the command that measures it.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Figure:
     source: str
 
 
-# Share of the rows that give an image, bytes per image, and rows per second.
+# Share of the rows whose URL gives an image, bytes per image, and rows collected per second.
 SHARE = Figure(0.62, "reported for URLs of CC12M in October 2025; --sample measures yours")
 IMAGE_BYTES = Figure(90e3, "CC3M at most 1,024 pixels a side (Hugging Face, WeiChow/cc3m)")
 COLLECTED = Figure(690, "img2dataset's examples: CC12M in 5 hours; --sample measures yours")
@@ -77,11 +77,11 @@ THROUGHPUT = {
     ("cpu", "vg_resnet101", "bf16-res5"): Figure(1 / 3.4, _CPU),
     ("cpu", "vg_resnet101", "fp32"): Figure(1 / 13.4, _CPU),
 }
-PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros per hour of a card, or of a machine without one
+PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros per hour for a card, or for a machine without one
 
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
-    """Return the known rate of a recipe with this model and precision, or None. Batch, data and run may differ."""
+    """Return the known pairs per second for the recipe's model and precision, or None. Batch and data may differ."""
     if recipe.activation_checkpointing or recipe.compile:
         return None
     same = (name for name, other in all_recipes().items() if other.model == recipe.model)
@@ -90,7 +90,7 @@ def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
 
 
 def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
-    """Return the size of a checkpoint's model and optimizer in bytes."""
+    """Return the size in bytes of the model and optimizer in a checkpoint of the recipe."""
     words = [f"w{n}" for n in range(recipe.vocabulary_size - len(SPECIALS))]
     vocabulary = Vocabulary.read(recipe.vocabulary) if recipe.vocabulary else Vocabulary([*SPECIALS, *words])
     task = make_task(dataclasses.replace(recipe.task, monitored_words=()), vocabulary, num_classes)
@@ -102,7 +102,7 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
 
 
 def region_bytes(config: DetectionConfig, regions: float) -> float:
-    """Return the bytes of an image's regions in a shard: boxes, scores, classes, attributes and, if kept, features."""
+    """Return the size in bytes of one image's `regions` in a shard, with features if the detector keeps them."""
     network = dataclasses.replace(PRESETS[config.preset or "vg_resnet101"], **config.network_overrides)
     size = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
     return regions * (size + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
@@ -113,11 +113,11 @@ _DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cud
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Settings of a plan, in addition to the recipe. Give either `list` or `rows`."""
+    """Settings of a plan, in addition to the recipe. Either `list` or `rows` must be given."""
 
     list: str | None = None  # caption list (docs/images.md)
     rows: int | None = None  # number of rows, instead of a list
-    sample: int | None = None  # request this many URLs of the list, to measure share, image size and rate
+    sample: int | None = None  # number of URLs of the list to request, to measure share, image size and rate
     columns: tuple[str, ...] = ()  # columns of the list, as for `vlbert collect`
     download: DownloadSettings = DownloadSettings()
     # Weights are not read: their preset is enough. Features are counted if they are kept or the recipe reads them.
@@ -125,7 +125,7 @@ class PlanSettings:
     regions: float | None = None  # regions per image; None: midway between the selection's minimum and maximum
     card: Literal["h100", "h200"] = "h100"  # GPU to plan for
     cards: int = 1  # number of cards, or of threads with --detector.device=cpu
-    price: float | None = None  # euros per hour of a card; None: PRICES of vlbert/plan.py
+    price: float | None = None  # euros per hour for a card; None: the price in vlbert/plan.py
     json: bool = False  # print the plan as JSON
 
     def __post_init__(self):
@@ -138,9 +138,9 @@ class PlanSettings:
 
 
 def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
-    """Return the plan's numbers. Raises ValueError if the recipe is not a pre-training or cannot run on the cards."""
+    """Return the plan that --json prints. Raises ValueError if the recipe does not pre-train or suit the cards."""
     if not isinstance(recipe.task, PretrainingSettings):
-        raise ValueError(f"recipe {recipe.name} is not a pre-training; give one of pretrain_*")
+        raise ValueError(f"recipe {recipe.name} does not pre-train; give one of pretrain_*")
     check_shares(recipe.data, settings.cards)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
@@ -181,7 +181,7 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
 
 
 def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[CaptionRow]]:
-    """Return the number of rows, and up to `size` of them drawn at random."""
+    """Return the number of rows, and a random sample of up to `size` of them, the same in each call."""
     count, drawn, generator = 0, [], random.Random(0)
     for count, row in enumerate(rows, 1):
         if len(drawn) < size:
@@ -192,7 +192,7 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
 
 
 def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Figure, Figure, Figure]:
-    """Download the rows and return the share that gives a distinct image, the bytes per image, and rows per second."""
+    """Download sampled rows. Returns the share that gives a distinct image, bytes per image, and rows per second."""
     distinct = list({row.key: row for row in rows if not row.status}.values())
 
     async def download(spool: Spool) -> list:
@@ -216,7 +216,7 @@ def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Fig
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:
-    """Return a stage's bytes in the root, hours, euros and source; hours and euros are None if no rate is known."""
+    """Return a stage's name, bytes, hours, euros, and source of the rate. Hours and euros are None without a rate."""
     if rate is None:
         command = {"detect": "benchmarks.detect", "pre-train": "benchmarks.rehearsal"}[name]
         source, hours = f"no rate known for these settings; measure it: python -m {command}", None
@@ -226,7 +226,7 @@ def _stage(name: str, size: float, work: float, rate: Figure | None, price: floa
 
 
 def format_plan(plan: dict[str, Any]) -> str:
-    """Return the plan as text: a table of the stages, and the sources of its numbers."""
+    """Return the plan as text: a summary with the sources of its numbers, and a table of the stages."""
     share, image, rows = plan["share"], plan["image"], []
     for stage in plan["stages"]:
         hours, euros = ("?" if stage[name] is None else f"{stage[name]:,.1f}" for name in ("hours", "euros"))

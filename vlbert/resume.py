@@ -22,7 +22,7 @@ from vlbert.data.loading import TrainingDataset, check_shares
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import find_readable, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.evaluation.whence import record_of
+from vlbert.evaluation.whence import check_count, record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
@@ -30,7 +30,7 @@ from vlbert.tasks import make_task
 from vlbert.tasks.base import Examples, Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
-HeldOut = dict[str, tuple[ShardSamples, Examples]]  # by name of the dataset
+HeldOut = dict[str, tuple[ShardSamples, Examples]]  # by dataset name
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +43,12 @@ class OpenedData:
     task: Task
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what checkpoints record about held-out datasets, corpus, task files and initial weights
+    pinned: dict  # entries of state.json about held-out datasets, corpus, task files and initial weights
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The state in which a run starts or resumes; `step` is the number of completed steps, 0 in a new run."""
+    """The state in which a run starts or resumes. `step` is the number of completed steps, 0 in a new run."""
 
     data: OpenedData
     model: TaskModel
@@ -60,7 +60,7 @@ class Start:
 def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Callable[[str], None]) -> Start | None:
     """Start a run, or resume it from its last checkpoint. Returns None if the run is complete.
 
-    Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint.
+    Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint's.
     """
     check_complete(recipe)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
@@ -89,9 +89,9 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
 
 
 def find_complete(recipe: Recipe, processes: int) -> str | None:
-    """Return the message that `vlbert train` would print about a complete run, without loading tensors.
+    """Return the message that `vlbert train` prints if the run is complete. Loads no tensors, but prunes checkpoints.
 
-    Returns None if steps are left or anything is wrong: the program itself reports errors.
+    Returns None if steps are left, or if there is any error, so that `vlbert train` can report it.
     """
     try:
         check_complete(recipe)
@@ -111,11 +111,11 @@ def find_complete(recipe: Recipe, processes: int) -> str | None:
 
 
 def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
-    """Raise ValueError if a setting that affects results differs from the checkpoint."""
+    """Raise ValueError if a setting that affects results differs between the recipe and the resumed checkpoint."""
     fixed = ("task", "model", "data", "optimizer", "init_from", "bert", "precision")
     free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
     for name, now, before in differing_fields(_fields(to_json(recipe)), _fields(resumed.config["recipe"])):
-        if name == "data.detector" and now is None:  # None means the checkpoint's
+        if name == "data.detector" and now is None:  # None: use the checkpoint's
             continue
         # The same checkpoint may lie under another root.
         if name == "init_from" and isinstance(now, str) and isinstance(before, str):
@@ -128,14 +128,14 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
 
 
 def _fields(recipe: dict) -> dict[str, object]:
-    """Return the dotted fields of a recipe. Its datasets are one field, because their names are values."""
+    """Return a recipe's values by dotted field name. All datasets are one field, because their names are values."""
     datasets = sorted(recipe["data"]["datasets"].items())
     weights = {name: None if weight is None or len(datasets) == 1 else float(weight) for name, weight in datasets}
     return flat(recipe | {"data": recipe["data"] | {"datasets": " ".join(weight_texts(weights))}})
 
 
 def _completion_message(recipe: Recipe, resumed: Checkpoint) -> str | None:
-    """Return a message if the run has no steps left, else None."""
+    """Return the message that the run is complete, or None if steps are left."""
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
@@ -149,9 +149,9 @@ def open_data(
     start: Checkpoint | None,
     world: World,
 ) -> OpenedData:
-    """Open the data of a new run, or the recorded data of a resumed run.
+    """Open the data of a new run, or the data that the checkpoint of a resumed run records.
 
-    `start` is the checkpoint with the vocabulary, if any. Raises ValueError if examples or corpus have changed.
+    The vocabulary is taken from `start`, if given. Raises ValueError if examples or corpus have changed.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
@@ -185,7 +185,7 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Return the samples of each dataset, sorted by name, and its record. Raises ValueError if the detectors differ."""
+    """Return the result of open_samples for each dataset, in order of name. Raises ValueError if detectors differ."""
     cache, opened = open_cache(store, config), []
     for name in config.dataset_names:
         before = saved_of(resumed, name) if resumed else None
@@ -196,7 +196,7 @@ def _open_datasets(
 
 
 def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
-    """Return the number of region classes, 0 if unknown and not `needed`. Raises ValueError if datasets differ."""
+    """Return the number of region classes, or 0 if unknown and not `needed`. Raises ValueError if datasets differ."""
     first_regions = [(pinned["dataset"], find_readable(samples).require_regions()) for samples, pinned in opened]
     known = needed or any(regions.class_probs is not None for _, regions in first_regions)
     classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in first_regions]
@@ -221,13 +221,9 @@ def _make_training_dataset(
     if resumed:
         before = saved_of(resumed, name)
         spans, weight = [SnapshotSpan(**span) for span in before["snapshots"]], before["weight"]
+        check_count(examples, spans[-1], name, resumed.uri)
     else:
         spans, weight = [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])], config.datasets[name]
-    if resumed and len(examples) != spans[-1].examples:
-        raise ValueError(
-            f"{resumed.uri} was trained on {spans[-1].examples} examples of {name}, now there are {len(examples)}: "
-            "the files of the task have changed. Restore them"
-        )
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}
     return TrainingDataset(samples, examples, spans, weight or float(len(examples)), recorded)
 
@@ -249,7 +245,7 @@ def _open_held_out(
 
 
 def saved_of(resumed: Checkpoint, dataset: str) -> dict:
-    """Return what a checkpoint records about a dataset of the run."""
+    """Return the entry of a dataset in a checkpoint's state.json: its stage, weight, snapshots, ..."""
     return next(saved for saved in resumed.state["data"] if saved["dataset"] == dataset)
 
 

@@ -3,9 +3,9 @@
     vlbert train RECIPE [--field value ...]
     torchrun --nproc-per-node N -m vlbert.train RECIPE [--field value ...]
 
-The first command runs one process, on a GPU if there is one; the second runs one process on each of N GPUs. RECIPE is a
-function of vlbert/recipes/; fields are those of vlbert/config.py, such as --data.root s3://bucket/vlbert. A stopped run
-resumes from its last checkpoint; for a complete run, the program says so and ends.
+The first command runs one process, on a GPU if there is one. The second runs one process on each of N GPUs. RECIPE is a
+function in vlbert/recipes/. Fields are those of vlbert/config.py, such as --data.root s3://bucket/vlbert. A stopped run
+resumes from its last checkpoint. If the run is already complete, the program says so and exits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ Observe = Callable[[int, Sequence[Batch]], None]
 
 @dataclass(eq=False, kw_only=True)
 class VLBertRun(Run):
-    """The training run of one process, made by `prepare`."""
+    """A training run as one process sees it, made by vlbert.train.prepare."""
 
     recipe: Recipe
     model: TaskModel
@@ -136,14 +136,14 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """Switch a dataset to its newest snapshot from sample `boundary` on. Returns True if there was a newer one.
+    """Switch dataset `number` to its newest snapshot from sample `boundary` on. Returns True if there was a newer one.
 
-    A newer snapshot has new shards, or revised ones: with rows that were requested again, or without withdrawn samples.
+    A newer snapshot has new shards, or revised ones that gain rows requested again or lose withdrawn samples.
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
     pinned = dataset.samples.index.snapshot
-    cache = dataset.samples.cache  # from now on filled with the tars of the new snapshot
+    cache = dataset.samples.cache  # from now on, it fetches the tars of the new snapshot
     newer, samples = None, None
 
     def opened(snapshot: str) -> ShardSamples:
@@ -174,7 +174,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
 
 
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
-    """Return the run, new or resumed from its last checkpoint (vlbert/resume.py), or None if it is complete."""
+    """Start a run, or resume it from its last checkpoint (vlbert/resume.py). Returns None if it is complete."""
     store = open_store(recipe.data.root)
     start = start_or_resume(recipe, store, world, report)
     if start is None:
@@ -182,7 +182,6 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
     data = start.data
     training = TrainingData(data.datasets, data.task, recipe.data, recipe.model.regions, world, data.corpus)
     stage = data.datasets[0].pinned["stage"]  # the same in all datasets
-    snapshots = [dataset.spans[-1].snapshot for dataset in data.datasets]
     return VLBertRun(
         recipe=recipe,
         world=world,
@@ -195,14 +194,14 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         detector=detector_of(store, data.datasets[0].pinned["dataset"], stage) if world.first else None,
         metadata={
             "detector": stage.removeprefix("regions/"),
-            "snapshot": " + ".join(snapshots),
+            "snapshot": " + ".join(dataset.spans[-1].snapshot for dataset in data.datasets),
         },
         loop_state=start.loop_state,
     )
 
 
 def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
-    """Return the `id` of a stage's detector and its `metadata`, which is None if no manifest records it."""
+    """Return the `id` and `metadata` of the detector that made a region stage. Without a manifest, metadata is None."""
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None

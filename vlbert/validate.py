@@ -17,12 +17,12 @@ from vlbert.tasks.base import Examples, Task, TaskModel
 
 @dataclass(eq=False)
 class Predicted:
-    """The predictions of one rank."""
+    """Predictions of one rank for some or all of its examples."""
 
-    numbers: list[int] = field(default_factory=list)  # number of each predicted example
-    rows: list[dict] = field(default_factory=list)  # its prediction
-    shuffled: list[dict] = field(default_factory=list)  # the same with another image, if the task shuffles
-    unreadable: dict[int, Unreadable] = field(default_factory=dict)  # by number of the example
+    numbers: list[int] = field(default_factory=list)  # index of each predicted example
+    rows: list[dict] = field(default_factory=list)  # prediction for each of them
+    shuffled: list[dict] = field(default_factory=list)  # the same with other examples' images, if the task shuffles
+    unreadable: dict[int, Unreadable] = field(default_factory=dict)  # by index of the example
 
     def add(self, other: "Predicted") -> None:
         """Append the predictions of `other`."""
@@ -41,9 +41,9 @@ def predict_all(
     indexes: Sequence[int] | None = None,
     after: Callable[[int, Predicted], None] = lambda index, predicted: None,
 ) -> Predicted:
-    """Return the model's predictions for this rank's examples, of all batches or of those in `indexes`.
+    """Return the model's predictions for this rank's batches, all of them or only those at `indexes`.
 
-    `after` is called after each batch with its index and its predictions.
+    `after` is called after each batch with the batch's index and predictions.
     """
     was_training = model.training
     model.eval()
@@ -70,11 +70,11 @@ def validate(
     world: World,
     unreadable: list[Unreadable] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return metrics and predictions over the examples of all held-out datasets, the same on every rank.
+    """Return metrics and predictions for the examples of all held-out datasets, the same on every rank.
 
-    With several datasets there are also metrics `<dataset>/<metric>`, and each prediction has its `dataset`. Unreadable
-    examples are skipped: those of this rank are added to `unreadable`, and the metric "unreadable" counts them over all
-    ranks if there are any. Raises ValueError if no example of a dataset can be read.
+    With several datasets, there are also metrics `<dataset>/<metric>`, and each prediction names its `dataset`.
+    Unreadable examples are skipped. Those of this rank are appended to `unreadable`. If any rank has some, the metric
+    "unreadable" is their total number. Raises ValueError if no example of a dataset can be read.
     """
     parts = {}
     for name, (samples, examples) in held_out.items():
@@ -108,10 +108,10 @@ def _metrics_and_missing(task: Task, rows: Sequence[dict], shuffled: Sequence[di
 
 
 def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> dict[str, float]:
-    """Return a task's metrics and, if it shuffles, `<name>_shuffled` and `<name>_grounding_gap` of each.
+    """Return a task's metrics and, given `shuffled` predictions, `<name>_shuffled` and `<name>_grounding_gap` of each.
 
-    `_shuffled` is the metric with the image of another example. The gap is the difference: what the model owes to the
-    right image, and not to biases in text or images. Metrics `chance*` have neither: they do not depend on the image.
+    `_shuffled` is the metric with the images of other examples. The gap is the difference: the part that is due to the
+    right image, not to biases in texts or images. Metrics `chance*` have neither: they do not depend on the image.
     """
     metrics = task.metrics(rows)
     if shuffled:
@@ -122,5 +122,5 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> di
 
 
 def last_reason(unreadable: Sequence[Unreadable]) -> str:
-    """Return the end of a message, with the reason of the last unreadable sample; empty if there is none."""
+    """Return "; the last because ..." for the end of an error message, or "" if `unreadable` is empty."""
     return f"; the last because {unreadable[-1].reason}" if unreadable else ""

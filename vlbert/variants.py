@@ -1,9 +1,9 @@
-"""Differences between the paper and the authors' code, as rules: a recipe field with the value of each variant.
+"""Differences between the paper and the authors' code, as rules: a recipe field and its value in each variant.
 
     vlbert recipes        prints the rules as a table; docs/models.md explains some
 
-`apply(recipe, variant)` applies all rules. Released checkpoints need variant `published`; the paper's tables refer to
-variant `paper`. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
+`apply(recipe, variant)` applies all rules. Variant `published` follows the authors' code, as released checkpoints need.
+Variant `paper` follows the paper. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Variant = Literal["paper", "published"]
 class Rule:
     """A field that differs between the paper and the authors' code, with both values."""
 
-    number: int  # number of the difference, in the order of the description of the authors' code
+    number: int  # number of the difference; several rules may belong to one
     field: str  # dotted, as on the command line
     paper: Any
     published: Any
@@ -36,13 +36,13 @@ RULES = (
     Rule(2, "task.regions.masked", 1.0, 0.9, "3.3", "share of chosen regions that are masked", _PRETRAINING),
     Rule(3, "task.words.masked", 1.0, 0.8, "3.3", "share of chosen words that become [MASK]", _PRETRAINING),
     Rule(3, "task.words.random", 0.0, 0.1, "3.3", "share that become any other token", _PRETRAINING),
-    Rule(4, "task.max_elements", None, 64, "3.3", "most tokens and regions of an input; none: all", _PRETRAINING),
+    Rule(4, "task.max_elements", None, 64, "3.3", "maximum tokens and regions; none: all", _PRETRAINING),
     Rule(5, "task.text_specials", True, False, "3.3", "[CLS] and [SEP] around a text-only input", _PRETRAINING),
     Rule(6, "model.visual_activation", "none", "relu", "3.2", "activation after the layer of the visual feature"),
     Rule(6, "model.visual_dropout", False, True, "3.2", "dropout before that layer"),
     Rule(6, "model.visual_norm", "none", "layer_norm", "3.2", "norm of the visual feature embedding"),
     Rule(6, "model.visual_initialisation", "normal", "pytorch", "4.1", "initial weights of that layer"),
-    Rule(6, "model.head_initialisation", "normal", "xavier", "4.1", "initial weights of fine-tuning's layers"),
+    Rule(6, "model.head_initialisation", "normal", "xavier", "4.1", "initial weights of fine-tuning layers"),
     Rule(7, "model.geometry", "corners", "centre", "3.2", "geometry embedding of a box's corners, or centre and size"),
     Rule(8, "model.special_tokens", "vocabulary", "own", "3.2", "[IMG] and [END] in the vocabulary, or separate"),
     Rule(8, "model.masked_region_token", False, True, "3.2", "a masked region has its own token, not [IMG]"),
@@ -80,12 +80,12 @@ RULES = (
 
 
 def apply(recipe: Recipe, variant: Variant) -> Recipe:
-    """Return the recipe with the values of a variant in all fields that have a rule."""
+    """Return a copy of the recipe in which every field that has a rule takes the variant's value."""
     return override_values(recipe, {rule.field: getattr(rule, variant) for rule in rules_of(recipe)})
 
 
 def rules_of(recipe: Recipe) -> list[Rule]:
-    """Return the rules that apply to a recipe."""
+    """Return the rules that apply to a recipe's task and optimizer."""
     sgd = recipe.optimizer.kind == "sgd"  # VCR's optimizer: rules about Adam do not apply
     task = type(recipe.task).__name__
     return [
@@ -97,7 +97,7 @@ def rules_of(recipe: Recipe) -> list[Rule]:
 
 
 def table() -> str:
-    """Return the rules as Markdown."""
+    """Return all rules as a Markdown table."""
     rows = []
     for rule in RULES:
         task = f" ({rule.task.removesuffix('Settings')})" if rule.task else ""

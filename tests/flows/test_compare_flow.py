@@ -17,7 +17,7 @@ def test_a_comparison_runs_in_a_child_and_what_failed_is_named(tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", f"{PROJECT}:{PROJECT / 'tests'}")
     root, lines = tiny_root(tmp_path), []
     settings = CompareSettings("compared:plan", fields=("pretraining:steps=1",), seeds=(0,), jobs=2)
-    with pytest.raises(ChildFailed, match="compared:plan: 2 trainings failed") as failed:
+    with pytest.raises(ChildFailed, match="compared:plan: 2 training runs failed") as failed:
         compare(str(root), settings, lines.append)
     for variant in ("without", "words"):
         assert any(f"compare-tiny-{variant}-refcoco-seed0" in line and "refcoco+" in line for line in lines), lines

@@ -143,7 +143,7 @@ def test_what_is_done_is_not_repeated_and_stands_on_the_page(root, monkeypatch):
     monkeypatch.chdir(root.parent)
     summary = compare(compared.plan(), f"{root.name}/../{root.name}/", report=lines.append)
     assert json.loads(json.dumps(summary)) == numbers, "whatever the spelling of the root"
-    assert lines == ["tiny: 6 trainings, 6 of them complete"]
+    assert lines == ["tiny: 6 training runs, 6 of them complete"]
     assert states() == before
     page = (root / "comparisons/tiny/index.html").read_text()
     found = summary["tasks"]["refcoco"]["means"]["words"]
@@ -160,7 +160,7 @@ def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_onc
     noted = values["init_from"]["model"]
     state.write_bytes(json_with_digest(values | {"init_from": values["init_from"] | {"model": "0" * 64}}))
     found = compare(compared.plan(), str(root), seeds=(0,), report=lines.append)
-    assert lines[0] == "tiny: 3 trainings, 2 of them complete"
+    assert lines[0] == "tiny: 3 training runs, 2 of them complete"
     ((name, reason),) = [(one["run"], one["reason"]) for one in found["failed"]]
     assert name == TUNED
     assert re.search(f"trained from weights of .*words-pretraining-seed0 .*delete .*runs/{TUNED}", reason)
@@ -180,7 +180,7 @@ def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_onc
 
 
 def test_a_training_that_fails_is_named_and_the_others_go_on(root):
-    with pytest.raises(SystemExit, match="6 trainings failed"):
+    with pytest.raises(SystemExit, match="6 training runs failed"):
         main(["compared:broken", f"--data.root={root}", "--fields", "without:steps=3", "--seeds", "0", "1"])
     summary = json.loads((root / NUMBERS).read_text())
     assert [(one["run"].removeprefix("compare-tiny-"), one["reason"].split()[0]) for one in summary["failed"]] == [
@@ -195,7 +195,7 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(root):
     assert "was trained with steps=2, but the recipe has 3" in summary["failed"][1]["reason"]
     assert summary["tasks"]["refcoco"]["means"].keys() == {"words"}
     page = (root / "comparisons/tiny/index.html").read_text()
-    assert all(text in page for text in ("6 trainings failed", "zebra", ">failed<"))
+    assert all(text in page for text in ("6 training runs failed", "zebra", ">failed<"))
 
 
 def started(root: Path, lines: Path) -> subprocess.Popen:

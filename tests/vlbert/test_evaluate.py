@@ -165,7 +165,7 @@ def test_an_evaluation_is_not_overwritten_by_another_and_metrics_json_is_written
         evaluated(refcoco, out=out, iou="plain")
     assert contents(out) == before
     (out / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"out/metrics.json is of an evaluation with recipe=None"):
+    with pytest.raises(ValueError, match=r"out/metrics.json is from an evaluation with recipe=None"):
         evaluated(refcoco, out=out)
 
 

@@ -86,7 +86,7 @@ def test_the_page_has_every_stage_and_the_source_of_its_numbers(web: Web, tmp_pa
     ("arguments", "named"),
     [
         ([BASE, "--list", "no-such.tsv"], "no-such.tsv"),
-        (["finetune_vqa", "--rows", "10"], "finetune_vqa_base is not a pre-training; give one of pretrain_"),
+        (["finetune_vqa", "--rows", "10"], "finetune_vqa_base does not pre-train; give one of pretrain_"),
         ([BASE, "--rows", "10", "--cards", "3"], "choose a multiple of 3"),
         ([BASE, "--rows", "10", "--sample=9"], "--sample needs --list"),
         ([BASE, "--list", "gone.tsv", "--sample=9"], "none of 2 URLs .*2 blocked_address.*without --sample"),

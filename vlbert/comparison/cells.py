@@ -1,4 +1,4 @@
-"""The trainings of a comparison, and the process that runs one of them."""
+"""The training runs of a comparison, called cells, and the process that runs one of them."""
 
 import dataclasses
 import os
@@ -32,19 +32,19 @@ from vlbert.recipes import RECIPES
 from vlbert.resume import find_complete
 from vlbert.train import train
 
-# Fields of a training that a comparison sets itself.
+# Arguments of a training run that a comparison sets itself.
 _OWN = ("--run_name", "--init_from", "--data.seed", "--data.root")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training and, if it has a task, its evaluation.
+    """One training run of a comparison and, if it fine-tunes on a task, its evaluation.
 
     Attributes:
-        task: None: a pre-training.
+        task: Name of the task to fine-tune on; None: pre-train.
         fields: Command-line arguments with which the recipe was made.
-        needs: The pre-training that it starts from; None: it starts without one.
-        split: The split for its evaluation; None for a pre-training.
+        needs: Cell that pre-trains the model to start from; None: start without pre-training.
+        split: Split to evaluate on; None: no evaluation, because the cell pre-trains.
     """
 
     variant: str
@@ -61,29 +61,29 @@ class Cell:
 
     @property
     def checkpoint(self) -> str:
-        """Folder of its last checkpoint, under the root."""
+        """Folder of the run's last checkpoint, relative to the root."""
         return folder_of(self.run, self.recipe.steps)
 
     @property
     def evaluation(self) -> str:
-        """Folder of its evaluation, under the root."""
+        """Folder of the run's evaluation, relative to the root."""
         run, step = self.checkpoint.rsplit("/", 1)
         return f"{run}/evaluations/{self.split}-{step}"
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Changed fields that the evaluation needs: data, task and model, but no seed, which would change the order."""
+        """Changed data, task and model fields to use in the evaluation. Without the seed, which changes the order."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
 
 
 def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
-    """Return all trainings of a plan, seed by seed, each after the one that it needs.
+    """Return all cells of a plan, seed by seed, each after the cell that it needs.
 
-    `fields` are `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant;
-    without it, the field is for all. Several values are split as by a shell. Raises ValueError if a recipe or a field
-    does not exist or fit.
+    `fields` are `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant.
+    Without it, the field is set in all cells. Several values are split as by a shell. Raises ValueError if a recipe or
+    field does not exist or is invalid.
     """
     scoped, cells = [_parse_field(field, plan) for field in fields], []
     for seed in plan.seeds:
@@ -103,7 +103,7 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
 
 
 def _parse_field(text: str, plan: Plan) -> tuple[str | None, list[str]]:
-    """Return the scope of a field, and its arguments."""
+    """Split `[SCOPE:]field=value` into the scope, or None, and command-line arguments."""
     name, _, value = text.partition("=")
     scope, separator, field = name.rpartition(":")
     if separator and scope not in (PRETRAINING, *plan.tasks, *plan.variants):
@@ -146,34 +146,31 @@ def _make_cell(
 
 
 def is_done(cell: Cell, root: str) -> bool:
-    """Return True if a cell is trained, from its pre-training's current weights, and evaluated. Loads no tensors."""
+    """Return True if a cell is trained, from its pre-training's latest weights, and evaluated. Loads no tensors."""
     if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
-    if cell.needs and _initial_hash(store, cell.checkpoint) != _weights_hash(store, cell.needs):
+    if cell.needs and not _started_from(store, cell.checkpoint, cell.needs):
         return False
     if cell.split is None:
         return True
     return find_evaluation(cell.recipe, store.uri(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
 
 
-def _initial_hash(store: ObjectStore, checkpoint: str) -> str:
-    """Return the sha256 of the weights that a fine-tuning started from."""
-    return read_state(store, checkpoint)["init_from"]["model"]
-
-
-def _weights_hash(store: ObjectStore, cell: Cell) -> str:
-    return read_state(store, cell.checkpoint)["files"][MODEL]["sha256"]
+def _started_from(store: ObjectStore, checkpoint: str, pretraining: Cell) -> bool:
+    """Return True if a fine-tuning checkpoint records the current weights of `pretraining` as its initial weights."""
+    weights = read_state(store, pretraining.checkpoint)["files"][MODEL]["sha256"]
+    return read_state(store, checkpoint)["init_from"]["model"] == weights
 
 
 # --- a process --------------------------------------------------------------------------------------------------------
 
 
 def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str], threads: int) -> None:
-    """Run one cell as the main function of a process: train it, or resume its training, and evaluate it.
+    """Run one cell, as the main function of a process: train it, or resume it, and evaluate it.
 
-    The output goes to `output` and, after an error, the reason to `output` with the suffix .reason. The exit status is
-    0, 1 after an error, or STOPPED after SIGTERM. The end of the parent process has the effect of SIGTERM.
+    Stdout and stderr go to the file `output`. After an error, the reason goes to the same path with suffix .reason. The
+    exit status is 0, 1 after an error, or STOPPED after SIGTERM. If the parent ends, the process sends itself SIGTERM.
     """
     os.environ |= environment
     with open(output, "wb") as file:
@@ -196,15 +193,15 @@ def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str]
 
 
 def _train_and_evaluate(cell: Cell, root: str) -> None:
-    """Train and evaluate a cell. Raises ValueError if it was started from other weights or with other steps."""
+    """Train and evaluate a cell. Raises ValueError if its run was begun from other weights or with other `steps`."""
     world, store = distributed.start(), open_store(root)
     saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
     if saved and (steps := read_config_at(store, saved[-1])["recipe"]["steps"]) != cell.recipe.steps:
         raise ValueError(
-            f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}, and so another schedule of "
-            "the learning rate. Restore the steps, or delete this folder and those of all trainings of its kind"
+            f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}, and so another learning "
+            "rate schedule. Restore the steps, or delete this folder and those of all runs to compare it with"
         )
-    if cell.needs and saved and _initial_hash(store, saved[-1]) != _weights_hash(store, cell.needs):
+    if cell.needs and saved and not _started_from(store, saved[-1], cell.needs):
         raise ValueError(
             f"{cell.run} was trained from weights of {cell.needs.run} that no longer exist: it was pre-trained again; "
             f"delete {uri} to train it again"

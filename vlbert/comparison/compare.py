@@ -2,11 +2,11 @@
 
     vlbert compare PLAN --data.root ROOT [--fields [SCOPE:]field=value ...]
 
-PLAN is a function of vlbert/comparison/plans.py, or MODULE:FUNCTION. A field applies to all trainings or, with a SCOPE,
-to those of `pretraining`, a task or a variant: vqa:task.folder=FOLDER. Each training is its own run,
-ROOT/runs/compare-*. Complete trainings are not repeated, so a stopped comparison resumes. If a training fails, its
-reason is reported, the others continue, and the exit status is 1. Writes index.html and, last, numbers.json to
-ROOT/comparisons/PLAN; docs/results.md explains them.
+PLAN is a function in vlbert/comparison/plans.py, or MODULE:FUNCTION. A field is set in all training runs or, with a
+SCOPE, only in those of `pretraining`, a task or a variant: vqa:task.folder=FOLDER. The runs are ROOT/runs/compare-*.
+Complete runs are not repeated, so a stopped comparison resumes. If a run fails, the reason is reported, the others
+continue, and the exit status is 1. Writes index.html and, last, numbers.json to ROOT/comparisons/PLAN. docs/results.md
+explains them.
 """
 
 import itertools
@@ -44,12 +44,12 @@ from vlbert.comparison.summary import summarise
 
 @dataclass(eq=False)
 class Comparison:
-    """Runs the remaining trainings of a plan, several at a time, each in its own process."""
+    """A runner of the remaining training runs (cells) of a plan, several at a time, each in its own process."""
 
     plan: Plan
     root: str
     cells: Sequence[Cell]
-    jobs: int  # trainings at a time; on GPUs, each has one of them, in turn
+    jobs: int  # number of concurrent runs; each uses one GPU, if there are any
     report: Callable[[str], None]  # called with each line of progress
     failed: dict[str, str] = field(default_factory=dict)  # run -> reason
     stopping: bool = False
@@ -58,22 +58,22 @@ class Comparison:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def done(self) -> set[str]:
-        """Return the runs that are complete."""
+        """Return the names of the runs that are trained and evaluated."""
         complete = set()
-        for cell in self.cells:  # a cell comes after the one that it needs
+        for cell in self.cells:  # each after the cell that it needs
             if (cell.needs is None or cell.needs.run in complete) and is_done(cell, self.root):
                 complete.add(cell.run)
         return complete
 
     def run(self) -> bool:
-        """Run the remaining trainings. Returns False if stopped by SIGTERM or SIGINT: running trainings then save."""
+        """Run the remaining cells. Returns False if stopped by SIGTERM or SIGINT, after active runs have saved."""
         done, futures, numbers, local = self.done(), {}, itertools.count(), threading.local()
-        self.report(f"{self.plan.name}: {len(self.cells)} trainings, {len(done)} of them complete")
+        self.report(f"{self.plan.name}: {len(self.cells)} training runs, {len(done)} of them complete")
         # Processes are forked from one that has only imported torch.
         multiprocessing.get_context("forkserver").set_forkserver_preload(["vlbert.comparison.cells"])
         pool = ThreadPoolExecutor(self.jobs, initializer=lambda: setattr(local, "slot", next(numbers)))
         with tempfile.TemporaryDirectory() as folder, pool, self._stop_on_signals():
-            # Pre-trainings first, so that each has started before a fine-tuning waits for it.
+            # Pre-training first, so that it has started before fine-tuning waits for it.
             for cell in sorted(self.cells, key=lambda cell: cell.task is not None):
                 if cell.run not in done:
                     needed = futures.get(cell.needs.run) if cell.needs else None
@@ -84,7 +84,7 @@ class Comparison:
         return not self.stopping
 
     def _run_in_process(self, cell: Cell, needed: Future[bool] | None, local: threading.local, output: Path) -> bool:
-        """Run a cell after the one that it needs. Returns True if it is done. `local.slot` numbers the threads."""
+        """Run a cell in a process after the cell that it needs. Returns True on success. `local.slot` picks the GPU."""
         if cell.needs and needed and not needed.result() and not self.stopping:
             return self._fail(cell, f"not started: its pre-training {cell.needs.run} failed")
         threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()
@@ -104,7 +104,7 @@ class Comparison:
             self.report(f"{cell.run}: done after {clock(time.monotonic() - began)}")
             return True
         if self.stopping or process.exitcode == STOPPED:
-            self.stopping = True  # also if only the training received the signal
+            self.stopping = True  # also if only the cell's process received the signal
             self.report(f"{cell.run}: stopped; start the comparison again to resume it")
             return False
         return self._fail(cell, _failure_reason(process.exitcode, output))
@@ -116,7 +116,7 @@ class Comparison:
 
     @contextmanager
     def _stop_on_signals(self) -> Iterator[None]:
-        """Context manager: SIGTERM, SIGINT and errors stop all processes."""
+        """Stop all processes on SIGTERM, SIGINT or an error within this context."""
         before = {}
         if threading.current_thread() is threading.main_thread():  # only there can handlers be set
             before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -133,11 +133,11 @@ class Comparison:
         self.stopping = True
         with self._lock:
             for process in self._processes:
-                process.terminate()  # SIGTERM: a training saves
+                process.terminate()  # SIGTERM, on which a run saves a checkpoint
 
 
 def device_of(slot: int) -> dict[str, str]:
-    """Return the environment variables that give a process one GPU; none without GPUs."""
+    """Return the environment variables that restrict a process to one GPU, or {} without GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if devices else {}
@@ -160,16 +160,17 @@ def compare(
     jobs: int | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
-    """Train and evaluate what is left of a plan, then write its page and, last, numbers.json.
+    """Train and evaluate the remaining runs of a plan, then write its page and, last, numbers.json.
 
-    Returns the content of numbers.json, or None if it was stopped. Raises ValueError, before anything is trained, if
-    the plan, a field or the seeds are invalid.
+    Returns the content of numbers.json, or None if stopped by a signal. Raises ValueError, before anything is trained,
+    if the plan, a field or the seeds are invalid.
 
     Args:
+        fields: As for cells_of.
         seeds: Seeds to train with; None: the plan's.
-        jobs: Trainings at a time; None: one per GPU or, without GPUs, per core.
+        jobs: Number of concurrent runs; None: one per GPU or, without GPUs, per core.
     """
-    root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # absolute, as trainings record it
+    root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # absolute, because runs record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     plan = replace(plan, seeds=tuple(seeds)) if seeds else plan
     comparison = Comparison(plan, root, cells_of(plan, root, fields), jobs, report)
@@ -195,9 +196,9 @@ def compare_plan(
     Args:
         plan: a function of vlbert/comparison/plans.py, or MODULE:FUNCTION
         root: a folder, or s3://bucket/prefix
-        fields: fields of the recipes: `[SCOPE:]field=value` (several values in quotes) or `[SCOPE:]flag`
+        fields: recipe fields to set: `[SCOPE:]field=value` (several values in quotes) or `[SCOPE:]flag`
         seeds: seeds instead of the plan's; more can be added later
-        jobs: trainings at a time; by default one per GPU or, without GPUs, per core
+        jobs: number of concurrent training runs; by default one per GPU or, without GPUs, per core
     """
     name, found = f"vlbert compare {plan}", find_plan(plan)
     summary = compare(found, root, fields, seeds, jobs, _print)
@@ -208,7 +209,7 @@ def compare_plan(
     if problems := [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]:
         sys.exit(f"{name}: no numbers for {'; '.join(problems)}")
     if summary["failed"]:
-        sys.exit(f"{name}: {len(summary['failed'])} trainings failed; start it again to retry them")
+        sys.exit(f"{name}: {len(summary['failed'])} training runs failed; start it again to retry them")
 
 
 def _print(line: str) -> None:

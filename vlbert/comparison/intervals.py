@@ -1,4 +1,4 @@
-"""Confidence intervals of means: a paired bootstrap over the examples, Student's t over the seeds."""
+"""Confidence intervals of means: a paired bootstrap over the examples, and Student's t over the seeds."""
 
 import math
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ import numpy as np
 
 REPLICATES = 5_000
 _COVERAGE = 0.95
-_SEED = 20_190_822  # of all resampling: the same scores give the same intervals
+_SEED = 20_190_822  # of all resampling, so that the same scores give the same intervals
 _CHUNK = 2**23  # examples drawn at once
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % interval."""
+    """A mean and the bounds of its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -25,12 +25,12 @@ class Interval:
 
 
 def interval(scores: np.ndarray) -> Interval:
-    """Compute the mean of scores [seeds, examples] and its 95 % interval.
+    """Compute the mean of scores [seeds, examples] and its 95 % confidence interval.
 
-    To compare two models, pass the difference of their scores: both are then resampled alike. The width of each side is
-    the root of the sum of two squares: the width over resampled examples, and the width over the seeds by Student's t.
-    Seeds are too few to resample: percentiles over three of them are at best those of a normal distribution, too narrow
-    by a factor of 2.2. With one seed, the interval is over the examples only.
+    To compare two models, pass the difference of their scores, so that both are resampled alike. The width of each side
+    is the root of the sum of two squares: the width over resampled examples, and the width over the seeds by Student's
+    t. Seeds are too few to resample: percentiles over three of them are at best those of a normal distribution, too
+    narrow by a factor of 2.2. With one seed, the interval is over the examples only.
     """
     mean, over_seeds = float(scores.mean()), _width_over_seeds(scores.mean(1))
     low, high = np.quantile(_resample_means(scores.mean(0)), [(1 - _COVERAGE) / 2, (1 + _COVERAGE) / 2])
@@ -38,7 +38,7 @@ def interval(scores: np.ndarray) -> Interval:
 
 
 def _resample_means(scores: np.ndarray) -> np.ndarray:
-    """Return the means [REPLICATES] of resamples of scores [n].
+    """Return the means [REPLICATES] of bootstrap resamples of scores [n].
 
     Each resample has n - 1 scores (Rao and Wu 1988): with n, the spread is too small by the root of (n - 1) / n.
     """

@@ -1,4 +1,4 @@
-"""Plans of `vlbert compare`, one function each, like the recipes in vlbert/recipes/."""
+"""Plans for `vlbert compare`. Each function returns one, like the recipes in vlbert/recipes/."""
 
 import re
 from collections.abc import Mapping
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from training.program import find_recipe
 
-PRETRAINING = "pretraining"  # scope of fields for pre-trainings, and their task in names of runs
+PRETRAINING = "pretraining"  # scope of fields for pre-training, and its task in run names
 _NAME = re.compile(r"[a-z0-9_]+")
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of a recipe of vlbert/recipes/, or of MODULE:FUNCTION."""
+    """A recipe to train, from vlbert/recipes/ or as MODULE:FUNCTION, and changes to its fields."""
 
     recipe: str
     changes: tuple[str, ...] = ()  # arguments as for `vlbert train`; {root} in them stands for data.root
@@ -23,20 +23,20 @@ class Variant:
     """A row of the comparison: a model that is pre-trained, then fine-tuned on each task."""
 
     title: str
-    pretraining: Training | None  # None: the fine-tunings start without one
-    finetunings: Mapping[str, Training]  # by name of the task; tasks may be missing
-    paper: Mapping[str, float] = field(default_factory=dict)  # percentage that a paper reports, by name of the task
+    pretraining: Training | None  # None: fine-tune without pre-training
+    finetunings: Mapping[str, Training]  # by task name; tasks may be missing
+    paper: Mapping[str, float] = field(default_factory=dict)  # percentage that a paper reports, by task name
 
 
 @dataclass(frozen=True)
 class ComparedTask:
-    """A column of the comparison: the split and the metric by which fine-tuned models are evaluated.
+    """A column of the comparison: a task, and the split and metric by which models fine-tuned on it are evaluated.
 
     Attributes:
-        split: As for vlbert evaluate.
-        metric: The metric that is the mean of `column` of predictions.parquet over the examples.
-        within: None: the column has scores. K: it has ranks, and those up to K score 1; 5 makes recall@5.
-        chance: Metric of metrics.json for a random guess; None: there is none.
+        split: As for `vlbert evaluate`.
+        metric: Metric in metrics.json. It must be the mean over the examples of `column` in predictions.parquet.
+        within: None if the column has scores. K if it has ranks: those up to K score 1, so that 5 gives recall@5.
+        chance: Metric in metrics.json for a random guess; None: there is none.
     """
 
     title: str
@@ -56,7 +56,7 @@ class Plan:
     variants: Mapping[str, Variant]
     tasks: Mapping[str, ComparedTask]
     seeds: tuple[int, ...] = (0, 1, 2)
-    pretraining_metrics: tuple[str, ...] = ()  # metrics of the pre-trainings' last validations to show on the page
+    pretraining_metrics: tuple[str, ...] = ()  # metrics of pre-training's last validation to show on the page
     paper: str = ""  # source of the numbers in Variant.paper
 
     def __post_init__(self):
@@ -98,8 +98,8 @@ _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regi
 
 
 def family_demo() -> Plan:
-    """Return a plan for VL-BERT, Unicoder-VL and ViLBERT at equal steps of 32 captions, on drawn scenes."""
-    # In the recipes' 600 steps, the two others only begin to learn which captions and images belong together.
+    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on drawn scenes: 1,000 steps of 32 captions each."""
+    # In the recipes' 600 steps, the last two only begin to learn which captions and images belong together.
     longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
     corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
     rows = {
@@ -129,8 +129,8 @@ def family_demo() -> Plan:
 
 # --- VL-BERT's Table 4 ------------------------------------------------------------------------------------------------
 
-# Row -> its title, the changes of the pre-training (None: without one), and the paper's % on VQA test-dev, RefCOCO+
-# val with detected regions, VCR Q->A val and QA->R val.
+# Row -> its title, changes to pre-training (None: no pre-training), and the paper's % on VQA test-dev, RefCOCO+ val
+# with detected regions, VCR Q->A val and QA->R val.
 _NO_TEXT, _FROZEN = "--data.text_batch=0", "--model.regions.frozen_stages=5"
 _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
     "without": ("without pre-training", None, (69.5, 62.7, 72.9, 73.0)),
@@ -147,7 +147,7 @@ _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
 
 
 def table4() -> Plan:
-    """Return a plan for VL-BERT's Table 4 on the real data, end to end, with half the authors' fine-tuning epochs.
+    """Return a plan for VL-BERT's Table 4 on real data, end to end, with half as many fine-tuning epochs as there.
 
     Needs the fields model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. Annotations are in ROOT/vqa,
     ROOT/refcoco+ and ROOT/vcr, or in a folder given as vqa:task.folder=FOLDER. VQA is evaluated on val2014, because the
@@ -182,7 +182,7 @@ PLANS = {plan.__name__: plan for plan in (family_demo, table4)}
 
 
 def find_plan(name: str) -> Plan:
-    """Return the plan of this name, or of MODULE:FUNCTION. Raises ValueError if there is none."""
+    """Return the plan with this name, or from MODULE:FUNCTION. Raises ValueError if there is none."""
     plan = find_recipe(name, PLANS, "plan")()
     if not isinstance(plan, Plan):
         raise ValueError(f"{name} returns {type(plan).__name__}, not a Plan; docs/results.md has an example")

@@ -1,4 +1,4 @@
-"""Summarise a comparison from the files of its runs: means, intervals, pairs."""
+"""Summarise a comparison from the files of its runs: means, intervals, and differences between variants."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """An evaluation: its examples (key, question), their scores, its metrics and its warnings."""
+    """The evaluation of a cell: examples (key, question) with their scores, and the metrics and warnings."""
 
     cell: Cell
     examples: list[tuple[str, str]]
@@ -32,8 +32,8 @@ class Evaluation:
 def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of numbers.json.
 
-    `failed` maps runs to reasons; they have no numbers. If the evaluations of a task do not fit the plan or each other,
-    the task has the reason as `problem`, and no numbers.
+    `failed` maps the names of failed runs, which are left out of the numbers, to reasons. If the evaluations of a task
+    do not fit the plan or each other, the task has no numbers, and its `problem` gives the reason.
     """
     complete = [cell for cell in cells if cell.run not in failed]
     pretrainings = [cell for cell in complete if cell.task is None]
@@ -62,7 +62,7 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
 
 
 def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Return the means of a task with their intervals, and the differences of all pairs of variants."""
+    """Return each variant's mean on a task with its interval, and the differences between all pairs of variants."""
     task, problem = plan.tasks[name], None
     try:
         evaluations = [read_scores(store, cell, task) for cell in cells if cell.task == name]
@@ -73,8 +73,7 @@ def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[C
         variant: {each.cell.seed: each for each in evaluations if each.cell.variant == variant}
         for variant in plan.variants
     }
-    chances = [each.metrics[task.chance] for each in evaluations] if task.chance else []
-    chances = [chance for chance in chances if chance is not None]
+    chances = [value for each in evaluations if task.chance and (value := each.metrics[task.chance]) is not None]
     means = {
         variant: asdict(interval(_stack_scores(by_seed, [*by_seed])))
         | {"seeds": {str(seed): float(each.scores.mean()) for seed, each in by_seed.items()}}
@@ -108,7 +107,7 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
-    """Return the examples with a known ground truth. Raises ValueError if the plan's metric is not their mean score."""
+    """Read a cell's evaluation, only its scored examples. Raises ValueError if the metric is not the mean score."""
     uri = store.uri(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
     metrics = evaluation["metrics"]
@@ -125,19 +124,19 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
         value = "undefined" if mean is None else f"{mean:.6f}"
         raise ValueError(
             f"{uri}: {task.metric} is {metrics[task.metric]}, but the mean of column {task.column} is {value}. "
-            "Intervals need a metric that is the mean of a column; name another in the plan"
+            "Intervals need a metric that is the mean of a column; name another one in the plan"
         )
     examples = [(key, question) for key, question, _ in known]
     return Evaluation(cell, examples, scores, metrics, warnings(evaluation))
 
 
 def score_of(value: Any, within: int | None) -> float:
-    """Return the score of an example: its value, or the share of its ranks (a list, one per caption) up to `within`."""
+    """Return the score of an example: `value` or, if it is one or more ranks, the share of them up to `within`."""
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 
 def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Any]:
-    """Return the difference, first minus second, over the seeds that both have; None if they share none."""
+    """Return the difference between two variants, first minus second, over common seeds. Without any, it is None."""
     minuend, subtrahend = by_variant[first], by_variant[second]
     seeds = [seed for seed in minuend if seed in subtrahend]
     pair = {"first": first, "second": second, "seeds": seeds}
@@ -150,12 +149,12 @@ def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int,
 def _stack_scores(
     by_seed: Mapping[int, Evaluation], seeds: Sequence[int], minus: Mapping[int, Evaluation] | None = None
 ) -> np.ndarray:
-    """Return the scores [seeds, examples] of a variant, minus those of another if given."""
+    """Return the scores [seeds, examples] of a variant, minus those of another variant if given."""
     return np.stack([by_seed[seed].scores - (minus[seed].scores if minus else 0.0) for seed in seeds])
 
 
 def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
-    """Return the mean and each seed's value of a metric of the pre-trainings' last validations, by variant."""
+    """Return a metric's mean and value by seed for each variant, from the last validation of its pre-training runs."""
     by_variant: dict[str, dict[str, float]] = {}
     for cell in pretrainings:
         value = last_metrics(store, cell.run).get(metric)

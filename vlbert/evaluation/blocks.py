@@ -1,9 +1,9 @@
-"""Save the predictions of an unfinished evaluation in blocks, so that a crash loses at most a minute of them.
+"""Save the predictions of an unfinished evaluation in blocks, so that a crash loses at most a minute of work.
 
 FOLDER/blocks-<id>/<first example>.mp    the predictions of some batches: msgpack, arrays as [dtype, shape, bytes]
 
 The id is a hash of everything that affects the predictions. Batches do not depend on the world size, so an evaluation
-can resume with another number of processes. The files are deleted once metrics.json is written.
+can resume with a different number of processes. The files are deleted after metrics.json is written.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from storage.object_store import ObjectStore
 from training.log import Unreadable
 from vlbert.validate import Predicted
 
-_SECONDS = 60.0  # between files of a process
+_SECONDS = 60.0  # minimum time between two files of a process
 _ARRAY = 1  # msgpack extension type of arrays
 
 
 class Blocks:
-    """The blocks of one evaluation in `folder`; `inputs` is everything that affects its predictions."""
+    """Predictions of one evaluation, saved in blocks in `folder`. `inputs` is everything that affects them."""
 
     def __init__(self, store: ObjectStore, folder: str, inputs: Mapping[str, Any]):
         name = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -33,7 +33,7 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """Return the predictions of saved batches, by their first example. Raises ValueError if a file is damaged."""
+        """Return saved predictions by the index of their first example. Raises ValueError if a file is damaged."""
         saved = {}
         for info in self.store.list(self.prefix):
             try:
@@ -44,7 +44,7 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue the predictions of the batch that starts with example `first`. Returns True if the queue was saved."""
+        """Queue the predictions of the batch from example `first`. Once a minute, save the queue and return True."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False
@@ -55,7 +55,7 @@ class Blocks:
 
 
 def delete_blocks(store: ObjectStore, folder: str) -> None:
-    """Delete the blocks of all evaluations of the folder."""
+    """Delete the blocks of all evaluations in the folder."""
     for info in list(store.list(f"{folder}blocks-")):
         store.delete(info.path)
 

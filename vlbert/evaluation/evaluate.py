@@ -1,15 +1,15 @@
-"""Evaluate a checkpoint on all examples of a split: predictions, metrics, files for leaderboards, and a page.
+"""Evaluate a checkpoint on all examples of a split. Writes predictions, metrics, files for leaderboards, and a page.
 
     torchrun --nproc-per-node N -m vlbert.evaluation.evaluate RECIPE CHECKPOINT SPLIT [--field value ...] [--out FOLDER]
 
-RECIPE is the one that CHECKPOINT was trained with; it says which data is read. A recipe of retrieval also accepts a
-pre-training with the relationship head, without fine-tuning. CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the
-newest of the run), ROOT/runs/RUN/best or a local folder with a model and its task's head. For VCR it may be two, joined
-by a comma: the runs for answers and for rationales. SPLIT is named as in the task's files (val2014, testA, ...); for a
-task without splits it is the name of a dataset. Fields are the recipe's. By default, data.root is the checkpoint's, and
-the task's settings are those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or
-to FOLDER (s3:// too). A stopped evaluation resumes. An existing one with the same settings is kept: delete its folder
-to repeat it.
+RECIPE is the one that CHECKPOINT was trained with. It says which data to read. A retrieval recipe also accepts a
+checkpoint pre-trained with the relationship head, without fine-tuning. CHECKPOINT is ROOT/runs/RUN/step-*,
+ROOT/runs/RUN (the newest of the run), ROOT/runs/RUN/best or a local folder with a model and its task's head. For VCR,
+two can be given, joined by a comma: one trained for answers and one for rationales. SPLIT is named as in the task's
+files (val2014, testA, ...). For a task without splits, it is the name of a dataset. Fields are the recipe's. By
+default, data.root and the task's settings are the checkpoint's. Output goes to
+ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or to FOLDER, which may be s3://. A stopped evaluation
+resumes. An existing one with the same settings is kept. To repeat it, delete its folder.
 """
 
 import sys
@@ -59,12 +59,12 @@ def load_task_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     recipe: Recipe | None = None,
 ) -> tuple[TaskModel, Recipe]:
-    """Load the model of a checkpoint with its head, in eval mode, and return it with its recipe.
+    """Load a checkpoint's model with its head, in eval mode, and return it with its recipe.
 
-    The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model are
-    always those of the training, with `changes` ({"task.folder": "vqa"}). The attributes in Task.saved are loaded too.
-    A pre-trained model also fits the recipe of a task that needs no fine-tuning (Task.zero_shot_head): the task is then
-    the recipe's. Raises ValueError if the checkpoint has no head, or that of another task.
+    The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model settings
+    always come from the checkpoint, with `changes` applied, such as {"task.folder": "vqa"}. Attributes in Task.saved
+    are loaded too. A pre-trained model also fits the recipe of a task that needs no fine-tuning (Task.zero_shot_head).
+    The task settings are then the recipe's. Raises ValueError if the checkpoint has no head, or another task's.
     """
     config, uri = checkpoint.config, checkpoint.uri
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
@@ -103,7 +103,7 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 
 def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:
-    """Load a pre-trained model, with the head that the task uses. Raises ValueError if the checkpoint lacks it."""
+    """Load pre-trained weights and the head that the task uses. Raises ValueError if the checkpoint lacks that head."""
     if not checkpoint.part(f"head.{model.task.zero_shot_head}."):
         raise ValueError(
             f"{checkpoint.uri} was pre-trained without the {model.task.zero_shot_head} head that "
@@ -124,14 +124,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate checkpoints on a split. Returns the content of metrics.json on rank 0, and {} on other ranks.
 
-    If an evaluation with the same settings exists, it is returned, and no model is read. Raises ValueError if a
-    checkpoint is of another task, the split is missing, or the folder has an evaluation with other settings.
+    If an evaluation with the same settings exists, its metrics.json is returned and no model is loaded. Raises
+    ValueError if a checkpoint is for another task, the split is missing, or the folder has another evaluation.
     """
     task_class = task_of(recipe.task)
     limit = 2 if task_class.joint_metrics else 1
     if len(paths) > limit:
         raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes at most {limit}")
-    # Found on rank 0 for all: a run in progress may write a newer checkpoint in the meantime.
+    # Rank 0 finds them for all ranks, because a run in progress may write a newer checkpoint in the meantime.
     names = broadcast([_find_uri(path) for path in paths] if world.first else None, world)
     root = override_values(recipe, changes).data.root or names[0].rpartition("/runs/")[0]
     if not root:
@@ -159,7 +159,7 @@ def evaluate(
         raise ValueError(f"none of the {sum(len(each.examples) for each in predicted)} examples can be read{reason}")
     summary, files = summarise(predicted, rows, split)
     summary |= {"inputs": inputs, "files": [*files, PAGE], "code": version("vlbert")}
-    from vlbert.evaluation.results_page import page  # here: it imports jinja2, which training does without
+    from vlbert.evaluation.results_page import page  # here, because it imports jinja2, which training does not need
 
     write(store, folder, files | {PAGE: page(summary, predicted)}, summary)
     delete_blocks(store, folder)
@@ -168,7 +168,7 @@ def evaluate(
 
 
 def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metrics.json of an evaluation with these arguments, or None if there is none or anything is wrong."""
+    """Return the metrics.json of an evaluation with these arguments, or None if there is none or on any error."""
     try:
         names = [_find_uri(path)]
         return read_summary(*output_folder(None, names, split, inputs_of(recipe, names, split, changes)))
@@ -190,7 +190,7 @@ def _predict_split(
     inputs: dict[str, Any],
     location: tuple[ObjectStore, str],  # store and folder of the saved blocks
 ) -> SplitPredictions:
-    """Return a checkpoint's predictions for the whole split, gathered on rank 0."""
+    """Predict a whole split with a checkpoint, on all ranks. Returns the predictions, gathered on rank 0."""
     model, recipe = load_task_model(checkpoint, changes, recipe)
     check_one_dataset(recipe)
     model, config = model.to(world.device), recipe.data
@@ -200,7 +200,7 @@ def _predict_split(
     detector = config.detector or _find_detector(store, dataset, checkpoint)
     samples, pinned = open_samples(store, dataset, detector, None, world, open_cache(store, config))
     examples = model.task.examples(samples, split if has_splits else None)
-    # Batches do not depend on the world size, so that metrics do not either.
+    # Batches do not depend on the world size, and so metrics do not either.
     batch = max(1, min(model.task.evaluation_batch_size, config.batch // config.gradient_accumulation))
     data = ValidationData(samples, examples, model.task, config, recipe.model.regions, world, None, batch)
     settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
@@ -226,7 +226,7 @@ def _predict_split(
 
 
 def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world: World, blocks: Blocks) -> Predicted:
-    """Return the predictions of this rank's batches: read saved blocks, then predict the rest and save it as blocks."""
+    """Return the predictions for this rank's batches: saved ones from `blocks`, and new ones, which it saves there."""
     firsts, saved = [data.start + index * data.size for index in range(len(data))], blocks.read()
     rest = [index for index, first in enumerate(firsts) if first not in saved]
 
@@ -242,14 +242,14 @@ def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world:
 
 
 def _find_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> str | None:
-    """Return the detector of the checkpoint's training, or None if the dataset has no regions of it."""
+    """Return the id of the detector that the checkpoint was trained with, or None if the dataset lacks its regions."""
     stage = next((saved["stage"] for saved in checkpoint.state.get("data", [])), None)  # the same in all datasets
     file = stage and next(iter(store.list(f"{dataset}/{stage}/")), None)
     return stage.removeprefix("regions/") if file else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `vlbert evaluate RECIPE CHECKPOINT SPLIT [--field value ...]`, on one process or under torchrun."""
+    """Run `vlbert evaluate RECIPE CHECKPOINT SPLIT [--field value ...]`, in one process or under torchrun."""
     recipe_name, given = split_recipe(arguments, "vlbert evaluate", __doc__, RECIPES)
     name = f"vlbert evaluate {recipe_name}"
     try:
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         """Evaluate a checkpoint on all examples of a split.
 
         Args:
-            checkpoint: ROOT/runs/RUN, or one of its steps; for VCR up to two, joined by a comma
+            checkpoint: ROOT/runs/RUN or one of its steps; for VCR, up to two, joined by a comma
             split: name of the split in the task's files
             out: folder to write to; required if CHECKPOINT belongs to no run
         """

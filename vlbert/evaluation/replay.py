@@ -1,10 +1,10 @@
-"""Rebuild the batch of any step of a run, and show it as an HTML page with its masks and labels.
+"""Rebuild the batch of any training step, and show it as an HTML page with its masks and labels.
 
     vlbert replay CHECKPOINT STEP [--field value ...]
 
-CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or a copy of such a folder. STEP counts from 1,
-as in the log. The batch does not depend on the number of devices, so a laptop can replay a run of eight GPUs. See
-docs/provenance.md.
+CHECKPOINT is ROOT/runs/RUN (the newest of the run), ROOT/runs/RUN/best, ROOT/runs/RUN/step-* or a copy of such a
+folder. STEP counts from 1, as in the log. The batch does not depend on the number of devices, so a laptop can replay a
+run on eight GPUs. See docs/provenance.md.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import tyro
 from PIL import Image
 
@@ -22,7 +21,7 @@ from storage.object_store import open_store
 from storage.programs import Checkpoint as CheckpointName
 from storage.programs import Command, Flat, Positional
 from storage.settings import override_values
-from training.distributed import World
+from training.distributed import ALONE
 from training.loading import EXPECTED
 from training.log import Unreadable
 from training.program import find_recipe
@@ -34,12 +33,12 @@ from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import open_samples
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results_page import render
+from vlbert.evaluation.whence import check_count
 from vlbert.recipes import RECIPES
 from vlbert.resume import open_data, saved_of
 from vlbert.tasks.base import Task
 
-ALONE = World(0, 1, torch.device("cpu"))
-_MAX_LABELLED = 12  # labelled regions that are numbered on the image, in addition to masked and mentioned ones
+_MAX_LABELLED = 12  # labelled regions to number on the image, in addition to masked and mentioned ones
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The examples of a step, text-only ones last, and the unreadable ones. `step` counts from 1."""
+    """The rebuilt examples of a training step, text-only ones last, and its unreadable ones. `step` counts from 1."""
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -64,15 +63,15 @@ class Replay:
 
     @property
     def batch(self) -> Batch:
-        """The step as a single batch, as one process without gradient accumulation has it."""
+        """The whole step as a single batch, as in one process without gradient accumulation."""
         return collate(self.examples, self.unreadable)
 
 
 def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pixels: bool = False) -> Replay:
-    """Rebuild the batch of a step, counted from 1, of a checkpoint's run.
+    """Rebuild the batch of a training step, counted from 1, of the run that the checkpoint at `path` belongs to.
 
-    With `pixels`, images are decoded even if the model reads precomputed features. Raises ValueError if the checkpoint
-    has not reached the step, or if shards, text corpus or task files are missing or have changed.
+    If `pixels` is true, images are decoded even if the model reads precomputed features. Raises ValueError if the
+    checkpoint has not reached the step, or if shards, text corpus or task files are missing or have changed.
     """
     if settings.recipe:
         find_recipe(settings.recipe, RECIPES)()  # defines the task
@@ -91,7 +90,7 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
 
 
 def _relocate(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -> Recipe:
-    """Return the recipe for one process, with the current paths of its files."""
+    """Return the recipe with the current paths of its files, adapted to a single process without validation."""
     root = settings.root or checkpoint.uri.rpartition("/runs/")[0] or recipe.data.root
     paths = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = {name: path for name, path in paths.items() if path is not None}
@@ -106,7 +105,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
     store = open_store(config.root, write=False)
     spans = [[SnapshotSpan(**span) for span in saved["snapshots"]] for saved in state["data"]]
     weights = [saved["weight"] for saved in state["data"]]
-    # Open each dataset as of its first sample in the step. It may switch to later snapshots within the step.
+    # Open each dataset in its snapshot at the start of the step. It may switch to later snapshots within the step.
     counts, later = [1] * len(spans), []
     for number, start, stop, _ in parts_of_step(step - 1, config.batch, weights):
         counts[number] = sum(span.consumed <= start for span in spans[number])
@@ -125,11 +124,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
         pinned = saved_of(checkpoint, name) | {"snapshot": span.snapshot}
         samples, _ = open_samples(store, name, None, pinned, ALONE)
         examples = opened.task.examples(samples, None)
-        if len(examples) != span.examples:
-            raise ValueError(
-                f"{checkpoint.uri} was trained on {span.examples} examples of {name}, now there are {len(examples)}: "
-                "the files of the task have changed. Restore them"
-            )
+        check_count(examples, span, name, checkpoint.uri)
         training.switch_snapshot(number, samples, examples, span.snapshot, span.consumed)
     ((examples, unreadable),) = training.examples(step - 1)
     return Replay(checkpoint, recipe, opened.task, step, examples, unreadable)
@@ -139,7 +134,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
 
 
 def write_replay(path: str, step: int, settings: ReplaySettings = ReplaySettings()) -> Path:
-    """Write the page of a step and return its file. Raises ValueError as `replay` does."""
+    """Write the HTML page of a training step, and return its path. Raises ValueError as `replay` does."""
     out = Path(settings.out) if settings.out else None
     if out and not out.parent.is_dir():
         raise ValueError(f"--out={out}: there is no folder {out.parent}")
@@ -152,7 +147,7 @@ def write_replay(path: str, step: int, settings: ReplaySettings = ReplaySettings
 
 
 def _describe_example(example: Example, tokens: Sequence[str]) -> dict[str, Any]:
-    """Return the template's values of an example."""
+    """Return an example as values for the template: key, image, texts and labels."""
     return {
         "key": example.key,
         "image": None if example.image is None else _draw_regions(example, example.image),
@@ -162,14 +157,14 @@ def _describe_example(example: Example, tokens: Sequence[str]) -> dict[str, Any]
 
 
 def _describe_tokens(text: TextInput, names: Sequence[str]) -> dict[str, Any]:
-    """Return the tokens of a text, each with the region that it mentions, and True if it has a label."""
+    """Return each token of a text as values for the template: its word, the region that it mentions, if labelled."""
     labelled = np.logical_or.reduce([np.zeros(len(text.tokens), bool), *text.label_masks.values()])
     tokens = zip(text.tokens.tolist(), text.token_region.tolist(), labelled.tolist(), strict=True)
     return {"tokens": [{"word": names[token], "region": region, "labelled": has} for token, region, has in tokens]}
 
 
 def _list_labels(part: TextInput | ImageInput, tokens: Sequence[str]) -> list[str]:
-    """Return lines with the positions of the labelled tokens or regions, and with the labels (words as text)."""
+    """Return lines that list the positions of labelled tokens or regions, and their labels (token ids as words)."""
     positions = [(name, np.flatnonzero(mask).tolist()) for name, mask in part.label_masks.items()]
     labels = [
         (name, [tokens[value] if name == "words" else _format_label(value) for value in values])
@@ -181,12 +176,12 @@ def _list_labels(part: TextInput | ImageInput, tokens: Sequence[str]) -> list[st
 
 
 def _format_label(value: np.ndarray) -> str:
-    """Return a label as text; for a distribution over classes, the most likely class and its probability."""
+    """Return a label as text. A distribution over classes becomes the most likely class and its probability."""
     return f"{np.argmax(value)} ({np.max(value):.2f})" if np.ndim(value) else f"{value:g}"
 
 
 def _draw_regions(example: Example, image: ImageInput) -> str:
-    """Return the image as the src of an img, with all regions; masked, mentioned and labelled ones are numbered."""
+    """Return the image with its regions drawn, as an <img> src. Masked, mentioned and labelled ones are numbered."""
     mentioned = {number for text in example.texts for number in text.token_region.tolist()}
     masked = set(np.flatnonzero(image.masked).tolist())
     labelled = [int(number) for mask in image.label_masks.values() for number in np.flatnonzero(mask)]
@@ -204,10 +199,10 @@ def replay_step(
     step: Annotated[int, Positional, tyro.conf.arg(metavar="STEP")],
     settings: Annotated[ReplaySettings, Flat] = ReplaySettings(),
 ) -> None:
-    """Rebuild the batch of a step, and write it as a page.
+    """Rebuild the batch of a training step, and write it as an HTML page.
 
     Args:
-        step: number of the step, from 1
+        step: number of the step, counted from 1
     """
     print(f"written: {write_replay(checkpoint, step, settings)}")
 

@@ -37,7 +37,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class SplitPredictions:
-    """A checkpoint's predictions for a split, in the order of the examples: all on rank 0, none on other ranks."""
+    """A checkpoint's predictions for a split, in the order of the examples. Rank 0 has all, and other ranks none."""
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -45,10 +45,10 @@ class SplitPredictions:
     samples: ShardSamples
     pinned: dict  # dataset, stage and snapshot of the regions that were read
     examples: Examples
-    numbers: list[int]  # numbers of the examples of `rows`
+    numbers: list[int]  # index of the example of each row
     rows: list[dict]
-    shuffled: list[dict]  # rows of the texts with the image of another example, if the task shuffles
-    missing: list[tuple[int, Unreadable]]  # number and reason of each example without a prediction
+    shuffled: list[dict]  # predictions for the same texts with other examples' images, if the task shuffles
+    missing: list[tuple[int, Unreadable]]  # index of each example without a prediction, and the reason
 
     @property
     def trained_on(self) -> list[str]:
@@ -59,12 +59,12 @@ class SplitPredictions:
 
 
 def name_of(uri: str) -> str:
-    """Return RUN/step-* for the URI of a checkpoint, or the URI itself if it is not in a run."""
+    """Return RUN/step-* for the URI of a checkpoint, or the URI itself if it does not belong to a run."""
     return uri.rpartition("/runs/")[2]
 
 
 def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that identify an evaluation: with equal inputs, it need not be repeated."""
+    """Return the values that identify an evaluation. With equal values, it need not be repeated."""
     return {
         "recipe": recipe.name,
         "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
@@ -74,7 +74,7 @@ def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: M
 
 
 def output_folder(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
-    """Return the store and path prefix for the files. Raises ValueError if an evaluation with other inputs is there."""
+    """Return the store and path prefix to write to. Raises ValueError if an evaluation with other inputs is there."""
     if out is None:
         root, separator, name = checkpoints[0].rpartition("/runs/")
         if not separator:
@@ -92,14 +92,14 @@ def output_folder(out: str | None, checkpoints: Sequence[str], split: str, input
         old = recorded.get(name)
         if old != now:
             raise ValueError(
-                f"{store.uri(folder + METRICS)} is of an evaluation with {name}={old}, but this one has {now}; write "
+                f"{store.uri(folder + METRICS)} is from an evaluation with {name}={old}, but this one has {now}; write "
                 "elsewhere with --out FOLDER, or delete that evaluation"
             )
     return store, folder
 
 
 def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
-    """Return the content of metrics.json, or None if there is none."""
+    """Return the content of an evaluation's metrics.json, or None if it does not exist."""
     path = folder + METRICS
     return parse_json(store.get(path), store.uri(path)) if store.exists(path) else None
 
@@ -107,7 +107,7 @@ def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
 def summarise(
     predicted: Sequence[SplitPredictions], rows: Sequence[dict], split: str
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the content of metrics.json, and the other files except the page."""
+    """Return the content of metrics.json, and the contents of all other files except the page, by name."""
     first, task = predicted[0], predicted[0].task
     files = {PREDICTIONS: _encode_parquet(rows, type(task).__name__)}
     metrics = metrics_of(task, rows, [row for each in predicted for row in each.shuffled])
@@ -141,7 +141,7 @@ def summarise(
 
 
 def problems_of(predicted: SplitPredictions) -> list[dict[str, str | bool | None]]:
-    """Return the lines of problems.jsonl: unreadable, skipped and invalid examples."""
+    """Return the lines of problems.jsonl, one per unreadable, skipped or invalid example."""
     name = name_of(predicted.checkpoint.uri)
     problems = [(False, missing.key, missing.reason) for _, missing in predicted.missing]
     problems += [(False, None, line) for line in predicted.examples.skipped]
@@ -167,14 +167,14 @@ def _encode_parquet(rows: Sequence[dict], task: str) -> bytes:
 
 
 def write(store: ObjectStore, folder: str, files: dict[str, bytes], summary: dict[str, Any]) -> None:
-    """Write the files, metrics.json last: if it exists, all files do."""
+    """Write the files of an evaluation. metrics.json is last, so that if it exists, all files do."""
     for name, data in files.items():
         store.put(folder + name, data)
     store.put(folder + METRICS, (json.dumps(summary, indent=1) + "\n").encode())
 
 
 def print_summary(summary: dict[str, Any], uri: str) -> None:
-    """Print the warnings, and the metrics next to the paper's."""
+    """Print an evaluation's warnings, and its metrics next to the paper's."""
     for warning in warnings(summary):
         print(warning, flush=True)
     for name, value in summary["metrics"].items():
@@ -185,7 +185,7 @@ def print_summary(summary: dict[str, Any], uri: str) -> None:
 
 
 def warnings(summary: dict[str, Any]) -> list[str]:
-    """Return warnings about the metrics, one sentence each."""
+    """Return an evaluation's warnings about its metrics, one sentence each."""
     counts, lines = summary["examples"], []
     if summary["trained_on_this_split"]:
         lines.append(f"WARNING: the model was trained on this split ({', '.join(map(str, summary['trained_on']))})")
@@ -193,7 +193,7 @@ def warnings(summary: dict[str, Any]) -> list[str]:
         lines.append("WARNING: the regions come from an UNTRAINED detector (random weights)")
     for kind, text in (
         ("unreadable", f"of {counts['all']} examples could not be read: the metrics are over the others"),
-        ("skipped", "examples of the files are skipped"),
+        ("skipped", "examples in the task's files were skipped"),
         ("invalid", f"of {counts['all']} examples are invalid, but included in the metrics"),
     ):
         lines += [f"{counts[kind]} {text}, see {PROBLEMS}"] * bool(counts[kind])

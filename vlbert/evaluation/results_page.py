@@ -1,4 +1,4 @@
-"""Render the page of an evaluation: its metrics next to the paper's, and images of the worst and best samples."""
+"""Render the page of an evaluation: its metrics next to the paper's, and images of the worst and best answers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from detectors.drawing import BOX_COLOURS, GREEN, RED, data_uri, draw_boxes
 from storage.sample import Sample
 from vlbert.evaluation.results import SplitPredictions, warnings
 
-_DRAWN = 12  # samples of each kind
+_DRAWN = 12  # number of worst answers, and of best answers
 RowIndex = tuple[int, int]  # index of the checkpoint, index of its row
 
 
 def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> bytes:
-    """Return index.html, with all images embedded."""
+    """Return the content of index.html, with all images embedded."""
     worst, best = worst_and_best(predicted)
     galleries = [
         (title, [_draw_row(predicted, index) for index in rows]) for title, rows in (("Worst", worst), ("Best", best))
@@ -42,10 +42,10 @@ def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
 
 
 def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
-    """Return the image with the boxes of a prediction, as the src of an img.
+    """Return the image with the boxes of a prediction drawn on it, as the src of an <img>.
 
-    A right answer's box is green. A wrong answer's box is red, and the true box is green. Other boxes, such as objects
-    that a text mentions, take turns in colour.
+    A right answer's box is green. A wrong answer's box is red, and the true box is green. Other boxes, such as those of
+    objects that a text mentions, cycle through BOX_COLOURS.
     """
     right, drawn = (row["score"] or 0) >= 0.5, []
     for number, box in enumerate(row["boxes"]):
@@ -59,7 +59,7 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[RowIndex], list[RowIndex]]:
-    """Return the most confident wrong and right answers, without overlap; none for a split without ground truth."""
+    """Return indexes of the most confident wrong and right answers, without overlap; empty without ground truth."""
     indexes = [(number, row) for number, each in enumerate(predicted) for row in range(len(each.rows))]
     scored = [index for index in indexes if _get_row(predicted, index)["score"] is not None]
 

@@ -8,9 +8,9 @@
 CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the newest of the run) or ROOT/runs/RUN/best. Steps count from 1, as
 in metrics.jsonl. docs/provenance.md says what is known about unreadable samples.
 
-No log is needed: the order of a run is a pure function of (seed, weights, snapshots), which its checkpoint records, and
-is computed again (vlbert/data/order.py). A run that starts from a checkpoint copies its record. So fine-tuning can be
-traced back to pre-training, even if the first checkpoint is gone.
+No log is needed. A checkpoint records the seed, the dataset weights and the snapshots of its run. They determine the
+order of the samples, which is computed again (vlbert/data/order.py). A run that starts from a checkpoint copies that
+record, so fine-tuning can be traced back to pre-training even if the pre-training checkpoint has been deleted.
 """
 
 import contextlib
@@ -43,9 +43,10 @@ from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import SnapshotSpan, draw_samples, seed_of
 from vlbert.tasks import make_task, settings_named
+from vlbert.tasks.base import Examples
 from vlbert.tasks.pretraining import PretrainingSettings
 
-_CHUNK = 2**16  # slots of a run that are processed at once
+_CHUNK = 2**16  # samples of a run whose steps are computed at once
 _KEY = re.compile(r"[0-9a-f]{20}")
 TABLE = pa.schema(
     [(name, pa.string()) for name in ("url", "key", "dataset", "shard", "run", "license")]
@@ -58,7 +59,7 @@ TABLE = pa.schema(
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a run that starts from this checkpoint records about it (docs/formats.md, `init_from`)."""
+    """Return the record that a run keeps of the checkpoint that it starts from (docs/formats.md, `init_from`)."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     source = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a converted or copied model
@@ -82,7 +83,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class DataUse:
-    """Epochs of a run over one snapshot of a dataset; `stage` is the stage's path in the dataset."""
+    """A run's use of one snapshot of a dataset. `stage` is the path of the region stage within the dataset."""
 
     dataset: str
     stage: str
@@ -91,11 +92,11 @@ class DataUse:
 
 @dataclass(frozen=True, eq=False)
 class TrainedRun:
-    """One of the runs that led to a checkpoint, up to the step from which the next one started."""
+    """One of the training runs that led to a checkpoint, up to the last step that contributed to it."""
 
     record: Mapping[str, Any]  # as returned by record_of
     roots: tuple[ObjectStore, ...]  # roots that may have its snapshots, the most likely first
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # the one that the runs led to
 
     @property
     def run(self) -> str:
@@ -103,14 +104,14 @@ class TrainedRun:
 
     @property
     def uses(self) -> list[list[DataUse]]:
-        """The snapshots of each dataset, in the order in which they were read."""
+        """For each dataset, its snapshots in the order in which the run used them."""
         return [
             [DataUse(data["dataset"], data["stage"], SnapshotSpan(**span)) for span in data["snapshots"]]
             for data in self.record["data"]
         ]
 
     def store_of(self, dataset: str, stage: str, snapshot: str) -> tuple[ObjectStore, str]:
-        """Return the root that has a snapshot, and its path there. Raises ValueError if none has it."""
+        """Return the root that has a snapshot, and the snapshot's path there. Raises ValueError if none has it."""
         path = f"{dataset}/{stage}/snapshots/{snapshot}.parquet"
         for store in self.roots:
             if store.exists(path):
@@ -119,7 +120,7 @@ class TrainedRun:
         raise ValueError(f"{places} is gone; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
 
     def steps_of(self, number: int) -> np.ndarray:
-        """Return the step, from 1, of each sample drawn from dataset `number`, in order: int32."""
+        """Return the step, counted from 1, of each sample drawn from dataset `number`, in drawing order: int32 [N]."""
         slots, weights = self.record["step"] * self.record["batch"], [data["weight"] for data in self.record["data"]]
         parts = []
         for start in range(0, slots, _CHUNK):
@@ -129,12 +130,12 @@ class TrainedRun:
         return np.concatenate(parts)
 
     def samples_of(self, use: DataUse) -> np.ndarray:
-        """Return the sample of each example, int64 [examples]. Raises ValueError if task files are gone or changed."""
+        """Return each example's sample index, int64 [examples]. Raises ValueError if task files are gone or changed."""
         if self.record["task"] == PretrainingSettings.__name__:
             return np.arange(use.span.examples)
         kind = settings_named(self.record["task"])
         if kind is None:
-            raise ValueError(f"no task has the settings {self.record['task']} of {self.run}; import it into TASKS")
+            raise ValueError(f"no task has settings {self.record['task']}, as {self.run} has; add it to TASKS")
         store, path = self.store_of(use.dataset, use.stage, use.span.snapshot)
         urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
         try:
@@ -148,17 +149,22 @@ class TrainedRun:
             examples = task.examples(samples, None)  # ty: ignore[invalid-argument-type] reads no sample
         except ValueError as error:
             raise ValueError(f"the images of {self.run} are unknown without its task's files: {error}") from error
-        if len(examples) != use.span.examples:
-            raise ValueError(
-                f"{self.run} was trained on {use.span.examples} examples of {use.dataset}, now there are "
-                f"{len(examples)}: the files of the task have changed. Restore them"
-            )
+        check_count(examples, use.span, use.dataset, self.run)
         return np.asarray(examples.samples, np.int64)
+
+
+def check_count(examples: Examples, span: SnapshotSpan, dataset: str, run: str) -> None:
+    """Raise ValueError if the task now makes another number of examples than `run` was trained on."""
+    if len(examples) != span.examples:
+        raise ValueError(
+            f"{run} was trained on {span.examples} examples of {dataset}, now there are {len(examples)}: the files of "
+            "the task have changed. Restore them"
+        )
 
 
 @dataclass(frozen=True)
 class _Urls:
-    """The part of samples that a task needs to find its examples: their URLs, and which are withdrawn."""
+    """A substitute for ShardSamples with all that a task needs to find its examples: URLs, and which are withdrawn."""
 
     urls: list[str]
     withdrawn: Collection[str]
@@ -168,9 +174,9 @@ class _Urls:
 
 
 def lineage(checkpoint: Checkpoint) -> tuple[list[TrainedRun], dict]:
-    """Return the runs that led to a checkpoint, its own first, and the record of what the earliest started from.
+    """Return the runs that led to a checkpoint, newest first, and the record of what the oldest run started from.
 
-    The record is {} for random weights. Raises ValueError if the checkpoint does not record its training data.
+    The record is {} if it started from no checkpoint. Raises ValueError if `checkpoint` has no record of its data.
     """
     record = record_of(checkpoint)
     if "run" not in record:
@@ -195,7 +201,7 @@ def _open_root(root: str) -> ObjectStore | None:
 
 
 def describe(runs: Sequence[TrainedRun], start: Mapping[str, Any]) -> list[str]:
-    """Return lines about each run, and about the checkpoint that the earliest one started from."""
+    """Return text lines about each run's data, and about the checkpoint that the earliest run started from."""
     lines = []
     for trained in runs:
         record = trained.record
@@ -216,10 +222,10 @@ def describe(runs: Sequence[TrainedRun], start: Mapping[str, Any]) -> list[str]:
 def seen_samples(
     trained: TrainedRun, column: str | None = None, values: frozenset[str] = frozenset()
 ) -> Iterator[pa.Table]:
-    """Yield the samples that a run has seen (TABLE): all, or those whose `column` (key or url) is one of `values`.
+    """Yield tables (schema TABLE) of the samples that a run has seen: all, or only those with `column` in `values`.
 
-    Steps ascend, from 1. A sample in several snapshots of its dataset has a row for each. Raises ValueError if a
-    snapshot or the task's files are gone.
+    `column` is key or url. Steps ascend, counted from 1. A sample in several snapshots of its dataset has a row for
+    each. Raises ValueError if a snapshot is missing, or the task's files are missing or have changed.
     """
     seed, chunk = trained.record["seed"], trained.record["chunk"]
     for number, uses in enumerate(trained.uses):
@@ -228,7 +234,7 @@ def seen_samples(
             _read_rows(*path) if column is None else [find_rows(*path, column, values)] for path in paths
         ]
         if column and not any(len(table) for (table,) in rows):
-            continue  # before the order is computed
+            continue  # saves computing the order
         all_steps = trained.steps_of(number)
         ends = [min(use.span.consumed, len(all_steps)) for use in uses[1:]] + [len(all_steps)]
         for use, tables, end in zip(uses, rows, ends, strict=True):
@@ -248,7 +254,7 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return the rows that were seen, with their steps (TABLE). `samples`, sorted, has the sample of each step."""
+    """Return the rows that were seen, with their steps (schema TABLE). samples[i], sorted, was seen in steps[i]."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1
@@ -270,7 +276,7 @@ def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.nd
 
 
 def _read_rows(store: ObjectStore, path: str) -> Iterator[pa.Table]:
-    """Yield the rows of a snapshot, one row group at a time, each with its number."""
+    """Yield a snapshot's rows, one row group at a time, with an added column `number`, the index of the row."""
     start = 0
     for table in read_columns(store, path, ["url", "key", "shard", "license"]):
         yield table.append_column("number", pa.array(np.arange(start, start + len(table))))
@@ -279,12 +285,12 @@ def _read_rows(store: ObjectStore, path: str) -> Iterator[pa.Table]:
 
 @functools.lru_cache(64)  # many checkpoints record the same snapshot
 def find_rows(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> pa.Table:
-    """Return the rows of a snapshot whose `column` (key or url) is one of `values`."""
+    """Return the rows of a snapshot whose `column` (key or url) is one of `values`, with their index as `number`."""
     return pa.concat_tables(table.filter(is_in(table[column], values)) for table in _read_rows(store, path))
 
 
-def describe_image(runs: Sequence[TrainedRun], image: str) -> tuple[list[str], bool]:
-    """Return lines about each time that these runs saw an image, and True if any did. `image` is its URL or key."""
+def describe_uses(runs: Sequence[TrainedRun], image: str) -> tuple[list[str], bool]:
+    """Return text lines about each time that these runs used an image (URL or key), and True if any of them did."""
     column, values = "key" if _KEY.fullmatch(image) else "url", frozenset([image])
     rows, lines, urls, licenses = [], [], {}, set()
     for trained in runs:
@@ -306,7 +312,7 @@ def describe_image(runs: Sequence[TrainedRun], image: str) -> tuple[list[str], b
 
 
 def export(runs: Sequence[TrainedRun], file: str) -> int:
-    """Write all samples that these runs have seen, and return the number of rows. The file appears when complete."""
+    """Write all samples that these runs have seen to a Parquet file, atomically. Returns the number of rows."""
     rows, temporary = 0, Path(f"{file}.{os.getpid()}")
     try:
         with pq.ParquetWriter(temporary, TABLE, compression="zstd") as writer:
@@ -331,7 +337,7 @@ def list_seen(
     """List every image URL that a checkpoint has seen, and at which steps.
 
     Args:
-        image: a sample's key, or a URL as in the list; without it, only the runs are listed
+        image: a sample's key, or a URL as in the caption list; if left out, only the runs are listed
         out: Parquet file for all samples: url, key, dataset, shard, run, license, times, first_step, last_step, steps
     """
     runs, start = lineage(open_checkpoint(checkpoint, tensors=False))
@@ -339,7 +345,7 @@ def list_seen(
     if out:
         print(f"{export(runs, out):,} rows in {out}", flush=True)
     if image:
-        lines, any_seen = describe_image(runs, image)
+        lines, any_seen = describe_uses(runs, image)
         print("\n".join(lines) or f"{display_url(image)} was not seen by these runs", flush=True)
         if not any_seen:
             sys.exit(1)

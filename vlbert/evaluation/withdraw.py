@@ -3,9 +3,9 @@
     vlbert withdraw ROOT URL ...                 or a file with one URL per line: --urls FILE
     vlbert catalog gc ROOT --delete              then: delete the tars that still contain them
 
-Later collections under ROOT skip these URLs, and the same images from other URLs. Shards with them are rewritten
-without them. URLs must match those in the lists exactly. Repeating the command finishes an interrupted withdrawal, and
-prints the same list. docs/provenance.md says what a withdrawal does not reach.
+Later collections under ROOT skip these URLs, and the same images from other URLs. Shards that contain them are
+rewritten. URLs must match those in the caption lists exactly. Repeating the command finishes an interrupted withdrawal,
+and prints the same list. docs/provenance.md says what a withdrawal does not remove.
 """
 
 from collections.abc import Collection
@@ -29,14 +29,14 @@ from vlbert.checkpoint import read_checkpoint
 from vlbert.datasets.files import read_lines
 from vlbert.evaluation.whence import lineage, seen_samples
 
-_MAX_PRINTED = 5  # URLs of a long list that are printed
+_MAX_PRINTED = 5  # maximum number of URLs to print
 
 
 # --- committed rows ---------------------------------------------------------------------------------------------------
 
 
 def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
-    """Return all committed rows of these URLs or images: dataset, stage, shard, url, sha256 and status of each."""
+    """Return the committed rows of these URLs or images, with dataset, stage, shard, url, sha256 and status of each."""
     rows = []
     for (dataset, stage), shards in sorted(Inventory(store).manifests.items()):
         names, catalog = sorted(shards), Catalog(store, dataset)
@@ -48,9 +48,9 @@ def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
 
 
 def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn, list[dict], frozenset[str]]:
-    """Withdraw URLs and their images, also under other URLs.
+    """Withdraw URLs and their images, including the same images from other URLs.
 
-    Returns what was not withdrawn before, the committed rows with these URLs, and all URLs of their images.
+    Returns what was not withdrawn before, the committed rows with the given URLs, and all URLs of these images.
     """
     new = withdraw(store, urls)
     rows = committed_rows(store, Withdrawn(frozenset(urls)))
@@ -61,7 +61,7 @@ def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn,
 
 
 def revise_shards(store: ObjectStore) -> int:
-    """Rewrite all shards that contain withdrawn images, without them. Returns the number of shards."""
+    """Rewrite all shards that contain withdrawn images, without those images. Returns the number of shards."""
     rows = committed_rows(store, read_withdrawn(store))
     shards = sorted({(row["dataset"], row["stage"], row["shard"]) for row in rows if row["status"] == OK})
     return sum(withdraw_samples(Catalog(store, dataset), stage, shard) for dataset, stage, shard in shards)
@@ -71,7 +71,7 @@ def revise_shards(store: ObjectStore) -> int:
 
 
 def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
-    """Return a table of what each checkpoint under a root has seen of these URLs, and lines for unknown checkpoints."""
+    """Return text lines: a table of the checkpoints that have seen these URLs, and those for which it is unknown."""
     rows, unknown = [], []
     for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
         folder = path.removesuffix(f"/{STATE}")
@@ -88,7 +88,7 @@ def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
         for trained in runs:
             try:
                 samples = [row for table in seen_samples(trained, "url", urls) for row in table.to_pylist()]
-            except ValueError as error:  # snapshots are gone, or task files are gone or have changed
+            except ValueError as error:  # snapshots are missing, or task files are missing or have changed
                 unknown.append(f"{store.uri(folder)}: {printable(error)}")
                 continue
             if samples:
@@ -111,7 +111,7 @@ def withdraw_images(
     """Withdraw images by their URLs, and list every checkpoint that has seen them.
 
     Args:
-        url: URLs as in the lists
+        url: URLs as in the caption lists
         urls: file with one URL per line
     """
     wanted = [*dict.fromkeys([*url, *(read_lines(urls, "--urls") if urls else [])])]

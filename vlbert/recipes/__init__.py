@@ -6,8 +6,8 @@
     features  end_to_end: a Fast R-CNN is trained with the model; precomputed: vectors that the detector stored
     variant   rules and numbers of the paper, or of its authors' program, where they differ
 
-The name of a recipe, and of its run, has all three: finetune_vqa_large_paper. Steps are epochs of the data set divided
-by the batch: 3.3 M captions, 213 k questions of VCR, 444 k of VQA's train2014, 120 k expressions of RefCOCO+.
+The name of a recipe, and of its run, has all three: finetune_vqa_large_paper. The number of steps is epochs x examples
+/ batch, with 3.3 M captions, 213 k questions of VCR, 444 k of VQA's train2014, and 120 k expressions of RefCOCO+.
 `data.batch` is global: batch = GPUs x gradient_accumulation x the batch that one GPU computes at a time. The learning
 rate does not depend on the number of GPUs.
 """
@@ -30,7 +30,7 @@ RECIPES = {
 
 
 def all_recipes() -> dict[str, Recipe]:
-    """Return all recipes by name, for all sizes, features and variants."""
+    """Return the recipes of all sizes, features and variants, by name."""
     recipes: dict[str, Recipe] = {}
     for make in RECIPES.values():
         choices = [_list_choices(kind) for kind in typing.get_type_hints(make).values() if kind is not Recipe]
@@ -44,7 +44,7 @@ def all_recipes() -> dict[str, Recipe]:
 
 
 def print_recipes() -> None:
-    """Print the differences of VL-BERT's paper and published code, and the numbers of all recipes, as tables."""
+    """Print the differences between VL-BERT's paper and published code, and each recipe's numbers, as tables."""
     rows = [
         (f"`{name}`", str(recipe.data.batch), f"{recipe.optimizer.learning_rate:g}", str(recipe.steps))
         for name, recipe in all_recipes().items()
@@ -56,6 +56,6 @@ main = Command("vlbert recipes", print_recipes)
 
 
 def _list_choices(kind: typing.Any) -> tuple:
-    """Return the values of Literal[...], or of Literal[...] | None."""
+    """Return the allowed values of a type Literal[...], and None as well for Literal[...] | None."""
     inner = typing.get_args(kind)
     return (None, *typing.get_args(inner[0])) if type(None) in inner else inner

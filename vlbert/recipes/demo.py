@@ -39,7 +39,7 @@ DEMO = ModelConfig(
     ),
 )
 
-# The same width and depth on precomputed features of the same network.
+# A model of the same width and depth, on precomputed features of the same ResNet.
 DEMO_PRECOMPUTED = replace(DEMO, regions=replace(DEMO.regions, features="precomputed"))
 _SEPARATE = replace(DEMO_PRECOMPUTED, embedding="separate")
 DEMO_UNICODER_VL = replace(_SEPARATE, whole_image="none")
@@ -47,25 +47,24 @@ DEMO_VILBERT = replace(_SEPARATE, layers="T" + "XTV" * 2, whole_image="mean", po
 
 
 def demo_model(model: Model, features: Features) -> ModelConfig:
-    """Return the small model. Unicoder-VL and ViLBERT only have precomputed features."""
+    """Return the configuration of a small model. Unicoder-VL and ViLBERT always use precomputed features."""
     if model != "vlbert":
         return {"unicoder_vl": DEMO_UNICODER_VL, "vilbert": DEMO_VILBERT}[model]
     return DEMO if features == "end_to_end" else DEMO_PRECOMPUTED
 
 
 def pretrain(model: Model, features: Features, name: str) -> Recipe:
-    """Pre-train on the data of `make demo`. Give the detector's weights: --model.regions.weights FILE."""
+    """Configure pre-training on the data of `make demo`. Needs detector weights: --model.regions.weights FILE."""
     task = PretrainingSettings(
         words=WordMasking(probability=0.25),
-        # Most chosen regions stay visible: from these the encoder learns which appearance belongs to which class.
+        # Most chosen regions stay visible. From these, the encoder learns which appearance belongs to which class.
         regions=RegionMasking(probability=0.5, masked=0.3),
         max_elements=None,
         text_length=24,
     )
     if model != "vlbert":
-        task = replace(task, relationship=True, mismatched=0.5, region_head="transform_norm")
         target = {"region_target": "class"} if model == "unicoder_vl" else {"region_loss": "kl"}
-        task = replace(task, **target)
+        task = replace(task, relationship=True, mismatched=0.5, region_head="transform_norm", **target)
     return Recipe(
         name=name,
         task=task,
@@ -82,7 +81,7 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
 
 
 def _finetune(model: ModelConfig, task: Any, name: str, steps: int) -> Recipe:
-    """Fine-tune on the images of the demo's tasks, with validations after half of the steps and at the end."""
+    """Configure fine-tuning on the images of the demo's tasks, with validation halfway and at the end."""
     return Recipe(
         name=name,
         task=task,
@@ -101,7 +100,7 @@ def _finetune(model: ModelConfig, task: Any, name: str, steps: int) -> Recipe:
 
 
 def finetune_refcoco(model: Model, features: Features, name: str) -> Recipe:
-    """Fine-tune on RefCOCO+-like expressions, on detected regions."""
+    """Configure fine-tuning on RefCOCO+-like expressions, with detected regions."""
     task = RefCOCOSettings(regions="detected")
     if model != "vlbert":
         task = replace(task, classifier="regions_norm")
@@ -109,7 +108,7 @@ def finetune_refcoco(model: Model, features: Features, name: str) -> Recipe:
 
 
 def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:
-    """Fine-tune on VQA-like questions. Give the number of answers in the data: --task.answers N."""
+    """Configure fine-tuning on VQA-like questions. Give the number of answers in the data: --task.answers N."""
     task = VQASettings(question_length=122)
     if model != "vlbert":  # VL-BERT reads [MASK], and answers start from words; the others read the pair
         task = replace(task, reads="pair", classifier="gelu_norm", answers_from_words=False)
@@ -117,7 +116,7 @@ def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:
 
 
 def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
-    """Fine-tune on VCR-like items with their own boxes. The second run: --task.subtask rationale."""
+    """Configure fine-tuning on VCR-like items with their own boxes. For the second run: --task.subtask rationale."""
     # Softmax over four choices, and no pooler: few new weights, because there are so few steps.
     task, config = VCRSettings(mask_size=4, loss="softmax", pooled=False), demo_model(model, features)
     if config.regions.features == "precomputed":  # these cover the whole box
@@ -132,8 +131,8 @@ def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
 
 
 def finetune_retrieval(model: Model, features: Features, name: str) -> Recipe:
-    """Fine-tune on the captions of the demo's images, five each. Validation ranks 50 images."""
-    # The hinge loss learns nothing in so few steps, so that all models have cross-entropy.
+    """Configure fine-tuning on the demo's images with five captions each. Validation ranks 50 images."""
+    # All models use cross-entropy, because nothing is learned from the hinge loss in so few steps.
     task = RetrievalSettings(file="dataset_demo.json", caption_length=100, loss="cross_entropy")
     recipe = _finetune(demo_model(model, features), task, name, steps=80)
     optimizer = replace(recipe.optimizer, learning_rate=1e-3, region_learning_rate=5e-4)

@@ -1,6 +1,6 @@
 """Recipes of Unicoder-VL (AAAI 2020).
 
-Its program is not published. Where the paper is silent or ambiguous, the recipes follow the most similar programs.
+Its code is not published. Where the paper is silent or ambiguous, the recipes follow the code of similar models.
 """
 
 from dataclasses import replace
@@ -30,13 +30,13 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-4, weight_decay=0.01, decayed="matr
 
 
 def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
-    """Pre-train on precomputed features: 198,000 steps (10 epochs of 3.8 M captions) of 192 captions.
+    """Configure pre-training on precomputed features: 198,000 steps (10 epochs of 3.8 M captions) of 192 captions.
 
     The captions are Conceptual Captions and SBU: --data.datasets conceptual-captions sbu. The features are those of the
     detector's 100 best regions (selection.minimum=100).
 
-    Read literally, the paper masks every chosen word (--task.words.masked 1 --task.words.random 0), has one layer for
-    regions (--task.region_head linear), and reads the pair at [CLS] itself (--model.pooler none, also in fine-tunings).
+    Read literally, the paper masks every chosen word (--task.words.masked 1 --task.words.random 0), has a single layer
+    for regions (--task.region_head linear), and has no pooler at [CLS] (--model.pooler none, also in fine-tuning).
     """
     name = f"pretrain_unicoder_vl_{size}"
     if size == "demo":
@@ -62,14 +62,17 @@ def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
 
 
 def finetune_retrieval_unicoder_vl(size: Size = "base") -> Recipe:
-    """Fine-tune on Flickr30k: 10 epochs, 192 captions per step, each with 3 wrong images and captions (section 3.3)."""
+    """Configure fine-tuning on Flickr30k (paper 3.3): 10 epochs, 192 captions per step.
+
+    Each has 3 wrong captions and 3 wrong images.
+    """
     # For COCO, set the fields that finetune_retrieval names.
     recipe = _finetune("retrieval", size, RetrievalSettings(caption_length=42, max_regions=100), 5e-5, 192)
     return recipe if size == "demo" else override_values(recipe, {"data.gradient_accumulation": 4})
 
 
 def finetune_vcr_unicoder_vl(size: Size = "base") -> Recipe:
-    """Fine-tune on VCR: 20 epochs, 48 questions per step (section 4.2). The second run: --task.subtask rationale."""
+    """Configure fine-tuning on VCR (paper 4.2): 20 epochs, 48 questions per step. QA->R: --task.subtask rationale."""
     task = VCRSettings(
         instance_masks=False,
         names="class",
@@ -82,13 +85,14 @@ def finetune_vcr_unicoder_vl(size: Size = "base") -> Recipe:
 
 
 def finetune_vqa_unicoder_vl(size: Size = "base") -> Recipe:
-    """Fine-tune on VQA: 10 epochs, 256 questions per step. The paper has no VQA: similar programs have this head."""
+    """Configure fine-tuning on VQA: 10 epochs, 256 questions per step."""
+    # The paper has no VQA. The head is that of similar models.
     task = VQASettings(reads="pair", classifier="gelu_norm", answers_from_words=False)
     return _finetune("vqa", size, task, 5e-5, 256)
 
 
 def finetune_refcoco_unicoder_vl(size: Size = "base") -> Recipe:
-    """Fine-tune on RefCOCO+: 10 epochs, 256 expressions per step, on detected regions."""
+    """Configure fine-tuning on RefCOCO+: 10 epochs, 256 expressions per step, on detected regions."""
     # The paper has no RefCOCO+. The classifier is ViLBERT's. The model does not read the whole image, so it cannot be
     # a candidate.
     task = RefCOCOSettings(
@@ -102,7 +106,7 @@ def finetune_refcoco_unicoder_vl(size: Size = "base") -> Recipe:
 
 
 def _finetune(task_name: str, size: Size, task: Any, learning_rate: float, batch: int, epochs: int = 10) -> Recipe:
-    """Make a fine-tuning of this model, with one epoch of warmup."""
+    """Return a recipe that fine-tunes Unicoder-VL, with one epoch of warmup."""
 
     def optimizer(epoch: int) -> OptimizerConfig:
         return replace(OPTIMIZER, learning_rate=learning_rate, warmup_steps=epoch)

@@ -1,6 +1,6 @@
-"""Recipes of ViLBERT, with the rules of its authors' first program, that of the paper (NeurIPS 2019).
+"""Recipes of ViLBERT, as in its authors' first program, that of the paper (NeurIPS 2019).
 
-Variant `multi_task` of the pre-training has the rules of their second program (12-in-1) where the two differ.
+Variant `multi_task` of pretrain_vilbert follows their second program (12-in-1) where the two differ.
 """
 
 from dataclasses import replace
@@ -46,9 +46,10 @@ OPTIMIZER = OptimizerConfig(
 
 
 def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
-    """Pre-train on precomputed features: 64,450 steps (10 epochs) of 512 captions. The authors used 8 GPUs.
+    """Configure pre-training on precomputed features: 64,450 steps (10 epochs) of 512 captions.
 
-    In variant multi_task, mismatched pairs have no labels, and all tensors have the same learning rate.
+    The authors used 8 GPUs. In variant multi_task, words and regions of mismatched pairs have no labels, and all
+    tensors have the same learning rate.
     """
     name = f"pretrain_vilbert_{size}" + "_multi_task" * (variant == "multi_task")
     if size == "demo":
@@ -93,13 +94,16 @@ def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
 
 
 def finetune_vqa_vilbert(size: Size = "base") -> Recipe:
-    """Fine-tune on VQA: 20 epochs, 256 questions per step."""
+    """Configure fine-tuning on VQA: 20 epochs, 256 questions per step."""
     task = VQASettings(reads="pair", classifier="weight_norm", classifier_dropout=0.5, answers_from_words=False)
     return _finetune("vqa", size, task, 4e-5, 256)
 
 
 def finetune_vcr_vilbert(size: Size = "base") -> Recipe:
-    """Fine-tune on VCR: 20 epochs, 64 questions a step. Second run: --task.subtask rationale --task.max_tokens 77."""
+    """Configure fine-tuning on VCR: 20 epochs, 64 questions per step.
+
+    For the second run, QA->R: --task.subtask rationale --task.max_tokens 77.
+    """
     task = VCRSettings(
         max_tokens=57,
         instance_masks=False,
@@ -112,7 +116,7 @@ def finetune_vcr_vilbert(size: Size = "base") -> Recipe:
 
 
 def finetune_refcoco_vilbert(size: Size = "base") -> Recipe:
-    """Fine-tune on RefCOCO+: 20 epochs, 256 expressions per step, on detected regions."""
+    """Configure fine-tuning on RefCOCO+: 20 epochs, 256 expressions per step, on detected regions."""
     task = RefCOCOSettings(
         regions="detected",
         whole_image_competes=True,
@@ -125,13 +129,13 @@ def finetune_refcoco_vilbert(size: Size = "base") -> Recipe:
 
 
 def finetune_retrieval_vilbert(size: Size = "base") -> Recipe:
-    """Fine-tune on Flickr30k: 20 epochs, 64 captions per step, each as one of four pairs."""
+    """Configure fine-tuning on Flickr30k: 20 epochs, 64 captions per step, each in one right and three wrong pairs."""
     task = RetrievalSettings(caption_length=28, max_regions=100, loss="cross_entropy", wrong_captions=2, wrong_images=1)
     return _finetune("retrieval", size, task, 4e-5, 64)
 
 
 def _finetune(task_name: str, size: Size, task: Any, learning_rate: float, batch: int) -> Recipe:
-    """Make a fine-tuning of 20 epochs. The learning rate falls to a tenth after epochs 12 and 16."""
+    """Return a recipe that fine-tunes for 20 epochs. The learning rate is divided by 10 after epochs 12 and 16."""
 
     def optimizer(epoch: int) -> OptimizerConfig:
         settings = {"warmup_steps": 2 * epoch, "schedule": "step", "decay_at": (12 * epoch, 16 * epoch)}

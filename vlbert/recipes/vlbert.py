@@ -25,9 +25,10 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 
 
 def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """Pre-train: 250k steps (10 epochs) of 128 captions and 128 text-only rows. For VQA, use precomputed features.
+    """Configure pre-training for 250k steps (10 epochs) of 128 captions and 128 text-only rows.
 
-    Base takes 2 days on 16 V100, with precomputed features 30 hours on 4. Large takes 5.5 days on 16.
+    For VQA, use precomputed features. Base takes 2 days on 16 V100 GPUs, or 30 hours on 4 with precomputed features.
+    Large takes 5.5 days on 16.
     """
     precomputed = features == "precomputed"
     name = _make_name("pretrain_vlbert", size, "precomputed" * precomputed, variant)
@@ -51,16 +52,16 @@ def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", vari
         bert=f"bert-{size}-uncased",
         precision="fp32" if size == "base" and precomputed else "bf16",
     )
-    # The only rule that differs from the authors': web photos padded in groups of similar shape have a third fewer
-    # pixels than in one tensor, and no weights are loaded that were trained with the authors' padding.
+    # The only rule that differs from the authors' code. Web photos that are padded in groups of similar shape have a
+    # third fewer pixels than in one tensor, and no weights are loaded that were trained with the authors' padding.
     return override_values(variants.apply(recipe, variant), {"model.regions.padding": "groups"})
 
 
 def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """Fine-tune an end-to-end model on VCR: 20 epochs, 64 questions (of four choices each) per step.
+    """Configure fine-tuning on VCR, end to end: 20 epochs, 64 questions (of four choices each) per step.
 
-    The optimizer is SGD; its rate falls at the end of epochs 14 and 18. Variant paper: 256 triplets of question, answer
-    and image per step (4.2.1).
+    The optimizer is SGD, and its rate falls at the end of epochs 14 and 18. Variant paper has 256 triplets of question,
+    answer and image per step (4.2.1).
 
     Q->A and QA->R are two runs: --task.subtask answer and --task.subtask rationale. `vlbert evaluate` joins them for
     Q->AR and the leaderboard's file. The authors ran large on 4 GPUs and, with --data.gradient_accumulation 1, on 16.
@@ -91,10 +92,10 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
 
 
 def finetune_vqa(size: Size = "base", features: Features | None = None, variant: Variant = "published") -> Recipe:
-    """Fine-tune on VQA's train2014: 5 epochs, 256 questions per step, on precomputed features.
+    """Configure fine-tuning on VQA's train2014: 5 epochs, 256 questions per step, on precomputed features.
 
-    Variant paper: 20 epochs, end to end (4.2.2 and A.2). The reported models were also trained on val2014, and so
-    validated on training data. To do the same: --task.train_on train2014 val2014 --data.held_out None --steps 12855
+    Variant paper: 20 epochs, end to end (4.2.2 and A.2). The authors also trained on val2014, and so validated on
+    training data. To do the same: --task.train_on train2014 val2014 --data.held_out None --steps 12855
     --validate_every 2571 --save_every 2571, and for variant paper --steps 51420.
     """
     paper = variant == "paper"
@@ -123,12 +124,12 @@ def finetune_vqa(size: Size = "base", features: Features | None = None, variant:
 
 
 def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
-    """Fine-tune an end-to-end model on RefCOCO+: 20 epochs, 32 expressions per step, on ground-truth regions.
+    """Configure fine-tuning on RefCOCO+, end to end: 20 epochs, 32 expressions per step, on ground-truth regions.
 
     Variant paper: 256 expressions per step (4.2.3 and A.2).
 
     For detected regions, with the ground truth added in training: --task.regions detected --task.adds_ground_truth. The
-    regions are those in the shards (data.detector) or, as in the paper's table, those of MAttNet's file in task.folder:
+    regions are those in the shards (data.detector) or, as in the paper's table, those in MAttNet's file in task.folder:
     --task.detections FILE.
     """
     name = _make_name("finetune_refcoco", size, "precomputed" * (features == "precomputed"), variant)
@@ -157,9 +158,9 @@ def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", var
 
 
 def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Features = "end_to_end") -> Recipe:
-    """Fine-tune an end-to-end model on Flickr30k: 10 epochs, 192 captions per step.
+    """Configure fine-tuning on Flickr30k, end to end: 10 epochs, 192 captions per step.
 
-    Each has three wrong captions and images, as in Unicoder-VL. VL-BERT's authors did no retrieval.
+    Each caption has 3 wrong captions and 3 wrong images, as in Unicoder-VL. VL-BERT's authors did not try retrieval.
 
     COCO: --data.datasets coco --data.held_out coco --task.file dataset_coco.json --task.train_on train restval
     --steps 29500 --optimizer.warmup_steps 2950 --validate_every 2950 --save_every 2950.
@@ -181,7 +182,7 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
     return replace(recipe, validation_samples=200)  # images, ranked against their 1,000 captions
 
 
-def make_finetuning(  # noqa: PLR0913  in what the models differ
+def make_finetuning(  # noqa: PLR0913  what differs between the models
     model: demo.Model,
     task_name: str,
     size: str,
@@ -192,9 +193,9 @@ def make_finetuning(  # noqa: PLR0913  in what the models differ
     epochs: int,
     precision: Literal["fp32", "bf16"],
 ) -> Recipe:
-    """Make a fine-tuning of another model, on VL-BERT's data, without gradient accumulation and without a BERT.
+    """Return a fine-tuning recipe for another model on VL-BERT's data, without gradient accumulation or BERT weights.
 
-    `optimizer` makes the optimizer's settings from the number of steps per epoch.
+    `optimizer` returns the optimizer's settings, given the number of steps per epoch.
     """
     name = f"finetune_{task_name}_{model}_{size}"
     if size == "demo":
@@ -218,7 +219,7 @@ def make_finetuning(  # noqa: PLR0913  in what the models differ
 
 
 def _make_name(recipe: str, size: str, features: str, variant: Variant) -> str:
-    """Return the recipe's name. Raises ValueError for variant paper of the demo."""
+    """Return a recipe's name, given its parts. Raises ValueError for variant paper of the demo: there is none."""
     name = "_".join(filter(None, [recipe, size, features, "paper" * (variant == "paper")]))
     _refuse(size == "demo" and variant == "paper", name, "the demo has no variants")
     return name
