@@ -66,11 +66,11 @@ class ShardSamples:
         sizes = {info.path: info.size for info in store.list(f"{index.folder}/")}
         tars_missing = not all(self._exists(tar, sizes) for tar in index.tars)
         self.index = index = apply_revisions(index, tars_missing)
-        # A missing or torn tar is better found at the start than after hours.
+        # A missing or truncated tar is better found at the start than after hours.
         for tar, size in zip(index.tars, index.tar_bytes, strict=True):
             if size and (sizes.get(tar, size) != size or not self._exists(tar, sizes)):
                 raise ValueError(
-                    f"{store.uri(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {size}: it is torn "
+                    f"{store.uri(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {size}: it is truncated "
                     f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
                 )
         self._uris = [store.uri(tar) for tar in index.tars]

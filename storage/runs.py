@@ -67,7 +67,7 @@ class Folder:
         try:
             data = self.store.get(self._path_of(name))
         except ObjectMissing as error:
-            raise ValueError(f"{self.uri_of(name)} is gone; {hint(self.store, self.path)}") from error
+            raise ValueError(f"{self.uri_of(name)} is missing; {hint(self.store, self.path)}") from error
         expected = self.hashes.get(name)
         if expected is not None and (actual := file_hash([data])) != expected:
             raise ValueError(

@@ -191,7 +191,7 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             )
         version, flags = metadata["version"], metadata["flags"]
         if type(version) is not int or version != SAMPLE_VERSION:
-            raise ValueError(f"it is of version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
+            raise ValueError(f"it has version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
         sample = Sample(
             key=key,
             image=bytes(members["jpg"]),
@@ -341,7 +341,7 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
             offset += length
     except IndexError:
         pass
-    raise ValueError("the .jpg member is torn: it has no frame header with a size")
+    raise ValueError("the .jpg member is truncated: it has no frame header with a size")
 
 
 def pack_regions(regions: Regions) -> bytes:
@@ -367,7 +367,7 @@ def unpack_regions(data: bytes | memoryview) -> Regions:
         raise ValueError(f"the .mp member holds {short_repr(packed)}, not a map")
     version = packed.pop("version", None)
     if type(version) is not int or version != SAMPLE_VERSION:
-        raise ValueError(f"regions are of version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
+        raise ValueError(f"regions have version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
     for name in ("detector", "background", *_REQUIRED):
         if name not in packed:
             raise ValueError(f"regions.{name} is missing")

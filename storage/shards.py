@@ -66,11 +66,11 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
 def read_shard(data: bytes, name: str = "the shard") -> Iterator[Sample | BadSample]:
     """Yield the samples of a tar in order, with a BadSample for an invalid one. Messages call the data `name`.
 
-    Raises ValueError, naming the member and its offset, if the tar is torn or has another layout.
+    Raises ValueError, naming the member and its offset, if the tar is truncated or has another layout.
     """
     if not data or len(data) % _RECORD:
         raise ValueError(
-            f"{name} is torn: {len(data)} bytes are not a multiple of {_RECORD}; delete it and write the shard again"
+            f"{name} is truncated: {len(data)} bytes are no multiple of {_RECORD}; delete it and write the shard again"
         )
     seen = set()
     for key, offset, ranges in _parse_samples(data, name, whole=True):
@@ -137,8 +137,8 @@ def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, s
         padded_end = end + -size % _BLOCK
         if padded_end > len(data):
             raise ValueError(
-                f"{name} is torn: member {member!r} at byte {position} should end at byte {padded_end}, but the data "
-                f"ends at {len(data)}; delete it and write the shard again"
+                f"{name} is truncated: member {member!r} at byte {position} should end at byte {padded_end}, but the "
+                f"data ends at {len(data)}; delete it and write the shard again"
             )
         if kind not in (b"0", b"\0"):
             raise ValueError(f"{name}: {member!r} at byte {position} is not a file (tar type {kind!r}); repack the tar")
@@ -151,7 +151,7 @@ def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, s
         yield key, extension, position, start, end
         position = padded_end
     if whole and (len(data) - position < 2 * _BLOCK or data[position:].count(0) != len(data) - position):
-        raise ValueError(f"{name} is torn: no end of archive at byte {position}; delete it and write the shard again")
+        raise ValueError(f"{name} is truncated: no tar end at byte {position}; delete it and write the shard again")
     if not whole and position != len(data):
         raise ValueError(f"{name}: zeros at byte {position}, where a member should begin; rebuild the index")
 

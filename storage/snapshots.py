@@ -265,6 +265,6 @@ def _read_errors(uri: str) -> Iterator[None]:
     except StorageUnreachable:
         raise
     except (ObjectMissing, FileNotFoundError) as error:
-        raise ValueError(f"{uri} is gone; {_HINT}") from error
+        raise ValueError(f"{uri} is missing; {_HINT}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{uri} is damaged ({error}); {_HINT}") from error

@@ -112,7 +112,7 @@ class Catalog:
         try:
             data = self.store.get(manifest.tar)
         except ObjectMissing as error:
-            raise ValueError(f"{uri} is gone; {hint}") from error
+            raise ValueError(f"{uri} is missing; {hint}") from error
         if (sha256 := hashlib.sha256(data).hexdigest()) != manifest.tar_sha256:
             raise ValueError(f"{uri} is damaged: its sha256 is {sha256[:12]}...; {hint}")
         return read_shard(data, uri)

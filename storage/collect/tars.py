@@ -44,7 +44,7 @@ class TarSet:
         return [[info.path, info.size, info.modified] for info in self._tars]
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
-        """Yield a row for each image and for each sample without one. Raises ValueError at a torn or damaged tar."""
+        """Yield a row per image and per sample without one. Raises ValueError if a tar is truncated or damaged."""
         numbers = itertools.count()
         for tar in self._tars:
             with open_object(self._store, tar.path) as stream:
@@ -64,7 +64,7 @@ class TarSet:
 def group_samples(stream: BinaryIO, uri: str) -> Iterator[tuple[str, _Members]]:
     """Yield the key and the members of each sample, grouped by webdataset, without reading their contents.
 
-    Raises ValueError if the tar is compressed, torn or damaged.
+    Raises ValueError if the tar is compressed, truncated or damaged.
     """
     from webdataset.tariterators import group_by_keys
 
@@ -86,7 +86,7 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
                     yield member
             end = members.offset
     except tarfile.TarError as error:
-        raise ValueError(f"it is torn, compressed or not a tar: {error}") from error
+        raise ValueError(f"it is truncated, compressed or not a tar: {error}") from error
     stream.seek(end)
     blocks = iter(lambda: stream.read(1 << 20), b"")
     zeros = sum(len(block) if not any(block) else -math.inf for block in blocks)

@@ -115,7 +115,7 @@ def size_in_header(width: int, height: int) -> bytes:
 # Of the members: what is wrong with them, and the field that must be named.
 CORRUPT = {
     "no jpg": (lambda members: {"json": members["json"]}, r"there is no \.jpg member"),
-    "json of another version": (metadata(version=2), "of version 2, but this code reads 1"),
+    "json of another version": (metadata(version=2), "has version 2, but this code reads 1"),
     "an unknown array": (packed(masks=["<f4", [0], b""]), r"unknown arrays \['masks'\]"),
     "scores of another byte order": (packed(scores=[">f4", [3], bytes(12)]), r"regions.scores .* '>f4'"),
     "caption as a number": (metadata(caption=3), "caption"),
