@@ -342,7 +342,7 @@ class S3Store:
         return S3Store, (self.root,)  # a client cannot be pickled; its settings come from the environment
 
     def check(self, write: bool) -> None:
-        """Check, with short timeouts, that the bucket can be reached. If not, raise StorageUnreachable with the endpoint.
+        """Check that the bucket answers within a short time. Raises StorageUnreachable, naming the endpoint, if not.
 
         With `write`, also check that the server refuses a conditional write to an existing object. That object,
         `.probe`, is kept so that later checks need only one request. `list` skips it.

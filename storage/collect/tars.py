@@ -1,7 +1,7 @@
 """Import of WebDataset tars, such as img2dataset's: KEY.jpg (or another image) with KEY.txt, KEY.json or both.
 
-The webdataset library groups the members into samples without reading their contents. Of a text at most MAX_MEMBER
-bytes are read, of an image only its position.
+The webdataset library groups the members into samples without reading their contents. Images are not read at first,
+only their positions are noted. A text of more than MAX_MEMBER bytes is refused.
 """
 
 import itertools
@@ -27,7 +27,7 @@ _Members = dict[str, tarfile.TarInfo]  # lower-case extension -> member of a sam
 
 
 class TarSet:
-    """The tars below a folder or `s3://bucket/prefix`."""
+    """All tars in a folder and its subfolders, or under `s3://bucket/prefix`."""
 
     def __init__(self, root: str):
         require("webdataset", "importing tars")
@@ -53,7 +53,7 @@ class TarSet:
                         yield CaptionRow(next(numbers), *fields)
 
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield at most `limit` + 1 bytes of each of these images, in their order."""
+        """Yield (place, bytes) of each of these images, in order, with at most `limit` + 1 bytes."""
         for tar, images in itertools.groupby(places, key=lambda place: place.tar):
             with open_object(self._store, tar) as stream:
                 for place in images:
@@ -95,9 +95,9 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
-    """Yield the fields of CaptionRow for a sample's first image, or else for each image that cannot be read.
+    """Yield a CaptionRow's fields after the first for a sample's first image, or for each if all are unsupported.
 
-    The URL is the image's name in the tar if none is stored.
+    If the sample has no URL, the URL is the path of the tar and the image's name in it.
     """
     url, text, extra, fault = None, "", None, ""
     try:
@@ -127,7 +127,7 @@ def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: 
 
 
 def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
-    """Return the fields of KEY.json, and KEY.txt as `txt`. Raises ValueError if one of them cannot be read."""
+    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError on failure."""
     fields = {}
     for extension in ("json", "txt"):
         if (member := members.get(extension)) is None:
@@ -144,7 +144,7 @@ def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
 
 
 def _recognise(fields: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the fields with URL and caption ("" if there is none), and with the licence if any."""
+    """Return the names of the URL and caption fields ("" if missing) and, if there is one, of the licence field."""
     by_lower = {name.lower(): name for name in fields}
     url, caption = (
         next((by_lower[name] for name in known if name in by_lower), "") for known in (URLS, ("txt", *CAPTIONS))
