@@ -52,7 +52,7 @@ class ShardCache:
     def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
         """Set the tars to copy to those of this snapshot, in place of an earlier one of the same dataset and stage.
 
-        Other datasets stay cached. Copies of tars that are not in `stored`, the paths in the bucket, are deleted.
+        Other datasets stay cached. Copies of tars that the bucket no longer has (not in `stored`) are deleted.
         """
         for file in (self._copies / index.folder).glob("*.tar"):
             if f"{index.folder}/{file.name}" not in stored:

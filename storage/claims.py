@@ -1,4 +1,4 @@
-"""Claims on shards, with which many machines share work so that each shard is made once.
+"""Claims on shards: many machines use them to share the work, so that each shard is made only once.
 
     ROOT/<dataset>/<stage>/claims/<shard>.txt     the worker of a shard: host, process id and a random token
 
@@ -68,7 +68,7 @@ class Claims:
         return None
 
     def release(self, shard: str) -> None:
-        """Delete our claim on a shard, unless another worker has replaced it. If storage is down, let it expire."""
+        """Delete our claim on a shard, unless another worker has replaced it. If that fails, the claim will expire."""
         with self._lock:
             with contextlib.suppress(ObjectMissing, StorageUnreachable):
                 if self.store.get(self._path(shard)) == self._content:
@@ -116,7 +116,7 @@ class Claims:
         log: Callable[[str], object],
         for_all: bool = False,
     ) -> list[str]:
-        """Wait until one shard (with `for_all`, every shard) is committed or has no live claim. Return those left."""
+        """Wait until a shard (with `for_all`, every shard) is committed or has no live claim. Return pending shards."""
         due, pause = time.monotonic(), POLLS[0]
         while True:
             left, live = pending(shards), self._find_live()
@@ -156,7 +156,7 @@ class Claims:
         return ours
 
     def _find_live(self, shard: str = "") -> dict[str, bool]:
-        """Return whether the claim of each claimed shard is live. With `shard`, look only at its claim.
+        """Map each claimed shard (or only `shard`, if it is claimed) to whether its claim is live.
 
         A claim dated EXPIRY seconds or more in the future is dead, too.
         """

@@ -18,9 +18,9 @@ _INTERRUPTED = "interrupted put"  # kind of local temporary files; all other kin
 def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
     """Return the files that may be deleted, as pairs of a description and the file.
 
-    If older than `grace` seconds by the storage's clock, these are tars that no manifest and no kept snapshot names,
-    snapshots that no checkpoint pins (except the newest of a stage), and temporary files of interrupted writes. Tars of
-    earlier revisions that contain withdrawn images may be deleted at any age.
+    These are tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins (except the newest of
+    each stage), and temporary files of interrupted writes, if older than `grace` seconds by the storage's clock. Tars
+    of earlier revisions that contain withdrawn images may be deleted at any age.
     """
     now = store.now()
     garbage = [(_INTERRUPTED, info) for info in store.leftovers()]
@@ -69,7 +69,7 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
 
 
 def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
-    """Delete a file if it is still unused. Return False if it was written again or has come into use since the list."""
+    """Delete a file that is still unused. Return False, and keep it, if it was written again or came into use."""
     if kind == _INTERRUPTED:
         Path(info.path).unlink(missing_ok=True)
         return True

@@ -171,7 +171,7 @@ class LocalStore:
             return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`. Raises as `get` does, or ValueError if the object ends before them."""
+        """Return `length` bytes from `offset`. Raises as `get` does, and ValueError if the object is too short."""
         with self._open(path) as file:
             data = os.pread(file.fileno(), length, offset)
         return _check_range(data, self.uri(path), offset, length)
@@ -181,7 +181,7 @@ class LocalStore:
         return self._file(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose paths begin with `prefix`, sorted by path. It may end in the middle of a name."""
+        """Yield the objects whose paths begin with `prefix`, which may end within a name, sorted by path."""
         parent = _check_prefix(prefix).rpartition("/")[0]  # the deepest folder that contains every match
         paths = []
 
@@ -380,7 +380,7 @@ class S3Store:
         return True
 
     def _put_if_absent(self, path: str, data: Content) -> bool:
-        """Put with `If-None-Match: *`. Try again if S3 answers 409, which it does for two puts at the same time."""
+        """Put an object with `If-None-Match: *`. Try again if S3 answers 409, as it does for two puts at once."""
         # botocore repeats a request if its answer was lost, and then finds its own object; the mark identifies it.
         mark = secrets.token_hex(16)
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}

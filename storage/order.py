@@ -30,12 +30,13 @@ def _splitmix64(x: Any) -> Any:
 def shuffled(
     positions: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
 ) -> np.ndarray:
-    """Return the indices of the examples at `positions` of a shuffled epoch of `n` examples, int64 like `positions`.
+    """Return the int64 indices of the examples at `positions`, int [P], of a shuffled epoch of `n` examples.
 
     For all n positions together, the result is a permutation of 0..n-1. Each position is computed independently (a
     Feistel network, repeated until the index is below n), so even a long epoch needs no memory and no setup time.
 
     Args:
+        stream: number that distinguishes independent orders with the same seed
         chunk: number of neighbouring examples that stay together; whole chunks are shuffled, and each epoch cuts the
             examples into chunks at different places
         begins: number of examples in all earlier epochs; chunks start at multiples of `chunk`, counted over all epochs,
@@ -90,7 +91,7 @@ def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> 
 
 
 def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Interleave several sequences by positive weights, and return the `count` slots after the first `consumed` ones.
+    """Interleave sequences in proportion to their weights. Return the `count` slots after the first `consumed` ones.
 
     If a sequence has the share s of the total weight, its draw k is due at time (k + 1/2) / s. Slots are sorted by
     these times (Sainte-Laguë's method), and equal times by the index of the sequence. So after any number of slots,

@@ -101,7 +101,7 @@ def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
 
     Raises:
         UnsafePickle: the pickle names an object that is not in STAND_INS
-        ValueError: the data is truncated or not a pickle; the message starts with "is", so put the file before it
+        ValueError: the data is truncated or not a pickle; the message starts with "is", for the caller to add the file
     """
     try:
         return _Unpickler(io.BytesIO(data), encoding=encoding).load()

@@ -33,7 +33,7 @@ _MAX_PAUSE = 30.0  # seconds between two attempts
 
 
 class Samples(Protocol):
-    """A sequence of samples: those of a snapshot (ShardSamples), or another source. A sample's number is its index."""
+    """Protocol for a sequence of samples, such as ShardSamples. A sample's number is its index in the sequence."""
 
     @property
     def urls(self) -> Sequence[str]: ...

@@ -115,7 +115,7 @@ Weights = Annotated[
 
 
 def override(config: T, arguments: Sequence[str]) -> T:
-    """Return a copy of the config changed by command-line arguments, all at once because fields may depend on others.
+    """Return a copy of the config with all command-line arguments applied at once, since fields may depend on others.
 
     Raises ValueError, naming the argument, if there is no such field or its value does not fit.
     """

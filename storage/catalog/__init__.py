@@ -58,12 +58,12 @@ class Catalog:
         return sorted(self._manifest_names(stage))
 
     def newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
-        """Map each committed shard to the name of its newest manifest. With `shards`, map these, committed or not."""
+        """Map each committed shard to its newest manifest's name. With `shards`, map these (itself if uncommitted)."""
         names = self._manifest_names(stage, "" if shards is None else os.path.commonprefix(list(shards)))
         return {shard: names.get(shard, [shard])[-1] for shard in (sorted(names) if shards is None else shards)}
 
     def _manifest_names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
-        """Map each shard whose name begins with `prefix` to the names of its manifests, oldest first. Lists once."""
+        """Map each shard whose name begins with `prefix` to its manifests' names, oldest first, from one listing."""
         revisions = []
         for info in self.store.list(self.path(stage, prefix)):
             if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self.path(stage, ""))):

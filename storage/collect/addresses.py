@@ -85,7 +85,7 @@ class AddressGuard:
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address of the public internet. An IPv4 address inside an IPv6 address decides for it."""
+    """Return True for an address of the public internet. An IPv6 address that embeds an IPv4 one is judged by that."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:  # selects one of this machine's interfaces
             return False

@@ -206,7 +206,7 @@ class Fetcher:
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """Send one request and return the result of `read`. Raises Refused if it is not done before `end`."""
+        """Send one request and return `read(response)`. Raises Refused if this fails or is not done before `end`."""
         import aiohttp
 
         try:
@@ -226,7 +226,7 @@ class Fetcher:
             raise Refused(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
 
     async def _read_answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Return (target, b"") for a redirect, else (None, body). Raises Refused for other HTTP statuses than 200."""
+        """Return (target, b"") for a redirect, else (None, body). Raises Refused if the answer is neither."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
             check_x_robots_tag(response.headers.getall("X-Robots-Tag", ()), self.settings.obey_noindex)
@@ -353,7 +353,7 @@ def _retry_after(response: "aiohttp.ClientResponse") -> float:
 
 
 def _decompressor(encoding: str) -> "zlib._Decompress | None":
-    """Return a decompressor for a Content-Encoding, or None for an identity encoding. Some servers compress unasked."""
+    """Return a decompressor for a Content-Encoding, or None if it is identity. Raises Refused if it is unsupported."""
     if encoding in ("", "identity"):
         return None
     if encoding not in ("gzip", "x-gzip", "deflate"):

@@ -35,7 +35,7 @@ class Hosts:
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncIterator[None]:
-        """Async context manager that waits until one more URL of a host may be in flight, and then holds this slot."""
+        """Async context manager that waits until one more URL of the host may be in flight, and holds a slot for it."""
         host = self.host(name)
         turn = asyncio.get_running_loop().create_future()
         host.waiting.append(turn)
@@ -58,7 +58,7 @@ class Hosts:
     def record_end(
         self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None
     ) -> None:
-        """Record the outcome of a request to a host. `seconds` is the time until headers came, or None if none came."""
+        """Record the outcome of a request. `seconds` is the time until the answer's headers came; None if none did."""
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):

@@ -44,7 +44,7 @@ def import_images(
 ) -> list[CaptionRow]:
     """Normalise the images of rows into the spool. Return the rows with their statuses, as after a download.
 
-    `images` has each image once, by its place or its name. An image that several rows name is decoded once.
+    `images` yields each image once, with the place or name by which rows refer to it. So each is decoded only once.
     """
 
     def store_image(image: tuple[str | Place, bytes | Refused]) -> Outcome:

@@ -1,7 +1,7 @@
 """Reading of caption lists: detects the columns of URLs and captions, and yields the rows, using little memory.
 
-A list is Parquet, or TSV, CSV, JSON lines or JSON, optionally .gz. A list for a folder of images has file names instead
-of URLs. A row that cannot be read gets a status. If the whole file cannot be read, ValueError is raised.
+A list is a TSV, CSV, JSON lines or JSON file, optionally .gz, or a Parquet file. A list for a folder of images has file
+names instead of URLs. A row that cannot be read gets a status. If the file cannot be read, ValueError is raised.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
     Raises ValueError if a given column does not exist or no columns can be detected.
 
     Args:
-        columns: columns of the URL, the caption and further values to keep; without a unique name, a column's number
+        columns: names of the columns with the URL, the caption and further values to keep; a column without a unique
+            name is called by its number, from 1
         of_folder: whether the list has names of files in a folder instead of URLs
     """
     form, urls, header, head = _detect_form(file), _FILES if of_folder else URLS, False, []
@@ -88,7 +89,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Return (URL column, caption column) of two unnamed columns. The first has more cells like URLs or image names."""
+    """Return the names of the URL and caption columns, "1" or "2". The first has more URLs (or image file names)."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None
@@ -144,7 +145,7 @@ def read_captions(file: Path) -> Iterator[CaptionRow]:
 
 
 def scalar(value: Any, name: str) -> Scalar:
-    """Return `value`, or None for NaN (pandas' missing number) or infinity. Raises ValueError if it is no Scalar."""
+    """Return `value`, or None for NaN (pandas' missing number) or infinity. Raises ValueError if it is not a Scalar."""
     if not isinstance(value, Scalar):
         raise ValueError(
             f"{short_repr(name)} is {short_repr(value)}; in columns, keep only strings, numbers and booleans"
@@ -169,7 +170,7 @@ def _records(file: Path, form: str, header: bool, columns: Sequence[str] = ()) -
 
 
 def _text_records(file: Path, form: str, header: bool) -> Iterator[_Record]:
-    """Yield the rows of TSV and CSV. The first tab splits a TSV of two columns, as in Conceptual Captions."""
+    """Yield the rows of a TSV or CSV file. The first tab splits a TSV of two columns, as in Conceptual Captions."""
     rows = _cells(file, form)
     sampled = list(itertools.islice(rows, _SAMPLED))
     if header and sampled and not isinstance(sampled[0], ValueError):

@@ -87,7 +87,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class NormalisedImage:
-    """A JPEG to store, its size in pixels, the downloaded file's sha256, and flags for changes (docs/images.md)."""
+    """A JPEG to store, its size in pixels, the sha256 of the original file, and flags that name the changes made."""
 
     jpeg: bytes
     width: int

@@ -35,7 +35,7 @@ class CollectSettings:
     name: Dataset
     """name of the dataset, and of its folder in the root"""
     captions: str | None = None
-    """caption list to download: Parquet, or TSV, CSV, JSON lines or JSON, optionally .gz; with `images`, the captions
+    """caption list to download: TSV, CSV, JSON lines or JSON (optionally .gz), or Parquet; with `images`, the captions
     of that folder; set this, `images` or `webdataset`"""
     columns: tuple[str, ...] = ()
     """columns of the list with the URL, the caption and further values to keep with each sample, by name or by number

@@ -52,7 +52,7 @@ def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
 
 
 class Rules:
-    """The rules of a robots.txt that apply to us. `bytes` is the memory that they take, approximately."""
+    """The rules of a robots.txt that apply to us. `bytes` is roughly the memory that they take."""
 
     def __init__(self, data: bytes):
         from protego import Protego

@@ -206,7 +206,7 @@ def _hash(data: bytes) -> str:
 
 
 def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows that repeat a key, ascending, and for each the first row with it. Skip unreadable rows."""
+    """Return the readable rows that repeat an earlier key, ascending, and for each the first row with its key."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
     order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
     order = order[~np.isin(order, unreadable)]

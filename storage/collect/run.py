@@ -52,7 +52,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 
 @dataclass(frozen=True)
 class Group:
-    """Shards that are collected together (by one Prefect task in a flow), and what is known of the whole run."""
+    """Shards that are collected together (in a flow, by one Prefect task), and the state of the run before them."""
 
     parts: tuple[Part, ...]
     list_id: str  # id of the stored rows
@@ -283,7 +283,7 @@ class _GroupCollector:
     def read_committed(
         self, part: Part, rows: Sequence[CaptionRow], spool: Spool
     ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """Return the manifest whose rows are requested again, and these rows by number; (None, {}) for a new shard."""
+        """Return the manifest that a part replaces, and all its rows by number, or (None, {}) for a new shard."""
         if not part.replaces:
             return None, {}
         manifest = self.catalog.manifest(IMAGES, part.shard)
@@ -311,7 +311,7 @@ class _GroupCollector:
         return results
 
     def import_rows(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
-        """Import the images of rows from a folder or from tars. Return the rows with statuses. Log a missing file."""
+        """Import the images of rows from a folder or tars. Log the first missing file. Return rows with statuses."""
         settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
             images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)

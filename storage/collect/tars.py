@@ -1,7 +1,7 @@
 """Import of WebDataset tars, such as img2dataset's: KEY.jpg (or another image) with KEY.txt, KEY.json or both.
 
-The webdataset library groups the members into samples without reading their contents. Images are not read at first,
-only their positions are noted. A text of more than MAX_MEMBER bytes is refused.
+The webdataset library groups the members into samples without reading their contents. A text of more than MAX_MEMBER
+bytes is refused. Only the position of an image is recorded, so that the image can be read later.
 """
 
 import itertools
@@ -95,9 +95,9 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
-    """Yield a CaptionRow's fields after the first for a sample's first image, or for each if all are unsupported.
+    """Yield CaptionRow fields, without `row`, for a sample's first image, or for each image if none is supported.
 
-    If the sample has no URL, the URL is the path of the tar and the image's name in it.
+    If the sample has no URL, the row's URL is the path of the tar and the image's name in it.
     """
     url, text, extra, fault = None, "", None, ""
     try:
