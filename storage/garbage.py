@@ -3,6 +3,7 @@
 `vlbert catalog gc` lists or deletes them.
 """
 
+import contextlib
 from pathlib import Path
 
 from storage.catalog import Catalog
@@ -75,18 +76,13 @@ def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
         return True
     if info not in store.list(info.path):  # deleted, or with a new date: a writer uses it now
         return False
-    if (tar := TAR.fullmatch(info.path)) and _is_committed(store, *tar.groups(), info.path):
-        return False  # committed by a writer that paused for the whole grace time
+    if tar := TAR.fullmatch(info.path):
+        dataset, stage, shard = tar.groups()
+        with contextlib.suppress(ObjectMissing):  # the shard is not committed
+            if Catalog(store, dataset).headers(stage, [shard])[shard].tar == info.path:
+                return False  # committed by a writer that paused for the whole grace time
     store.delete(info.path)
     return True
-
-
-def _is_committed(store: ObjectStore, dataset: str, stage: str, shard: str, path: str) -> bool:
-    """Return True if the newest manifest of the shard names the tar at `path`."""
-    try:
-        return Catalog(store, dataset).headers(stage, [shard])[shard].tar == path
-    except ObjectMissing:
-        return False
 
 
 def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:

@@ -78,11 +78,6 @@ def _check_prefix(prefix: str) -> str:
     return prefix
 
 
-def _is_hidden(path: str) -> bool:
-    """Return True if a part of the path begins with a dot, as for temporary files and files of other programs."""
-    return path.startswith(".") or "/." in path
-
-
 class LocalStore:
     """A store that keeps objects as files in a local folder. S3Store has the same methods.
 
@@ -431,7 +426,7 @@ class S3Store:
             for page in pages:
                 for entry in page.get("Contents", []):
                     path = entry["Key"].removeprefix(self._prefix)
-                    if path and not _is_hidden(path):
+                    if path and "/." not in f"/{path}":  # neither .probe nor hidden files of other programs
                         yield ObjectInfo(path, entry["Size"], entry["LastModified"].timestamp())
 
     def delete(self, path: str) -> None:

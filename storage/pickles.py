@@ -68,15 +68,11 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
 STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
     # Python 3 pickles bytes for Python 2 with the first name, and empty bytes with the second.
     ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _no_bytes,
+    ("__builtin__", "bytes"): lambda: b"",
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
 }

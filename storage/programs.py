@@ -34,12 +34,8 @@ class Command:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> None:
         try:
-            if isinstance(self.function, dict):
-                tyro.extras.subcommand_cli_from_dict(
-                    self.function, args=arguments, prog=self.program, use_underscores=True
-                )
-            else:
-                tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
+            cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(self.function, dict) else tyro.cli
+            cli(self.function, args=arguments, prog=self.program, use_underscores=True)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         except BrokenPipeError:  # nobody reads the output; vlbert/commands.py handles it as shell tools do

@@ -183,12 +183,10 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             if name not in members:
                 raise ValueError(f"there is no .{name} member, only {sorted(members)}")
         metadata = parse_json(members["json"], "the .json member")
-        if metadata.keys() != _JSON_FIELDS and metadata.keys() != _JSON_FIELDS | _EXTRA:
-            for name in sorted(_JSON_FIELDS - metadata.keys()):
-                raise ValueError(f"{name} is missing in the .json member")
-            raise ValueError(
-                f"{short_repr(min(metadata.keys() - _JSON_FIELDS - _EXTRA))} is not a field of the .json member"
-            )
+        if missing := _JSON_FIELDS - metadata.keys():
+            raise ValueError(f"{min(missing)} is missing in the .json member")
+        if unknown := metadata.keys() - _JSON_FIELDS - _EXTRA:
+            raise ValueError(f"{short_repr(min(unknown))} is not a field of the .json member")
         version, flags = metadata["version"], metadata["flags"]
         if type(version) is not int or version != SAMPLE_VERSION:
             raise ValueError(f"it has version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")

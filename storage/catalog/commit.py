@@ -1,7 +1,7 @@
 """Commit of a shard: writes its tar first, then its manifest, which makes it visible."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 from storage.catalog import Catalog, require_valid, temporary_folder
@@ -60,7 +60,10 @@ def commit_shard(
             tar = f"{shard}-{tar_sha256[:12]}.tar"
             # Written even if a killed writer left the same tar: the new date keeps `gc` from deleting it.
             catalog.store.put(catalog.path(stage, tar), file)
-        rows = _mark_withdrawn(rows, withdrawn_keys)
+        rows = [
+            dataclasses.replace(row, status=WITHDRAWN) if row.status == OK and row.key in withdrawn_keys else row
+            for row in rows
+        ]
         if content is None:
             same = replaces is not None and replaces.tar_sha256 == tar_sha256
             content = replaces.content if same else tar_sha256
@@ -83,11 +86,6 @@ def commit_shard(
     if tar is not None:
         _delete_unused(catalog, stage, shard, catalog.path(stage, tar))
     return False
-
-
-def _mark_withdrawn(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
-    replace = dataclasses.replace
-    return [replace(row, status=WITHDRAWN) if row.status == OK and row.key in keys else row for row in rows]
 
 
 def _delete_unused(catalog: Catalog, stage: str, shard: str, tar: str) -> None:

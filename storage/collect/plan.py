@@ -18,6 +18,7 @@ from storage.collect.lists import IMAGE_SUFFIXES, find_reading, read_rows
 from storage.collect.rows import CaptionRow, Reading, Rows, write_rows
 from storage.collect.statuses import Status, parse_statuses
 from storage.collect.tars import TarSet
+from storage.digests import sha256_of
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.programs import Dataset
@@ -124,8 +125,7 @@ def identify(settings: CollectSettings, reading: Reading) -> str:
     It covers the bytes of a list, the names of a folder's files, or the names, sizes and dates of tars.
     """
     if settings.captions:
-        with open(settings.captions, "rb") as stream:
-            facts = hashlib.file_digest(stream, "sha256").hexdigest()
+        facts = sha256_of(Path(settings.captions))
     else:
         facts = TarSet(settings.webdataset).identity if settings.webdataset else image_files(settings.images or "")
     text = json.dumps([dataclasses.asdict(reading), facts])
