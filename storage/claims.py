@@ -26,7 +26,7 @@ from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 
 EXPIRY = 120.0  # seconds after which a claim that was not renewed is dead
 RENEWAL = 20.0  # seconds between renewals; several may fail before a claim expires
-POLLS = 1.0, 30.0  # seconds between checks of the shards of other workers: at first, and at most
+POLLS = 1.0, 30.0  # seconds between checks of other workers' shards: initially, and at most
 _LOG_PERIOD = 60.0  # seconds between two log lines about waiting
 _CLAIM = re.compile(r"/claims/(\d{5})\.txt$")
 

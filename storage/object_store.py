@@ -50,7 +50,7 @@ class StorageUnreachable(ConnectionError):
 
     def __init__(self, message: str, http_status: int | None = None):
         super().__init__(message)
-        self.http_status = http_status  # of the server's answer; None without an answer
+        self.http_status = http_status  # of the server's answer; None if there was none
 
 
 @dataclass(frozen=True)
@@ -483,7 +483,7 @@ class S3Store:
 
         try:
             yield
-        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
+        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: the endpoint is not a URL
             answer = error.response if isinstance(error, ClientError) else {}
             if path and answer and answer["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error

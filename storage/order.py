@@ -49,7 +49,7 @@ def shuffled(
     chunks = (n - head) // chunk
     number, within = np.divmod(positions - head, chunk)
     whole = (number >= 0) & (number < chunks)
-    # Positions in a line of all examples: first the whole chunks, then the examples before and after them.
+    # Positions in a list of all examples: first the whole chunks, then the examples before and after them.
     line = np.where(positions < head, positions + chunks * chunk, positions)
     line[whole] = _permute(number[whole], seed, stream, epoch, chunks) * chunk + within[whole]
     return (line + mix(seed, stream, epoch, chunk) % n) % n
@@ -109,7 +109,7 @@ def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np
     # time was rounded up.
     time = max(0.0, consumed - len(shares) / 2)
     before = np.maximum(0, np.floor(time * shares + 0.5).astype(np.int64) - 1)
-    first = consumed - int(before.sum())  # position of the window's first slot among the compared draws
+    first = consumed - int(before.sum())  # position of the first slot among the sorted draws
     draws = before[:, None] + np.arange(first + count)
     order = np.argsort((draws + 0.5) / shares[:, None], axis=None, kind="stable")[first : first + count]
     return order // draws.shape[1], draws.ravel()[order]

@@ -11,7 +11,7 @@ import tyro
 # Arguments that several commands have.
 Positional = tyro.conf.Positional
 Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
-Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder of the root, such as captions")]
+Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder in the root, such as captions")]
 Checkpoint = Annotated[
     str,
     Positional,

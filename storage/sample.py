@@ -83,7 +83,7 @@ class Regions:
     def num_classes(self) -> int:
         """C, the number of classes without the background. Raises ValueError if class_probs is None."""
         if self.class_probs is None:
-            raise ValueError(f"regions of detector {self.detector} carry no class_probs; use those of another detector")
+            raise ValueError(f"regions of detector {self.detector} have no class_probs; use those of another detector")
         return self.class_probs.shape[1] - 1
 
     def class_probs_background_first(self) -> np.ndarray:
@@ -277,7 +277,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     features = regions.features
     if features is not None and features.size:
         bits = features.ravel().view(np.uint16)
-        # As integers, infinities and NaNs of a sign are larger than all finite numbers of that sign.
+        # As integers, infinities and NaNs are larger than all finite numbers of the same sign.
         if np.maximum.reduce(bits.view(np.int16)) >= _INFINITY or np.maximum.reduce(bits) >= _MINUS_INFINITY:
             index = np.argwhere(~np.isfinite(features))[0].tolist()
             raise ValueError(f"regions.features{index} is {features[tuple(index)]}")

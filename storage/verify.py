@@ -77,7 +77,7 @@ class _Checker:
         source = newest.meta.get("source", {})
         if "manifest_sha256" in source:
             digests = self._manifests.get((dataset, source["stage"], source["shard"]), [])
-            if digests is not None and source["manifest_sha256"] not in digests:  # an earlier one is pending, no fault
+            if digests is not None and source["manifest_sha256"] not in digests:  # an earlier version is no fault
                 yield f"{uri} was made from another version of {catalog.uri(source['stage'], source['shard'])}"
         if newest.tar:
             self._tars.add(newest.tar)

@@ -174,7 +174,7 @@ def parse_url(url: str) -> "yarl.URL":
     except ValueError as error:  # also UnicodeError; its text may contain part of a password
         raise Refused(Status.BAD_URL, f"{shown} cannot be parsed") from error
     try:
-        # The system resolves 2130706433, 0x7f.1 and 0177.0.0.1 to 127.0.0.1. Dotted, all checks recognise it.
+        # The system resolves 2130706433, 0x7f.1 and 0177.0.0.1 to 127.0.0.1. In dotted form, all checks recognise it.
         dotted = socket.inet_ntoa(socket.inet_aton(host))
     except OSError:
         return parsed

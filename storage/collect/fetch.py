@@ -31,8 +31,8 @@ _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
 _MAX_REDIRECTS = 5
 _RETRY_DELAY = 0.5  # seconds before the first retry, doubled for each further one
-# A longer pause would keep a slot from other URLs: such a URL is requested again when the others are done, if the
-# server does not ask for a longer wait than _MAX_WAIT. Both in seconds.
+# A longer pause would keep a slot from other URLs. Such a URL is requested again when the others are done, unless the
+# server asks to wait longer than _MAX_WAIT. Both are in seconds.
 _MAX_PAUSE, _MAX_WAIT = 2.0, 30.0
 _Answer = TypeVar("_Answer")
 
@@ -134,7 +134,7 @@ class Fetcher:
         first, it requests URLs of silent hosts, and a robots.txt that failed before.
         """
         loop = asyncio.get_running_loop()
-        # Before the deadline starts, because waiting for a robots.txt is not the image's fault.
+        # Before the deadline starts, because the wait for a robots.txt should not count.
         await self._check_host(self.guard.check_url(url), second_pass)
         end = loop.time() + self.settings.deadline
         retries = self.settings.retries if second_pass is None else 0

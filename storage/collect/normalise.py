@@ -62,15 +62,15 @@ class ImageSettings:
     max_bytes: int = 20 * 2**20
     """maximum size of a downloaded file, in bytes"""
     max_pixels: int = 50_000_000
-    """maximum pixels of an image, from the file's header; decoding takes up to 25 bytes of memory per pixel"""
+    """maximum number of pixels of an image, by its header; decoding takes up to 25 bytes of memory per pixel"""
     max_side: int = 1024
     """maximum longer side of a stored image, in pixels; larger images are shrunk"""
     min_side: int = 32
     """minimum shorter side, in pixels; smaller images are refused"""
     max_aspect: float = 8.0
-    """maximum ratio of the longer to the shorter side; images such as banners and lines are refused"""
+    """maximum ratio of the longer to the shorter side; more elongated images, such as banners, are refused"""
     jpeg_quality: int = 95
-    """libjpeg's quality, 1..100, for images that are encoded again"""
+    """libjpeg's quality, 1..100, for images that are re-encoded"""
 
     def __post_init__(self):
         check_choices(self)
@@ -136,7 +136,7 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
         size = [max(1, round(side * scale)) for side in image.size]
         image = image.resize(size, Image.Resampling.LANCZOS)  # Pillow antialiases when it shrinks
         flags.append("resized")
-    image.info = {}  # do not write a comment of the file again
+    image.info = {}  # do not write the original file's comment
     file = io.BytesIO()
     image.save(file, "JPEG", quality=settings.jpeg_quality, subsampling="4:2:0", optimize=False)
     return NormalisedImage(file.getvalue(), *image.size, hashlib.sha256(data).hexdigest(), tuple(flags))

@@ -58,8 +58,8 @@ class Reading:
     """How to read an origin (a caption list, a folder of images, or tars): its format and columns."""
 
     form: str  # tsv, csv, jsonl, json, parquet, webdataset or images
-    columns: tuple[str, ...] = ()  # URL, caption, and further ones to keep; of tars, those of the settings
-    header: bool = False  # whether the first line has the names of the columns (TSV and CSV)
+    columns: tuple[str, ...] = ()  # URL, caption, and further ones to keep; for tars, as in the settings
+    header: bool = False  # whether the first line has the column names (TSV and CSV)
 
     def __str__(self) -> str:
         header = " with a header" if self.header else ""
@@ -85,11 +85,11 @@ class Place:
 class CaptionRow:
     """One row of an origin, before or after it is collected: an image and its caption."""
 
-    row: int  # its number, from 0 and without the header
+    row: int  # its number in the origin, from 0, not counting a header
     caption: str  # as in the file
     url: str  # as in the file
     extra: Extra | None = None  # further columns; None if there are none
-    key: str = ""
+    key: str = ""  # computed from URL and caption if empty
     status: str = ""  # a Status; "" before the row is collected
     detail: str = ""  # explains the status
     place: Place | None = None  # of an image in a tar

@@ -128,10 +128,10 @@ def collect(
         left = claims.wait([part.shard for part in missing], pending, log_line, for_all=True)
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
-        if missing and not has_images and counts.total() == rows:  # no shard was another worker's
+        if missing and not has_images and counts.total() == rows:  # other workers had none
             raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
-            log_line(f"collecting {len(missing)} shards again that had no image or were another worker's")
+            log_line(f"collecting {len(missing)} shards again, which had no image or were claimed by another worker")
     new = len(new_shards - headers.keys())
     return Collected(settings.name, len(parts), new, catalog.counts(IMAGES), time.monotonic() - started)
 

@@ -84,7 +84,7 @@ def test_background_first_reorders_columns_and_labels_alike():
     for own, first in zip(regions.labels, regions.labels_background_first(), strict=True):
         assert np.array_equal(regions.class_probs[:, own], probs[:, first])
     assert regions.num_classes == 3
-    with pytest.raises(ValueError, match="detector d carry no class_probs"):
+    with pytest.raises(ValueError, match="detector d have no class_probs"):
         few(class_probs=None).class_probs_background_first()
 
 
