@@ -50,7 +50,7 @@ class ShardCache:
                 raise ValueError(f"--data.cache={self.folder} is inside or above the root {root}; use another folder")
 
     def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
-        """Set the tars to copy to those of this snapshot, in place of an earlier one of the same dataset and stage.
+        """Choose the tars of this snapshot for caching, in place of an earlier one of the same dataset and stage.
 
         Other datasets stay cached. Copies of tars that the bucket no longer has (not in `stored`) are deleted.
         """

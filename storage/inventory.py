@@ -20,7 +20,7 @@ _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 
 
 class Inventory:
-    """The manifests, snapshots, tars and checkpoints of a root. With `dataset`, only its own, and no checkpoints."""
+    """The manifests, snapshots, tars and checkpoints of a root, or of one dataset (then without checkpoints)."""
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):
         self.store, self.dataset = store, dataset

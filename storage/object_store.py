@@ -513,7 +513,7 @@ ObjectStore = LocalStore | S3Store
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
     """Open the store at `root`, a folder or `s3://bucket/prefix`, and check that it can be used.
 
-    With `write`, create a missing folder, and check conditional writes, which commits need. Without, write nothing.
+    With `write`, create a missing folder, and check conditional writes, which commits need. Without it, write nothing.
     Raises StorageUnreachable, naming the folder or the bucket and its endpoint, if a check fails.
     """
     if "://" in root and not root.startswith("s3://"):

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def check(config: Any, holds: Any, name: str, wanted: str) -> None:
-    """Raise ValueError unless `holds` is true. The message has the field's `name`, its value and what is `wanted`."""
+    """Raise ValueError unless `holds` is true. The message has a field's `name`, its value and the `wanted` values."""
     if not holds:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 

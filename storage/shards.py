@@ -33,7 +33,7 @@ class Span:
 
 
 def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
-    """Write samples to one tar, atomically and in this order. Equal samples give equal bytes. Return their spans.
+    """Write samples to one tar, in order and atomically, and return their spans. Equal samples give equal bytes.
 
     Raises ValueError if a key occurs twice or cannot be part of a member's name.
     """
@@ -92,7 +92,7 @@ _Ranges = dict[str, tuple[int, int]]  # extension -> start and end of the member
 
 
 def span_members(data: bytes, name: str = "the span") -> tuple[str, _Ranges]:
-    """Return the key of the sample in a span, and the byte ranges of its members. Raises the errors of `read_span`."""
+    """Return the key of the sample in a span, and the byte ranges of its members. Raises as `read_span` does."""
     samples = list(_parse_samples(data, name))
     if len(samples) != 1:
         raise ValueError(f"{name}: {len(data)} bytes hold {len(samples)} samples, not one; rebuild the index")

@@ -1,4 +1,4 @@
-"""Verification of a root: checks files against their digests, and manifests and snapshots against what they name."""
+"""Verification of a root: checks files against their digests, and manifests and snapshots against files they name."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

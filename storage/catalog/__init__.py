@@ -58,7 +58,7 @@ class Catalog:
         return sorted(self._manifest_names(stage))
 
     def newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
-        """Map each committed shard to its newest manifest's name. With `shards`, map these (itself if uncommitted)."""
+        """Map each committed shard to its newest manifest's name. With `shards`, map these (even if uncommitted)."""
         names = self._manifest_names(stage, "" if shards is None else os.path.commonprefix(list(shards)))
         return {shard: names.get(shard, [shard])[-1] for shard in (sorted(names) if shards is None else shards)}
 

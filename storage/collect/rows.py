@@ -157,7 +157,7 @@ class Rows:
         return pq.read_table(io.BytesIO(data), use_threads=False).replace_schema_metadata(None)
 
     def _damaged(self, uri: str) -> ValueError:
-        return ValueError(f"{uri} is damaged or gone; delete {self._uri}, and run again")
+        return ValueError(f"{uri} is damaged or missing; delete {self._uri}, and run again")
 
 
 def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows: Iterable[CaptionRow]) -> Rows:

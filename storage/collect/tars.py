@@ -53,7 +53,7 @@ class TarSet:
                         yield CaptionRow(next(numbers), *fields)
 
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield (place, bytes) of each of these images, in order, with at most `limit` + 1 bytes."""
+        """Yield (place, bytes) for each of these images, in order, with at most `limit` + 1 bytes of the image."""
         for tar, images in itertools.groupby(places, key=lambda place: place.tar):
             with open_object(self._store, tar) as stream:
                 for place in images:

@@ -156,7 +156,7 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
         ["a.tar has no image no-image"],
         ["latin of a.tar", "'utf-8' codec can't decode byte 0xe9 in position 3"],
         ["long of a.tar", ".txt has 1048577 bytes"],
-        ["brace of a.tar", ".json is not JSON"],
+        ["brace of a.tar", ".json is truncated or not JSON"],
         ["a.tar has no image 22", "22.01.jpg is not read as an image"],
         ["a.tar has no image scan", "scan.tiff is not read as an image"],
         ["a.tar has no image link"],
