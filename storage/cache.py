@@ -1,10 +1,10 @@
-"""Local copies of a bucket's tars, fetched in the background and shared by all trainings on this machine.
+"""Local copies of a bucket's tars, fetched in the background and shared by all training runs on this machine.
 
-A file that has a tar's own name is complete: its sha256 was checked before it was renamed. A reader uses the file if
-it exists, and the bucket otherwise.
+A copy gets the name of its tar only after its sha256 was checked, so a file with that name is complete. A reader uses
+the file if it exists, and the bucket otherwise.
 
-Training reads tars in random order, so all of them are equally likely to be read next and evicting one for another
-gains nothing. The folder is filled up to its limit. Only copies that no training has used for a day are removed.
+Training reads tars in random order, so each is equally likely to be read next, and replacing one by another gains
+nothing. So the folder is filled up to its limit, and only copies that no run has used for a day are removed.
 """
 
 import contextlib
@@ -50,9 +50,9 @@ class ShardCache:
                 raise ValueError(f"--data.cache={self.folder} is inside or above the root {root}; use another folder")
 
     def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
-        """Cache the tars of this snapshot, in place of an earlier snapshot of the same dataset and stage.
+        """Choose the tars of this snapshot for caching, in place of an earlier one of the same dataset and stage.
 
-        Other datasets stay cached. Copies of tars that are not in `stored` are deleted.
+        Other datasets stay cached. Copies of tars that the bucket no longer has (not in `stored`) are deleted.
         """
         for file in (self._copies / index.folder).glob("*.tar"):
             if f"{index.folder}/{file.name}" not in stored:
@@ -63,14 +63,14 @@ class ShardCache:
         self._wanted = others | {tar: (sha256, size) for tar, sha256, size in tars if size}
 
     def open(self, tar: str) -> io.FileIO | None:
-        """Open the copy of a tar. Return None if it is missing or unreadable."""
+        """Open the local copy of a tar. Return None if it is missing or unreadable."""
         try:
             return open(self._copies / tar, "rb", buffering=0)
         except OSError:
             return None  # the caller reads the tar from the bucket
 
     def fill_in_background(self, pause: float = _PAUSE) -> None:
-        """Fill the folder from a daemon thread every `pause` seconds. Errors are logged and do not stop training."""
+        """Call `fill` from a daemon thread every `pause` seconds. Errors are logged and do not stop training."""
 
         def keep_filling() -> None:
             logged = None
@@ -88,7 +88,7 @@ class ShardCache:
         threading.Thread(target=keep_filling, name="shard cache", daemon=True).start()
 
     def fill(self) -> None:
-        """Fetch the missing tars that fit. Raises ValueError if a tar in the bucket is damaged; it is not retried."""
+        """Copy the missing tars that fit. Raises ValueError if one is damaged in the bucket; it is not tried again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted = self._wanted
         missing = []
@@ -97,7 +97,7 @@ class ShardCache:
                 os.utime(self._copies / tar)
             except FileNotFoundError:
                 missing.append(tar)
-        random.shuffle(missing)  # so that two trainings that fill the folder at once fetch different tars
+        random.shuffle(missing)  # so that two training runs that fill the folder at once fetch different tars
         for tar in missing:
             if wanted is not self._wanted:
                 break  # the next call fetches the tars of the new snapshot

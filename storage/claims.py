@@ -1,12 +1,12 @@
-"""Claims of workers on shards, so that many machines share the work and make each shard once.
+"""Claims on shards: many machines use them to share the work, so that each shard is made only once.
 
     ROOT/<dataset>/<stage>/claims/<shard>.txt     the worker of a shard: host, process id and a random token
 
-A worker puts a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that was
+A worker writes a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that was
 not renewed for EXPIRY seconds is dead, and another worker may replace it. Ages are measured by the storage's clock, so
-the clocks of the machines may differ. There is no leader.
+the clocks of the machines may differ. No machine coordinates the others.
 
-Claims only avoid double work. If two workers make the same shard, the first commit wins (storage/catalog/commit.py).
+Claims only avoid duplicate work. If two workers make the same shard, the first commit wins (storage/catalog/commit.py).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 
 EXPIRY = 120.0  # seconds after which a claim that was not renewed is dead
 RENEWAL = 20.0  # seconds between renewals; several may fail before a claim expires
-POLLS = 1.0, 30.0  # seconds between checks of the shards of other workers: at first, and at most
+POLLS = 1.0, 30.0  # seconds between checks of other workers' shards: initially, and at most
 _LOG_PERIOD = 60.0  # seconds between two log lines about waiting
 _CLAIM = re.compile(r"/claims/(\d{5})\.txt$")
 
@@ -37,7 +37,7 @@ def exit_at_sigterm() -> None:
 
 
 class Claims:
-    """Context manager for the claims on shards of one stage. A thread renews the held claims; the exit releases them.
+    """Context manager for this process's claims on shards of a stage. A thread renews them, and the exit releases them.
 
         with Claims(store, "captions/images") as claims:
             for shard, left in claims.each(shards, pending, print):
@@ -54,7 +54,7 @@ class Claims:
         self._end = threading.Event()
 
     def take(self, shards: Sequence[str]) -> str | None:
-        """Claim a random one of these shards that has no live claim. Return its name, or None if all are claimed."""
+        """Claim a shard, chosen at random from those without a live claim. Return its name, or None if all have one."""
         live = self._find_live()
         for shard in sorted(random.sample(shards, len(shards)), key=live.__contains__):  # shards without a claim first
             if shard in self.held or live.get(shard):
@@ -68,7 +68,7 @@ class Claims:
         return None
 
     def release(self, shard: str) -> None:
-        """Delete our claim, unless another worker has replaced it. If the storage is unreachable, the claim expires."""
+        """Delete our claim on a shard, unless another worker has replaced it. If that fails, the claim will expire."""
         with self._lock:
             with contextlib.suppress(ObjectMissing, StorageUnreachable):
                 if self.store.get(self._path(shard)) == self._content:
@@ -76,25 +76,23 @@ class Claims:
             self.held.remove(shard)  # last: after a signal, the end of `with` tries again
 
     def renew(self) -> None:
-        """Renew all held claims, by writing them again. Stops at the first that cannot be written."""
-        for shard in [*self.held]:
-            with self._lock:
-                if shard in self.held:
-                    try:
+        """Renew the held claims by writing them again, until one cannot be written."""
+        with contextlib.suppress(StorageUnreachable):
+            for shard in [*self.held]:
+                with self._lock:
+                    if shard in self.held:
                         self.store.put(self._path(shard), self._content)
-                    except StorageUnreachable:
-                        return
 
     def each(
         self, shards: Iterable[str], pending: Callable[[Sequence[str]], list[str]], log: Callable[[str], object]
     ) -> Generator[tuple[str, int]]:
-        """Yield shards to make, each claimed for this worker, with the number of shards left after it.
+        """Claim one shard after another, and yield each with the number of shards left after it.
 
-        Ends when no shard is pending. Waits for shards of other workers, and takes over those of dead workers.
+        Waits for shards of other workers, takes over those of dead workers, and ends when no shard is pending.
 
         Args:
-            pending: returns those of the given shards that are not committed yet
-            log: called with log lines about waiting
+            pending: function that returns which of the given shards are not committed yet
+            log: function that logs a line; called while this worker waits
         """
         left = list(shards)
         while left:
@@ -118,7 +116,7 @@ class Claims:
         log: Callable[[str], object],
         for_all: bool = False,
     ) -> list[str]:
-        """Wait until one shard (with `for_all`, every shard) is committed or unclaimed. Return those still pending."""
+        """Wait until a shard (with `for_all`, every shard) is committed or has no live claim. Return pending shards."""
         due, pause = time.monotonic(), POLLS[0]
         while True:
             left, live = pending(shards), self._find_live()
@@ -158,9 +156,9 @@ class Claims:
         return ours
 
     def _find_live(self, shard: str = "") -> dict[str, bool]:
-        """Map each claimed shard, or only `shard`, to True if its claim is live.
+        """Map each claimed shard (or only `shard`, if it is claimed) to whether its claim is live.
 
-        A claim dated EXPIRY or more into the future is dead, too.
+        A claim dated EXPIRY seconds or more in the future is dead, too.
         """
         infos = self.store.list(f"{self.stage}/claims/{shard}")
         renewed = {match[1]: info.modified for info in infos if (match := _CLAIM.search(info.path))}

@@ -1,7 +1,7 @@
 """Digests inside files: some files contain the sha256 of their own bytes, so that any change is detected.
 
 The digest is 64 hex digits, computed with 64 zeros in its place. docs/formats.md lists the files that contain one, and
-where the digests of the other files are.
+says where the digests of all other files are stored.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ def sha256_of(file: Path | io.BufferedReader) -> str:
 
 
 def check_version(actual: object, version: int, location: str) -> None:
-    """Raise UnsupportedVersion, naming the file, if its version is not the one that this code reads."""
+    """Raise UnsupportedVersion, naming `location`, if a file's version is not the one that this code reads."""
     if type(actual) is not int or actual != version:
         raise UnsupportedVersion(
-            f"{location} is of version {short_repr(actual)}, but this code reads {version}: use the code that wrote it"
+            f"{location} has version {short_repr(actual)}, but this code reads {version}: use the code that wrote it"
         )
 
 
 def write_digest(data: bytearray | mmap.mmap) -> None:
-    """Replace BLANK by the digest. Call it last, when all other bytes are final."""
+    """Write the digest of `data` over its placeholder, BLANK. Call this last, when all other bytes are final."""
     offset = _digest_offset(data)
     if offset is None:
         raise AssertionError(f"there is no {OWN_SHA256} in these {len(data)} bytes")

@@ -3,6 +3,7 @@
 `vlbert catalog gc` lists or deletes them.
 """
 
+import contextlib
 from pathlib import Path
 
 from storage.catalog import Catalog
@@ -12,15 +13,15 @@ from storage.snapshots import read_snapshot
 from storage.tables import aligned
 from storage.withdrawn import read_withdrawn
 
-_INTERRUPTED = "interrupted put"  # a local file; everything else is an object of the store
+_INTERRUPTED = "interrupted put"  # kind of local temporary files; all other kinds are objects of the store
 
 
 def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
-    """Return the files that may be deleted, each with its kind.
+    """Return the files that may be deleted, as pairs of a description and the file.
 
-    These are files older than `grace` seconds by the storage's clock: tars that neither a manifest nor a kept snapshot
-    names, snapshots that no checkpoint pins and that are not the newest of their stage, and leftovers of interrupted
-    puts. Tars of earlier revisions with withdrawn images may be deleted at any age.
+    These are tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins (except the newest of
+    each stage), and temporary files of interrupted writes, if older than `grace` seconds by the storage's clock. Tars
+    of earlier revisions that contain withdrawn images may be deleted at any age.
     """
     now = store.now()
     garbage = [(_INTERRUPTED, info) for info in store.leftovers()]
@@ -42,13 +43,13 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
 
 
 def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
-    """Return the tars that manifests name, and the tars of earlier revisions that contain withdrawn images.
+    """Return two sets: the tars that manifests name, and those of earlier revisions that contain withdrawn images.
 
     If a snapshot names a deleted tar, its samples are read from the newest revision (storage/revised.py).
 
     Args:
-        since: time of the storage; all revisions of a shard that was revised later are kept, because a training that
-            read an earlier one may still pin it
+        since: a time by the storage's clock; the first set has the tars of all revisions of a shard that was revised
+            later, because a training run that read an earlier revision may still pin it
     """
     store, named, with_images = inventory.store, set(), set()
     withdrawn = read_withdrawn(store)
@@ -69,40 +70,30 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
 
 
 def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
-    """Delete a file after a last check. Return False if it is kept, since it was written again or is in use now."""
+    """Delete a file that is still unused. Return False, and keep it, if it was written again or came into use."""
     if kind == _INTERRUPTED:
         Path(info.path).unlink(missing_ok=True)
         return True
     if info not in store.list(info.path):  # deleted, or with a new date: a writer uses it now
         return False
-    if (tar := TAR.fullmatch(info.path)) and _is_committed(store, *tar.groups(), info.path):
-        return False  # committed by a writer that paused for the whole grace time
+    if tar := TAR.fullmatch(info.path):
+        dataset, stage, shard = tar.groups()
+        with contextlib.suppress(ObjectMissing):  # the shard is not committed
+            if Catalog(store, dataset).headers(stage, [shard])[shard].tar == info.path:
+                return False  # committed by a writer that paused for the whole grace time
     store.delete(info.path)
     return True
 
 
-def _is_committed(store: ObjectStore, dataset: str, stage: str, shard: str, path: str) -> bool:
-    """Return True if the manifest of the shard names this tar."""
-    try:
-        return Catalog(store, dataset).headers(stage, [shard])[shard].tar == path
-    except ObjectMissing:
-        return False
-
-
 def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
-    """List the files that may be deleted, as lines of text. With `delete`, delete those that are still unused."""
+    """Return lines that list the files that may be deleted. With `delete`, delete and list those still unused."""
     garbage = [(kind, info) for kind, info in find_garbage(store, grace) if not delete or _remove(store, kind, info)]
     if not garbage:
         return ["nothing to delete"]
-    rows = [
-        (
-            kind,
-            megabytes(info.size),
-            date_of(info.modified),
-            info.path if kind == _INTERRUPTED else store.uri(info.path),
-        )
-        for kind, info in garbage
-    ]
+    rows = []
+    for kind, info in garbage:
+        where = info.path if kind == _INTERRUPTED else store.uri(info.path)
+        rows.append((kind, megabytes(info.size), date_of(info.modified), where))
     files = "1 file" if len(rows) == 1 else f"{len(rows):,} files"
     done = "deleted" if delete else "to delete: run again with --delete"
     size = megabytes(sum(info.size for _, info in garbage))

@@ -20,7 +20,7 @@ _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 
 
 class Inventory:
-    """The manifests, snapshots, tars and checkpoints of a root, or the shards of one dataset, from one listing."""
+    """The manifests, snapshots, tars and checkpoints of a root, or of one dataset (then without checkpoints)."""
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):
         self.store, self.dataset = store, dataset
@@ -40,23 +40,23 @@ class Inventory:
             raise ValueError(f"{store.uri(dataset)} has no committed shard; `vlbert catalog status` lists the datasets")
 
     def headers(self, dataset: str, stage: str) -> Iterator[Header]:
-        """Return an iterator over the header of each shard's newest revision, for one stage."""
+        """Return an iterator over the headers of a stage's shards, each from the shard's newest manifest."""
         shards = self.manifests[dataset, stage]
         names = [manifest_names(shards[shard])[-1] for shard in sorted(shards)]
         return Catalog(self.store, dataset).manifests(stage, names)
 
     def pins(self) -> set[tuple[str, str, str]]:
-        """Return dataset, stage and id of each snapshot that a checkpoint names."""
+        """Return (dataset, stage, snapshot id) of each snapshot that a checkpoint pins."""
         while True:
             try:
                 return {pin for steps in self.states.values() for path in steps.values() for pin in self._pins_of(path)}
-            except ObjectMissing:  # a running training has replaced a checkpoint since the listing
+            except ObjectMissing:  # a training run has replaced a checkpoint since the listing
                 self.states = _states(self.store)
 
     def _pins_of(self, path: str) -> Iterator[tuple[str, str, str]]:
         state: dict | None = read_state(self.store, path.removesuffix(f"/{STATE}"))
         try:
-            while state:  # follow init_from, so that the data of earlier trainings is kept as well
+            while state:  # follow init_from, so that the data of earlier training runs is kept as well
                 for used in (state.get("data"), state.get("held_out")):
                     # Detector training reads no shards: its `data` is a hash of the annotations.
                     for data in used if isinstance(used, list) else []:
@@ -71,7 +71,7 @@ class Inventory:
 
 
 def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
-    """Return the paths of all checkpoints' state.json, by run and step."""
+    """Return the path of each checkpoint's state.json, as run -> step -> path."""
     states: dict[str, dict[int, str]] = defaultdict(dict)
     for info in store.list("runs/"):
         if match := _STATE.fullmatch(info.path):
@@ -85,7 +85,7 @@ def manifest_names(revisions: dict[int, ObjectInfo]) -> list[str]:
 
 
 def status(store: ObjectStore) -> list[str]:
-    """Return the lines of two tables: stages with rows by status, and snapshots with whether a checkpoint pins them."""
+    """Return the lines of two tables: stages with their row counts by status, and snapshots, marked if pinned."""
     inventory = Inventory(store)
     stages, snapshots, pinned = [], [], inventory.pins()
     for dataset, stage in sorted(inventory.manifests):

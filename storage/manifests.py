@@ -1,6 +1,6 @@
-"""Manifest of one shard: its fields and its bytes.
+"""The manifest of one shard: its fields, and how it is encoded as Parquet.
 
-The layout is a contract (docs/formats.md). storage/catalog commits and reads manifests.
+docs/formats.md specifies the layout. storage/catalog commits and reads manifests.
 """
 
 import io
@@ -40,7 +40,7 @@ _NULLS = (None,) * 6  # offset, length, width, height, num_regions and sha256 of
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one input row."""
+    """The outcome of one input row, such as a line of a caption list."""
 
     row: int
     key: str
@@ -58,10 +58,10 @@ class Header:
         tar: path of the tar relative to the root; None if no row is ok
         tar_sha256: sha256 of the tar, 64 hex digits; "" if there is no tar
         tar_bytes: size of the tar; 0 if there is no tar
-        content: sha256 of the tar before any sample was withdrawn; if a revision changes it, the shard becomes pending
-            in the stages that were made from it
-        statuses: number of rows by status
-        meta: metadata of the stage: source, config, config_hash, "random_init", ...
+        content: sha256 of the tar before any sample was withdrawn; if a revision changes it, stages that were made from
+            the shard must make it again
+        statuses: number of rows with each status
+        meta: how the stage made the shard: "source", "config", "config_hash", "random_init", ...
         sha256: sha256 of the manifest's bytes, 64 hex digits
         revision: 1, plus 1 for each time that rows of the shard were requested again or withdrawn
     """
@@ -87,13 +87,13 @@ class Header:
         return self.statuses.get(OK, 0)
 
     def as_source(self) -> dict[str, str]:
-        """Return the meta["source"] of shards that are made from this one. `Catalog.pending` reads it."""
+        """Return the value of meta["source"] for shards that are made from this one. `Catalog.pending` reads it."""
         return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256, "content": self.content}
 
 
 @dataclass(frozen=True)
 class Manifest(Header):
-    """The header and the rows of a committed shard. The table has all columns of SCHEMA, or those that were read."""
+    """The header and the rows of a committed shard. The table has those columns of SCHEMA that were read."""
 
     table: pa.Table
 
@@ -103,12 +103,12 @@ class Manifest(Header):
         return [Row(**line) for line in self.table.select(names).to_pylist()]
 
     def ok(self) -> pa.Table:
-        """Return the rows that are ok."""
+        """Return the rows with the status ok, which have a sample in the tar."""
         return self.table.filter(pc.equal(self.table["status"], OK))
 
 
 def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
-    """Return the bytes of a manifest: the same for the same arguments and the same version of pyarrow.
+    """Encode a manifest. Equal arguments give equal bytes with the same version of pyarrow.
 
     Args:
         spans: position in the tar of each ok row
@@ -130,7 +130,7 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
 
 
 def table_bytes(table: pa.Table, header: dict) -> bytes:
-    """Return the bytes of a manifest with these rows, a table of SCHEMA, and this header."""
+    """Encode a manifest from its rows, a table with the columns of SCHEMA, and its header."""
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sink = io.BytesIO()
     with pq.ParquetWriter(

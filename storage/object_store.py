@@ -1,7 +1,7 @@
-"""Object stores: named, immutable objects in a local folder or under `s3://bucket/prefix`. The only user of boto3.
+"""Object stores: named objects in a local folder or under `s3://bucket/prefix`. No other module uses boto3.
 
 A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`, which returns
-True to exactly one of any number of writers, on any number of machines.
+True to only one of any number of writers, on any number of machines.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ class ObjectMissing(KeyError):
 
 
 class StorageUnreachable(ConnectionError):
-    """Raised if the storage cannot be used, a disk is full or a server refuses a request."""
+    """Raised if the storage cannot be read or written: it is unreachable or full, or refuses a request."""
 
     def __init__(self, message: str, http_status: int | None = None):
         super().__init__(message)
-        self.http_status = http_status  # of the server's answer; None without an answer
+        self.http_status = http_status  # of the server's answer; None if there was none
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ObjectInfo:
 
 
 def _check_path(path: str) -> str:
-    """Return the path. Raises ValueError if it leaves the root or `list` would skip it."""
+    """Return `path` unchanged. Raises ValueError if it leads out of the root, or if `list` would skip it."""
     if not path or "\\" in path or "\0" in path or any(not part or part.startswith(".") for part in path.split("/")):
         raise ValueError(
             f"{path!r} is not a valid object name: it must be relative to the root, without empty parts or parts that "
@@ -78,13 +78,8 @@ def _check_prefix(prefix: str) -> str:
     return prefix
 
 
-def _is_hidden(path: str) -> bool:
-    """Return True if a part begins with a dot, as in temporary files and files of other programs."""
-    return path.startswith(".") or "/." in path
-
-
 class LocalStore:
-    """A store that keeps objects as files of one folder. S3Store has the same methods.
+    """A store that keeps objects as files in a local folder. S3Store has the same methods.
 
     Paths are relative to the root, with `/` between the parts. A part that begins with a dot raises ValueError.
     """
@@ -96,9 +91,9 @@ class LocalStore:
         self._folder = Path(root).expanduser().absolute()
 
     def check(self, write: bool) -> None:
-        """Make the folder and check that a file in it can be written and linked, as commits do.
+        """Create the store's folder if it is missing, and check that files in it can be written and hard-linked.
 
-        Without `write`, only list the folder. Raises StorageUnreachable if a step fails.
+        Without `write`, only check that the folder can be listed. Raises StorageUnreachable if a check fails.
         """
         if not write:
             try:
@@ -121,7 +116,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _probe(self) -> Iterator[Path]:
-        """Context manager: a new empty file in the folder, removed at the end."""
+        """Context manager that creates an empty file in the folder and removes it at the end."""
         probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             probe.write_bytes(b"")
@@ -131,7 +126,7 @@ class LocalStore:
                 probe.unlink()
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-        """Write an object atomically. Return False if `if_absent` is set and the object already exists.
+        """Write an object atomically. Return False, with nothing changed, if it exists and `if_absent` is set.
 
         Raises StorageUnreachable, with nothing changed, if it cannot be written.
         """
@@ -171,7 +166,7 @@ class LocalStore:
             return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`. Raises the errors of `get`, or ValueError if the object ends before."""
+        """Return `length` bytes from `offset`. Raises as `get` does, and ValueError if the object is too short."""
         with self._open(path) as file:
             data = os.pread(file.fileno(), length, offset)
         return _check_range(data, self.uri(path), offset, length)
@@ -181,7 +176,7 @@ class LocalStore:
         return self._file(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose paths begin with the string `prefix` (not only folders), sorted by path."""
+        """Yield the objects whose paths begin with `prefix`, which may end within a name, sorted by path."""
         parent = _check_prefix(prefix).rpartition("/")[0]  # the deepest folder that contains every match
         paths = []
 
@@ -214,11 +209,11 @@ class LocalStore:
         return self._file(path)
 
     def uri(self, path: str = "") -> str:
-        """Return the full name of an object, or of the root, for messages and reports."""
+        """Return the local path or s3:// URI of an object, or by default of the root, for messages and reports."""
         return str(self._file(path) if path else self._folder)
 
     def now(self) -> float:
-        """Return seconds since 1970 by the clock that dates objects, or by this machine's if nothing can be written."""
+        """Return seconds since 1970 by the clock that dates objects, or by this machine's if no file can be written."""
         try:
             with self._probe() as probe:
                 return probe.stat().st_mtime
@@ -237,7 +232,7 @@ class LocalStore:
                     yield ObjectInfo(str(file), status.st_size, status.st_mtime)
 
     def _remove(self, file: Path) -> None:
-        """Remove the file, and its folder if that is empty then: a bucket has no empty folders either."""
+        """Remove a file, and its folder if that is now empty, because a bucket has no empty folders either."""
         with _write_errors(file):
             try:
                 file.unlink()
@@ -266,7 +261,7 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _write_errors(file: Path) -> Iterator[None]:
-    """Context manager: turns OSError into StorageUnreachable that names the file and what to do."""
+    """Context manager that turns OSError into StorageUnreachable, which names the file and says what to do."""
     try:
         yield
     except OSError as error:
@@ -296,7 +291,7 @@ def _open_new(file: Path) -> BinaryIO:
 
 @functools.cache
 def _create_loader() -> Any:
-    """Create botocore's loader of service descriptions, once per process: loading them takes 0.2 s per client."""
+    """Return botocore's loader of service descriptions, which all clients share because loading them takes 0.2 s."""
     from botocore.loaders import create_loader
 
     return create_loader(os.environ.get("AWS_DATA_PATH"))
@@ -320,13 +315,13 @@ def _check_range(data: bytes, uri: str, offset: int, length: int) -> bytes:
 
 
 def _endpoint() -> str:
-    """Return the endpoint that the environment sets, for messages."""
+    """Return the S3 endpoint that the environment sets, or "the default endpoint", for messages."""
     given = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return redacted(given) if given else "the default endpoint"
 
 
 class S3Store:
-    """A store of objects in a bucket. boto3 finds endpoint, region and credentials (AWS_ENDPOINT_URL, ~/.aws, ...)."""
+    """A store that keeps objects in a bucket. boto3 finds its endpoint and credentials (AWS_ENDPOINT_URL, ~/.aws)."""
 
     def __init__(self, root: str):
         require("boto3", f"the root {root}")
@@ -342,10 +337,10 @@ class S3Store:
         return S3Store, (self.root,)  # a client cannot be pickled; its settings come from the environment
 
     def check(self, write: bool) -> None:
-        """Request the bucket, with short timeouts. Raises StorageUnreachable that names the endpoint and what to do.
+        """Check that the bucket answers within a short time. Raises StorageUnreachable, naming the endpoint, if not.
 
-        With `write`, check that the server refuses a conditional write of an existing object. That object, `.probe`,
-        is kept, so that later checks need one request. `list` skips it.
+        With `write`, also check that the server refuses a conditional write to an existing object. That object,
+        `.probe`, is kept so that later checks need only one request. `list` skips it.
         """
         with self._errors("head_bucket", ""):
             client = self._new_client(connect_timeout=3, read_timeout=5, attempts=3)
@@ -380,7 +375,7 @@ class S3Store:
         return True
 
     def _put_if_absent(self, path: str, data: Content) -> bool:
-        """Put with `If-None-Match: *`, again if S3 answers 409 because of two puts at the same time."""
+        """Put an object with `If-None-Match: *`. Try again if S3 answers 409, as it does for two puts at once."""
         # botocore repeats a request if its answer was lost, and then finds its own object; the mark identifies it.
         mark = secrets.token_hex(16)
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
@@ -431,7 +426,7 @@ class S3Store:
             for page in pages:
                 for entry in page.get("Contents", []):
                     path = entry["Key"].removeprefix(self._prefix)
-                    if path and not _is_hidden(path):
+                    if path and "/." not in f"/{path}":  # neither .probe nor hidden files of other programs
                         yield ObjectInfo(path, entry["Size"], entry["LastModified"].timestamp())
 
     def delete(self, path: str) -> None:
@@ -477,18 +472,18 @@ class S3Store:
         return boto3.session.Session(botocore_session=session).client("s3", config=config)
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
-        """Send one request for this bucket."""
+        """Call an operation of the boto3 client on this bucket, and return the answer. `path` is for error messages."""
         with self._errors(operation, path):
             return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
 
     @contextlib.contextmanager
     def _errors(self, operation: str, path: str) -> Iterator[None]:
-        """Context manager: turns botocore's errors into ObjectMissing and StorageUnreachable."""
+        """Context manager that turns botocore's errors into ObjectMissing or StorageUnreachable."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
             yield
-        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
+        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: the endpoint is not a URL
             answer = error.response if isinstance(error, ClientError) else {}
             if path and answer and answer["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error
@@ -516,10 +511,10 @@ ObjectStore = LocalStore | S3Store
 
 
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
-    """Open and check the store of a folder (created if missing) or `s3://bucket/prefix`.
+    """Open the store at `root`, a folder or `s3://bucket/prefix`, and check that it can be used.
 
-    With `write`, check conditional writes, which commits need. Without, for readers, nothing is written. Raises
-    StorageUnreachable, naming the folder or the bucket and its endpoint, if the check fails.
+    With `write`, create a missing folder, and check conditional writes, which commits need. Without it, write nothing.
+    Raises StorageUnreachable, naming the folder or the bucket and its endpoint, if a check fails.
     """
     if "://" in root and not root.startswith("s3://"):
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
@@ -529,7 +524,7 @@ def open_store(root: str, *, write: bool = True) -> ObjectStore:
 
 
 class Ranges(io.RawIOBase):
-    """A read-only file object that fetches byte ranges of an object."""
+    """A read-only file object that fetches byte ranges of an object as they are read."""
 
     def __init__(self, store: ObjectStore, path: str):
         info = next(store.list(path), None)

@@ -1,4 +1,4 @@
-"""Order of a run's samples: a pure function of (seed, epoch) that does not depend on ranks and workers."""
+"""The order in which a run reads its samples: a pure function of (seed, epoch), independent of ranks and workers."""
 
 import functools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 @functools.lru_cache  # all batches need the same few hashes
 def mix(*numbers: int) -> int:
-    """Return a 64-bit hash of integers (chained splitmix64), so that no order depends on a library's random stream."""
+    """Return a 64-bit hash of integers (chained splitmix64), which unlike a library's random numbers never changes."""
     state = 0
     for number in numbers:
         state = _splitmix64(state ^ _splitmix64(number % 2**64))
@@ -30,16 +30,17 @@ def _splitmix64(x: Any) -> Any:
 def shuffled(
     positions: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
 ) -> np.ndarray:
-    """Return the numbers of the examples at these positions of a shuffled epoch of `n` examples, as int64.
+    """Return the int64 indices of the examples at `positions`, int [P], of a shuffled epoch of `n` examples.
 
-    Over all n positions the result is a permutation of 0..n-1. Each position is computed independently (a Feistel
-    network, repeated until the number is below n), so even a long epoch needs no memory and no setup time.
+    For all n positions together, the result is a permutation of 0..n-1. Each position is computed independently (a
+    Feistel network, repeated until the index is below n), so even a long epoch needs no memory and no setup time.
 
     Args:
+        stream: number that distinguishes independent orders with the same seed
         chunk: number of neighbouring examples that stay together; whole chunks are shuffled, and each epoch cuts the
-            examples into chunks at other places
-        begins: number of samples in all earlier epochs; chunks start at multiples of `chunk` over all epochs, so that
-            batches of that size hold whole chunks, and incomplete chunks are at both ends of the epoch
+            examples into chunks at different places
+        begins: number of examples in all earlier epochs; chunks start at multiples of `chunk`, counted over all epochs,
+            so that batches of that size hold whole chunks; an epoch may start and end with an incomplete chunk
     """
     if chunk == 1:
         return _permute(positions, seed, stream, epoch, n)
@@ -48,7 +49,7 @@ def shuffled(
     chunks = (n - head) // chunk
     number, within = np.divmod(positions - head, chunk)
     whole = (number >= 0) & (number < chunks)
-    # Positions in a line of all examples: first the whole chunks, then the examples before and after them.
+    # Positions in a list of all examples: first the whole chunks, then the examples before and after them.
     line = np.where(positions < head, positions + chunks * chunk, positions)
     line[whole] = _permute(number[whole], seed, stream, epoch, chunks) * chunk + within[whole]
     return (line + mix(seed, stream, epoch, chunk) % n) % n
@@ -56,14 +57,14 @@ def shuffled(
 
 @functools.lru_cache(8)  # all batches of an epoch need the same tables
 def _feistel_tables(seed: int, stream: int, epoch: int, half: int) -> tuple[np.ndarray, ...]:
-    """Return the round functions of the Feistel network: for each round an int64 [2**half] of numbers below 2**half."""
+    """Return the Feistel network's round functions: per round a table, int64 [2**half], of values below 2**half."""
     inputs = np.arange(2**half, dtype=np.uint64)
     tables = tuple(_splitmix64(inputs ^ np.uint64(mix(seed, stream, epoch, number))) for number in range(4))
     return tuple((table & np.uint64(2**half - 1)).astype(np.int64) for table in tables)
 
 
 def _permute(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
-    """Map each position below n to a different number below n."""
+    """Permute 0..n-1 pseudo-randomly, and return the values at these positions as int64."""
     half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
     tables, low = _feistel_tables(seed, stream, epoch, half), 2**half - 1
     result = positions.astype(np.int64)
@@ -81,7 +82,7 @@ def _permute(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) 
 
 
 def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
-    """Return (epoch, example) of the `count` samples after the first `consumed` ones, which may span several epochs."""
+    """Return (epoch, example index) of the `count` samples after the first `consumed` ones, across epochs if needed."""
     samples = []
     for epoch in range(consumed // n, -(-(consumed + count) // n)):
         positions = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))
@@ -90,15 +91,15 @@ def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> 
 
 
 def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Interleave several sequences by positive weights, and return the `count` slots after the first `consumed` ones.
+    """Interleave sequences in proportion to their weights. Return the `count` slots after the first `consumed` ones.
 
-    Draw k of a sequence with the share s of all weights is due at time (k + 1/2) / s. Slots are in the order of these
-    times (Sainte-Laguë's rule); of equal times, the sequence with the smaller number comes first. So after any number
-    of slots each sequence has received its share, to within about half the number of sequences. If the weights are the
-    sequences' lengths, their epochs end together. Any window is computed independently.
+    If a sequence has the share s of the total weight, its draw k is due at time (k + 1/2) / s. Slots are sorted by
+    these times (Sainte-Laguë's method), and equal times by the index of the sequence. So after any number of slots,
+    each sequence has received its share, to within about half the number of sequences. If the weights are the lengths
+    of the sequences, their epochs end together. Slots are computed without the slots before them.
 
     Returns:
-        The number of the sequence in each slot, and the number of its draw from that sequence: two int64 [count].
+        For each slot, the index of its sequence, and the index of its draw from that sequence: two int64 [count].
     """
     if len(weights) == 1:
         return np.zeros(count, np.int64), np.arange(consumed, consumed + count)
@@ -108,7 +109,7 @@ def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np
     # time was rounded up.
     time = max(0.0, consumed - len(shares) / 2)
     before = np.maximum(0, np.floor(time * shares + 0.5).astype(np.int64) - 1)
-    first = consumed - int(before.sum())  # position of the window's first slot among the compared draws
+    first = consumed - int(before.sum())  # position of the first slot among the sorted draws
     draws = before[:, None] + np.arange(first + count)
     order = np.argsort((draws + 0.5) / shares[:, None], axis=None, kind="stable")[first : first + count]
     return order // draws.shape[1], draws.ravel()[order]

@@ -1,6 +1,6 @@
 """Safe reading of untrusted pickles of plain values and of numpy's arrays and numbers.
 
-A pickle may call any object that it names. This reader maps the allowed names to functions of this file, refuses all
+A pickle can call any object that it names. This reader maps the allowed names to functions of this file, refuses all
 others, and imports nothing.
 """
 
@@ -18,11 +18,11 @@ from storage.safe_json import printable, short_repr
 
 
 class UnsafePickle(ValueError):
-    """Raised for a pickle that uses a name which plain values and arrays do not need."""
+    """Raised for a pickle that names an object which plain values and arrays do not need."""
 
 
 class _Dtype:
-    """A stand-in for numpy.dtype. A pickle can give numpy's own a state that makes it read bytes as pointers."""
+    """A stand-in for numpy.dtype, because a pickle can set numpy's own to a state that reads bytes as pointers."""
 
     order: Literal["<", ">", "=", "|"]
 
@@ -47,7 +47,7 @@ class _Array(np.ndarray):
 
 
 def _raw_bytes(raw: str | bytes) -> bytes:
-    return raw.encode("latin1") if isinstance(raw, str) else raw  # Python 2's
+    return raw.encode("latin1") if isinstance(raw, str) else raw  # str if Python 2 pickled it
 
 
 def _reconstruct(*_: Any) -> _Array:
@@ -68,15 +68,11 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
 STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
     # Python 3 pickles bytes for Python 2 with the first name, and empty bytes with the second.
     ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _no_bytes,
+    ("__builtin__", "bytes"): lambda: b"",
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
 }
@@ -97,10 +93,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
-    """Return the value of a pickle of any protocol. `encoding` is for Python 2's byte strings.
+    """Return the value of a pickle of any protocol. `encoding` decodes byte strings that Python 2 has pickled.
 
     Raises:
-        UnsafePickle: the pickle uses a name that is not in STAND_INS
+        UnsafePickle: the pickle names an object that is not in STAND_INS
         ValueError: the data is truncated or not a pickle; the message starts with "is", for the caller to add the file
     """
     try:

@@ -1,4 +1,4 @@
-"""Shared parts of all commands: arguments, exit statuses, and checks for optional packages."""
+"""Code shared by all commands: arguments, exit statuses, and checks for optional packages."""
 
 import importlib.util
 import signal
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import tyro
 
-# The arguments of many commands.
+# Arguments that several commands have.
 Positional = tyro.conf.Positional
 Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
-Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder of the root, such as captions")]
+Dataset = Annotated[str, Positional, tyro.conf.arg(metavar="DATASET", help="a folder in the root, such as captions")]
 Checkpoint = Annotated[
     str,
     Positional,
@@ -22,9 +22,9 @@ Flat = tyro.conf.arg(name="")
 
 
 class Command:
-    """The `main` of a command: calls a function, or that of the subcommand, with arguments from the command line.
+    """The `main` of a command: calls a function (or one per subcommand) with arguments parsed from the command line.
 
-    ValueError, OSError and the `expected` errors end the command with one line and status 1, Ctrl-C with status 130.
+    ValueError, OSError and the `expected` errors print one line and exit with status 1. Ctrl-C exits with status 130.
     """
 
     def __init__(
@@ -34,12 +34,8 @@ class Command:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> None:
         try:
-            if isinstance(self.function, dict):
-                tyro.extras.subcommand_cli_from_dict(
-                    self.function, args=arguments, prog=self.program, use_underscores=True
-                )
-            else:
-                tyro.cli(self.function, args=arguments, prog=self.program, use_underscores=True)
+            cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(self.function, dict) else tyro.cli
+            cli(self.function, args=arguments, prog=self.program, use_underscores=True)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         except BrokenPipeError:  # nobody reads the output; vlbert/commands.py handles it as shell tools do
@@ -56,6 +52,6 @@ class PackageMissing(ImportError, ValueError):
 
 
 def require(package: str, purpose: str, extra: str = "pipeline") -> None:
-    """Raise PackageMissing if a package is not installed, naming the extra of pyproject.toml that installs it."""
+    """Raise PackageMissing if `package`, which `purpose` needs, is not installed. The message names the pip extra."""
     if importlib.util.find_spec(package) is None:
         raise PackageMissing(f"{purpose} needs {package}, which is not installed: pip install 'vlbert[{extra}]'")

@@ -1,11 +1,11 @@
-"""Progress lines of the collect and detect stages."""
+"""Progress lines that the collect and detect stages print."""
 
 from collections import Counter
 from collections.abc import Mapping
 
 
 def progress_line(name: str, done: int, total: int, unit: str, counts: Mapping[str, int], seconds: float) -> str:
-    """Format how much is done after `seconds`, the counts (such as rows by status), the rate and the remaining time."""
+    """Format a progress line: work done, counts (such as rows by status), rate, `seconds` elapsed and time left."""
     breakdown = ", ".join(f"{count:,} {label}" for label, count in Counter(counts).most_common())
     rate = done / seconds if seconds > 0 else 0.0
     left = f", {clock((total - done) / rate)} left" if rate else ""

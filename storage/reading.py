@@ -1,4 +1,4 @@
-"""Random-access reader for training: reads the samples of a snapshot by number, through its byte-offset index.
+"""Random-access reader for training: reads the samples of a snapshot by index, using their byte ranges.
 
 Local and cached tars are read with pread. A bucket is read with parallel range requests, one for several neighbouring
 samples, so training needs no disk.
@@ -33,7 +33,7 @@ _MAX_PAUSE = 30.0  # seconds between two attempts
 
 
 class Samples(Protocol):
-    """Samples by number: the shards of a snapshot, or an equivalent."""
+    """Protocol for a sequence of samples, such as ShardSamples. A sample's number is its index in the sequence."""
 
     @property
     def urls(self) -> Sequence[str]: ...
@@ -46,17 +46,17 @@ class Samples(Protocol):
     def sample(self, number: int) -> Sample: ...
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """Return a sample for each number, in order, or the ValueError that says why it is invalid.
+        """Return the samples with these indices, in order. An invalid one is replaced by a ValueError that says why.
 
         Other errors, such as a missing tar or an unreachable server, are raised and stop the run.
         """
 
 
 class ShardSamples:
-    """Samples of committed shards, read through the byte-offset index (with pread, or with range requests on S3).
+    """The samples of a snapshot, read by their byte ranges in its index, with pread or with range requests to S3.
 
-    Samples withdrawn after the snapshot are invalid. The others of their shards are read from the newest revisions. A
-    read is repeated for `patience` seconds while the storage does not answer.
+    Samples withdrawn after the snapshot are invalid. Other samples of their shards are read from the newest revisions.
+    A read is repeated for up to `patience` seconds while the storage does not answer.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class ShardSamples:
         sizes = {info.path: info.size for info in store.list(f"{index.folder}/")}
         tars_missing = not all(self._exists(tar, sizes) for tar in index.tars)
         self.index = index = apply_revisions(index, tars_missing)
-        # A missing or torn tar is better found at the start than after hours.
+        # A missing or truncated tar is better found at the start than after hours.
         for tar, size in zip(index.tars, index.tar_bytes, strict=True):
             if size and (sizes.get(tar, size) != size or not self._exists(tar, sizes)):
                 raise ValueError(
-                    f"{store.uri(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {size}: it is torn "
+                    f"{store.uri(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {size}: it is truncated "
                     f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
                 )
         self._uris = [store.uri(tar) for tar in index.tars]
@@ -99,17 +99,17 @@ class ShardSamples:
         return len(self.index)
 
     def sample(self, number: int) -> Sample:
-        """Return one sample. Raises ValueError, naming the tar and the byte offset, if it is invalid."""
+        """Return the sample with this index. Raises ValueError, naming the tar and byte offset, if it is invalid."""
         (sample,) = self.samples([number])
         if isinstance(sample, ValueError):
             raise sample
         return sample
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """Return a sample for each number, in order, or the ValueError that says why it is invalid.
+        """Return the samples with these indices, in order. An invalid one is replaced by a ValueError that says why.
 
         Neighbours in a tar are read together, and a bucket is read with parallel requests. Raises StorageUnreachable if
-        the bucket does not answer, ObjectMissing if a tar is missing.
+        the bucket does not answer, and ObjectMissing if a tar is missing.
         """
         groups = self._group_neighbours(numbers)
         if len(groups) < 2 or self.store.local_path("any") is not None:
@@ -124,7 +124,7 @@ class ShardSamples:
         return [samples[number] for number in numbers]
 
     def _group_neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Group numbers by the request that reads them, in tar order. Withdrawn samples are left out."""
+        """Group samples that one request can read, in the order of the tars. Withdrawn samples are left out."""
         spans = sorted((*self._span(number), number) for number in {*numbers} - self.index.withdrawn.keys())
         groups, first, end = [], None, 0
         for tar, offset, length, number in spans:
@@ -137,7 +137,7 @@ class ShardSamples:
         return groups
 
     def _read_group(self, numbers: Sequence[int]) -> dict[int, Sample | ValueError]:
-        """Read samples that are neighbours in one tar with one read."""
+        """Read neighbouring samples of one tar with one read. Return each, or its error, by index."""
         spans = {number: self._span(number) for number in numbers}
         (tar, start, _), (_, last, length) = spans[numbers[0]], spans[numbers[-1]]
         samples = {}
@@ -158,12 +158,12 @@ class ShardSamples:
         return samples
 
     def _span(self, number: int) -> tuple[int, int, int]:
-        """Return a sample's tar number, byte offset and length."""
+        """Return the index of a sample's tar, the sample's byte offset in it, and its length."""
         index = self.index
         return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
 
     def read(self, tar: int, offset: int, length: int) -> bytes:
-        """Return `length` bytes of tar number `tar`, from a local file if there is one, else from the store."""
+        """Return `length` bytes of the tar with index `tar`, from a local file if there is one, else from the store."""
         file = self._files.get(tar) or self._open(tar)
         if file is not None:
             with contextlib.suppress(OSError):  # from a failing disk, or for a file that was replaced on NFS
@@ -175,7 +175,7 @@ class ShardSamples:
         return self._read_store(tar, offset, length)
 
     def _read_store(self, tar: int, offset: int, length: int) -> bytes:
-        """Read bytes from the store. Repeats the request for `patience` seconds while the store does not answer."""
+        """Read bytes of a tar from the store. Retry for `patience` seconds while the store does not answer."""
         end, pause = time.monotonic() + self.patience, 1.0
         while True:
             try:
@@ -196,7 +196,7 @@ class ShardSamples:
                 pause = min(2 * pause, _MAX_PAUSE)
 
     def _open(self, tar: int) -> io.FileIO | None:
-        """Open the local file of a tar. Return None if there is none."""
+        """Open the cached copy or the local file of a tar. Return None if there is neither."""
         file = None if self.cache is None else self.cache.open(self.index.tars[tar])
         path = self.store.local_path(self.index.tars[tar]) if file is None else None
         if path is not None:

@@ -1,4 +1,4 @@
-"""Redaction of URLs in messages and logs: removes passwords and signed queries."""
+"""Redaction of URLs in messages and logs: removes passwords and query strings, which may contain signatures."""
 
 import re
 
@@ -10,7 +10,7 @@ _QUERY = re.compile(r"(?<=[^\s?])\?[^\s'\"<>?]*=[^\s'\"<>]*")
 
 
 def display_url(url: str) -> str:
-    """Return scheme, host, port and path of a URL, cut to 200 characters, with `?…` for a query."""
+    """Return the scheme, host, port and path of a URL, cut to 200 characters. A query string is shown as `?…`."""
     scheme, rest = "", url
     if match := _SCHEME.match(url.lstrip()):
         scheme, rest = match[0], url.lstrip()[match.end() :]

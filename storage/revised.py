@@ -1,7 +1,7 @@
-"""Reading of an older snapshot after samples were withdrawn, from the newest revisions of its shards.
+"""How an older snapshot is read after some of its samples were withdrawn: from the newest revisions of its shards.
 
-Revisions that withdraw samples keep the others byte for byte. So a run pinned to the snapshot continues with the same
-samples at other offsets, except the withdrawn ones, which are unreadable.
+A revision that withdraws samples keeps the bytes of the others, but at new offsets. So a run that is pinned to the
+snapshot continues with the same samples, except that the withdrawn ones have become unreadable.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from storage.withdrawn import read_withdrawn
 
 
 def apply_revisions(index: ShardIndex, tars_missing: bool) -> ShardIndex:
-    """Return an index that reads shards with withdrawn samples from their newest revision.
+    """Return a copy of the index in which shards with withdrawn samples refer to the tars of their newest revisions.
 
-    Returns `index` itself if nothing was withdrawn, unless `tars_missing`: a withdrawal that was undone later may have
-    removed tars.
+    If nothing is withdrawn, return `index` itself. But with `tars_missing`, compare the revisions even then, because a
+    withdrawal that was undone later may have removed tars.
     """
     store = index.store
     if not tars_missing and not read_withdrawn(store):

@@ -1,7 +1,7 @@
-"""Checkpoints of training runs: folders ROOT/runs/<run>/step-0000100, each complete as soon as it has a state.json.
+"""Checkpoints of training runs: folders such as ROOT/runs/<run>/step-0000100, complete once they have a state.json.
 
 state.json is written last. It has the size and sha256 of every other file. Checkpoints are read through a `Folder`,
-which checks each file against these. training/checkpoint.py writes them; docs/formats.md is the contract.
+which checks each file against these. training/checkpoint.py writes checkpoints, and docs/formats.md specifies them.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def folder_of(run: str, step: int) -> str:
 
 
 def file_hash(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Return `bytes` and `sha256` of a file, in the form of state.json."""
+    """Return the size (`bytes`) and `sha256` of a file, given its content in parts, in the form of state.json."""
     sha256, size = hashlib.sha256(), 0
     for part in parts:
         sha256.update(part)
@@ -44,7 +44,7 @@ def file_hash(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """A folder of a checkpoint, or of a model. Each file is checked against its hash when it is read."""
+    """The folder of a checkpoint or a model. Each file is checked against its hash when it is read."""
 
     store: ObjectStore
     path: str  # relative to the root of `store`; "" is the root itself
@@ -56,7 +56,7 @@ class Folder:
         return self.store.uri(self.path).rstrip("/")
 
     def uri_of(self, name: str) -> str:
-        """Return the full name of a file, for messages."""
+        """Return the path or URI of a file in the folder, for messages."""
         return self.store.uri(self._path_of(name))
 
     def has(self, name: str) -> bool:
@@ -67,7 +67,7 @@ class Folder:
         try:
             data = self.store.get(self._path_of(name))
         except ObjectMissing as error:
-            raise ValueError(f"{self.uri_of(name)} is gone; {hint(self.store, self.path)}") from error
+            raise ValueError(f"{self.uri_of(name)} is missing; {hint(self.store, self.path)}") from error
         expected = self.hashes.get(name)
         if expected is not None and (actual := file_hash([data])) != expected:
             raise ValueError(
@@ -77,7 +77,7 @@ class Folder:
         return data
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the content of a file that holds a JSON object. Raises the errors of `get`."""
+        """Return the content of a file that holds a JSON object. Raises the same errors as `get`."""
         return parse_json(self.get(name), self.uri_of(name), fix="copy it again")
 
     def _path_of(self, name: str) -> str:
@@ -96,9 +96,9 @@ def open_folder(store: ObjectStore, path: str) -> Folder:
 
 
 def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
-    """Return the content of state.json. Raises ObjectMissing if there is none.
+    """Return the content of a checkpoint's state.json. Raises ObjectMissing if there is none.
 
-    Raises UnsupportedVersion if another version wrote it, another ValueError if it is damaged or of another checkpoint.
+    Raises UnsupportedVersion if another version of this code wrote it, and ValueError if it is damaged or misplaced.
     """
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
@@ -114,7 +114,7 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
 
 
 def hint(store: ObjectStore, path: str) -> str:
-    """Return the sentence that says what to do about a damaged file of this folder."""
+    """Return advice on what to do about a damaged file in this folder, for error messages."""
     uri = store.uri(path)
     if _STEP.fullmatch(path):
         return (
@@ -139,7 +139,7 @@ def json_with_digest(value: Mapping[str, Any]) -> bytes:
 
 
 def read_checked_json(data: bytes, location: str) -> dict[str, Any]:
-    """Decode the bytes of `json_with_digest`, without the digest. Raises ValueError if the bytes have changed."""
+    """Decode the output of `json_with_digest`, without the digest. Raises ValueError if the bytes have changed."""
     if not has_valid_digest(data):
         raise ValueError(f"{location} is damaged: its {len(data)} bytes differ from those that were written")
     value = parse_json(data, location)
@@ -152,7 +152,7 @@ def read_checked_json(data: bytes, location: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint of a run with the highest value of its metric."""
+    """The checkpoint of a run with the highest value of the run's validation metric."""
 
     step: int
     metric: str
@@ -163,7 +163,7 @@ class Best:
 def best_checkpoint(store: ObjectStore, run: str) -> Best | None:
     """Return the complete checkpoint with the highest validation metric, or None if none was validated.
 
-    Of equal ones, the oldest is returned. Raises ValueError if a state.json is damaged.
+    If several have the same value, return the oldest. Raises ValueError if a state.json is damaged.
     """
     candidates = []
     for folder in checkpoints(store, run):

@@ -21,25 +21,25 @@ def parse_json(
     wanted: type | tuple[type, ...] = dict,
     fix: str = "write or fetch it again",
 ) -> Any:
-    """Return the value of a JSON text in UTF-8, with or without a byte order mark.
+    """Parse JSON text in UTF-8, with or without a byte order mark.
 
-    NaN and Infinity are accepted, as Python writes them; a caller that needs finite numbers must check them.
+    NaN and Infinity are accepted, because Python writes them. A caller that needs finite numbers must check for them.
 
     Args:
-        location: file, and line or member of the file, for messages
-        wanted: allowed type of the value, or several; `object` allows any
-        fix: hint for messages: what to do about an invalid text
+        location: where the text is from, for error messages: a file, and perhaps its line or member
+        wanted: allowed type or types of the value; `object` allows any
+        fix: what the user can do about an invalid text, for error messages
 
     Raises:
-        ValueError: the text is not JSON or not UTF-8, is nested too deep or has another type; names `location`
+        ValueError: the text is not valid UTF-8 or JSON, is nested too deeply or has another type; names `location`
     """
     try:
         text = (data if isinstance(data, str) else str(data, "utf-8")).removeprefix("\ufeff")
         value = json.loads(text)
     except RecursionError:  # without the traceback of all levels
-        raise ValueError(f"{printable(location)} is nested too deep; {fix}") from None
+        raise ValueError(f"{printable(location)} is nested too deeply; {fix}") from None
     except ValueError as error:
-        raise ValueError(f"{printable(location)} is not JSON, or is torn: {printable(error)[:200]}; {fix}") from error
+        raise ValueError(f"{printable(location)} is truncated or not JSON: {printable(error)[:200]}; {fix}") from error
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     if wanted is not object and type(value) not in kinds:  # not isinstance: true is not a number
         names = " or ".join(_NAMES[kind] for kind in kinds)
@@ -48,7 +48,7 @@ def parse_json(
 
 
 def printable(text: object) -> str:
-    """Return str(text) on one line, with characters escaped that control a terminal or reverse text."""
+    """Return str(text) on one line. Characters that control a terminal or reverse text are escaped."""
     text = str(text)
     if text.isprintable():
         return text
@@ -56,6 +56,6 @@ def printable(text: object) -> str:
 
 
 def short_repr(value: object, limit: int = 60) -> str:
-    """Return the repr of an untrusted value, shortened to `limit` characters, however large or deep the value is."""
+    """Return the repr of an untrusted value, which may be large or deeply nested, in at most `limit` characters."""
     text = printable(_SHORT.repr(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

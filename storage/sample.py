@@ -1,7 +1,7 @@
 """Sample and Regions, which all stages share, and their encoding as members of a WebDataset tar.
 
-The byte-level contract (member names, dtypes, byte order, version) is docs/formats.md. `from_members` checks untrusted
-members, so code that gets a Sample need not. `to_members` writes only what `from_members` accepts.
+docs/formats.md specifies the bytes: member names, dtypes, byte order and version. `from_members` checks untrusted
+members, so code that receives a Sample need not. `to_members` writes only what `from_members` accepts.
 """
 
 import dataclasses
@@ -38,15 +38,15 @@ _LIMITS = {"max_map_len": 32, "max_array_len": 3, "max_str_len": 1000, "max_ext_
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """The N regions of one image, by descending score.
+    """The N regions of one image, in descending order of score.
 
     Attributes:
         boxes: float32 [N, 4], x1 y1 x2 y2 in pixels of the stored image, continuous, 0 <= x1 < x2 <= width
         scores: float32 [N], largest foreground probability (1 for annotations)
-        labels: int32 [N], class as a column of class_probs, and so never `background`
-        detector: id of the detector with its weights and settings (detectors.Detector.id)
-        background: column of the background in class_probs
-        class_probs: float16 [N, 1 + C], all class probabilities, with the background; None if not stored
+        labels: int32 [N], class as a column index of class_probs; never `background`
+        detector: id of the detector, including its weights and settings (detectors.Detector.id)
+        background: column index of the background class in class_probs
+        class_probs: float16 [N, 1 + C], probabilities of all classes and the background; None if not stored
         attributes: int32 [N], attribute index; None if the detector has no attribute head
         attribute_scores: float32 [N], probability of the attribute; None if the detector has no attribute head
         features: float16 [N, D], precomputed RoI features; None if not stored
@@ -83,7 +83,7 @@ class Regions:
     def num_classes(self) -> int:
         """C, the number of classes without the background. Raises ValueError if class_probs is None."""
         if self.class_probs is None:
-            raise ValueError(f"regions of detector {self.detector} carry no class_probs; use those of another detector")
+            raise ValueError(f"regions of detector {self.detector} have no class_probs; use those of another detector")
         return self.class_probs.shape[1] - 1
 
     def class_probs_background_first(self) -> np.ndarray:
@@ -112,8 +112,8 @@ class Sample:
         width: width of `image` in pixels
         height: height of `image` in pixels
         sha256: sha256 of the downloaded bytes, before they were normalised into `image`
-        flags: what normalising did ("exif_rotated", "resized", ...)
-        extra: values of further list columns by name (`columns` of collecting); None if there are none
+        flags: changes that normalising made ("exif_rotated", "resized", ...)
+        extra: values of further columns of the caption list, by name (CollectSettings.columns); None if there are none
     """
 
     key: str
@@ -135,7 +135,7 @@ class Sample:
 
 
 class BadSample(ValueError):
-    """Raised for, or returned in place of, a sample that breaks a rule of docs/formats.md."""
+    """The error for a sample that violates docs/formats.md. It is raised, or returned in place of the sample."""
 
     def __init__(self, message: str, key: str):
         super().__init__(message, key)
@@ -151,7 +151,7 @@ def sample_key(url: str, caption: str) -> str:
 
 
 def to_members(sample: Sample) -> dict[str, bytes]:
-    """Encode a sample as extension -> bytes, in tar order: jpg, json, and mp if there are regions.
+    """Encode a sample as tar members, by extension and in tar order: jpg, json, and mp if there are regions.
 
     Raises BadSample if `from_members` would refuse a field.
     """
@@ -174,7 +174,7 @@ def to_members(sample: Sample) -> dict[str, bytes]:
 
 
 def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
-    """Decode a sample from its members. Raises BadSample if a member or field breaks a rule of docs/formats.md.
+    """Decode a sample from its tar members, by extension. Raises BadSample if one of them violates docs/formats.md.
 
     The JPEG is not decoded here, so decoding it may still fail.
     """
@@ -183,15 +183,13 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             if name not in members:
                 raise ValueError(f"there is no .{name} member, only {sorted(members)}")
         metadata = parse_json(members["json"], "the .json member")
-        if metadata.keys() != _JSON_FIELDS and metadata.keys() != _JSON_FIELDS | _EXTRA:
-            for name in sorted(_JSON_FIELDS - metadata.keys()):
-                raise ValueError(f"{name} is missing in the .json member")
-            raise ValueError(
-                f"{short_repr(min(metadata.keys() - _JSON_FIELDS - _EXTRA))} is not a field of the .json member"
-            )
+        if missing := _JSON_FIELDS - metadata.keys():
+            raise ValueError(f"{min(missing)} is missing in the .json member")
+        if unknown := metadata.keys() - _JSON_FIELDS - _EXTRA:
+            raise ValueError(f"{short_repr(min(unknown))} is not a field of the .json member")
         version, flags = metadata["version"], metadata["flags"]
         if type(version) is not int or version != SAMPLE_VERSION:
-            raise ValueError(f"it is of version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
+            raise ValueError(f"it has version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
         sample = Sample(
             key=key,
             image=bytes(members["jpg"]),
@@ -252,7 +250,7 @@ def _check_extra(extra: dict) -> None:
 
 
 def _check_regions(regions: Regions, width: int, height: int) -> None:
-    """Check every number. One pass over each array, because training checks every sample that it reads."""
+    """Raise ValueError for a number out of range. Reads each array once, because training checks every sample."""
     detector, background, probs = regions.detector, regions.background, regions.class_probs
     if type(detector) is not str or not detector:
         raise ValueError(f"regions.detector is {short_repr(detector)}, not an id")
@@ -279,7 +277,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     features = regions.features
     if features is not None and features.size:
         bits = features.ravel().view(np.uint16)
-        # As integers, infinities and NaNs of a sign are larger than all finite numbers of that sign.
+        # As integers, infinities and NaNs are larger than all finite numbers of the same sign.
         if np.maximum.reduce(bits.view(np.int16)) >= _INFINITY or np.maximum.reduce(bits) >= _MINUS_INFINITY:
             index = np.argwhere(~np.isfinite(features))[0].tolist()
             raise ValueError(f"regions.features{index} is {features[tuple(index)]}")
@@ -303,10 +301,10 @@ _INFINITY, _MINUS_INFINITY = np.array([np.inf, -np.inf], "f2").view("u2").tolist
 
 
 def _check_fractions(name: str, array: np.ndarray) -> None:
-    """Raise ValueError if a number is not from 0 to 1.
+    """Raise ValueError if a value of the array called `name` is not from 0 to 1.
 
     The bits of a negative or non-finite number, read as an unsigned integer, are larger than those of 1.0. Comparing
-    integers needs one pass and is ten times as fast as comparing floats.
+    integers takes one pass, and is ten times as fast as comparing floats.
     """
     if array.size and np.maximum.reduce(array.ravel().view(_UNSIGNED[array.dtype])) > _ONES[array.dtype]:
         index = np.argwhere(~((array >= 0) & (array <= 1) & ~np.signbit(array)))[0].tolist()
@@ -314,9 +312,9 @@ def _check_fractions(name: str, array: np.ndarray) -> None:
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
-    """Return (width, height) in pixels from a JPEG's frame header, which is found in the same way as in libjpeg.
+    """Return (width, height) in pixels from a JPEG's frame header, which is found in the same way as libjpeg finds it.
 
-    Raises ValueError if there is none. So files that cannot be decoded are refused, and no decoder finds another size.
+    Raises ValueError if there is none. This refuses undecodable files, and ensures that decoders find the same size.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("the .jpg member is not a JPEG")
@@ -341,7 +339,7 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
             offset += length
     except IndexError:
         pass
-    raise ValueError("the .jpg member is torn: it has no frame header with a size")
+    raise ValueError("the .jpg member is truncated: it has no frame header with a size")
 
 
 def pack_regions(regions: Regions) -> bytes:
@@ -355,9 +353,9 @@ def pack_regions(regions: Regions) -> bytes:
 
 
 def unpack_regions(data: bytes | memoryview) -> Regions:
-    """Decode regions from a msgpack map, with read-only arrays. Raises ValueError if a field has the wrong form.
+    """Decode the output of `pack_regions`, with read-only arrays. Raises ValueError for a wrong name, type or shape.
 
-    The values of the arrays are checked in `from_members`.
+    The values in the arrays are not checked here, but in `from_members`.
     """
     try:
         packed = msgpack.unpackb(data, **_LIMITS)
@@ -367,7 +365,7 @@ def unpack_regions(data: bytes | memoryview) -> Regions:
         raise ValueError(f"the .mp member holds {short_repr(packed)}, not a map")
     version = packed.pop("version", None)
     if type(version) is not int or version != SAMPLE_VERSION:
-        raise ValueError(f"regions are of version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
+        raise ValueError(f"regions have version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
     for name in ("detector", "background", *_REQUIRED):
         if name not in packed:
             raise ValueError(f"regions.{name} is missing")

@@ -1,6 +1,6 @@
 """Settings as frozen dataclasses: checked on construction, parsed from command lines by tyro, saved as JSON.
 
-`--help` and the flow UI show the comment beside a field, or the docstring below it.
+`--help` and the flow UI show the comment next to a field, or the docstring below it.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 def check(config: Any, holds: Any, name: str, wanted: str) -> None:
-    """Raise ValueError, naming the field and its value, unless `holds` is true."""
+    """Raise ValueError unless `holds` is true. The message has a field's `name`, its value and the `wanted` values."""
     if not holds:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise ValueError, naming the field and its value, if a number is not positive. None is allowed."""
+    """Raise ValueError, naming the field and its value, if one of these fields is not positive. None is allowed."""
     for name in names:
         value = getattr(config, name)
         check(config, value is None or value > 0, name, "positive")
 
 
 def check_choices(config: Any) -> None:
-    """Raise ValueError if a field of Literal type has another value, or if a number is not finite."""
+    """Raise ValueError if a field has a value that its Literal type does not list, or a number that is not finite."""
     for name, kind in _types_of(type(config)).items():
         value, alternatives = getattr(config, name), (kind, *typing.get_args(kind))
         numbers = value if isinstance(value, tuple) else (value,)
@@ -46,7 +46,7 @@ def check_choices(config: Any) -> None:
 
 
 def _types_of(kind: type[Any]) -> dict[str, Any]:
-    """Return the annotation of each dataclass field, but not of attributes of base classes that are not dataclasses."""
+    """Return the type of each field of a dataclass, without the attributes of bases that are not dataclasses."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -61,10 +61,10 @@ def parse(
     default: Any = tyro.MISSING_NONPROP,
     **options: Any,
 ) -> T:
-    """Call a function or make a dataclass from command-line arguments such as `--data.root vl-root --steps 100`.
+    """Call a function or create a dataclass with command-line arguments such as `--data.root vl-root --steps 100`.
 
     Fields without an argument take their value from `default`. With a `program` name, help and errors are printed and
-    the process exits. Without, an error raises ValueError that names the argument.
+    the process exits. Without one, an error raises a ValueError that names the argument.
     """
     make = functools.partial(tyro.cli, kind, args=arguments, default=default, use_underscores=True, **options)
     if program is not None:
@@ -78,12 +78,12 @@ def parse(
 
 
 def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
-    """Return the result of `parse`, and the arguments that name no field."""
+    """Return the result of `parse`, and the arguments that match no field, which `parse` itself would refuse."""
     return parse(kind, arguments, *more, return_unknown_args=True, **options)  # ty: ignore[invalid-explicit-return]
 
 
 def _unbox(printed: str) -> str:
-    """Return the text that tyro prints in a box as one line, without the title of the box."""
+    """Return the text of a box that tyro printed, as one line and without the box's title."""
     _, *lines = [line.strip("│ ") for line in printed.splitlines() if any(map(str.isalnum, line))] or [""]
     return " ".join(lines).partition(" For full helptext")[0]
 
@@ -115,15 +115,15 @@ Weights = Annotated[
 
 
 def override(config: T, arguments: Sequence[str]) -> T:
-    """Return the config with all command-line arguments applied at once, so that dependent fields change together.
+    """Return a copy of the config with all command-line arguments applied at once, since fields may depend on others.
 
-    Raises ValueError that names the argument if there is no such field or its value does not fit.
+    Raises ValueError, naming the argument, if there is no such field or its value does not fit.
     """
     return parse(type(config), arguments, default=config) if arguments else config
 
 
 def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the dotted fields that the command-line arguments name, with their values in the config."""
+    """Return the fields that command-line arguments name, as dotted name -> value in the config."""
     fields = {}
     for argument in arguments:
         path = argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
@@ -134,7 +134,7 @@ def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def as_arguments(values: Mapping[str, Any]) -> list[str]:
-    """Return the command-line arguments that set these dotted fields."""
+    """Return command-line arguments that set fields to `values`, which maps dotted names to values."""
     arguments = []
     for path, value in values.items():
         parent, _, name = path.rpartition(".")
@@ -150,9 +150,9 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
 
 
 def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str, Any]:
-    """Return the dotted plain fields that differ from `base`, or from their defaults, with their values.
+    """Return the fields that differ from `base` (or from their defaults if it is None), as dotted name -> value.
 
-    `override(base, as_arguments(changed_fields(config, base)))` gives the config again.
+    `override(base, as_arguments(changed_fields(config, base)))` equals `config`. `prefix` is for nested dataclasses.
     """
     changes = {}
     for field in dataclasses.fields(config):
@@ -167,7 +167,7 @@ def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str,
 
 
 def override_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return the config with all dotted fields of `values` set at once. Raises KeyError for an unknown field."""
+    """Return a copy of the config with fields set at once, by dotted name. Raises KeyError for an unknown field."""
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")
@@ -190,9 +190,9 @@ def to_json(config: Any) -> dict:
 
 
 def from_json(kind: type, values: dict, location: str) -> Any:
-    """Make the dataclass `kind` from the dicts of `to_json`. A field that is missing in them gets its default.
+    """Create a dataclass of type `kind` from the output of `to_json`. Missing fields get their defaults.
 
-    Raises ValueError that names `location` and the field if a field is unknown or its value has another type.
+    Raises ValueError, naming `location` and the field, if a field is unknown or its value has another type.
     """
     types = _types_of(kind)
     unknown = sorted(values.keys() - types.keys())
@@ -228,7 +228,7 @@ def _fits(value: Any, expected: Any) -> bool:
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:
-    """Flatten nested dicts into one with dotted names, and turn tuples into lists, as after a JSON round trip."""
+    """Flatten nested dicts into one with dotted names, and turn tuples into lists, as a JSON round trip does."""
     flattened = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -239,7 +239,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, object]:
 
 
 def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
-    """Return (name, now, before) of the fields that differ. Fields missing in `before` are newer, and are skipped."""
+    """Return (name, now, before) of each field that differs. Fields missing in `before` are newer, and are skipped."""
     return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]
 
 

@@ -1,7 +1,7 @@
-"""Shards: deterministic WebDataset tars of samples, with the offset of each sample in its tar.
+"""Shards: deterministic WebDataset tars of samples, with the byte range of each sample in its tar.
 
-The layout is a contract (docs/formats.md). tarfile writes it, and webdataset can read it. This module parses tar
-headers itself, because training reads a sample with one pread at any offset, which tarfile and webdataset cannot do.
+docs/formats.md specifies the layout. tarfile writes it, and webdataset can read it. This module parses tar headers
+itself, because training reads a sample with one pread at any offset, which tarfile and webdataset cannot do.
 """
 
 import io
@@ -33,7 +33,7 @@ class Span:
 
 
 def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
-    """Write samples, in this order, as one tar. The write is atomic, and the bytes depend only on the samples.
+    """Write samples to one tar, in order and atomically, and return their spans. Equal samples give equal bytes.
 
     Raises ValueError if a key occurs twice or cannot be part of a member's name.
     """
@@ -64,13 +64,13 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
 
 
 def read_shard(data: bytes, name: str = "the shard") -> Iterator[Sample | BadSample]:
-    """Yield the samples of a tar in order, with a BadSample for an invalid one. Messages call the data `name`.
+    """Yield the samples of a tar in order, with a BadSample in place of an invalid one. Error messages use `name`.
 
-    Raises ValueError, naming the member and its offset, if the tar is torn or has another layout.
+    Raises ValueError, naming the member and its offset, if the tar is truncated or has another layout.
     """
     if not data or len(data) % _RECORD:
         raise ValueError(
-            f"{name} is torn: {len(data)} bytes are not a multiple of {_RECORD}; delete it and write the shard again"
+            f"{name} is truncated: {len(data)} bytes are no multiple of {_RECORD}; delete it and write the shard again"
         )
     seen = set()
     for key, offset, ranges in _parse_samples(data, name, whole=True):
@@ -84,7 +84,7 @@ def read_shard(data: bytes, name: str = "the shard") -> Iterator[Sample | BadSam
 
 
 def read_span(data: bytes, name: str = "the span") -> Sample:
-    """Decode a sample from the bytes of its span. Raises ValueError if they are not exactly one valid sample."""
+    """Decode a sample from the bytes of its Span. Raises ValueError if they are not exactly one valid sample."""
     return _decode_sample(data, *span_members(data, name), name)
 
 
@@ -92,7 +92,7 @@ _Ranges = dict[str, tuple[int, int]]  # extension -> start and end of the member
 
 
 def span_members(data: bytes, name: str = "the span") -> tuple[str, _Ranges]:
-    """Return the key of the sample in a span, and the byte ranges of its members. Raises the errors of `read_span`."""
+    """Return the key of the sample in a span, and the byte ranges of its members. Raises as `read_span` does."""
     samples = list(_parse_samples(data, name))
     if len(samples) != 1:
         raise ValueError(f"{name}: {len(data)} bytes hold {len(samples)} samples, not one; rebuild the index")
@@ -108,7 +108,7 @@ def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
 
 
 def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
-    """Yield the key, the offset of the first header and the members of each sample."""
+    """Yield the key, the offset of the first header and the byte ranges of the members of each sample."""
     for key, members in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
         offsets, ranges = [], {}
         for _, extension, offset, start, end in members:
@@ -122,9 +122,9 @@ def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tupl
 
 
 def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield key, extension, offset of the header, and start and end of the content of each member.
+    """Yield for each member its key, its extension, and the byte offsets of its header and its content's start and end.
 
-    With `whole`, the data must end as a tar does: with two blocks of zeros and only zeros after them.
+    With `whole`, the data must be a complete tar, which ends with two or more blocks of zeros.
     """
     position = 0
     while position < len(data):
@@ -137,8 +137,8 @@ def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, s
         padded_end = end + -size % _BLOCK
         if padded_end > len(data):
             raise ValueError(
-                f"{name} is torn: member {member!r} at byte {position} should end at byte {padded_end}, but the data "
-                f"ends at {len(data)}; delete it and write the shard again"
+                f"{name} is truncated: member {member!r} at byte {position} should end at byte {padded_end}, but the "
+                f"data ends at {len(data)}; delete it and write the shard again"
             )
         if kind not in (b"0", b"\0"):
             raise ValueError(f"{name}: {member!r} at byte {position} is not a file (tar type {kind!r}); repack the tar")
@@ -151,13 +151,13 @@ def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, s
         yield key, extension, position, start, end
         position = padded_end
     if whole and (len(data) - position < 2 * _BLOCK or data[position:].count(0) != len(data) - position):
-        raise ValueError(f"{name} is torn: no end of archive at byte {position}; delete it and write the shard again")
+        raise ValueError(f"{name} is truncated: no end of tar at byte {position}; delete it and write the shard again")
     if not whole and position != len(data):
         raise ValueError(f"{name}: zeros at byte {position}, where a member should begin; rebuild the index")
 
 
 def _octal(field: bytes) -> int:
-    """Parse a number of a tar header. Raises ValueError for signs and underscores, too, which int() accepts."""
+    """Parse an octal number of a tar header. Unlike int(), this raises ValueError for signs and underscores."""
     digits = field.strip(b" \0")
     if not digits.isdigit():
         raise ValueError(f"{field!r} is not an octal number")
@@ -165,7 +165,7 @@ def _octal(field: bytes) -> int:
 
 
 def _parse_header(header: bytes, name: str, position: int) -> tuple[bytes, str, int]:
-    """Return the type, name and size of a header's member."""
+    """Return the type, name and size in bytes of a tar member from its header, which was read at byte `position`."""
     try:
         checksum = _octal(header[148:156])
         size = _octal(header[124:136])

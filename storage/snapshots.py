@@ -1,8 +1,8 @@
-"""Snapshots: each holds the ok rows of all shards of a stage at one moment, in one Parquet file.
+"""Snapshots: Parquet files with the ok rows of all shards that a stage has at one moment.
 
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet
 
-A training pins a snapshot and reads the offsets of its samples only from that file. docs/formats.md is the contract.
+A training run pins a snapshot, and reads the offsets of its samples only from that file. docs/formats.md specifies it.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _GROUP = 2**17  # rows per row group, which is decoded as a whole
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All shards of a stage at one moment."""
+    """All committed shards of a stage at one moment."""
 
     id: str  # hash of the manifests, and so of every sample
     stage: str
@@ -58,13 +58,13 @@ class Snapshot:
 
 
 def shard_of(manifest: str) -> str:
-    """Return the shard that a manifest's name belongs to."""
+    """Return the shard that a manifest belongs to, given the manifest's name: 00000 for 00000.r2."""
     return manifest.partition(".")[0]
 
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """Byte ranges of the S samples of a snapshot, by shard and then by row: 16 bytes per sample.
+    """Byte ranges of the S samples of a snapshot, sorted by shard and row. It takes 16 bytes of memory per sample.
 
     `shards.read_span` decodes a sample from ObjectStore.get_range(tars[shard], offset, length).
 
@@ -77,7 +77,7 @@ class ShardIndex:
         offset: int64 [S], bytes
         length: int32 [S], bytes
         path: path of the snapshot's file in `store`
-        withdrawn: number -> key of samples withdrawn after the snapshot, which cannot be read (storage/revised.py)
+        withdrawn: index -> key of samples withdrawn after the snapshot, which cannot be read (storage/revised.py)
     """
 
     snapshot: Snapshot
@@ -101,12 +101,12 @@ class ShardIndex:
         return self.path.rpartition("/snapshots/")[0]
 
     def urls(self) -> list[str]:
-        """Read the URL of each sample, or its file name if it was imported. The list is long, so it is not kept."""
+        """Read the URL of each sample (its file name if it was imported). The list is long, so it is not cached."""
         return [url for table in read_columns(self.store, self.path, ["url"]) for url in table["url"].to_pylist()]
 
 
 def _metadata(stage: str, headers: Sequence[Header]) -> dict:
-    """Make the footer of a snapshot: docs/formats.md."""
+    """Return the content of a snapshot's footer, as docs/formats.md specifies it."""
     recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
     return {
         "version": SNAPSHOT_VERSION,
@@ -139,9 +139,9 @@ def _snapshot(metadata: Mapping) -> Snapshot:
 
 
 def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]]) -> Snapshot:
-    """Write a snapshot of shards, sorted by name, each with its ok rows as columns of a manifest.
+    """Write the snapshot file of a stage. `shards`, sorted by name, yields the header and the ok rows of each shard.
 
-    The same shards give the same bytes with the same version of pyarrow, which writes its version into the file.
+    Equal shards give equal bytes with the same version of pyarrow, which writes its version into the file.
     """
     headers = []
     with pq.ParquetWriter(
@@ -180,7 +180,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
 
 
 def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
-    """Read the footer of a snapshot: the snapshot, and its shards in the form of docs/formats.md.
+    """Read the footer of a snapshot file. Return the snapshot, and the fields of each shard that docs/formats.md lists.
 
     Raises ValueError if the file is missing, damaged, of another version or under another name.
     """
@@ -189,7 +189,7 @@ def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
 
 
 def read_index(store: ObjectStore, path: str) -> ShardIndex:
-    """Read the byte ranges of all samples from a snapshot's file. Raises the errors of `read_snapshot`."""
+    """Read the byte ranges of all samples from a snapshot file. Raises the same errors as `read_snapshot`."""
     with _open_parquet(store, path) as file:
         snapshot, shards = _read_footer(file, store.uri(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
@@ -215,7 +215,7 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield these columns of a snapshot, one table per row group. Raises the errors of `read_snapshot`."""
+    """Yield these columns of a snapshot file, one table per row group. Raises the same errors as `read_snapshot`."""
     with _open_parquet(store, path) as file:
         yield from _read_groups(file, store.uri(path), columns)
 
@@ -250,7 +250,7 @@ _HINT = "put it back as it was, or start another run, which pins a new snapshot"
 
 @contextlib.contextmanager
 def _open_parquet(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
-    """Context manager: an open Parquet file of the storage. Raises ValueError that names the file if reading fails."""
+    """Context manager that opens a Parquet file of the store. Raises ValueError, naming the file, if reading fails."""
     local = store.local_path(path)
     with _read_errors(store.uri(path)):
         # pre_buffer reads neighbouring columns with one request.
@@ -265,6 +265,6 @@ def _read_errors(uri: str) -> Iterator[None]:
     except StorageUnreachable:
         raise
     except (ObjectMissing, FileNotFoundError) as error:
-        raise ValueError(f"{uri} is gone; {_HINT}") from error
+        raise ValueError(f"{uri} is missing; {_HINT}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{uri} is damaged ({error}); {_HINT}") from error

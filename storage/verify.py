@@ -1,4 +1,4 @@
-"""Verification of a root: files against their digests, and manifests, snapshots and sources against each other."""
+"""Verification of a root: checks files against their digests, and manifests and snapshots against files they name."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +17,9 @@ _Item = TypeVar("_Item")
 
 
 def verify(inventory: Inventory) -> Iterator[str]:
-    """Yield a message for every fault of tars, manifests, sources and snapshots. Reads every file.
+    """Yield a message for each fault of a manifest, tar, snapshot or withdrawal. Reads every file.
 
-    Checkpoints are checked, too, unless the inventory is of one dataset.
+    Checkpoints are checked as well, unless the inventory is limited to one dataset.
     """
     store = inventory.store
     if inventory.dataset is None:
@@ -40,7 +40,7 @@ def verify(inventory: Inventory) -> Iterator[str]:
 def _check_each(
     check: Callable[[_Item], Iterable[str]], items: Iterable[_Item], readers: int = _READERS
 ) -> Iterator[str]:
-    """Yield the faults of all items, in their order. A missing or invalid file is a fault."""
+    """Yield the faults that `check` finds in each item, in order. A missing or invalid file counts as a fault."""
 
     def collect_faults(item: _Item) -> list[str]:
         faults = []
@@ -57,7 +57,7 @@ def _check_each(
 
 
 class _Checker:
-    """A checker of shards and snapshots. It remembers checked tars and manifests for later checks."""
+    """A checker of shards and snapshots. It remembers the tars and manifests that it has checked."""
 
     def __init__(self, inventory: Inventory, withdrawn: Withdrawn):
         self.inventory, self.store, self.withdrawn = inventory, inventory.store, withdrawn
@@ -73,11 +73,11 @@ class _Checker:
         self._manifests[key] = [manifest.sha256 for manifest in revisions]
         newest, uri = revisions[-1], catalog.uri(stage, names[-1])
         if any(self.withdrawn.contains(newest.ok()).to_pylist()):
-            yield f"{uri} has images that were withdrawn; type `vlbert withdraw` again, with the same URLs"
+            yield f"{uri} still has withdrawn images; run `vlbert withdraw` again with the same URLs"
         source = newest.meta.get("source", {})
         if "manifest_sha256" in source:
             digests = self._manifests.get((dataset, source["stage"], source["shard"]), [])
-            if digests is not None and source["manifest_sha256"] not in digests:  # an earlier one is pending, no fault
+            if digests is not None and source["manifest_sha256"] not in digests:  # an earlier version is no fault
                 yield f"{uri} was made from another version of {catalog.uri(source['stage'], source['shard'])}"
         if newest.tar:
             self._tars.add(newest.tar)
@@ -88,13 +88,13 @@ class _Checker:
         store, catalog, uri = self.store, Catalog(self.store, dataset), self.store.uri(info.path)
         _, shards = read_snapshot(store, info.path)
         if not has_valid_digest(store.get(info.path)):
-            yield f"{uri} is damaged: its bytes have changed since it was written; restore it from a copy, or remove it"
+            yield f"{uri} is damaged: its bytes have changed since it was written; restore it from a copy, or delete it"
             return
         for shard in shards:
             name = shard["manifest"]
             revisions = self.inventory.manifests[dataset, stage].get(shard_of(name))
             if not revisions:
-                yield f"{catalog.uri(stage, name)} is gone; {uri} names it. Restore it, or run the stage"
+                yield f"{catalog.uri(stage, name)} is missing; {uri} names it. Restore it, or run the stage"
             path = shard["tar"] and catalog.path(stage, shard["tar"])
             if path in self._tars:
                 continue
@@ -105,12 +105,12 @@ class _Checker:
 
 
 def _check_file(store: ObjectStore, path: str, sha256: str) -> str | None:
-    """Return what is wrong with a file that should have this digest, or None."""
+    """Return what is wrong with a file that should have the digest `sha256`, or None if it is intact."""
     try:
         with open_object(store, path) as stream:
             actual = sha256_of(stream)
     except (ObjectMissing, FileNotFoundError):
-        return "is gone"
+        return "is missing"
     except StorageUnreachable:
         raise
     except OSError as error:
@@ -119,7 +119,7 @@ def _check_file(store: ObjectStore, path: str, sha256: str) -> str | None:
 
 
 def _check_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
-    """Yield the faults of a checkpoint's files. A checkpoint that was removed since the listing has none."""
+    """Yield the faults of a checkpoint's files. Yields nothing if the checkpoint was removed after it was listed."""
     try:
         files = read_state(store, path)["files"]
     except ObjectMissing:

@@ -1,9 +1,9 @@
 """Withdrawn images: URLs and hashes of images that new shards and snapshots must not contain.
 
-    ROOT/withdrawn/<16 hex>.json     URLs, sha256 of the bytes downloaded from them, and the time of the withdrawal
+    ROOT/withdrawn/<16 hex>.json     URLs, hashes of the bytes downloaded from them, and the time of the withdrawal
 
-A file is put once, never changes, and applies to all datasets of the root. Every commit of a shard leaves withdrawn
-images out (storage/catalog/commit.py). To undo a withdrawal, delete its file.
+A file is written once, never changes, and applies to all datasets of the root. Every commit of a shard leaves out
+withdrawn images (storage/catalog/commit.py). To undo a withdrawal, delete its file.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ WITHDRAWAL_VERSION = 2
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """A set of withdrawn images."""
+    """URLs and hashes of withdrawn images. An image is withdrawn if one of the two contains it."""
 
     urls: frozenset[str] = frozenset()  # as in the caption lists
     sha256: frozenset[str] = frozenset()  # 64 hex digits, of the downloaded bytes
@@ -40,12 +40,12 @@ class Withdrawn:
         return url in self.urls or sha256 in self.sha256
 
     def contains(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Return for each row of a table with the columns url and sha256 whether it is withdrawn."""
+        """Return for each row of a table, by its columns `url` and `sha256`, whether its image is withdrawn."""
         return pc.or_(is_in(rows["url"], self.urls), is_in(rows["sha256"], self.sha256))
 
 
 def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()) -> Withdrawn:
-    """Withdraw URLs and hashes. Return those that were not withdrawn before. Raises ValueError for an invalid URL."""
+    """Withdraw images by URL or hash. Return those not withdrawn before. Raises ValueError for an invalid URL."""
     requested, before = {*urls}, read_withdrawn(store)
     for url in requested:
         if not url.strip() or "\n" in url or any("\ud800" <= letter <= "\udfff" for letter in url):
@@ -85,5 +85,5 @@ def _read(store: ObjectStore, info: ObjectInfo) -> Withdrawn:
 
 
 def is_in(column: pa.ChunkedArray | pa.Array, values: Iterable[str]) -> pa.ChunkedArray | pa.Array:
-    """Return for each value of a column whether it is one of these."""
+    """Return for each value of a column whether it is in `values`."""
     return pc.is_in(column, value_set=pa.array(values, pa.string()))

@@ -5,10 +5,10 @@
     ROOT/<dataset>/<stage>/<shard>-<12 hex>.tar      samples of its ok rows, named by content
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet    ok rows of all shards at one moment
 
-A stage is `images` or `regions/<detector id>`. A writer puts the tar first and the manifest last, and only if there is
-no manifest yet. So a reader never sees half a shard, and two writers never mix (storage/catalog/commit.py). Readers
-find a tar through its manifest and never list tars. Training reads a snapshot (storage/snapshots.py). The layout is a
-contract (docs/formats.md). `vlbert catalog status ROOT` prints a summary (storage/catalog/command.py).
+A stage is `images` or `regions/<detector id>`. A writer puts the tar first, and the manifest last, unless there is one
+already. So a reader never sees half a shard, and the files of two writers never mix (storage/catalog/commit.py).
+Readers find a tar through its manifest, and never list tars. Training reads a snapshot (storage/snapshots.py).
+docs/formats.md specifies the layout. `vlbert catalog status ROOT` prints a summary (storage/catalog/command.py).
 """
 
 import contextlib
@@ -54,16 +54,16 @@ class Catalog:
         self.dataset = dataset
 
     def shards(self, stage: str) -> list[str]:
-        """Return the names of the committed shards, sorted, from one listing."""
+        """Return the names of a stage's committed shards, sorted, from one listing."""
         return sorted(self._manifest_names(stage))
 
     def newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
-        """Map each committed shard, or each of `shards`, committed or not, to the name of its newest manifest."""
+        """Map each committed shard to its newest manifest's name. With `shards`, map these (even if uncommitted)."""
         names = self._manifest_names(stage, "" if shards is None else os.path.commonprefix(list(shards)))
         return {shard: names.get(shard, [shard])[-1] for shard in (sorted(names) if shards is None else shards)}
 
     def _manifest_names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
-        """Map each shard that begins with `prefix` to the names of its manifests, oldest first, from one listing."""
+        """Map each shard whose name begins with `prefix` to its manifests' names, oldest first, from one listing."""
         revisions = []
         for info in self.store.list(self.path(stage, prefix)):
             if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self.path(stage, ""))):
@@ -83,7 +83,7 @@ class Catalog:
         return self._read(stage, self.newest(stage, [shard])[shard], SCHEMA.names)
 
     def manifests(self, stage: str, names: Sequence[str], columns: Sequence[str] = ()) -> Iterator[Manifest]:
-        """Yield the manifests with these names (`Header.name`), in order, with only these columns of their tables."""
+        """Yield the manifests with these names (`Header.name`), in order. Their tables have only the given columns."""
         with ThreadPoolExecutor(_READERS) as pool:
             for start in range(0, len(names), 4 * _READERS):  # in blocks, so that answers do not pile up in memory
                 yield from pool.map(lambda name: self._read(stage, name, columns), names[start : start + 4 * _READERS])
@@ -102,7 +102,7 @@ class Catalog:
         return map(require_valid, self.read_each(self.manifest(stage, shard)))
 
     def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:
-        """Return an iterator over the samples of a manifest's tar, in row order, with a BadSample for an invalid one.
+        """Return an iterator over a manifest's samples, in row order, with a BadSample in place of an invalid one.
 
         Raises ValueError, before the first sample, if the tar is not the one that was committed.
         """
@@ -112,7 +112,7 @@ class Catalog:
         try:
             data = self.store.get(manifest.tar)
         except ObjectMissing as error:
-            raise ValueError(f"{uri} is gone; {hint}") from error
+            raise ValueError(f"{uri} is missing; {hint}") from error
         if (sha256 := hashlib.sha256(data).hexdigest()) != manifest.tar_sha256:
             raise ValueError(f"{uri} is damaged: its sha256 is {sha256[:12]}...; {hint}")
         return read_shard(data, uri)
@@ -120,8 +120,8 @@ class Catalog:
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
         """Return the shards of stage `source` that stage `target` must still make, sorted.
 
-        A shard is pending if `target` does not have it, or made it from samples that have changed since. Withdrawn
-        samples are not a change. Reads no tar. Raises ValueError if a target shard was made from another source.
+        A shard is pending if `target` does not have it, or made it from samples that have changed since. A withdrawal
+        is not such a change. Reads no tar. Raises ValueError if a target shard was made from another source.
         """
         prefix = "" if shards is None else os.path.commonprefix(list(shards))
         committed, done = self._manifest_names(source, prefix), self._manifest_names(target, prefix)
@@ -144,12 +144,12 @@ class Catalog:
         return sorted(pending)
 
     def counts(self, stage: str) -> dict[str, int]:
-        """Return the number of rows of each status, over all shards."""
+        """Return the number of rows with each status, over all shards of a stage."""
         total = sum((Counter(header.statuses) for header in self.headers(stage).values()), Counter())
         return dict(sorted(total.items()))
 
     def pin(self, stage: str) -> Snapshot:
-        """Write a snapshot of all shards committed now, for training. Reads each manifest once."""
+        """Write and return a snapshot of all shards of a stage that are committed now. Reads each manifest once."""
         manifests = self.manifests(stage, [*self.newest(stage).values()], [*FROM_MANIFEST, "status"])
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
@@ -160,7 +160,7 @@ class Catalog:
         return snapshot
 
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
-        """Read the index of a pinned snapshot from its file. Raises ValueError if the file is missing or damaged."""
+        """Read the byte ranges of a pinned snapshot's samples. Raises ValueError if its file is missing or damaged."""
         return read_index(self.store, self._snapshot_path(stage, snapshot_id))
 
     def path(self, stage: str, name: str) -> str:
@@ -179,14 +179,14 @@ class Catalog:
         return self.path(stage, f"snapshots/{snapshot_id}.parquet")
 
     def uri(self, stage: str, name: str) -> str:
-        """Return the full URI of a manifest, for messages. `name` is a shard or a revision (`Header.name`)."""
+        """Return the path or URI of a manifest, for messages. `name` is a `Header.name`, such as 00000 or 00000.r2."""
         return self.store.uri(self.manifest_path(stage, name))
 
     def _rebuild_hint(self, stage: str, shard: str) -> str:
         return f"to make it again, delete {self.uri(stage, shard)} and run the stage"
 
     def _read(self, stage: str, name: str, columns: Sequence[str] = ()) -> Manifest:
-        """Read a manifest with these columns. Raises ValueError if the file was changed or moved since its commit."""
+        """Read a manifest and these columns of its table. Raises ValueError if the file was changed or moved."""
         data, uri = self.store.get(self.manifest_path(stage, name)), self.uri(stage, name)
         footer = pq.read_metadata(io.BytesIO(data)).metadata if has_valid_digest(data) else {}
         if b"manifest" not in footer:
@@ -222,7 +222,7 @@ class Catalog:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Context manager: a temporary local folder. Raises StorageUnreachable if its disk is full."""
+    """Context manager that creates a temporary local folder. Raises StorageUnreachable if its disk is full."""
     try:
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield Path(folder)

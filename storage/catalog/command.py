@@ -1,4 +1,4 @@
-"""`vlbert catalog`: prints a summary of a root, checks its files, and deletes files that nothing uses."""
+"""`vlbert catalog`: prints a summary of a root, checks its files, and deletes files that nothing uses any more."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET",
 
 
 def print_status(root: Root) -> None:
-    """Print the stages, their rows by status, and their snapshots, marking those that checkpoints pin."""
+    """Print each stage with its row counts by status, and each snapshot, marked if a checkpoint pins it."""
     _print(status(open_store(root, write=False)), root)
 
 
@@ -43,7 +43,7 @@ def _print(lines: Iterable[str], root: str) -> None:
 
 
 def _print_faults(inventory: Inventory) -> int:
-    """Print the faults and return the exit status: 1 for a fault or if there is nothing to check, else 0."""
+    """Print the faults of a root. Return the exit status: 1 if there is a fault or nothing to check, else 0."""
     shards, snapshots = (sum(map(len, names.values())) for names in (inventory.manifests, inventory.snapshots))
     checkpoints = sum(map(len, inventory.states.values())) if inventory.dataset is None else 0
     if not shards + snapshots + checkpoints:

@@ -1,7 +1,7 @@
 """Commit of a shard: writes its tar first, then its manifest, which makes it visible."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 from storage.catalog import Catalog, require_valid, temporary_folder
@@ -22,7 +22,7 @@ def commit_shard(
     replaces: Header | None = None,
     content: str | None = None,
 ) -> bool:
-    """Write one shard. Return False, and change nothing, if it is committed already or another writer was faster.
+    """Commit one shard. Return False, with nothing changed, if it is already committed or another writer was first.
 
     Withdrawn samples are left out, and their rows get the status `withdrawn`. Raises ValueError, and nothing becomes
     visible, if a row is out of order or does not match its sample.
@@ -30,8 +30,8 @@ def commit_shard(
     Args:
         samples: samples of the ok rows, in the order of `rows`
         rows: every input row of the shard once, in ascending order
-        replaces: revision that the caller has read; the next revision is written beside it and replaces it for readers
-        content: value for `Header.content`; None for that of these samples
+        replaces: committed revision that this one replaces; its files are kept, but readers use the newest revision
+        content: value of `Header.content`; None to compute it from the samples
     """
     path = catalog.manifest_path(stage, shard)
     if replaces is not None:
@@ -60,7 +60,10 @@ def commit_shard(
             tar = f"{shard}-{tar_sha256[:12]}.tar"
             # Written even if a killed writer left the same tar: the new date keeps `gc` from deleting it.
             catalog.store.put(catalog.path(stage, tar), file)
-        rows = _mark_withdrawn(rows, withdrawn_keys)
+        rows = [
+            dataclasses.replace(row, status=WITHDRAWN) if row.status == OK and row.key in withdrawn_keys else row
+            for row in rows
+        ]
         if content is None:
             same = replaces is not None and replaces.tar_sha256 == tar_sha256
             content = replaces.content if same else tar_sha256
@@ -85,13 +88,8 @@ def commit_shard(
     return False
 
 
-def _mark_withdrawn(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
-    replace = dataclasses.replace
-    return [replace(row, status=WITHDRAWN) if row.status == OK and row.key in keys else row for row in rows]
-
-
 def _delete_unused(catalog: Catalog, stage: str, shard: str, tar: str) -> None:
-    """Delete a tar that no revision names: another writer's manifest is final, so it will never be used."""
+    """Delete a tar unless a revision names it. Call this after another writer's commit, which is final."""
     if all(header.tar != tar for header in catalog.revisions(stage, shard)):
         catalog.store.delete(tar)
 
@@ -111,7 +109,7 @@ def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
 
 
 def _check_order(samples: Iterable[Sample], rows: Sequence[Row], stage: str, uri: str) -> Iterator[Sample]:
-    """Yield the samples. Raises ValueError if a row is not in ascending order or does not match its sample."""
+    """Yield the samples. Raises ValueError if the rows are not in ascending order or do not match the samples."""
     for before, row in pairwise(rows):
         if row.row <= before.row:
             raise ValueError(f"{uri}: row {row.row} follows row {before.row}; give each row once, in ascending order")

@@ -1,4 +1,4 @@
-"""Address rules for downloads: http and https, ports 80 and 443, public addresses, and the entries of an allow-list.
+"""Address rules for downloads: only http and https, ports 80 and 443, and public addresses, except for allowed hosts.
 
 Caption lists are untrusted. Every address is checked when the connection is made, so that neither a redirect nor a
 changed DNS answer can lead into a private network.
@@ -46,14 +46,14 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 
 
 class AddressGuard:
-    """A checker of URLs and addresses: http and https, ports 80 and 443, public addresses, and the allow-list."""
+    """A checker of URLs and addresses. `allowed_hosts` (host:port) are exempt from the rules on ports and addresses."""
 
     def __init__(self, allowed_hosts: Iterable[str]):
         self.allowed = {entry.lower().replace("[", "").replace("]", "") for entry in allowed_hosts}
         self.allowed_addresses: set[str] = set()  # address:port of allowed names, from the resolver
 
     def check_url(self, url: str) -> "yarl.URL":
-        """Parse a URL for sending. Raises Refused if its form, its port or its literal address is not allowed."""
+        """Parse a URL that is to be requested. Raises Refused if its form, port or literal address is not allowed."""
         parsed = parse_url(url)
         host, port = str(parsed.host), parsed.port  # parse_url refuses a URL without a host
         if f"{host}:{port}" in self.allowed:
@@ -70,14 +70,14 @@ class AddressGuard:
         return parsed
 
     def check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise Refused if an address of `host` is not public and host:port is not in the allow-list."""
+        """Raise Refused if an address of `host` is not public, unless host:port is allowed."""
         if f"{host.lower()}:{port}" in self.allowed:
             self.allowed_addresses.add(f"{address}:{port}")
         elif not is_public(address):
             raise Refused(Status.BLOCKED_ADDRESS, f"{host}: {address} is not a public address")
 
     def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
-        """Open the socket of a connection, after a last check of its actual address."""
+        """Create the socket for a connection, after a last check of the address that it will connect to."""
         family, kind, protocol, _, (host, port, *_) = address_info
         if f"{host}:{port}" not in self.allowed_addresses:
             self.check_address(host, port, ipaddress.ip_address(host))
@@ -85,7 +85,7 @@ class AddressGuard:
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address of the public internet. If an IPv6 address contains an IPv4 address, that decides."""
+    """Return True for an address of the public internet. An IPv6 address that embeds an IPv4 one is judged by that."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:  # selects one of this machine's interfaces
             return False
@@ -120,9 +120,9 @@ def _look_up(host: str, port: int, answer: concurrent.futures.Future) -> None:
 
 
 def guarded_resolver(guard: AddressGuard) -> Any:
-    """Return a resolver for aiohttp that checks every address of a name.
+    """Return a resolver for aiohttp that checks every address of a host name.
 
-    aiohttp caches an answer for ten seconds. `open_socket` checks the address of each connection again.
+    aiohttp caches an answer for ten seconds, so `AddressGuard.open_socket` checks the address of each connection again.
     """
     from aiohttp.abc import AbstractResolver, ResolveResult
 
@@ -174,7 +174,7 @@ def parse_url(url: str) -> "yarl.URL":
     except ValueError as error:  # also UnicodeError; its text may contain part of a password
         raise Refused(Status.BAD_URL, f"{shown} cannot be parsed") from error
     try:
-        # The system resolves 2130706433, 0x7f.1 and 0177.0.0.1 to 127.0.0.1. Dotted, all checks recognise it.
+        # The system resolves 2130706433, 0x7f.1 and 0177.0.0.1 to 127.0.0.1. In dotted form, all checks recognise it.
         dotted = socket.inet_ntoa(socket.inet_aton(host))
     except OSError:
         return parsed

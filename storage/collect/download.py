@@ -1,8 +1,8 @@
-"""Download of caption rows: gives each row its image or a status, and commits shards of them.
+"""Download of the images of caption rows: gives each row an image or a status, and commits the rows as shards.
 
-A `Downloader` requests every distinct URL once, with one deadline each, from public addresses only, for several shards
-at once. After a transient failure, a URL is requested once more when all others of the shard are done. A failure of a
-row becomes its Status. Any other error is a bug and is raised. docs/images.md describes settings, statuses and rules.
+A `Downloader` works on several shards at once. It requests each distinct URL once, within a deadline and from public
+addresses only. After a transient failure, a URL is requested once more when all others of the shard are done. If a row
+fails, it gets a Status. Other errors are bugs and are raised. docs/images.md describes settings, statuses and rules.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def with_outcome(row: CaptionRow, outcome: Outcome) -> CaptionRow:
 
 
 class Downloader:
-    """Async context manager that downloads several shards at once, with common connections and limits."""
+    """Async context manager that downloads several shards at once, with shared connections and limits."""
 
     def __init__(self, settings: DownloadSettings):
         self.settings = settings
@@ -109,7 +109,7 @@ class Downloader:
 
 
 def spool_image(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
-    """Normalise an image file and write it to the spool. Return the spooled image or the Refused error."""
+    """Normalise an image file and write it to the spool. Return the spooled image, or the reason why it was refused."""
     try:
         return spool.write(normalise(data, settings))
     except Refused as refused:
@@ -117,13 +117,13 @@ def spool_image(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
 
 
 def _spread(urls: Sequence[str]) -> Sequence[str]:
-    """Return one in eight of the URLs, from 1 to 3, spread evenly, because URLs that hang are often neighbours."""
+    """Return an eighth of the URLs, but 1 to 3 of them, evenly spaced because URLs that hang are often neighbours."""
     count = min(max(len(urls) // 8, 1), _PROBES)
     return [urls[(2 * i + 1) * len(urls) // (2 * count)] for i in range(count)]
 
 
 async def run_all(awaitables: Iterable[Awaitable[None]]) -> None:
-    """Await all of them at once. If one fails, cancel the others."""
+    """Run the awaitables concurrently until all are done. If one fails, cancel the others and raise its error."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         await asyncio.gather(*tasks)
@@ -134,7 +134,7 @@ async def run_all(awaitables: Iterable[Awaitable[None]]) -> None:
 
 
 def image_config(settings: ImageSettings) -> tuple[dict[str, int | float], str]:
-    """Return the settings that decide the stored bytes, by name, and their hash of 12 hex digits."""
+    """Return the settings that determine the stored bytes, by name, and a hash of them (12 hex digits)."""
     config = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ImageSettings)}
     return config, hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -147,7 +147,7 @@ def commit_images(
     source: Mapping[str, object],
     replaces: Header | None = None,
 ) -> bool:
-    """Commit rows as a shard of `images`, or as the next revision of one. Return False if another writer was first.
+    """Commit rows as a shard of `images`, or as the next revision of `replaces`. Return False if another was first.
 
     The manifest records `source`: the list, and which of its rows these are.
     """

@@ -31,27 +31,27 @@ _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
 _MAX_REDIRECTS = 5
 _RETRY_DELAY = 0.5  # seconds before the first retry, doubled for each further one
-# A longer pause would keep a slot from other URLs: such a URL is requested again when the others are done, if the
-# server does not ask for a longer wait than _MAX_WAIT. Both in seconds.
+# A longer pause would keep a slot from other URLs. Such a URL is requested again when the others are done, unless the
+# server asks to wait longer than _MAX_WAIT. Both are in seconds.
 _MAX_PAUSE, _MAX_WAIT = 2.0, 30.0
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadSettings(ImageSettings):
-    """Settings of the download; the base class has those of the images."""
+    """Settings for downloading images, in addition to those for storing them."""
 
     __pydantic_config__ = FORM
 
     deadline: float = 20.0
-    """seconds for one URL, from the DNS lookup to the last byte, with redirects, retries and pauses, and again in the
-    second pass; at most half of them for silence of the server, and for a TCP connection or a TLS handshake"""
+    """seconds for one URL, from the DNS lookup to the last byte, with redirects, retries and pauses; the same again in
+    the second pass; the server may be silent, or take to connect (TCP and TLS), for at most half of this time"""
     retries: int = 2
-    """immediate retries after a lost connection, 429 or 5xx, within the deadline; unless 0, such URLs and those with
-    timeouts get one more attempt in a second pass, after all others"""
+    """immediate retries after a lost connection, 429 or 5xx, within the deadline; unless this is 0, such URLs and those
+    that timed out get one more attempt in a second pass, after all others"""
     concurrency: int = 64
-    """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes`; each
-    host starts with 8, and gets more while its answers stay as fast"""
+    """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes` of
+    memory; each host starts with 8, and gets more while its answers do not slow down"""
     decode_threads: int = 2
     """threads that check, decode and encode images, for all shards in progress; each holds one decoded image"""
     allowed_hosts: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class DownloadSettings(ImageSettings):
     obey_robots_txt: bool = True
     """read the `robots.txt` of each server first, and request no URL that it forbids for `vlbert-downloader`"""
     contact: str = ""
-    """URL or mail address for the User-Agent, where the owners of sites can ask questions; set it for the open web"""
+    """URL or mail address for the User-Agent, so that site owners can reach you; set it for the open web"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -77,12 +77,12 @@ class DownloadSettings(ImageSettings):
 
     @property
     def read_timeout(self) -> float:
-        """Maximum seconds of silence of a server, and of one TCP connection and TLS handshake."""
+        """Seconds that a server may be silent, or that a connection (TCP and TLS) may take to open."""
         return self.deadline / 2
 
     @property
     def user_agent(self) -> str:
-        """User-Agent with the program's name and version and, if set, the contact."""
+        """User-Agent header: the program's name and version and, if set, the contact."""
         return f"{AGENT}/{importlib.metadata.version('vlbert')}" + (f" (+{self.contact})" if self.contact else "")
 
 
@@ -123,18 +123,18 @@ class Fetcher:
         await self.session.close()
 
     def host(self, url: str) -> str:
-        """Return the host of a URL, with its port. Raises the errors of `AddressGuard.check_url`."""
+        """Return the host and port of a URL. Raises the same errors as `AddressGuard.check_url`."""
         return _host_of(self.guard.check_url(url))
 
     async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
-        """Return the body of a URL. Raises Refused if it cannot be fetched within the deadline.
+        """Fetch a URL and return its body. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller must hold a slot of the URL's host. `second_pass` is the start of the second pass by the event loop's
-        clock, and None in the first pass. The second pass makes one attempt, and also requests URLs of silent hosts and
-        each robots.txt that failed before.
+        The caller must hold a slot of the URL's host (`Hosts.slot`). `second_pass` is the time by the event loop's
+        clock at which the second pass began, or None in the first pass. The second pass makes one attempt. Unlike the
+        first, it requests URLs of silent hosts, and a robots.txt that failed before.
         """
         loop = asyncio.get_running_loop()
-        # Before the deadline starts, because waiting for a robots.txt is not the image's fault.
+        # Before the deadline starts, because the wait for a robots.txt should not count.
         await self._check_host(self.guard.check_url(url), second_pass)
         end = loop.time() + self.settings.deadline
         retries = self.settings.retries if second_pass is None else 0
@@ -150,7 +150,7 @@ class Fetcher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def wait_before_second_pass(self, url: str, refused: Refused) -> float | None:
-        """Return the seconds until a URL may be requested again, or None if it may not."""
+        """Return the seconds to wait before a refused URL is requested again, or None if it should not be."""
         if refused.status == Status.HOST_TIMEOUT:
             return 0.0
         if refused.retry_after is None or not self.settings.retries:
@@ -159,7 +159,7 @@ class Fetcher:
         return wait if wait <= _MAX_WAIT else None
 
     async def _attempt(self, url: str, end: float, second_pass: float | None) -> bytes:
-        """Follow the redirects of a URL and return its body, without retries."""
+        """Request a URL without retries, follow its redirects, and return its body."""
         address = url
         for _ in range(_MAX_REDIRECTS + 1):
             checked = self.guard.check_url(address)
@@ -171,7 +171,7 @@ class Fetcher:
         raise Refused(Status.TOO_MANY_REDIRECTS, f"more than {_MAX_REDIRECTS}, the last to {display_url(address)}")
 
     async def _check_host(self, url: "yarl.URL", second_pass: float | None) -> None:
-        """Raise Refused if robots.txt forbids the URL or is unavailable, or the host is silent in the first pass."""
+        """Raise Refused if robots.txt forbids a URL or is unavailable, or if its host is silent in the first pass."""
         host = _host_of(url)
         if second_pass is None and self.hosts.is_silent(host):
             raise Refused(Status.HOST_TIMEOUT, f"{host} did not answer other URLs", 0.0, host)
@@ -185,7 +185,7 @@ class Fetcher:
                 raise
 
     async def _request(self, url: "yarl.URL", end: float) -> tuple[str | None, bytes]:
-        """Send one request and record its outcome for the host. Return a redirect's target, or None and the body."""
+        """Send one request and record its outcome in `hosts`. Return a redirect as (target, b""), else (None, body)."""
         loop, host = asyncio.get_running_loop(), _host_of(url)
         begin, seconds = loop.time(), None
 
@@ -206,7 +206,7 @@ class Fetcher:
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """Send one request and return the result of `read`. Raises Refused if it is not done before `end`."""
+        """Send one request and return `read(response)`. Raises Refused if this fails or is not done before `end`."""
         import aiohttp
 
         try:
@@ -226,7 +226,7 @@ class Fetcher:
             raise Refused(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
 
     async def _read_answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Return a redirect's target, or None and the body."""
+        """Return (target, b"") for a redirect, else (None, body). Raises Refused if the answer is neither."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
             check_x_robots_tag(response.headers.getall("X-Robots-Tag", ()), self.settings.obey_noindex)
@@ -241,9 +241,9 @@ class Fetcher:
         raise Refused(status, _status_line(response), _retry_after(response) if status in _SERVER_ERRORS else None)
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
-        """Return the rules of a robots.txt, requested once with the deadline of an image.
+        """Fetch a robots.txt, without retries and within the deadline of an image, and return its rules.
 
-        A success does not count as an answer of the host, which may answer only this request.
+        A success is not recorded as an answer of the host, because the host may answer only this request.
         """
         address, location = str(url), None
         end = asyncio.get_running_loop().time() + self.settings.deadline
@@ -262,7 +262,7 @@ class Fetcher:
         return Rules(b"")  # too many redirects count as a missing robots.txt: RFC 9309, 2.3.1.2
 
     async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Return a redirect's target, or None and the file. A missing file is empty, which allows everything."""
+        """Return (target, b"") for a redirect, else (None, file). A missing file counts as empty: all is allowed."""
         code, location = response.status, response.headers.get("Location")
         if code in _REDIRECTS and location:
             return location, b""
@@ -276,7 +276,7 @@ class Fetcher:
             raise Refused(Status.ROBOTS_TXT_FAILED, f"{error.status}: {error.detail}", 0.0) from error
 
     async def _read_body(self, response: "aiohttp.ClientResponse", limit: int, *, cut: bool = False) -> bytes:
-        """Return the body. If it has more than `limit` bytes, cut it or raise Refused as `too_big`."""
+        """Return the decompressed body. If it is over `limit` bytes, cut it off (with `cut`) or raise Refused."""
         import aiohttp
 
         content = response.content
@@ -308,7 +308,7 @@ class Fetcher:
 
 
 def _pause(url: str, attempts: int) -> float:
-    """Return the seconds before the next attempt, with a jitter that is the same in every run."""
+    """Return the seconds to wait before the next attempt, with jitter that is the same in every run."""
     return _RETRY_DELAY * 2 ** (attempts - 1) * random.Random(f"{attempts} {url}").uniform(0.5, 1.5)
 
 
@@ -325,7 +325,7 @@ def _join(base: str, location: str) -> str:
 
 
 def _status_of(error: "aiohttp.ClientError") -> Status:
-    """Return the status of an error that came before the body."""
+    """Return the status for an error that occurred before the body was read."""
     import aiohttp
 
     # Subclasses come before their base classes.
@@ -353,7 +353,7 @@ def _retry_after(response: "aiohttp.ClientResponse") -> float:
 
 
 def _decompressor(encoding: str) -> "zlib._Decompress | None":
-    """Return a decompressor for a content encoding, which some servers send unrequested, or None if there is none."""
+    """Return a decompressor for a Content-Encoding, or None if it is identity. Raises Refused if it is unsupported."""
     if encoding in ("", "identity"):
         return None
     if encoding not in ("gzip", "x-gzip", "deflate"):

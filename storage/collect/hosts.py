@@ -1,4 +1,4 @@
-"""Limits on the URLs in flight per host, over all shards in progress, and detection of silent hosts."""
+"""Limits on the number of URLs in flight per host, over all shards in progress, and detection of silent hosts."""
 
 import asyncio
 import statistics
@@ -22,10 +22,10 @@ class Hosts:
     their shard is done. Then a URL that the host has answered before is requested, or up to three of the waiting URLs.
     If the host answers, all waiting URLs are requested; otherwise they end as HOST_TIMEOUT.
 
-    The limit of URLs in flight per host follows its answers. After a round of answers as fast as before, it grows by an
-    eighth, or by one if it was lowered before. It is halved after a round of slow answers, and at once after a 429 or
-    503. It becomes one if the host asks to wait (Retry-After). A timeout does not lower it: if the host answers other
-    URLs, the fault is that URL's.
+    The limit on URLs in flight adapts to each host. After a round of answers as fast as before, it grows by an eighth,
+    or by one if it was lowered before. It is halved after a round of slow answers, and at once after a 429 or 503. It
+    becomes one if the host asks clients to wait (Retry-After). A timeout does not lower it, because if the host answers
+    other URLs, only that URL is at fault.
     """
 
     def __init__(self, at_once: int):
@@ -35,7 +35,7 @@ class Hosts:
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncIterator[None]:
-        """Context manager: waits until a URL of this host may be in flight, and holds the slot."""
+        """Async context manager that waits until one more URL of the host may be in flight, and holds a slot for it."""
         host = self.host(name)
         turn = asyncio.get_running_loop().create_future()
         host.waiting.append(turn)
@@ -50,7 +50,7 @@ class Hosts:
                 self._start(host)
 
     def host(self, name: str) -> "Host":
-        """Return the state of a host."""
+        """Return the state of a host, creating it if it is new."""
         if name not in self._hosts:
             self._hosts[name] = Host(min(_INITIAL_LIMIT, self._at_once))
         return self._hosts[name]
@@ -58,7 +58,7 @@ class Hosts:
     def record_end(
         self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None
     ) -> None:
-        """Record the end of a request to a host. `seconds` is the time until its headers came, None if none came."""
+        """Record the outcome of a request. `seconds` is the time until the answer's headers came; None if none did."""
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):
@@ -83,7 +83,7 @@ class Hosts:
         self._start(host)
 
     def is_silent(self, name: str) -> bool:
-        """Return True if the host does not answer at the moment."""
+        """Return True if the last BREAKER or more requests to the host timed out or lost their connections."""
         return self.host(name).failures >= BREAKER
 
     def _lower(self, host: "Host", limit: int) -> None:
@@ -117,7 +117,7 @@ class Hosts:
 
 
 class Host:
-    """State of a host, with the URLs that wait for it. Times are by the event loop's clock."""
+    """The state of one host, including the URLs that wait for it. Times are by the event loop's clock."""
 
     def __init__(self, limit: int):
         self.limit = limit

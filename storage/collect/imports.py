@@ -18,8 +18,8 @@ _BATCH = 64  # images in memory at a time
 def read_folder(folder: Path, names: Iterable[str], limit: int) -> Iterator[tuple[str, bytes | Refused]]:
     """Yield each name with at most `limit` + 1 bytes of its file.
 
-    Instead of the bytes, a Refused `missing_file` is yielded for a name outside the folder and for a file that is
-    unreadable or not regular. Raises OSError if this machine has run out of file descriptors or memory.
+    For a name outside the folder, or a file that is unreadable or not regular, yield Refused (`missing_file`) instead
+    of the bytes. Raises OSError if this machine has run out of file descriptors or memory.
     """
     for name in names:
         path = Path(name)
@@ -42,9 +42,9 @@ def import_images(
     settings: DownloadSettings,
     spool: Spool,
 ) -> list[CaptionRow]:
-    """Store the images of rows, found by place or name. Return the rows with their statuses, as after a download.
+    """Normalise the images of rows into the spool. Return the rows with their statuses, as after a download.
 
-    An image that several rows name is decoded once.
+    `images` yields each image once, with the place or name by which rows refer to it. So each is decoded only once.
     """
 
     def store_image(image: tuple[str | Place, bytes | Refused]) -> Outcome:

@@ -1,7 +1,7 @@
 """Reading of caption lists: detects the columns of URLs and captions, and yields the rows, using little memory.
 
-A list is TSV, CSV or JSON lines, each optionally as .gz, or Parquet, or JSON. A list for a folder of images has file
-names instead of URLs. A row that cannot be read gets a status. A fault of the whole file raises ValueError.
+A list is a TSV, CSV, JSON lines or JSON file, optionally .gz, or a Parquet file. A list for a folder of images has file
+names instead of URLs. A row that cannot be read gets a status. If the file cannot be read, ValueError is raised.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
     Raises ValueError if a given column does not exist or no columns can be detected.
 
     Args:
-        columns: columns of the URL, the caption and further values to keep; 1, 2, ... are columns without a unique name
+        columns: names of the columns with the URL, the caption and further values to keep; a column without a unique
+            name is called by its number, from 1
         of_folder: whether the list has names of files in a folder instead of URLs
     """
     form, urls, header, head = _detect_form(file), _FILES if of_folder else URLS, False, []
@@ -88,7 +89,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Return the columns of URL and caption, if two are unnamed. The URL column has more URLs, or more image names."""
+    """Return the names of the URL and caption columns, "1" or "2". The first has more URLs (or image file names)."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None
@@ -98,13 +99,13 @@ def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
 
 
 def license_column(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the column of the licence, which is always kept, as a tuple; () if there is none."""
+    """Return a tuple with the name of the licence column, or () if there is none. That column is always kept."""
     by_lower = {name.lower(): name for name in names}
     return tuple(by_lower[name] for name in _LICENSES if name in by_lower)[:1]
 
 
 def license_of(extra: Extra | None) -> str | None:
-    """Return the licence in the kept columns of a row, or None."""
+    """Return the licence from the further columns of a row, or None if there is none."""
     extra = extra or {}
     value = next((extra[name] for name in license_column(extra)), None)
     return None if value in (None, "") else str(value)
@@ -144,7 +145,7 @@ def read_captions(file: Path) -> Iterator[CaptionRow]:
 
 
 def scalar(value: Any, name: str) -> Scalar:
-    """Return a value that a sample can keep, or None for NaN (pandas' missing number). Raises ValueError for others."""
+    """Return `value`, or None for NaN (pandas' missing number) or infinity. Raises ValueError if it is not a Scalar."""
     if not isinstance(value, Scalar):
         raise ValueError(
             f"{short_repr(name)} is {short_repr(value)}; in columns, keep only strings, numbers and booleans"
@@ -153,7 +154,7 @@ def scalar(value: Any, name: str) -> Scalar:
 
 
 def _detect_form(file: Path) -> str:
-    """Return the format of a list: Parquet by its first bytes, any other by the suffix of its name."""
+    """Return the format of a list: Parquet by its first bytes, any other by the suffix of the file's name."""
     with open(file, "rb") as stream:
         if stream.read(4) == b"PAR1":
             return "parquet"
@@ -162,14 +163,14 @@ def _detect_form(file: Path) -> str:
 
 
 def _records(file: Path, form: str, header: bool, columns: Sequence[str] = ()) -> Iterator[_Record]:
-    """Yield the rows, with at least these columns; by default with all."""
+    """Yield the rows of a list as dicts. With `columns`, a row may lack other columns."""
     if form == "parquet":
         return _parquet_records(file, columns)
     return _json_records(file, form) if "json" in form else _text_records(file, form, header)
 
 
 def _text_records(file: Path, form: str, header: bool) -> Iterator[_Record]:
-    """Yield the rows of TSV and CSV. The first tab splits a TSV of two columns, as in Conceptual Captions."""
+    """Yield the rows of a TSV or CSV file. The first tab splits a TSV of two columns, as in Conceptual Captions."""
     rows = _cells(file, form)
     sampled = list(itertools.islice(rows, _SAMPLED))
     if header and sampled and not isinstance(sampled[0], ValueError):
@@ -192,7 +193,7 @@ def _text_records(file: Path, form: str, header: bool) -> Iterator[_Record]:
 
 
 def _cells(file: Path, form: str) -> Iterator[list[str] | ValueError]:
-    """Yield the cells of each row, or a ValueError for a row that cannot be read."""
+    """Yield the cells of each row of a TSV or CSV file, or a ValueError for a row that cannot be read."""
     lines = (line.decode(errors="surrogateescape") for line in _lines(file))
     lines = itertools.chain((line.removeprefix("\ufeff") for line in itertools.islice(lines, 1)), lines)
     if form == "csv":
@@ -222,7 +223,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _read_errors(file: Path | str) -> Iterator[None]:
-    """Context manager: turns errors of reading a file into a ValueError that names it."""
+    """Context manager that turns errors of reading a file into a ValueError that names it."""
     try:
         yield
     except (EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError, OSError) as error:
@@ -230,7 +231,7 @@ def _read_errors(file: Path | str) -> Iterator[None]:
 
 
 def _json_records(file: Path, form: str) -> Iterator[_Record]:
-    """Yield the rows of JSON lines, or of a JSON file with a list of objects or with an object of columns (SBU)."""
+    """Yield the rows of JSON lines, or of a JSON file: a list of objects, or an object with a list per column (SBU)."""
     if form == "jsonl":
         for line in _lines(file):
             try:

@@ -1,4 +1,4 @@
-"""Normalisation of downloaded image files to the JPEGs that are stored.
+"""Normalisation of downloaded image files into the JPEGs that are stored.
 
 A JPEG that needs no change is stored byte for byte. All others are decoded, rotated upright, converted to RGB or grey,
 shrunk if they are too large, and encoded once. libjpeg decodes every stored image without a warning.
@@ -29,7 +29,7 @@ STORED_FORMATS = ("JPEG", "PNG")  # for images in shards
 COLLECTED_FORMATS = tuple(_MAGIC)  # for images from the web
 FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys()))  # for the user's own image files
 
-# Errors of exhausted resources, with hints. They are not the fault of a row and so no status.
+# Errors of exhausted resources, with hints. They are not the fault of a row, so they give no status.
 _RESOURCE_HINTS = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
 _RESOURCE_HINTS |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency or decode_threads")
 _RESOURCE_HINTS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free disk space there")
@@ -55,22 +55,22 @@ def resource_error_hint(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Settings of the stored images. Every field decides the stored bytes, so manifests record all of them."""
+    """Settings for storing images. Every field affects the stored bytes, so manifests record all of them."""
 
     __pydantic_config__ = FORM
 
     max_bytes: int = 20 * 2**20
     """maximum size of a downloaded file, in bytes"""
     max_pixels: int = 50_000_000
-    """maximum pixels of an image, from the file's header; decoding takes up to 25 bytes of memory per pixel"""
+    """maximum number of pixels of an image, by its header; decoding takes up to 25 bytes of memory per pixel"""
     max_side: int = 1024
     """maximum longer side of a stored image, in pixels; larger images are shrunk"""
     min_side: int = 32
     """minimum shorter side, in pixels; smaller images are refused"""
     max_aspect: float = 8.0
-    """maximum ratio of the longer to the shorter side; images such as banners and lines are refused"""
+    """maximum ratio of the longer to the shorter side; more elongated images, such as banners, are refused"""
     jpeg_quality: int = 95
-    """libjpeg's quality, 1..100, for images that are encoded again"""
+    """libjpeg's quality, 1..100, for images that are re-encoded"""
 
     def __post_init__(self):
         check_choices(self)
@@ -87,7 +87,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class NormalisedImage:
-    """A JPEG to store, with its size in pixels, the sha256 of the downloaded file, and the changes (docs/images.md)."""
+    """A JPEG to store, its size in pixels, the sha256 of the original file, and flags that name the changes made."""
 
     jpeg: bytes
     width: int
@@ -97,7 +97,7 @@ class NormalisedImage:
 
 
 def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
-    """Convert an image file to the JPEG to store. Raises Refused if it cannot be. Equal input gives equal output."""
+    """Convert an image file, deterministically, to the JPEG to store. Raises Refused if the file is unusable."""
     if len(data) > settings.max_bytes:
         raise Refused(Status.TOO_BIG, f"{len(data)} bytes, more than {settings.max_bytes}")
     image = _open(data)
@@ -136,14 +136,14 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
         size = [max(1, round(side * scale)) for side in image.size]
         image = image.resize(size, Image.Resampling.LANCZOS)  # Pillow antialiases when it shrinks
         flags.append("resized")
-    image.info = {}  # do not write a comment of the file again
+    image.info = {}  # do not write the original file's comment
     file = io.BytesIO()
     image.save(file, "JPEG", quality=settings.jpeg_quality, subsampling="4:2:0", optimize=False)
     return NormalisedImage(file.getvalue(), *image.size, hashlib.sha256(data).hexdigest(), tuple(flags))
 
 
 def _open(data: bytes) -> Image.Image:
-    """Open an image, reading only its header. The bytes decide the format, not the name or the Content-Type."""
+    """Open an image, reading only its header. The format is detected from the bytes. Raises Refused on failure."""
     start = data[:16]
     try:
         return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
@@ -177,7 +177,7 @@ def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
     """Return ["repaired"] if libjpeg warns of stray bytes, else []. Raises ValueError or Refused if data is missing.
 
     Pillow ignores libjpeg's warnings, but simplejpeg, which training uses, does not. This decodes all coefficients, but
-    only to grey and to an eighth of the size, which takes half the time of a full image.
+    to grey and an eighth of the size, which takes half as long as decoding the full image.
     """
     import simplejpeg
 

@@ -1,7 +1,7 @@
 """Plan of a collection: the settings of a dataset, its rows, and the shards that the rows make.
 
-Before the first download, the origin is read into rows (storage/collect/rows.py), unless that was done before. `plan`
-cuts the rows into parts and compares these with the committed shards.
+Before the first download, the origin (a caption list, a folder or tars) is read into rows (storage/collect/rows.py),
+unless that was done before. `plan` divides the rows into shards, and compares these with the committed ones.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from storage.collect.lists import IMAGE_SUFFIXES, find_reading, read_rows
 from storage.collect.rows import CaptionRow, Reading, Rows, write_rows
 from storage.collect.statuses import Status, parse_statuses
 from storage.collect.tars import TarSet
+from storage.digests import sha256_of
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.programs import Dataset
@@ -33,13 +34,13 @@ class CollectSettings:
     __pydantic_config__ = FORM
 
     name: Dataset
-    """name of the dataset, the folder of the root for its shards"""
+    """name of the dataset, and of its folder in the root"""
     captions: str | None = None
-    """caption list to download: TSV, CSV, JSON lines, Parquet, JSON, or .gz of one; with `images`, the captions of that
-    folder; set this, `images` or `webdataset`"""
+    """caption list to download: TSV, CSV, JSON lines or JSON (optionally .gz), or Parquet; with `images`, the captions
+    of that folder; set this, `images` or `webdataset`"""
     columns: tuple[str, ...] = ()
-    """columns of the list with the URL, the caption and further values to keep with each sample, as names or as numbers
-    from 1 on; none: the columns of URL and caption are detected"""
+    """columns of the list with the URL, the caption and further values to keep with each sample, by name or by number
+    (from 1); if empty, the columns of the URL and the caption are detected"""
     images: str | None = None
     """local folder of image files to import"""
     webdataset: str | None = None
@@ -73,7 +74,7 @@ class CollectSettings:
 
     @property
     def retried_statuses(self) -> frozenset[Status]:
-        """Statuses that `retry_statuses` names. Raises ValueError for an unknown one."""
+        """Statuses that `retry_statuses` names. Raises ValueError for an unknown name."""
         return parse_statuses(self.retry_statuses)
 
     @property
@@ -83,7 +84,7 @@ class CollectSettings:
 
     @property
     def origin(self) -> str:
-        """Path of the list, or of the folder or bucket of images or tars."""
+        """Path of the caption list, of the folder of images, or of the folder or bucket of tars."""
         return self.captions or self.images or self.webdataset or ""
 
 
@@ -91,7 +92,7 @@ class CollectSettings:
 
 
 def find_columns(settings: CollectSettings) -> Reading:
-    """Return how to read the origin: a list with the columns of the settings, or with detected ones.
+    """Return how to read the origin: its format, and the columns that the settings name or that are detected.
 
     Raises ValueError if a file cannot be read, a column does not exist, or the columns cannot be detected.
     """
@@ -103,7 +104,7 @@ def find_columns(settings: CollectSettings) -> Reading:
 
 
 def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
-    """Return the rows of the origin, which is read again only if it has changed.
+    """Return the rows of the origin, which are read from it only if no earlier run has stored them.
 
     Raises ValueError if it has no rows.
     """
@@ -119,13 +120,12 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
 
 
 def identify(settings: CollectSettings, reading: Reading) -> str:
-    """Return a hash of the origin and its reading, 16 hex digits, without reading the rows.
+    """Return a hash of the origin and of how it is read, 16 hex digits, without parsing its rows.
 
     It covers the bytes of a list, the names of a folder's files, or the names, sizes and dates of tars.
     """
     if settings.captions:
-        with open(settings.captions, "rb") as stream:
-            facts = hashlib.file_digest(stream, "sha256").hexdigest()
+        facts = sha256_of(Path(settings.captions))
     else:
         facts = TarSet(settings.webdataset).identity if settings.webdataset else image_files(settings.images or "")
     text = json.dumps([dataclasses.asdict(reading), facts])
@@ -143,7 +143,7 @@ def _read_origin(settings: CollectSettings, reading: Reading) -> Iterator[Captio
 
 
 def image_files(folder: str) -> list[str]:
-    """Return the sorted names of the image files of a folder. Raises ValueError if it is not a folder."""
+    """Return the sorted names of the image files in a folder. Raises ValueError if it is not a folder."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a folder; name a folder of image files")
     names = sorted(file.name for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
@@ -155,7 +155,7 @@ def image_files(folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A shard to collect: rows [start, stop)."""
+    """A shard to collect, with the range of its rows in the origin: [start, stop)."""
 
     shard: str
     start: int
@@ -164,7 +164,7 @@ class Part:
 
 
 def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> list[Part]:
-    """Return all shards that the rows make, in order. Committed ones (`done`, by shard) keep their rows.
+    """Divide the rows into shards, and return all of them in order. Committed shards (`done`, by name) keep their rows.
 
     Raises ValueError for more than MAX_SHARDS, or if a committed shard has other rows or other image settings.
     """
@@ -183,7 +183,7 @@ def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> l
 
 
 def source_of(settings: CollectSettings, rows: Rows, part: Part) -> dict:
-    """Return the "source" of a manifest: the list, the rows of it, and how it is read."""
+    """Return meta["source"] for the manifest of a shard: the list, the range of its rows, and how it is read."""
     source = {"list": f"{Path(settings.origin).name} sha256:{rows.digest(part.start, part.stop)}", "id": rows.id}
     return source | {"rows": [part.start, part.stop], "reading": dataclasses.asdict(rows.reading)}
 

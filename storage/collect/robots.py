@@ -1,6 +1,6 @@
-"""Rules that servers set for programs: X-Robots-Tag headers, and robots.txt (RFC 9309).
+"""Rules that web servers set for crawlers: X-Robots-Tag headers, and robots.txt (RFC 9309).
 
-Both are untrusted. protego parses a robots.txt after the parts that could be costly to parse are cut off.
+Both are untrusted. protego parses a robots.txt after parts that could be costly to parse have been cut off.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORE
 
 
 def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
-    """Raise Refused if an X-Robots-Tag for us or all agents forbids training or, with `obey_noindex`, an index."""
+    """Raise Refused if an X-Robots-Tag header forbids us to train on an image or, with `obey_noindex`, to index it."""
     directives_for_us: dict[str, str] = {}  # directive -> its header
     for header in headers:
         agent = ""  # the rest of the header's directives are for this agent; "" for all agents
@@ -52,7 +52,7 @@ def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
 
 
 class Rules:
-    """The rules of a robots.txt that apply to us. `bytes` is their approximate memory."""
+    """The rules of a robots.txt that apply to us. `bytes` is roughly the memory that they take."""
 
     def __init__(self, data: bytes):
         from protego import Protego
@@ -66,9 +66,9 @@ class Rules:
 
 
 def _limit_lines(data: bytes) -> list[str]:
-    """Return the lines of a file up to the limits, without comments.
+    """Return the lines of a robots.txt without comments, up to MAX_BYTES, MAX_LINES and MAX_WILDCARDS.
 
-    All agents except us and `*` become one, because protego's cost is the number of agents times that of rules.
+    All agents except us and `*` are renamed to one, because protego's cost is the number of agents times that of rules.
     """
     text = data[:MAX_BYTES].decode("utf-8-sig", errors="replace")
     if len(data) >= MAX_BYTES:
@@ -89,10 +89,10 @@ def _limit_lines(data: bytes) -> list[str]:
 
 
 class RobotsTxt:
-    """Cache of the robots.txt of each origin, which is requested once for all URLs in flight."""
+    """A cache of the robots.txt of each origin (scheme, host and port). URLs in flight share one request."""
 
     def __init__(self, request: Callable[["yarl.URL"], Awaitable[Rules]]):
-        """Make a cache. `request` returns the rules at the URL of a robots.txt, or raises Refused."""
+        """Create a cache. `request` fetches the rules from the URL of a robots.txt, or raises Refused."""
         from cachetools import LRUCache
 
         self._request = request
@@ -102,9 +102,9 @@ class RobotsTxt:
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def check(self, url: "yarl.URL", since: float | None = None) -> None:
-        """Raise Refused if the rules forbid a URL or are unavailable.
+        """Raise Refused if the robots.txt of a URL's origin forbids the URL or is unavailable.
 
-        Rules that were unavailable before `since`, by the event loop's clock, are requested again.
+        If it was unavailable when last requested, before the time `since` (event loop's clock), request it again.
         """
         origin = str(url.origin())
         async with self._locks.setdefault(origin, asyncio.Lock()):

@@ -3,9 +3,9 @@
     ROOT/<dataset>/images/rows/<id>.parquet           index: the parts, and the rows that repeat an earlier one
     ROOT/<dataset>/images/rows/part-<hash>.parquet    a part: up to PART_ROWS rows
 
-A list, a folder or tars are read once and written as parts, each named by its content. The index is written last, and
-only if there is none. As long as the list does not change, all runs and machines read only these files. A list that
-grew shares its first parts with its earlier version. The layout is a contract (docs/formats.md).
+A list, a folder or tars are read once and written as parts, each named by a hash of its content. The index is written
+last, unless there is one already. As long as the list does not change, all runs and machines read only these files. A
+list that grew shares its first parts with its earlier version. docs/formats.md specifies the layout.
 """
 
 import dataclasses
@@ -55,18 +55,18 @@ Extra = dict[str, Scalar]  # further columns of a row, by name
 
 @dataclass(frozen=True)
 class Reading:
-    """Format and columns of an origin."""
+    """How to read an origin (a caption list, a folder of images, or tars): its format and columns."""
 
     form: str  # tsv, csv, jsonl, json, parquet, webdataset or images
-    columns: tuple[str, ...] = ()  # URL, caption, and further ones to keep; of tars, those of the settings
-    header: bool = False  # whether the first line has the names of the columns (TSV and CSV)
+    columns: tuple[str, ...] = ()  # URL, caption, and further ones to keep; for tars, as in the settings
+    header: bool = False  # whether the first line has the column names (TSV and CSV)
 
     def __str__(self) -> str:
         header = " with a header" if self.header else ""
         return f"{self.form}{header}, columns {', '.join(self.columns)}" if self.columns else self.form
 
     def location(self, origin: str, row: int) -> str:
-        """Return the place of a row, for messages: FILE:LINE in formats with one row per line."""
+        """Return where row `row` is, for messages: FILE:LINE in formats with one row per line, else FILE, row N."""
         if self.form in ("tsv", "jsonl"):
             return f"{origin}:{row + 1 + self.header}"
         return f"{origin}, row {row + 1}"
@@ -83,13 +83,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CaptionRow:
-    """A row of a caption list, a folder or tars, before or after it is collected."""
+    """One row of an origin, before or after it is collected: an image and its caption."""
 
-    row: int  # its number, from 0 and without the header
+    row: int  # its number in the origin, from 0, not counting a header
     caption: str  # as in the file
     url: str  # as in the file
     extra: Extra | None = None  # further columns; None if there are none
-    key: str = ""
+    key: str = ""  # computed from URL and caption if empty
     status: str = ""  # a Status; "" before the row is collected
     detail: str = ""  # explains the status
     place: Place | None = None  # of an image in a tar
@@ -101,17 +101,17 @@ class CaptionRow:
 
 
 class Rows:
-    """The stored rows of one origin.
+    """The stored rows of one origin, numbered from 0.
 
     Attributes:
         reading: format and columns of the origin
-        unreadable: numbers of the rows that have a status
-        repeated: ascending numbers of the rows that repeat the URL and caption of an earlier row
+        unreadable: rows that have a status because they cannot be collected
+        repeated: rows that repeat the URL and caption of an earlier row, ascending
         firsts: for each of `repeated`, the first row with the same URL and caption
     """
 
     def __init__(self, store: ObjectStore, dataset: str, id: str):
-        """Read the index. Raises ObjectMissing if there is none with this id, ValueError if it is damaged."""
+        """Read the index. Raises ObjectMissing if there is none with this id, and ValueError if it is damaged."""
         self._store, self._folder = store, _folder(dataset)
         path = f"{self._folder}/{id}.parquet"
         data, self._uri = store.get(path), store.uri(path)
@@ -132,12 +132,12 @@ class Rows:
         return list(itertools.starmap(_make_row, enumerate(self._table(start, stop).to_pylist(), start)))
 
     def duplicates(self, start: int, stop: int) -> dict[int, int]:
-        """Map each of the rows [start, stop) that repeats an earlier one to the first with the same URL and caption."""
+        """Map each row in [start, stop) that repeats an earlier one to the first row with the same URL and caption."""
         part = slice(*np.searchsorted(self.repeated, [start, stop]))
         return dict(zip(self.repeated[part].tolist(), self.firsts[part].tolist(), strict=True))
 
     def digest(self, start: int, stop: int) -> str:
-        """Return the sha256 of the content of rows [start, stop)."""
+        """Return the sha256, as hex digits, of the URLs, captions and further columns of the rows [start, stop)."""
         columns = self._table(start, stop).select(_IDENTITY).to_pydict()
         return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
 
@@ -157,11 +157,11 @@ class Rows:
         return pq.read_table(io.BytesIO(data), use_threads=False).replace_schema_metadata(None)
 
     def _damaged(self, uri: str) -> ValueError:
-        return ValueError(f"{uri} is damaged or gone; delete {self._uri}, and run again")
+        return ValueError(f"{uri} is damaged or missing; delete {self._uri}, and run again")
 
 
 def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows: Iterable[CaptionRow]) -> Rows:
-    """Write the parts of the rows and then their index, under this id. Existing files are kept."""
+    """Store rows as parts, and then their index under `id`. Return the stored rows. Existing files are kept."""
     rows, keys, names, unreadable = iter(rows), bytearray(), [], []
     while part := list(itertools.islice(rows, PART_ROWS)):
         unreadable += [row.row for row in part if row.status]
@@ -206,7 +206,7 @@ def _hash(data: bytes) -> str:
 
 
 def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows, ascending, that repeat an earlier key, and the first row with each key. Skip unreadable rows."""
+    """Return the readable rows that repeat an earlier key, ascending, and for each the first row with its key."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
     order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
     order = order[~np.isin(order, unreadable)]

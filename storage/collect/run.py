@@ -1,9 +1,9 @@
-"""Collect: downloads a caption list, or imports local images, into shards of the `images` stage.
+"""`vlbert collect`: downloads a caption list, or imports local images, into shards of the `images` stage.
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
-downloaded again. A list may grow: its new rows make new shards. If the list changed in rows of committed shards, that
-is an error, because one dataset would mix two lists. Any number of processes may run at once, on any machines that read
-the same list. Each claims the shards that it works on (storage/claims.py), and waits for the others at the end.
+downloaded again. A list may grow: its new rows make new shards. If rows of committed shards have changed, that is an
+error, because one dataset would mix two lists. Any number of processes may run at once, on any machines that read the
+same list. Each claims the shards that it works on (storage/claims.py), and at the end waits for the other processes.
 
     vlbert collect ROOT DATASET --captions LIST
 """
@@ -52,7 +52,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 
 @dataclass(frozen=True)
 class Group:
-    """Shards that are collected together."""
+    """Shards that are collected together (in a flow, by one Prefect task), and the state of the run before them."""
 
     parts: tuple[Part, ...]
     list_id: str  # id of the stored rows
@@ -88,7 +88,7 @@ def collect(
 ) -> Collected:
     """Download or import the missing shards of a dataset, group by group with `run_group` (default: `collect_group`).
 
-    Raises NothingStored if no row of the dataset, also of its committed shards, is ok.
+    Raises NothingStored if no row of the dataset is ok, including those of shards committed before.
     """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, log=log)
@@ -128,10 +128,10 @@ def collect(
         left = claims.wait([part.shard for part in missing], pending, log_line, for_all=True)
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
-        if missing and not has_images and counts.total() == rows:  # no shard was another worker's
+        if missing and not has_images and counts.total() == rows:  # other workers had none
             raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
-            log_line(f"collecting {len(missing)} shards again that had no image or were another worker's")
+            log_line(f"collecting {len(missing)} shards again, which had no image or were claimed by another worker")
     new = len(new_shards - headers.keys())
     return Collected(settings.name, len(parts), new, catalog.counts(IMAGES), time.monotonic() - started)
 
@@ -153,7 +153,7 @@ def _by_status(counts: Mapping[str, int]) -> str:
 
 
 def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str, int], part: Part) -> str:
-    """Return the message for a dataset without an ok row. `part` is a shard that was not committed."""
+    """Return the error message for a dataset without an ok row. `part` is a shard that was not committed."""
     status = Status(Counter(counts).most_common(1)[0][0])
     (row,) = listed.read(part.start, part.start + 1)
     hints = [f"{status}: {status.meaning} (docs/images.md)", row.detail]
@@ -173,11 +173,11 @@ def collect_group(
     on_commit: OnCommit = lambda shard: None,
     log: Callable[[str], None] = print,
 ) -> dict[str, int]:
-    """Collect the shards of a group, a few at a time, and commit each when it is complete. Return its rows by status.
+    """Collect the shards of a group, a few at a time, and commit each when it is complete. Return row counts by status.
 
     Shards that another worker has claimed or committed are skipped. A shard without an image is committed only if the
-    dataset or this group already has one. Raises ConnectionError, without committing a shard, if none of its hosts can
-    be reached.
+    dataset or this group already has one. If none of a shard's hosts can be reached, it is not committed, and
+    ConnectionError is raised.
     """
     catalog = Catalog(open_store(root), settings.name)
     rows = Rows(catalog.store, settings.name, group.list_id)
@@ -196,7 +196,7 @@ def collect_group(
 
 @dataclass
 class _GroupCollector:
-    """A collector of the shards of one group. It reads and writes files in a thread, so that other shards continue."""
+    """A collector of the shards of one group. It accesses files in a thread, so that downloads continue meanwhile."""
 
     catalog: Catalog
     settings: CollectSettings
@@ -210,11 +210,11 @@ class _GroupCollector:
     due: float = dataclasses.field(default_factory=lambda: time.monotonic() + _REPORT_SECONDS)  # of the next line
 
     def count(self) -> dict[str, int]:
-        """Return the rows by status of all finished shards."""
+        """Return the number of rows with each status, over all finished shards."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
     def finish(self, part: Part, counts: Mapping[str, int]) -> None:
-        """Record a finished shard and its rows by status, and log the progress if a line is due."""
+        """Record a finished shard and its row counts by status, and log the progress if a line is due."""
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
             counts = Counter(self.group.before) + Counter(self.count())
@@ -223,7 +223,7 @@ class _GroupCollector:
             self.due = time.monotonic() + _REPORT_SECONDS
 
     async def collect(self) -> None:
-        """Collect all shards: downloads a few at a time, imports one by one."""
+        """Collect all shards of the group: a few at a time if they are downloaded, one at a time if imported."""
         is_download, download = self.settings.is_download, self.settings.download
         free = asyncio.Semaphore(SHARDS_AT_ONCE if is_download else 1)
 
@@ -244,7 +244,7 @@ class _GroupCollector:
         return await asyncio.get_running_loop().run_in_executor(self.files, function, *arguments)
 
     async def collect_shard(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
-        """Collect a shard, from its rows to its commit."""
+        """Collect one shard: read its rows, download or import their images, and commit the result."""
         if committed := await self.in_thread(self.count_committed, part):
             self.finish(part, committed)
             return
@@ -273,7 +273,7 @@ class _GroupCollector:
             await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
     def count_committed(self, part: Part) -> dict[str, int]:
-        """Return the rows by status if another process or an earlier attempt has committed the shard, else {}."""
+        """Return a shard's row counts by status if another process or an earlier attempt has committed it, else {}."""
         try:
             (header,) = self.catalog.headers(IMAGES, [part.shard]).values()
         except ObjectMissing:
@@ -283,7 +283,7 @@ class _GroupCollector:
     def read_committed(
         self, part: Part, rows: Sequence[CaptionRow], spool: Spool
     ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """Return the committed manifest and its rows by number, or None and {} if no rows are requested again."""
+        """Return the manifest that a part replaces, and all its rows by number, or (None, {}) for a new shard."""
         if not part.replaces:
             return None, {}
         manifest = self.catalog.manifest(IMAGES, part.shard)
@@ -311,7 +311,7 @@ class _GroupCollector:
         return results
 
     def import_rows(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
-        """Import the images of rows from a folder or from tars, and log the first missing file. Return the rows."""
+        """Import the images of rows from a folder or tars. Log the first missing file. Return rows with statuses."""
         settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
             images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)
@@ -331,7 +331,7 @@ class _GroupCollector:
 
 
 def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSettings) -> None:
-    """Raise ConnectionError if all requested rows are UNREACHABLE and are at least 20, or on at least five hosts."""
+    """Raise ConnectionError if all requested rows are UNREACHABLE, and there are at least 20 of them or five hosts."""
     requested = [row for row in rows if row.status not in NOT_REQUESTED]
     hosts = {urlsplit(row.url).hostname for row in requested}
     few = len(hosts) < _FEW_HOSTS and len(requested) < _FEW_ROWS

@@ -1,4 +1,4 @@
-"""Temporary file that holds the images of shards in progress, instead of memory."""
+"""A temporary file that holds the images of a shard until it is committed, to save memory."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ from storage.collect.normalise import NormalisedImage
 
 @dataclass(frozen=True)
 class SpooledImage:
-    """A normalised image with its bytes in a Spool."""
+    """A normalised image whose bytes are in a Spool."""
 
     spool: "Spool"
     offset: int
@@ -22,14 +22,14 @@ class SpooledImage:
 
     @property
     def jpeg(self) -> bytes:
-        """Bytes of the JPEG, readable while the spool is open."""
+        """Bytes of the JPEG. They can be read while the spool is open."""
         return self.spool.read(self.offset, self.length)
 
 
 class Spool:
-    """Context manager: a temporary file in TMPDIR, as large as the images of the shards in progress.
+    """Context manager that keeps normalised images in a temporary file in TMPDIR.
 
-    The file has no name, so it disappears with the process at the latest. Threads may share it.
+    The file has no name, so it disappears when the spool is closed or the process ends. Threads may share a spool.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Spool:
             self._file.close()
 
     def write(self, image: NormalisedImage) -> SpooledImage:
-        """Write the bytes of an image. Raises OSError that names the folder if it is full."""
+        """Write the bytes of an image. Raises OSError, naming the folder, if the disk is full."""
         left = memoryview(image.jpeg)
         with self._lock:
             offset = self._end
@@ -62,11 +62,10 @@ class Spool:
                     f"{error.strerror}: images are in {tempfile.gettempdir()} until their shard is committed; if it "
                     "is full, set TMPDIR to a folder with more space, or lower rows_per_shard",
                 ) from error
-        size = image.width, image.height
-        return SpooledImage(self, offset, len(image.jpeg), *size, image.sha256, image.flags)
+        return SpooledImage(self, offset, len(image.jpeg), image.width, image.height, image.sha256, image.flags)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return the bytes of an image. Raises ValueError if the spool is closed."""
+        """Return `length` bytes from `offset`. Raises ValueError if the spool is closed."""
         with self._lock:
             data = os.pread(self._file.fileno(), length, offset)
         assert len(data) == length, f"{len(data)} of {length} bytes at {offset} of the spool"

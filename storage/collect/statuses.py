@@ -10,7 +10,7 @@ _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class Status(StrEnum):
-    """The outcome of a row, with an explanation. HTTP_400 to HTTP_599 are members, too."""
+    """The outcome of a row, with an explanation (`meaning`). HTTP_400 to HTTP_599 are members, too."""
 
     _ignore_ = "code members"
     meaning: str
@@ -84,7 +84,7 @@ _FINAL = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW}  # no r
 
 
 def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
-    """Return the retryable statuses with these names. `http_4xx` and `http_5xx` stand for all of their class.
+    """Return the retryable statuses with these names. `http_4xx` and `http_5xx` stand for all statuses of that class.
 
     Raises ValueError for any other name.
     """
@@ -100,10 +100,10 @@ def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
 
 
 class Refused(Exception):
-    """Raised for an image that is not stored, with its status and a detail.
+    """Raised if an image cannot be stored. The status and the detail say why.
 
     Attributes:
-        retry_after: minimum seconds until another attempt may succeed; None if no attempt will
+        retry_after: minimum seconds until another attempt may succeed; None if none is likely to
         host: the host that failed, after redirects
     """
 

@@ -1,7 +1,7 @@
 """Import of WebDataset tars, such as img2dataset's: KEY.jpg (or another image) with KEY.txt, KEY.json or both.
 
-The webdataset library groups the members into samples without reading their contents. Of a text at most MAX_MEMBER
-bytes are read, of an image only its position.
+The webdataset library groups the members into samples without reading their contents. A text of more than MAX_MEMBER
+bytes is refused. Only the position of an image is recorded, so that the image can be read later.
 """
 
 import itertools
@@ -27,7 +27,7 @@ _Members = dict[str, tarfile.TarInfo]  # lower-case extension -> member of a sam
 
 
 class TarSet:
-    """The tars below a folder or `s3://bucket/prefix`."""
+    """All tars in a folder and its subfolders, or under `s3://bucket/prefix`."""
 
     def __init__(self, root: str):
         require("webdataset", "importing tars")
@@ -44,7 +44,7 @@ class TarSet:
         return [[info.path, info.size, info.modified] for info in self._tars]
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
-        """Yield a row for each image and for each sample without one. Raises ValueError at a torn or damaged tar."""
+        """Yield a row per image and per sample without one. Raises ValueError if a tar is truncated or damaged."""
         numbers = itertools.count()
         for tar in self._tars:
             with open_object(self._store, tar.path) as stream:
@@ -53,7 +53,7 @@ class TarSet:
                         yield CaptionRow(next(numbers), *fields)
 
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield at most `limit` + 1 bytes of each of these images, in their order."""
+        """Yield (place, bytes) for each of these images, in order, with at most `limit` + 1 bytes of the image."""
         for tar, images in itertools.groupby(places, key=lambda place: place.tar):
             with open_object(self._store, tar) as stream:
                 for place in images:
@@ -64,7 +64,7 @@ class TarSet:
 def group_samples(stream: BinaryIO, uri: str) -> Iterator[tuple[str, _Members]]:
     """Yield the key and the members of each sample, grouped by webdataset, without reading their contents.
 
-    Raises ValueError if the tar is compressed, torn or damaged.
+    Raises ValueError if the tar is compressed, truncated or damaged.
     """
     from webdataset.tariterators import group_by_keys
 
@@ -86,7 +86,7 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
                     yield member
             end = members.offset
     except tarfile.TarError as error:
-        raise ValueError(f"it is torn, compressed or not a tar: {error}") from error
+        raise ValueError(f"it is truncated, compressed or not a tar: {error}") from error
     stream.seek(end)
     blocks = iter(lambda: stream.read(1 << 20), b"")
     zeros = sum(len(block) if not any(block) else -math.inf for block in blocks)
@@ -95,9 +95,9 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
-    """Yield the fields of CaptionRow for a sample's first image, or else for each image that cannot be read.
+    """Yield CaptionRow fields, without `row`, for a sample's first image, or for each image if none is supported.
 
-    The URL is the image's name in the tar if none is stored.
+    If the sample has no URL, the row's URL is the path of the tar and the image's name in it.
     """
     url, text, extra, fault = None, "", None, ""
     try:
@@ -127,7 +127,7 @@ def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: 
 
 
 def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
-    """Return the fields of KEY.json, and KEY.txt as `txt`. Raises ValueError if one of them cannot be read."""
+    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError on failure."""
     fields = {}
     for extension in ("json", "txt"):
         if (member := members.get(extension)) is None:
@@ -144,7 +144,7 @@ def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
 
 
 def _recognise(fields: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the fields with URL and caption ("" if there is none), and with the licence if any."""
+    """Return the names of the URL and caption fields ("" if missing) and, if there is one, of the licence field."""
     by_lower = {name.lower(): name for name in fields}
     url, caption = (
         next((by_lower[name] for name in known if name in by_lower), "") for known in (URLS, ("txt", *CAPTIONS))

@@ -98,5 +98,5 @@ def test_a_wrong_entry_is_named(tmp_path: Path, kind: str, field: str | None, va
 
 def test_a_torn_file_is_refused(tmp_path: Path):
     (tmp_path / "a.json").write_text('{"images": [')
-    with pytest.raises(ValueError, match=r"a\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"a\.json is truncated or not JSON"):
         AnnotatedDetector(tmp_path / "a.json")

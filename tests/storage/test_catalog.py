@@ -209,7 +209,7 @@ def test_a_damaged_or_missing_tar_is_named_before_the_first_sample(catalog):
     with pytest.raises(ValueError, match=rf"{tar} is damaged: .* delete .*00000\.parquet and run the stage"):
         catalog.read("images", "00000")
     catalog.store.delete(tar)
-    with pytest.raises(ValueError, match=f"{tar} is gone"):
+    with pytest.raises(ValueError, match=f"{tar} is missing"):
         catalog.read("images", "00000")
 
 
@@ -225,14 +225,14 @@ def test_invalid_manifests_are_named(local):
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
         (sealed_parquet(table, {}), "is damaged or not a manifest"),
-        (rewritten(table, {**header, "version": 1}), "is of version 1, but this code reads 5: use the code"),
+        (rewritten(table, {**header, "version": 1}), "has version 1, but this code reads 5: use the code"),
         (b'{"version": 1}', "is damaged or not a manifest"),
-        (rewritten(table, {**header, "shard_version": 2}), "is of version 2, but this code reads 1: use the code"),
+        (rewritten(table, {**header, "shard_version": 2}), "has version 2, but this code reads 1: use the code"),
     ]:
         local.store.put("captions/images/00001.parquet", wrong)
         with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:
             local.manifest("images", "00001")
-        assert "of version" not in message or "delete" not in str(error.value)
+        assert "has version" not in message or "delete" not in str(error.value)
 
 
 def rewritten(table, header: dict) -> bytes:

@@ -192,7 +192,7 @@ def test_verify_reports_every_fault_and_goes_on(copied):
     expected = [
         f"{unreadable} cannot be read ([Errno 5]",
         "images/00001.parquet is damaged",
-        f"{gone} is gone;",
+        f"{gone} is missing;",
         f"{changed} is damaged",
     ]
     for fault, part in zip(faults_of(copied), expected, strict=True):
@@ -208,7 +208,7 @@ def test_a_snapshot_without_its_tars_is_a_fault(local, capsys):
     commit_again(local, 0)
     source, snapshot = faults_of(local)
     assert f"{REGIONS}/00000.parquet was made from another" in source
-    assert ".tar is gone;" in snapshot
+    assert ".tar is missing;" in snapshot
     with pytest.raises(SystemExit, match="^1$"):
         main(["verify", local.store.root])
     result = "2 faults (checked: shards 2, snapshots 1, checkpoints 0)"

@@ -137,7 +137,7 @@ GOOD = OBJECTS[0]
         ("a.csv", b'url,caption\nu,c\nu,"c\nu,c\n', "", [1], r"a\.csv, row 2: unexpected end of data"),
         ("a.jsonl", lines(GOOD, {"url": "u", "caption": 7}, GOOD), "", [1], r"a\.jsonl:2: 'caption' is 7, not a str"),
         ("a.jsonl", lines(GOOD, {**GOOD, "x": [1]}), "url,caption,x", [1], r"a\.jsonl:2: 'x' is \[1\]"),
-        ("a.jsonl", lines(GOOD) + b"{\n[1]\n" + lines(GOOD), "", [1, 2], r"a\.jsonl:2: the line is not JSON"),
+        ("a.jsonl", lines(GOOD) + b"{\n[1]\n" + lines(GOOD), "", [1, 2], r"a\.jsonl:2: the line is truncated"),
         ("a.json", json.dumps([GOOD, 7]).encode(), "", [1], r"a\.json, row 2: 7 is not an object"),
         ("a.parquet", parquet(url=URLS, n=[1] * 5), "url,n", [*range(5)], r"a\.parquet, row 1: 'n' is 1, not a str"),
     ],

@@ -84,7 +84,7 @@ def test_background_first_reorders_columns_and_labels_alike():
     for own, first in zip(regions.labels, regions.labels_background_first(), strict=True):
         assert np.array_equal(regions.class_probs[:, own], probs[:, first])
     assert regions.num_classes == 3
-    with pytest.raises(ValueError, match="detector d carry no class_probs"):
+    with pytest.raises(ValueError, match="detector d have no class_probs"):
         few(class_probs=None).class_probs_background_first()
 
 
@@ -115,7 +115,7 @@ def size_in_header(width: int, height: int) -> bytes:
 # Of the members: what is wrong with them, and the field that must be named.
 CORRUPT = {
     "no jpg": (lambda members: {"json": members["json"]}, r"there is no \.jpg member"),
-    "json of another version": (metadata(version=2), "of version 2, but this code reads 1"),
+    "json of another version": (metadata(version=2), "has version 2, but this code reads 1"),
     "an unknown array": (packed(masks=["<f4", [0], b""]), r"unknown arrays \['masks'\]"),
     "scores of another byte order": (packed(scores=[">f4", [3], bytes(12)]), r"regions.scores .* '>f4'"),
     "caption as a number": (metadata(caption=3), "caption"),

@@ -79,7 +79,7 @@ def test_a_shifted_span_is_refused(shard):
     begin, end = one.offset, one.offset + one.length
     for start, stop, message in [
         (begin + 512, end, "no tar header at byte 0"),
-        (begin, end - 512, "is torn"),
+        (begin, end - 512, "is truncated"),
         (begin, two.offset + two.length, "hold 2 samples"),
         (begin, begin, "0 bytes hold 0 samples"),
         (spans[-1].offset, len(data), "zeros at byte"),
@@ -94,9 +94,9 @@ def test_a_torn_tar_is_refused(shard):
     inside = range(0, len(data), 1331)
     boundaries = [span.offset for span in spans[:3]] + [spans[-1].offset + spans[-1].length, len(data) - 1]
     for length in sorted({*inside, *boundaries, len(data) // 10240 // 2 * 10240, len(data) - 512}):
-        with pytest.raises(ValueError, match=r"mine is torn: .* write the shard again"):
+        with pytest.raises(ValueError, match=r"mine is truncated: .* write the shard again"):
             list(read_shard(data[:length], "mine"))
-    with pytest.raises(ValueError, match="no end of archive"):
+    with pytest.raises(ValueError, match="no end of tar"):
         list(read_shard(data[:-1] + b"x"))
 
 

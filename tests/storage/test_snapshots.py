@@ -140,12 +140,12 @@ def test_invalid_snapshots_are_named(catalog):
     with pytest.raises(ValueError, match=rf"{moved} is snapshot {snapshot.id} of images: move it back"):
         catalog.pinned("images", "0" * 16)
     catalog.store.delete(path)
-    with pytest.raises(ValueError, match=rf"{path} is gone; put it back"):
+    with pytest.raises(ValueError, match=rf"{path} is missing; put it back"):
         catalog.pinned("images", snapshot.id)
     table = pq.read_table(io.BytesIO(data))
     metadata = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"snapshot"])
     for change, message in [
-        ({"version": 1}, "is of version 1, but this code reads 5"),
+        ({"version": 1}, "has version 1, but this code reads 5"),
         ({"random_init": True}, None),
         ({"stage": "regions/x"}, f"is snapshot {snapshot.id} of regions/x"),
         ({"shards": [metadata["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),

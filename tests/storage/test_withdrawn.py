@@ -228,8 +228,7 @@ def test_verify_names_a_shard_that_still_has_them(local):
     commit_both(local, 0)
     withdraw(local.store, [samples_of(range(1))[0].url])
     assert [
-        fault.partition(" has images that were withdrawn; type `vlbert withdraw`")[1] != ""
-        for fault in faults(local.store)
+        fault.partition(" still has withdrawn images; run `vlbert withdraw`")[1] != "" for fault in faults(local.store)
     ] == [True] * 2
 
 

@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_never_offered_for_remova
     for step in (100, 200):
         name = f"runs/run/step-{step:07d}/state.json"
         store.put(name, json_with_digest({"version": version, "step": step, "files": {}}))
-        named.append(f"{store.uri(name)} is of version {version}, but this code reads {CHECKPOINT_VERSION}: use")
+        named.append(f"{store.uri(name)} has version {version}, but this code reads {CHECKPOINT_VERSION}: use")
     for read in (read_checkpoint, open_folder, read_state):
         with pytest.raises(ValueError, match=re.escape(named[1])):
             read(store, "runs/run/step-0000200")

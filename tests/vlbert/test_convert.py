@@ -354,7 +354,7 @@ def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):
         (lambda: to_theirs(folder, tmp_path / "x.bin"), "x.bin already exists"),
         (lambda: to_ours(tmp_path / "other.bin", tmp_path / "ours"), "weight file .*other.bin does not exist"),
         (lambda: to_theirs(damaged, tmp_path / "back.bin"), f"{KEPT} is damaged: its sha256"),
-        (lambda: to_theirs(gone, tmp_path / "back.bin"), f"{KEPT} is gone"),
+        (lambda: to_theirs(gone, tmp_path / "back.bin"), f"{KEPT} is missing"),
         (lambda: to_theirs(changed, tmp_path / "back.bin"), f"{REPORT} is not of this model: it names b"),
     ):
         with pytest.raises(ValueError, match=named):

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("config.json", None, "holds no model: it has no config.json"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
-        ("config.json", b'{"version": 9}', "config.json is of version 9, but this code reads 8: use the code that"),
+        ("config.json", b'{"version": 9}', "config.json has version 9, but this code reads 8: use the code that"),
         ("config.json", b'{"version": 8}', "config.json is incomplete: model, vocab_size or files"),
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a model"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .*another version"),

@@ -99,7 +99,7 @@ def test_a_missing_tar_is_found_before_the_first_step(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
     missing = max((tmp_path / "captions" / STAGE).glob("*.tar"))
     missing.unlink()
-    with pytest.raises(ValueError, match=f"{missing.name} has 0 bytes, but .*: it is torn or missing"):
+    with pytest.raises(ValueError, match=f"{missing.name} has 0 bytes, but .*: it is truncated or missing"):
         open_samples(open_store(str(tmp_path)), "captions", None, None, ALONE)
 
 

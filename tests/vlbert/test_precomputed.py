@@ -63,5 +63,5 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path,
     assert all(math.isfinite(line["loss_answers"]) for line in lines)
 
     nameless = dataclasses.replace(pretraining, run_name="nameless")
-    with pytest.raises(ValueError, match="carry no class_probs"):
+    with pytest.raises(ValueError, match="have no class_probs"):
         train(dataclasses.replace(nameless, data=dataclasses.replace(nameless.data, datasets={"vqa": None})), ALONE)

@@ -80,7 +80,7 @@ WRONG_FILES = [  # the file, or what is in it; its new bytes, or the change; wha
     ("annotations", {"bbox": [1, 2, 3, float("nan")]}, r"instances.json .*annotations\[0\]: .*is not finite"),
     ("annotations", {"id": 1}, "1 ids of annotations of .*instances.json are repeated, such as 1"),
     ("images", {"width": 0}, r"instances.json .*images\[0\]: .*an image of 0 x 64 pixels"),
-    ("instances.json", b'{"images": [', "instances.json is not JSON, or is torn"),
+    ("instances.json", b'{"images": [', "instances.json is truncated or not JSON"),
     (REFS, None, r"there is no .*refs\(unc\).p; .*set task.folder"),
     ("dets.json", b'[{"box": [1, 2, 3, 4]}]', r"dets.json .*detections\[0\]: KeyError: 'image_id'"),
     ("dets.json", None, "there is no .*dets.json; fetch it, or set task.detections"),

@@ -113,7 +113,7 @@ def without_a_tar(root: Path) -> str:
 def without_a_snapshot(root: Path) -> str:
     for file in (root / "captions/regions").glob("*/snapshots/*.parquet"):
         file.unlink()
-    return "is gone; put it back"
+    return "is missing; put it back"
 
 
 def with_another_corpus(root: Path) -> str:

@@ -194,7 +194,7 @@ def test_a_resumed_run_refuses_other_examples_and_a_lost_snapshot(tmp_path):
         train(a_run(root, "run"), ALONE)
     file.write_bytes(json_with_digest(state))
     (root / "captions" / STAGE / "snapshots" / f"{span['snapshot']}.parquet").unlink()
-    with pytest.raises(ValueError, match=f"{span['snapshot']}.parquet is gone; put it back as it was, or start anot"):
+    with pytest.raises(ValueError, match=f"{span['snapshot']}.parquet is missing; put it back as it was, or start"):
         train(a_run(root, "run"), ALONE)
     assert checkpoints(store, "run")[-1] == "runs/run/step-0000002"
 

@@ -117,7 +117,7 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
             train(dataclasses.replace(recipe, **changes), ALONE)
     folder = next((root / "held-out" / "regions").glob("*/snapshots"))
     folder.rename(root / "elsewhere")
-    with pytest.raises(ValueError, match="is gone; .*data.held_out=held-out: restore its files"):
+    with pytest.raises(ValueError, match="is missing; .*data.held_out=held-out: restore its files"):
         train(recipe, ALONE)
     (root / "elsewhere").rename(folder)
     cached = dataclasses.replace(recipe.data, cache=str(root / "cache"), cache_gb=1.0)

@@ -152,7 +152,7 @@ def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(met
         ("boxes", lambda boxes: [*boxes[:3], [1, 2]], "is not in VCR's format, its objects"),
         ("boxes", lambda boxes: [[0, 0, float("nan"), 9], *boxes[1:]], "a box has numbers that are not finite"),
         ("width", lambda width: 0, "its image is 0 x 64 pixels"),
-        (None, None, "is not JSON, or is torn"),
+        (None, None, "is truncated or not JSON"),
     ],
 )
 def test_wrong_metadata_are_named(metadata, field, change, named):
