@@ -1,6 +1,6 @@
 """Settings as frozen dataclasses: checked on construction, parsed from command lines by tyro, saved as JSON.
 
-`--help` and the flow UI show the comment next to a field, or the docstring below it.
+`--help` and Prefect's UI show the comment next to a field, or the docstring below it.
 """
 
 import contextlib

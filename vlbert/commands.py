@@ -34,7 +34,7 @@ COMMANDS = {
     "verify-detector": ("detectors.verify", "draw the regions that a detector finds on your images"),
     "train-detector": ("detectors.train", "train a detector on annotated images"),
     "vqa-answers": ("vlbert.datasets.vqa", "write VQA's list of answers"),
-    "serve": ("flows.serve", "serve the deployments of prefect.yaml on this machine, with the flow UI"),
+    "serve": ("flows.serve", "serve the deployments of prefect.yaml on this machine, with Prefect's UI"),
     "deploy": ("flows.deploy", "create work pools, alarms and deployments on a Prefect server"),
 }
 _COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")

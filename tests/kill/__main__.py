@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.kill", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100, help="of writers (100); 0 leaves them out")
-    parser.add_argument("--training-kills", type=int, default=12, help="of trainings (12); 0 leaves them out")
+    parser.add_argument("--training-kills", type=int, default=12, help="kills of training runs (12); 0 leaves them out")
     parser.add_argument("--rank-of", nargs=3, metavar=("ROOT", "SEEN", "WORKERS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank_of:  # a process of a training that is killed

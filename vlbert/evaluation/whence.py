@@ -117,7 +117,7 @@ class TrainedRun:
             if store.exists(path):
                 return store, path
         places = " or ".join(dict.fromkeys(store.uri(path) for store in self.roots))
-        raise ValueError(f"{places} is gone; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
+        raise ValueError(f"{places} is missing; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
 
     def steps_of(self, number: int) -> np.ndarray:
         """Return the step, counted from 1, of each sample drawn from dataset `number`, in drawing order: int32 [N]."""
