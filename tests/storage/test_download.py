@@ -117,9 +117,6 @@ def test_names_without_an_answer_delay_neither_other_names_nor_the_end(web: Web,
     assert found == 12 * ["timeout"] + ["ok"]
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
-
-
 def test_redirects_are_followed_up_to_the_limit(web: Web):
     web.put("/hop/0", send(JPEG))
     for hop in range(1, 7):
@@ -162,9 +159,6 @@ def test_a_lasting_failure_is_not_requested_again(web: Web):
     for number, lasting in enumerate((send(b"", 404), send(b"<html>"), send(b"x", length=10**12))):
         assert one(web.put(f"/lasting/{number}", lasting), settings_for(web, retries=2)).status != "ok"
         assert web.count_of(f"/lasting/{number}") == 1
-
-
-# --- what is used of this machine -------------------------------------------------------------------------------------
 
 
 def test_too_few_open_files_end_the_program():

@@ -178,9 +178,6 @@ def test_a_line_is_split_at_its_first_tab_and_nowhere_else(caption: str, url: st
     assert rows == [CaptionRow(0, "first", "http://x/0"), CaptionRow(1, caption, url)]
 
 
-# --- rows in the dataset's folder -------------------------------------------------------------------------------------
-
-
 def test_rows_are_written_once_and_read_back_by_number(tmp_path: Path):
     """Over the border of two parts; a list that grew shares the first of them."""
     store, count = open_store(str(tmp_path)), PART_ROWS + 50

@@ -88,9 +88,6 @@ def test_background_first_reorders_columns_and_labels_alike():
         few(class_probs=None).class_probs_background_first()
 
 
-# --- untrusted members ------------------------------------------------------------------------------------------------
-
-
 def whole() -> Sample:
     return seeded_sample(1, seeded_regions(1, 3, everything=True))
 
