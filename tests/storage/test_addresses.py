@@ -159,18 +159,6 @@ def test_every_connection_is_checked_by_open_socket(web: Web, monkeypatch: pytes
     assert len(web.requests + web.robots_requests) == before
 
 
-def test_open_socket_admits_public_and_allowed_addresses_only():
-    guard = AddressGuard(("127.0.0.1:8791",))
-    info = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
-    guard.open_socket((*info, ("127.0.0.1", 8791))).close()
-    guard.open_socket((*info, ("8.8.8.8", 443))).close()
-    for address in (("127.0.0.1", 8792), ("10.0.0.1", 80)):
-        with pytest.raises(Refused, match=rf"{address[0]} is not a public address"):
-            guard.open_socket((*info, address))
-    with pytest.raises(Refused, match=r"rebound\.example: 10\.0\.0\.1 is not a public address"):
-        guard.check_address("rebound.example", 80, ipaddress.ip_address("10.0.0.1"))
-
-
 @pytest.mark.parametrize(("code", "transient"), [(socket.EAI_AGAIN, True), (socket.EAI_NONAME, False)])
 def test_a_look_up_that_failed_for_now_is_transient_and_an_unknown_name_is_not(code: int, transient: bool, monkeypatch):
     resolve(monkeypatch, error=socket.gaierror(code, "as the system says"))

@@ -14,6 +14,7 @@ import pytest
 from places import PROJECT
 from web import Answer, Web, draw, drip, encode, in_turn, raw, results, send, settings_for, silent, statuses
 
+from demo.serve import free_port
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
 
@@ -23,12 +24,6 @@ JPEG = encode(draw())
 def one(url: str, settings: DownloadSettings) -> CaptionRow:
     (result,) = results([url], settings)
     return result
-
-
-def no_one_listens() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def reset_in_body(handler: BaseHTTPRequestHandler) -> None:
@@ -87,7 +82,7 @@ def test_every_answer_ends_in_its_status(answered: dict[str, CaptionRow], name: 
 
 
 def test_what_cannot_be_connected_to_says_why(web: Web):
-    port = no_one_listens()
+    port = free_port()
     settings = DownloadSettings(allowed_hosts=(f"127.0.0.1:{port}",), retries=0)
     assert one(f"http://127.0.0.1:{port}/", settings).status == "connect"
     assert one("http://no-such-host.invalid/a.jpg", settings_for(web)).status == "dns"
