@@ -1,5 +1,6 @@
 """Tars of others, written here by hand, become shards or are refused."""
 
+import functools
 import gzip
 import json
 import re
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
+import members
 import pytest
 from web import draw, encode
 
@@ -25,14 +27,8 @@ def image_bytes(number: int) -> bytes:
     return encode(draw(seed=number))
 
 
-def tar_of(members: Members, form: int = tarfile.PAX_FORMAT) -> bytes:
-    out = BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), 1702599999.5  # as webdataset: a header of its own for the fraction
-            tar.addfile(info, BytesIO(data))
-    return out.getvalue()
+# As webdataset: a header of its own for the fraction of the time.
+tar_of = functools.partial(members.tar_of, format=tarfile.PAX_FORMAT, mtime=1702599999.5)
 
 
 def without_end(tar: bytes) -> bytes:
@@ -82,7 +78,7 @@ def samples_in(root: Path) -> list[Sample]:
 )
 def test_tars_of_each_kind_are_imported_and_an_import_goes_on(members: Callable, url: str, root: str, tmp_path: Path):
     first, second = ([one for n in numbers for one in members(f"000{n}", n)] for numbers in (range(3), (3, 0)))
-    put_tars(root, **{"train/a": tar_of(first), "train/b": tar_of(second, tarfile.GNU_FORMAT)})
+    put_tars(root, **{"train/a": tar_of(first), "train/b": tar_of(second, format=tarfile.GNU_FORMAT)})
     rows = of_tars(tmp_path / "imported", root)
     assert [status for _, status, *_ in rows] == ["ok"] * 4 + ["duplicate" if url.startswith("http") else "ok"]
     found = samples_in(tmp_path / "imported")[:4]
@@ -101,7 +97,7 @@ def test_tars_of_each_kind_are_imported_and_an_import_goes_on(members: Callable,
 
 
 def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
-    members = [
+    found = [
         *with_text("good", 0)[:1],
         ("._good.jpg", b"\0"),  # as macOS adds them
         *with_text("good", 0)[1:],
@@ -128,7 +124,7 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
         ("link.txt", b"a caption"),
         ("README", b"of nobody"),
     ]
-    rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(members)))
+    rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(found)))
     assert [(row, status) for row, status, *_ in rows] == [*enumerate([
         "ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated", "ok", "bad_caption", "ok",
         *3 * ["missing_file"],
@@ -187,7 +183,7 @@ def test_tars_that_cannot_be_imported_are_refused_before(
 
 @pytest.mark.parametrize("member", [0, 4])
 def test_a_tar_with_a_damaged_header_and_one_that_changed_are_refused(member: int, tmp_path: Path):
-    data = bytearray(tar_of([one for n in range(4) for one in with_text(f"{n}", n)], tarfile.USTAR_FORMAT))
+    data = bytearray(tar_of([one for n in range(4) for one in with_text(f"{n}", n)], format=tarfile.USTAR_FORMAT))
     tars = put_tars(str(tmp_path / "tars"), a=bytes(data))
     of_tars(tmp_path / "root", tars)
     with tarfile.open(fileobj=BytesIO(bytes(data))) as members:
