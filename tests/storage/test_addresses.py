@@ -5,7 +5,6 @@ import ipaddress
 import socket
 
 import pytest
-import yarl
 from hypothesis import given
 from hypothesis import strategies as st
 from web import Web, draw, encode, send, settings_for, statuses
@@ -67,9 +66,7 @@ def test_addresses_that_are_not_public_are_refused_in_every_form(host: str):
         assert refusal(f"{scheme}://{host}/a.jpg") == "blocked_address"
 
 
-@pytest.mark.parametrize(
-    "host", ["%31%32%37.0.0.1", "127%2e0.0.1", "0x7f000001.", "127.0.0.1%00.example.com", "localhost."]
-)
+@pytest.mark.parametrize("host", ["%31%32%37.0.0.1", "127%2e0.0.1", "0x7f000001.", "127.0.0.1%00.x.com", "localhost."])
 def test_names_that_look_like_addresses_lead_nowhere(host: str):
     assert refusal(f"http://{host}/a.jpg") in ("dns", "blocked_address", "bad_url")
     assert refusal(f"http://{host}:8791/a.jpg") == "blocked_address"
@@ -132,21 +129,14 @@ def test_a_name_that_leads_to_a_private_address_is_refused(addresses: list[str],
 
 
 def test_every_connection_is_checked_by_open_socket(web: Web, monkeypatch: pytest.MonkeyPatch):
-    class Lax(AddressGuard):
-        """Checks no URL and no resolved address."""
-
-        def check_url(self, url: str) -> yarl.URL:
-            return parse_url(url)
-
-        def check_address(self, *_: object) -> None:
-            pass
-
-        def open_socket(self, address_info: tuple) -> socket.socket:
-            return AddressGuard(()).open_socket(address_info)
-
     async def fetch(url: str) -> str:
         fetcher = Fetcher(settings_for(web))
-        fetcher.guard = Lax(())
+        guard = fetcher.guard = AddressGuard(())  # checks no URL and no resolved address
+        guard.check_url, guard.check_address, guard.open_socket = (
+            parse_url,
+            lambda *_: None,
+            AddressGuard(()).open_socket,
+        )
         async with fetcher:
             with pytest.raises(Refused) as refused:
                 await fetcher.fetch(url)

@@ -1,6 +1,7 @@
 """Withdrawn images: no commit takes them, revisions lose them, and older snapshots go on with all the others."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from seeded import REGIONS, as_dict, commit, detect, put_checkpoint, seeded_regions, seeded_sample, shard_of
@@ -12,7 +13,7 @@ from storage.catalog.commit import commit_shard, withdraw_samples
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row
-from storage.object_store import Content, LocalStore, ObjectMissing, ObjectStore, open_store
+from storage.object_store import LocalStore, ObjectMissing, ObjectStore, open_store
 from storage.reading import ShardSamples
 from storage.sample import Sample
 from storage.verify import verify
@@ -215,22 +216,20 @@ class Dying(LocalStore):
         super().__init__(root)
         self.left, self.after = left, after
 
-    def _step(self, before: bool) -> None:
-        if before != self.after:
-            if self.left == 0:
-                raise Killed
-            self.left -= 1
-
-    def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-        self._step(before=True)
-        done = super().put(path, data, if_absent=if_absent)
-        self._step(before=False)
+    def _step(self, work: Callable, *arguments: object, **options: bool) -> bool:
+        if self.left == 0 and not self.after:
+            raise Killed
+        done = work(*arguments, **options)
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
         return done
 
+    def put(self, *arguments: object, **options: bool) -> bool:
+        return self._step(super().put, *arguments, **options)
+
     def delete(self, path: str) -> None:
-        self._step(before=True)
-        super().delete(path)
-        self._step(before=False)
+        self._step(super().delete, path)
 
 
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
