@@ -36,9 +36,11 @@ def without_end(tar: bytes) -> bytes:
     return tar[: -(-len(tar.rstrip(b"\0")) // 512) * 512]
 
 
-def with_text(key: str, number: int) -> Members:
+def with_text(key: str, number: int, text: bytes = b"", *between: tuple[str, bytes]) -> Members:
     """As cc3m-wds has it."""
-    return [(f"{key}.jpg", image_bytes(number)), (f"{key}.txt", f"caption {number}: a café\n".encode())]
+    return [
+        (f"{key}.jpg", image_bytes(number)), *between, (f"{key}.txt", text or f"caption {number}: a café\n".encode())
+    ]  # fmt: skip
 
 
 def with_json(key: str, number: int, extension: str = "png", **fields: object) -> Members:
@@ -98,27 +100,18 @@ def test_tars_of_each_kind_are_imported_and_an_import_goes_on(members: Callable,
 
 def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
     found = [
-        *with_text("good", 0)[:1],
-        ("._good.jpg", b"\0"),  # as macOS adds them
-        *with_text("good", 0)[1:],
+        *with_text("good", 0, b"", ("._good.jpg", b"\0")),  # as macOS adds them
         ("no-text.jpg", image_bytes(1)),
         ("no-image.txt", b"a caption"),
-        ("latin.jpg", image_bytes(2)),
-        ("latin.txt", "café".encode("latin-1")),
-        ("long.jpg", image_bytes(3)),
-        ("long.txt", b"a" * (2**20 + 1)),
+        *with_text("latin", 2, "café".encode("latin-1")),
+        *with_text("long", 3, b"a" * (2**20 + 1)),
         ("torn.jpg", image_bytes(4)[:500]),
         ("torn.txt", b"a caption"),
-        ("several.jpg", image_bytes(5)),
-        ("several.png", encode(draw(seed=7), "PNG")),  # a second image of one
-        ("several.txt", b"\xef\xbb\xbfa caption\r\n"),
-        ("brace.jpg", image_bytes(6)),
-        ("brace.json", b"{"),  # with what would be its URL
-        ("brace.txt", b"a caption"),
+        *with_text("several", 5, b"\xef\xbb\xbfa caption\r\n", ("several.png", encode(draw(seed=7), "PNG"))),
+        *with_text("brace", 6, b"a caption", ("brace.json", b"{")),  # with what would be its URL
         ("nan.jpg", image_bytes(9)),
         ("nan.json", b'{"url": "http://x/", "caption": "a caption", "similarity": NaN, "license": "CC0"}'),
-        ("22.01.jpg", image_bytes(8)),  # a key ends at the first dot
-        ("22.01.txt", b"a caption"),
+        *with_text("22.01", 8),  # a key ends at the first dot
         ("scan.tiff", b"II*"),
         ("scan.txt", b"a caption"),
         ("link.txt", b"a caption"),

@@ -202,17 +202,14 @@ def test_waiting_for_it_takes_nothing_of_the_deadline_of_a_url():
 def test_a_robots_txt_that_cannot_be_had_is_tried_again_for_the_second_pass(broken: dict, back: float):
     """Once in the first pass and once in the second, however many URLs wait for it."""
 
-    def robots_txt(_: yarl.URL, now: float) -> simulated.Answer:
-        return simulated.Answer(**({"body": b""} if now > back else broken))
+    def robots_txt(url: yarl.URL, now: float) -> simulated.Answer:
+        there = {"status": 404} if url.host == "other.example" else {"body": b""} if now > back else broken
+        return simulated.Answer(**there)
 
     # Those of the other host take longer than a few seconds.
     shards = [urls_of(3, 20) + [f"http://other.example/{shard}/{row}" for row in range(200)] for shard in range(2)]
-    done = simulated.downloaded(
-        shards,
-        lambda *_: simulated.Answer(),
-        DownloadSettings(concurrency=3),
-        lambda url, now: simulated.Answer(0, 404) if url.host == "other.example" else robots_txt(url, now),
-    )
+    settings = DownloadSettings(concurrency=3)
+    done = simulated.downloaded(shards, lambda *_: simulated.Answer(), settings, robots_txt)
     if back == 5:
         assert done.statuses == {"ok": 520}
         return
