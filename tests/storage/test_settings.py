@@ -28,15 +28,14 @@ from training.program import make_recipe
 from vlbert.config import DataConfig, ModelConfig
 from vlbert.recipes import RECIPES
 
-GIVEN = """--steps 1000 --model.hidden_size=96 --model.num_heads 8 --task.words.no_whole_words --task.max_elements None
-    --data.datasets cc:1 sbu:0.5 --data.held-out a b --trackers"""
+GIVEN = (
+    "--steps 1000 --model.hidden_size=96 --model.num_heads 8 --task.words.no_whole_words --data.held-out a b --trackers"
+)
 CHANGED = {
     "steps": 1000,
     "model.hidden_size": 96,  # and num_heads at once, which must divide it
     "model.num_heads": 8,
     "task.words.whole_words": False,
-    "task.max_elements": None,
-    "data.datasets": {"cc": 1.0, "sbu": 0.5},
     "data.held_out": ("a", "b"),
     "trackers": (),
 }
