@@ -35,15 +35,12 @@ def encode(image: Image.Image, form: str = "JPEG", **options: object) -> bytes:
 
 
 def send(body: bytes, status: int = 200, length: int | None = None, **headers: str) -> Answer:
-    """An ordinary answer; `length` is a Content-Length that need not be true, -1 for none at all."""
+    """An ordinary answer; `length` is a Content-Length that need not be true."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
-        length_sent = len(body) if length is None else length
-        if length_sent >= 0:
-            handler.send_header("Content-Length", str(length_sent))
-        if length_sent != len(body):
-            handler.close_connection = True
+        handler.send_header("Content-Length", str(len(body) if length is None else length))
+        handler.close_connection |= length is not None
         for name, value in headers.items():
             handler.send_header(name.replace("_", "-"), value)
         handler.end_headers()

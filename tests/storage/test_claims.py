@@ -14,19 +14,6 @@ SHARDS = [f"{number:05}" for number in range(6)]
 FIRST = "captions/images/claims/00000.txt"
 
 
-class Dated:
-    """A store whose own clock runs ahead of this machine's, by `ahead` seconds."""
-
-    def __init__(self, store: ObjectStore):
-        self._store, self.ahead = store, 0.0
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-    def now(self) -> float:
-        return self._store.now() + self.ahead
-
-
 def claims_of(store: ObjectStore) -> Claims:
     return Claims(store, "captions/images")
 
@@ -51,15 +38,14 @@ def test_two_workers_never_hold_one_shard_and_a_released_one_is_free(catalog):
     assert list(catalog.store.list()) == []
 
 
-def test_a_dead_claim_is_taken_over_once_by_the_clock_of_the_storage(catalog):
-    store = Dated(catalog.store)
-    dead, *others = (claims_of(store) for _ in range(4))
+def test_a_dead_claim_is_taken_over_once_by_the_clock_of_the_storage(catalog, monkeypatch):
+    now = catalog.store.now
+    dead, *others = (claims_of(catalog.store) for _ in range(4))
     assert dead.take(["00000"]) == "00000"
-    store.ahead = EXPIRY - 60
-    assert others[0].take(["00000"]) is None
-    store.ahead = EXPIRY + 60
-    assert others[0].take(["00000"]) == "00000"
-    store.ahead = 0
+    for ahead, taken in ((EXPIRY - 60, None), (EXPIRY + 60, "00000")):  # of this machine's clock
+        with monkeypatch.context() as dated:
+            dated.setattr(catalog.store, "now", lambda ahead=ahead: now() + ahead)
+            assert others[0].take(["00000"]) == taken
     assert [other.take(["00000"]) for other in others] == [None] * 3
     dead.release("00000")  # it has slept, and deletes nobody's but its own
     assert others[1].take(["00000"]) is None

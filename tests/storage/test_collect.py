@@ -1,7 +1,6 @@
 """A caption list or a folder of images becomes committed shards: without Prefect."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 import re
@@ -10,10 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from places import PROJECT
 from web import Web, draw, encode, in_turn, raw, send, settings_for, silent
 
 from demo.data import DemoData
+from demo.serve import free_port
 from storage.catalog import Catalog
 from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
@@ -66,9 +64,6 @@ statuses = functools.partial(column, name="status")
 
 def stored_captions(root: str | Path) -> list[str]:
     return [sample.caption for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]
-
-
-# --- shards of a list -------------------------------------------------------------------------------------------------
 
 
 def contents(root: str) -> tuple:
@@ -117,32 +112,19 @@ def test_a_list_that_changed_under_committed_shards_is_an_error(demo_data: DemoD
     assert quietly(root, captions(demo_data, changed)).new_shards == 0
 
 
-def test_a_list_may_grow_and_its_new_rows_make_new_shards(demo_data: DemoData, tmp_path: Path):
-    lines = demo_data.train_tsv.read_text().splitlines()
-    growing, root = tmp_path / "growing.tsv", str(tmp_path / "root")
-    for rows, rows_per_shard, new_shards in ((10, 10, 1), (14, 10, 1), (14, 5, 0), (20, 4, 2)):
-        growing.write_text("\n".join(lines[:rows]))  # without a newline at the end, which the next round then has
-        assert quietly(root, captions(demo_data, growing, rows_per_shard=rows_per_shard)).new_shards == new_shards
-    tables = [table["row"].to_pylist() for table in of(root).columns(IMAGES, ["row"])]
-    assert tables == [[*range(10)], [*range(10, 14)], [*range(14, 18)], [18, 19]]
-    assert column(root, "url") == [line.split("\t")[1] for line in lines[:20]]
-    assert of(root).counts(IMAGES)["ok"] >= 14
-
-
-def test_a_repeated_row_is_a_duplicate_of_the_first_also_of_another_shard(web: Web, tmp_path: Path):
+def test_a_list_may_grow_and_a_repeated_row_is_a_duplicate_of_the_first(web: Web, tmp_path: Path):
+    """Also of a row of another shard, and whenever either came."""
     web.put("/twice.jpg", send(encode(draw())))
     lines = [f"caption {i}\t/twice.jpg" for i in (0, 1, 2, 1, 0, 0, 3)]
     file, root, before = tmp_path / "list.tsv", tmp_path / "root", web.count_of("/twice.jpg")
-    for rows in (5, 7):  # the list grows; what is a duplicate does not depend on when it came
-        quietly(root, served(web, file, *lines[:rows], rows_per_shard=3))
-    expected = 3 * ["ok"] + 3 * ["duplicate"] + ["ok"]
-    assert (column(root, "row"), statuses(root)) == ([*range(7)], expected)
+    for rows, rows_per_shard, new_shards in ((5, 3, 2), (5, 2, 0), (7, 1, 2)):
+        collected = quietly(root, served(web, file, *lines[:rows], rows_per_shard=rows_per_shard))
+        assert collected.new_shards == new_shards
+    tables = [table["row"].to_pylist() for table in of(root).columns(IMAGES, ["row"])]
+    assert (tables, statuses(root)) == ([[0, 1, 2], [3, 4], [5], [6]], 3 * ["ok"] + 3 * ["duplicate"] + ["ok"])
     assert column(root, "detail") == ["", "", "", "of row 1", "of row 0", "of row 0", ""]
     assert stored_captions(root) == [f"caption {i}" for i in range(4)]
     assert web.count_of("/twice.jpg") - before == 2  # once for each shard with new rows
-
-
-# --- folders of images ------------------------------------------------------------------------------------------------
 
 
 def test_local_files_have_the_statuses_of_downloads(tmp_path: Path):
@@ -188,25 +170,31 @@ def test_a_folder_of_images_with_captions_is_imported_row_by_row(tmp_path: Path)
     assert quietly(tmp_path / "root", settings).new_shards == 0
 
 
-# --- no network, no images --------------------------------------------------------------------------------------------
+def objects(root: Path) -> dict[str, bytes]:
+    """Every object of a root."""
+    store = open_store(str(root))
+    return {info.path: store.get(info.path) for info in store.list()}
 
 
-def closed_port() -> int:
-    with Web() as gone:
-        return gone.server.server_port
-
-
-def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path: Path):
-    hosts = [f"127.0.0.{i}:{closed_port()}" for i in range(1, 6)]  # all of 127.0.0.0/8 is this machine
-    lines = [f"caption {i}\thttp://{host}/{i}.jpg" for i, host in enumerate(hosts)] + ["caption\tnonsense"]
-    download = DownloadSettings(deadline=3, retries=0, allowed_hosts=tuple(hosts))
-    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=10, download=download)
+def test_hosts_that_are_gone_cost_neither_a_shard_nor_an_earlier_result(web: Web, tmp_path: Path):
+    root, other, file = tmp_path / "root", tmp_path / "other", tmp_path / "list.tsv"
+    web.put("/keeps.jpg", send(encode(draw())))
+    with Web("0.0.0.0") as gone:
+        hosts = [f"127.0.0.{i}:{gone.server.server_port}" for i in range(1, 6)]  # all of 127.0.0.0/8 is this machine
+        lines = [f"caption {i}\thttp://{host}/{i}.jpg" for i, host in enumerate(hosts)] + ["caption\tnonsense"]
+        download = DownloadSettings(deadline=3, retries=0, allowed_hosts=(*hosts, web.host))
+        settings = functools.partial(served, web, file, *lines, rows_per_shard=10, download=download)
+        quietly(root, settings("a\t/keeps.jpg"))
+    before = objects(root)
+    assert statuses(root) == 5 * ["http_404"] + ["bad_url", "ok"]
+    quietly(root, settings("a\t/keeps.jpg", retry_statuses=("http_4xx",)))
+    assert objects(root) == before
     message = r"none of the 5 hosts of shard 00000 \(rows 0 to 6 of .*\) could be reached: 5 connect, .*http:"
     with pytest.raises(ConnectionError, match=message + ".*--commit_unreachable"):
-        quietly(tmp_path / "root", settings)
-    assert of(tmp_path / "root").shards(IMAGES) == []
-    quietly(tmp_path / "root", dataclasses.replace(settings, commit_unreachable=True))
-    assert statuses(tmp_path / "root") == 5 * ["connect"] + ["bad_url"]
+        quietly(other, settings())
+    assert of(other).shards(IMAGES) == []
+    quietly(other, settings(commit_unreachable=True))
+    assert statuses(other) == 5 * ["connect"] + ["bad_url"]
 
 
 @pytest.mark.parametrize(
@@ -266,76 +254,39 @@ def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(web: 
     assert statuses(root) == 4 * ["http_404"] + ["ok"] + 2 * ["http_404"]
 
 
-# --- rows of committed shards, once more ------------------------------------------------------------------------------
-
-
-def objects(root: Path) -> dict[str, bytes]:
-    """Every object of a root."""
-    store = open_store(str(root))
-    return {info.path: store.get(info.path) for info in store.list()}
-
-
-def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, tmp_path: Path):
-    root, file, image = tmp_path / "root", tmp_path / "list.tsv", encode(draw(seed=3))
-    web.put("/again/once.jpg", send(image))
-    web.put("/again/later.jpg", in_turn(send(b"", 503), send(image)))
-    web.put("/again/never.jpg", send(b"", 502))
-    names = ("a once", "b later", "c gone", "d once", "e never", "f once", "a once")
-    lines = [name.replace(" ", "\t/again/") + ".jpg" for name in names]
-    settings = served(web, file, *lines, rows_per_shard=3)
-    quietly(root, settings)
+def test_rows_of_committed_shards_are_requested_again_by_their_status_but_no_withdrawn_url(web: Web, tmp_path: Path):
+    root, file, image = tmp_path / "root", tmp_path / "list.tsv", send(encode(draw(seed=3)))
+    later, never = in_turn(send(b"", 503), image), send(b"", 502)
+    for name, answer in {"once": image, "wall": image, "later": later, "never": never}.items():
+        web.put(f"/again/{name}.jpg", answer)
+    names = ["once", "later", "gone", "once", "never", "once", "once", "wall", "never", "wall", "once"]
+    lines = [f"{caption}\t/again/{name}.jpg" for caption, name in zip("abcdefaghij", names, strict=True)]
+    settings = functools.partial(served, web, file, rows_per_shard=3)
+    quietly(root, settings(*lines[:9]))
     before, old = objects(root), of(root).pin(IMAGES)
-    assert statuses(root) == ["ok", "http_503", "http_404", "ok", "http_502", "ok", "duplicate"]
-    assert stored_captions(root) == ["a", "d", "f"]
+    found = statuses(root)
+    assert found == ["ok", "http_503", "http_404", "ok", "http_502", "ok", "duplicate", "ok", "http_502"]
+    withdraw(open_store(str(root)), [f"http://{web.host}/again/wall.jpg"])
     count = len(web.requests)
-    again = dataclasses.replace(settings, retry_statuses=("http_5xx", "timeout"))
+    again = settings(*lines, retry_statuses=("http_5xx", "timeout"))
     collected = quietly(root, again)
-    assert sorted(path for _, path, _ in web.requests[count:]) == ["/again/later.jpg", "/again/never.jpg"]
-    assert collected.new_shards == 0
-    assert statuses(root) == ["ok", "ok", "http_404", "ok", "http_502", "ok", "duplicate"]
-    assert stored_captions(root) == ["a", "b", "d", "f"]
+    requested = [path.removeprefix("/again/") for _, path, _ in web.requests[count:]]
+    assert sorted(requested) == ["later.jpg", "never.jpg", "never.jpg", "once.jpg"]
+    assert (collected.new_shards, collected.counts["withdrawn"]) == (1, 2)
+    assert statuses(root) == ["ok", "ok", *found[2:7], "withdrawn", "http_502", "withdrawn", "ok"]
+    assert stored_captions(root) == ["a", "b", "d", "f", "j"]
     assert objects(root).items() > before.items()  # nothing that was there has changed
-    assert {path for path in objects(root).keys() - before.keys() if path.endswith(".parquet")} == {
-        "captions/images/00000.r2.parquet",  # 00001 is as it was, so no revision of it is written
-        f"captions/images/snapshots/{old.id}.parquet",
+    manifests = {
+        path for path in objects(root).keys() - before.keys() if path.endswith("parquet") and "rows" not in path
     }
-    new, index = of(root).pin(IMAGES), of(root).pinned(IMAGES, old.id)
-    assert (old.ok_rows, new.ok_rows) == (3, 4)
-    assert len(index) == 3
+    assert manifests == {  # 00001 is as it was, so no revision of it is written
+        *(f"captions/images/{name}.parquet" for name in ("00000.r2", "00002.r2", "00003", f"snapshots/{old.id}"))
+    }
+    index, new = of(root).pinned(IMAGES, old.id), of(root).pin(IMAGES)
+    assert (old.ok_rows, len(index), new.ok_rows) == (4, 4, 5)
     assert list(verify(Inventory(open_store(str(root))))) == []
     quietly(root, again)
     assert of(root).headers(IMAGES)["00000"].revision == 2
-
-
-def test_a_url_that_was_withdrawn_is_not_requested(web: Web, tmp_path: Path):
-    """When other rows of a committed shard are requested again, and in new shards."""
-    root, file, image = tmp_path / "root", tmp_path / "list.tsv", send(encode(draw(seed=4)))
-    for name, answer in (("a", in_turn(send(b"", 404), image)), ("b", image), ("c", image)):
-        web.put(f"/withdrawn/{name}.jpg", answer)
-    lines = [f"{number}\t/withdrawn/{name}.jpg" for number, name in enumerate("abcbcb")]
-    quietly(root, served(web, file, *lines[:4]))
-    assert statuses(root) == ["http_404", "ok", "ok", "ok"]
-    withdraw(open_store(str(root)), [f"http://{web.host}/withdrawn/b.jpg"])
-    requested = web.count_of("/withdrawn/b.jpg")
-    collected = quietly(root, served(web, file, *lines, retry_statuses=("http_404",)))
-    assert web.count_of("/withdrawn/b.jpg") == requested
-    assert statuses(root) == ["ok", "withdrawn", "ok", "ok", "ok", "withdrawn"]
-    assert collected.counts["withdrawn"] == 2
-    assert stored_captions(root) == ["0", "2", "3", "4"], "the second shard was not touched"
-
-
-def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tmp_path: Path):
-    root, file = tmp_path / "root", tmp_path / "list.tsv"
-    web.put("/keeps.jpg", send(encode(draw())))
-    with Web("127.0.0.4") as gone:
-        download = DownloadSettings(deadline=2, retries=0, allowed_hosts=(web.host, gone.host))
-        lines = ["a\t/keeps.jpg", *(f"b\t{gone.url(f'/{i}.jpg')}" for i in range(20))]
-        settings = served(web, file, *lines, rows_per_shard=21, download=download)
-        quietly(root, settings)
-    before = objects(root)
-    assert {*statuses(root)[1:]} == {"http_404"}
-    quietly(root, dataclasses.replace(settings, retry_statuses=("http_4xx",)))
-    assert objects(root) == before
 
 
 SECRET = "s3cr3t"
@@ -361,7 +312,7 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(web: Web, tmp_path: 
         f"http://me:p/{SECRET}@{web.host}/gone",
         f"http://{web.host}:port/?key={SECRET}",
         f"https://{web.host}/?X-Amz-Signature={SECRET}",
-        f"http://127.0.0.1:{closed_port()}/?key={SECRET}",
+        f"http://127.0.0.1:{free_port()}/?key={SECRET}",
     ]
     file, root = tmp_path / "list.tsv", tmp_path / "root"
     arguments = ["captions", f"--captions={file}", "--download.deadline=2", "--download.retries=0"]
@@ -380,9 +331,6 @@ def test_no_detail_and_no_log_has_passwords_or_keys_of_urls(web: Web, tmp_path: 
             main([str(tmp_path / name), *arguments, "--download.allowed_hosts", *hosts])
         assert SECRET not in ended.value.code
     assert SECRET not in "".join(capfd.readouterr())
-
-
-# --- several processes, kills and full disks --------------------------------------------------------------------------
 
 
 def command_of(web: Web, root: str, settings: CollectSettings) -> list[str]:
@@ -406,49 +354,30 @@ def test_a_full_disk_is_named_with_the_way_out(web: Web, tmp_path: Path):
     assert of(tmp_path / "root").shards(IMAGES) == []
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
-def test_a_collection_that_is_told_to_end_leaves_no_claim(number, status, web: Web, local: Catalog, tmp_path: Path):
-    requested = threading.Event()
-
-    def wait(handler: BaseHTTPRequestHandler) -> None:
-        requested.set()
-        handler.server.stopping.wait(20)
-
-    settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_collection_that_is_ended_goes_on_and_only_a_kill_leaves_a_claim(number, status, web: Web, local, tmp_path):
+    for i in range(3):
+        web.put(f"/kill/{i}.jpg", send(encode(draw(seed=i))))
+    web.put("/kill/slow.jpg", silent(60))  # else the second shard would be done
+    settings = served(web, tmp_path / "list.tsv", *(f"caption\t/kill/{name}.jpg" for name in (0, 1, 2, "slow")))
     # Under nohup, or in the background of a script, it would not heed SIGINT.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = command_of(web, local.store.uri(), settings)
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=PROJECT, preexec_fn=heeds)
-    try:
-        assert requested.wait(60)
-        assert list(local.store.list("captions/images/claims/"))
-        running.send_signal(number)
-        _, stderr = running.communicate(timeout=30)
-    finally:
-        running.kill()
-    assert (running.returncode, stderr) == (status, "")
-    assert list(local.store.list("captions/images/claims/")) == []
-
-
-def test_a_killed_collection_goes_on_with_the_shards_that_are_not_committed(web: Web, local: Catalog, tmp_path: Path):
-    for i in range(3):
-        web.put(f"/kill/{i}.jpg", send(encode(draw(seed=i))))
-    web.put("/kill/slow.jpg", silent(60))  # else the second shard would be done
-    lines = [f"caption\t/kill/{name}.jpg" for name in (0, 1, 2, "slow")]
-    settings = served(web, tmp_path / "list.tsv", *lines)
-    command = command_of(web, local.store.uri(), settings)
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PROJECT)
     try:
         end = time.monotonic() + 60
         while local.shards(IMAGES) != ["00000"]:
             assert running.poll() is None, "the collection ended by itself"
             assert time.monotonic() < end
             time.sleep(0.05)
+        running.send_signal(number)
+        _, stderr = running.communicate(timeout=30)
     finally:
         running.kill()
-        running.wait()
-    for claim in [*local.store.list("captions/images/claims/")]:
-        local.store.delete(claim.path)  # it would expire, too
+    claims = [claim.path for claim in local.store.list("captions/images/claims/")]
+    assert (running.returncode, stderr, bool(claims)) == (status, "", number == signal.SIGKILL)
+    for claim in claims:
+        local.store.delete(claim)  # it would expire, too
     web.put("/kill/slow.jpg", send(encode(draw())))
     count = len(web.requests)
     assert quietly(local.store.uri(), settings).new_shards == 1

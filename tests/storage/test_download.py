@@ -14,6 +14,7 @@ import pytest
 from places import PROJECT
 from web import Answer, Web, draw, drip, encode, in_turn, raw, results, send, settings_for, silent, statuses
 
+from demo.serve import free_port
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
 
@@ -23,12 +24,6 @@ JPEG = encode(draw())
 def one(url: str, settings: DownloadSettings) -> CaptionRow:
     (result,) = results([url], settings)
     return result
-
-
-def no_one_listens() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def reset_in_body(handler: BaseHTTPRequestHandler) -> None:
@@ -87,7 +82,7 @@ def test_every_answer_ends_in_its_status(answered: dict[str, CaptionRow], name: 
 
 
 def test_what_cannot_be_connected_to_says_why(web: Web):
-    port = no_one_listens()
+    port = free_port()
     settings = DownloadSettings(allowed_hosts=(f"127.0.0.1:{port}",), retries=0)
     assert one(f"http://127.0.0.1:{port}/", settings).status == "connect"
     assert one("http://no-such-host.invalid/a.jpg", settings_for(web)).status == "dns"
@@ -115,9 +110,6 @@ def test_names_without_an_answer_delay_neither_other_names_nor_the_end(web: Web,
         released.set()
     assert time.monotonic() - started < 4
     assert found == 12 * ["timeout"] + ["ok"]
-
-
-# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_redirects_are_followed_up_to_the_limit(web: Web):
@@ -162,9 +154,6 @@ def test_a_lasting_failure_is_not_requested_again(web: Web):
     for number, lasting in enumerate((send(b"", 404), send(b"<html>"), send(b"x", length=10**12))):
         assert one(web.put(f"/lasting/{number}", lasting), settings_for(web, retries=2)).status != "ok"
         assert web.count_of(f"/lasting/{number}") == 1
-
-
-# --- what is used of this machine -------------------------------------------------------------------------------------
 
 
 def test_too_few_open_files_end_the_program():

@@ -64,11 +64,10 @@ def test_a_download_that_breaks_off_is_repeated(calm, tmp_path):
     data = bytes(range(256)) * 40
     store.put("a", data)
     for faults in (("truncated",) * 3, ("reset after", "503")):
-        calm.plan("GET", "/a", *faults)
-        assert store.get("a") == data
-        calm.plan("GET", "/a", *faults)
-        assert store.get_range("a", 300, 5000) == data[300:5300]
-        assert calm.planned == []
+        for read, expected in ((lambda: store.get("a"), data), (lambda: store.get_range("a", 300, 50), data[300:350])):
+            calm.plan("GET", "/a", *faults)
+            assert read() == expected
+            assert calm.planned == []
     calm.plan("GET", "/a", *["truncated"] * 5)
     with pytest.raises(StorageUnreachable, match=rf"{tmp_path.name}/a ended early 5 times"):
         store.get_range("a", 0, 1000)

@@ -39,9 +39,6 @@ def test_hosts_take_turns_and_a_cancelled_url_takes_no_slot_along(ticks: int):
     assert Counter(order)["b"] == 6
 
 
-# --- every URL is requested, and none of a host that answers is lost: under a simulated clock -------------------------
-
-
 def dealt(urls: list[str], shards: int) -> list[list[str]]:
     """The URLs in so many shards, in order."""
     size = -(-len(urls) // shards)
@@ -203,9 +200,6 @@ def test_a_url_that_a_host_answered_is_requested_again_before_the_host_is_given_
     assert done.network.counts[urls[0]] == 2
 
 
-# --- attempts, pauses and the deadline of one URL ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("transient", "at_once"), [({"status": 429}, 3), ({"seconds": None}, 1), ({"refused": True}, 1)], ids=str
 )
@@ -219,6 +213,9 @@ def test_a_transient_failure_is_requested_once_more_when_all_others_are_done(tra
         assert [url for url, _ in done.network.requests] == [*at_once * urls[:1], *urls[1:], urls[0]]
 
 
+NOT_NUMBERS = ("\u00b2", "Fri, 31 Dec 2100 23:59:59 GMT")
+
+
 def test_a_failure_is_retried_so_often_and_a_timeout_not_at_once():
     (url,) = urls_of("a")
     for answers, retries, status, count in (
@@ -227,6 +224,8 @@ def test_a_failure_is_retried_so_often_and_a_timeout_not_at_once():
         ([Answer(status=503), Answer(status=502)], 1, "http_502", 3),  # the last failure counts
         ([Answer(None), Answer(status=503), Answer()], 2, "http_503", 2),
         ([Answer(refused=True)], 2, "connect", 3),  # after two, its host is silent
+        ([Answer(status=503, headers={"Retry-After": "31"}), Answer()], 2, "http_503", 1),
+        *(([Answer(status=503, headers={"Retry-After": text}), Answer()], 2, "ok", 2) for text in NOT_NUMBERS),
     ):
         done = collected([url], by_url(a=answers), retries=retries)
         assert (statuses_in(done), done.network.counts[url]) == ([status], count)
@@ -242,16 +241,6 @@ def test_a_long_retry_after_takes_no_slot_and_is_waited_for():
     assert (done.statuses, [first, second, third]) == ({"ok": 2}, [*urls, urls[0]])
     assert two - one < 1
     assert three - one == pytest.approx(20, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "least"),
-    [("1", "ok", 1), ("31", "http_503", 0), ("\u00b2", "ok", 0), ("Fri, 31 Dec 2100 23:59:59 GMT", "ok", 0)],
-)
-def test_retry_after_is_a_number_and_anything_else_is_ignored(text: str, status: str, least: float):
-    done = collected(urls_of("a"), by_url(a=[Answer(status=503, headers={"Retry-After": text}), Answer()]))
-    assert statuses_in(done) == [status]
-    assert least <= done.seconds <= 3
 
 
 def test_the_attempts_of_each_pass_share_a_deadline():

@@ -1,5 +1,6 @@
 """Tars of others, written here by hand, become shards or are refused."""
 
+import functools
 import gzip
 import json
 import re
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
+import members
 import pytest
 from web import draw, encode
 
@@ -25,14 +27,8 @@ def image_bytes(number: int) -> bytes:
     return encode(draw(seed=number))
 
 
-def tar_of(members: Members, form: int = tarfile.PAX_FORMAT) -> bytes:
-    out = BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), 1702599999.5  # as webdataset: a header of its own for the fraction
-            tar.addfile(info, BytesIO(data))
-    return out.getvalue()
+# As webdataset: a header of its own for the fraction of the time.
+tar_of = functools.partial(members.tar_of, format=tarfile.PAX_FORMAT, mtime=1702599999.5)
 
 
 def without_end(tar: bytes) -> bytes:
@@ -40,9 +36,11 @@ def without_end(tar: bytes) -> bytes:
     return tar[: -(-len(tar.rstrip(b"\0")) // 512) * 512]
 
 
-def with_text(key: str, number: int) -> Members:
+def with_text(key: str, number: int, text: bytes = b"", *between: tuple[str, bytes]) -> Members:
     """As cc3m-wds has it."""
-    return [(f"{key}.jpg", image_bytes(number)), (f"{key}.txt", f"caption {number}: a café\n".encode())]
+    return [
+        (f"{key}.jpg", image_bytes(number)), *between, (f"{key}.txt", text or f"caption {number}: a café\n".encode())
+    ]  # fmt: skip
 
 
 def with_json(key: str, number: int, extension: str = "png", **fields: object) -> Members:
@@ -80,10 +78,9 @@ def samples_in(root: Path) -> list[Sample]:
 @pytest.mark.parametrize(
     ("members", "url"), [(with_text, "train/a.tar/000{}.jpg"), (with_both, "http://example.test/{}")]
 )
-def test_tars_of_each_kind_are_imported_and_an_import_goes_on(members: Callable, url: str, tmp_path: Path):
-    root = str(tmp_path / "tars")
+def test_tars_of_each_kind_are_imported_and_an_import_goes_on(members: Callable, url: str, root: str, tmp_path: Path):
     first, second = ([one for n in numbers for one in members(f"000{n}", n)] for numbers in (range(3), (3, 0)))
-    put_tars(root, **{"train/a": tar_of(first), "train/b": tar_of(second, tarfile.GNU_FORMAT)})
+    put_tars(root, **{"train/a": tar_of(first), "train/b": tar_of(second, format=tarfile.GNU_FORMAT)})
     rows = of_tars(tmp_path / "imported", root)
     assert [status for _, status, *_ in rows] == ["ok"] * 4 + ["duplicate" if url.startswith("http") else "ok"]
     found = samples_in(tmp_path / "imported")[:4]
@@ -101,56 +98,30 @@ def test_tars_of_each_kind_are_imported_and_an_import_goes_on(members: Callable,
     assert [header.tar_sha256 for header in catalog.headers(IMAGES).values()][: len(before)] == before
 
 
-def test_tars_of_a_bucket_are_imported_as_those_of_a_folder(s3: str, tmp_path: Path):
-    tars = {name: tar_of([one for n in range(3) for one in with_both(f"{name}{n}", n)]) for name in ("a", "b")}
-    roots = [put_tars(root, **tars) for root in (str(tmp_path / "tars"), "s3://bucket/tars")]
-    here, there = (of_tars(tmp_path / str(number), root) for number, root in enumerate(roots))
-    assert there == here
-    assert [status for _, status, *_ in here] == ["ok"] * 3 + ["duplicate"] * 3
-    assert samples_in(tmp_path / "0") == samples_in(tmp_path / "1")
-
-
 def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
-    members = [
-        *with_text("good", 0)[:1],
-        ("._good.jpg", b"\0"),  # as macOS adds them
-        *with_text("good", 0)[1:],
+    found = [
+        *with_text("good", 0, b"", ("._good.jpg", b"\0")),  # as macOS adds them
         ("no-text.jpg", image_bytes(1)),
         ("no-image.txt", b"a caption"),
-        ("latin.jpg", image_bytes(2)),
-        ("latin.txt", "café".encode("latin-1")),
-        ("long.jpg", image_bytes(3)),
-        ("long.txt", b"a" * (2**20 + 1)),
+        *with_text("latin", 2, "café".encode("latin-1")),
+        *with_text("long", 3, b"a" * (2**20 + 1)),
         ("torn.jpg", image_bytes(4)[:500]),
         ("torn.txt", b"a caption"),
-        ("several.jpg", image_bytes(5)),
-        ("several.png", encode(draw(seed=7), "PNG")),  # a second image of one
-        ("several.txt", b"\xef\xbb\xbfa caption\r\n"),
-        ("brace.jpg", image_bytes(6)),
-        ("brace.json", b"{"),  # with what would be its URL
-        ("brace.txt", b"a caption"),
+        *with_text("several", 5, b"\xef\xbb\xbfa caption\r\n", ("several.png", encode(draw(seed=7), "PNG"))),
+        *with_text("brace", 6, b"a caption", ("brace.json", b"{")),  # with what would be its URL
         ("nan.jpg", image_bytes(9)),
         ("nan.json", b'{"url": "http://x/", "caption": "a caption", "similarity": NaN, "license": "CC0"}'),
-        ("22.01.jpg", image_bytes(8)),  # a key ends at the first dot
-        ("22.01.txt", b"a caption"),
+        *with_text("22.01", 8),  # a key ends at the first dot
         ("scan.tiff", b"II*"),
         ("scan.txt", b"a caption"),
         ("link.txt", b"a caption"),
         ("README", b"of nobody"),
     ]
-    rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(members)))
-    statuses = [
-        "ok",
-        "bad_caption",
-        "missing_file",
-        "bad_caption",
-        "bad_caption",
-        "truncated",
-        "ok",
-        "bad_caption",
-        "ok",
-    ]
-    assert [(row, status) for row, status, *_ in rows] == [*enumerate(statuses + 3 * ["missing_file"])]
+    rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(found)))
+    assert [(row, status) for row, status, *_ in rows] == [*enumerate([
+        "ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated", "ok", "bad_caption", "ok",
+        *3 * ["missing_file"],
+    ])]  # fmt: skip
     assert [re.split("[;,:] ?", detail)[:2] for _, _, detail, _ in rows if detail and "JPEG" not in detail] == [
         ["no-text of a.tar", "no caption"],
         ["a.tar has no image no-image"],
@@ -205,7 +176,7 @@ def test_tars_that_cannot_be_imported_are_refused_before(
 
 @pytest.mark.parametrize("member", [0, 4])
 def test_a_tar_with_a_damaged_header_and_one_that_changed_are_refused(member: int, tmp_path: Path):
-    data = bytearray(tar_of([one for n in range(4) for one in with_text(f"{n}", n)], tarfile.USTAR_FORMAT))
+    data = bytearray(tar_of([one for n in range(4) for one in with_text(f"{n}", n)], format=tarfile.USTAR_FORMAT))
     tars = put_tars(str(tmp_path / "tars"), a=bytes(data))
     of_tars(tmp_path / "root", tars)
     with tarfile.open(fileobj=BytesIO(bytes(data))) as members:

@@ -99,12 +99,7 @@ BROKEN[20:60] = bytes(40)
 @pytest.mark.parametrize(
     ("name", "data", "columns", "named"),
     [
-        (
-            "a.parquet",
-            parquet(url=URLS, caption=CAPTIONS, text=CAPTIONS),
-            "",
-            "columns url, caption, text, more than one",
-        ),
+        ("a.parquet", parquet(url=URLS, text=URLS, caption=URLS), "", "columns url, text, caption, more than one"),
         ("a.parquet", parquet(picture=URLS, words=CAPTIONS), "", "picture, words, none with a known name"),
         ("a.parquet", parquet(url=URLS, caption=CAPTIONS), "url,title", "no column 'title'; it has url, caption"),
         ("a.parquet", BROKEN, "", r"a\.parquet cannot be read"),
@@ -115,9 +110,7 @@ BROKEN[20:60] = bytes(40)
         ("a.tsv.gz", gzip.compress(tsv(*ROWS) * 9, mtime=0)[:-20], "", r"a\.tsv\.gz cannot be read"),
     ],
 )
-def test_a_list_that_cannot_be_read_is_refused_by_file(
-    name: str, data: bytes, columns: str, named: str, tmp_path: Path
-):
+def test_a_list_that_cannot_be_read_is_refused_by_file(name, data, columns, named, tmp_path: Path):
     file = tmp_path / name
     file.write_bytes(data)
     with pytest.raises(ValueError, match=named):
@@ -142,10 +135,7 @@ GOOD = OBJECTS[0]
         ("a.parquet", parquet(url=URLS, n=[1] * 5), "url,n", [*range(5)], r"a\.parquet, row 1: 'n' is 1, not a str"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_one_with_a_status(
-    name: str, data: bytes, columns: str, bad: list[int], named: str, tmp_path: Path
-):
-    """It names file, row and way out; the others are read."""
+def test_a_row_that_cannot_be_read_is_one_with_a_status(name, data, columns, bad, named, tmp_path: Path):
     file = tmp_path / name
     file.write_bytes(data)
     rows = list(read_rows(file, find_reading(file, tuple(filter(None, columns.split(","))))))
@@ -176,9 +166,6 @@ def test_a_line_is_split_at_its_first_tab_and_nowhere_else(caption: str, url: st
         file.flush()
         rows = list(read_captions(Path(file.name)))
     assert rows == [CaptionRow(0, "first", "http://x/0"), CaptionRow(1, caption, url)]
-
-
-# --- rows in the dataset's folder -------------------------------------------------------------------------------------
 
 
 def test_rows_are_written_once_and_read_back_by_number(tmp_path: Path):
@@ -259,10 +246,7 @@ def test_a_large_list_is_read_in_little_memory(tmp_path: Path):
     assert kilobytes < 150_000  # as rows it has about 250 MB
 
 
-PAGE = (PROJECT / "docs" / "images.md").read_text()
-COMMANDS = re.findall(r"^    vlbert collect \S+ (\S+(?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_of_the_page_are_settings(command: str):
-    assert parse(CollectSettings, command.replace("\\\n", " ").split()).origin
+def test_the_commands_of_the_page_are_settings():
+    page = (PROJECT / "docs" / "images.md").read_text()
+    for command in re.findall(r"^    vlbert collect \S+ (\S+(?:.*\\\n)*.*)$", page, re.MULTILINE):
+        assert parse(CollectSettings, command.replace("\\\n", " ").split()).origin

@@ -26,13 +26,17 @@ def pixels(data: bytes) -> np.ndarray:
 def refusal(data: bytes, **settings: object) -> str:
     with pytest.raises(Refused) as refused:
         normalise(data, ImageSettings(**settings))
+    assert " at 0x" not in refused.value.detail  # Pillow's: two runs would write two manifests
     return refused.value.status
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def png_header(width: int, height: int) -> bytes:
     """A PNG that claims a size and holds nothing, so that a refusal by size can only come from the header."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT"
+    return PNG + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT"
 
 
 def exif(orientation: int) -> bytes:
@@ -44,16 +48,14 @@ def exif(orientation: int) -> bytes:
 UNREADABLE_EXIF = encode(draw(), exif=b"Exif\0\0II*\0" + b"\xff" * 40).replace(b"II*\0", b"XX*\0", 1)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        encode(draw()),
-        encode(draw(), progressive=True, quality=30),
-        encode(draw(), exif=exif(1), comment=b"kept"),
-        UNREADABLE_EXIF,
-        encode(draw()) + b"trailing bytes",
-    ],
-)
+UNCHANGED = [
+    encode(draw()),
+    encode(draw(), progressive=True, quality=30),
+    encode(draw(), exif=exif(1), comment=b"kept"),
+]
+
+
+@pytest.mark.parametrize("data", [*UNCHANGED, UNREADABLE_EXIF, encode(draw()) + b"trailing bytes"])
 def test_a_jpeg_that_needs_no_change_is_stored_byte_for_byte(data: bytes):
     normalised = normalise(data, SETTINGS)
     assert normalised.jpeg == data
@@ -122,21 +124,15 @@ def test_exif_orientation_is_applied_once(orientation: int, form: str):
     stored = Image.open(io.BytesIO(normalised.jpeg))
     assert "exif_rotated" in normalised.flags
     assert (normalised.width, normalised.height) == stored.size == (96, 64)
-    assert (
-        np.abs(np.asarray(stored).astype(int) - np.asarray(upright)).mean() < 12
-    )  # encoded once or twice; a wrong turn costs over 40
+    # Encoded once or twice; a wrong turn costs over 40.
+    assert np.abs(np.asarray(stored).astype(int) - np.asarray(upright)).mean() < 12
     assert stored.getexif().get(0x0112, 1) == 1
     again = normalise(normalised.jpeg, SETTINGS)
     assert (again.jpeg, again.flags) == (normalised.jpeg, ())
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        ((768, 1024), (384, 512)),
-        ((2048, 256), (512, 64)),
-        ((512, 300), (512, 300)),
-    ],
+    ("size", "expected"), [((768, 1024), (384, 512)), ((2048, 256), (512, 64)), ((512, 300), (512, 300))]
 )
 def test_a_large_image_is_reduced_to_max_side_and_keeps_its_shape(size: tuple[int, int], expected: tuple[int, int]):
     normalised = normalise(encode(draw(*size), "PNG"), SETTINGS)
@@ -160,12 +156,11 @@ FORMS = ("JPEG", "PNG", "GIF", "WEBP", "BMP")
 WHOLE = [encode(draw(), form) for form in FORMS]
 REFUSED = [
     *((data[: int(len(data) * part)], {}, "truncated") for data in WHOLE for part in (0.3, 0.6, 0.95)),
-    (JPEG[: len(JPEG) // 2] + b"\xff\xd9", {}, "truncated"),
     *(
-        (data, {}, "not_image")
-        for data in (b"", b"<html>not found</html>", b"\0" * 5000, b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"RIF")
+        (data, {}, "truncated")
+        for data in (JPEG[: len(JPEG) // 2] + b"\xff\xd9", JPEG[:100], PNG, b"RIFF\0\0\0\0WEBPxxxx")
     ),
-    (encode(draw(), "TIFF"), {}, "not_image"),
+    *((data, {}, "not_image") for data in (b"", b"<html>", b"\0" * 5000, b"<svg/>", b"RIF", encode(draw(), "TIFF"))),
     # Past the two limits at which Pillow itself warns and raises, and just over ours.
     *((png_header(*size), {}, "too_many_pixels") for size in ((30000, 30000), (60000, 60000), (10001, 5000))),
     (SCANS[:LAST_SCAN] + SCANS[LAST_SCAN:-2] * 200 + b"\xff\xd9", {}, "too_many_pixels"),
@@ -180,25 +175,12 @@ def test_files_are_refused_by_status(data: bytes, limits: dict[str, int], status
     assert refusal(data, **limits) == status
 
 
-def test_a_detail_has_no_memory_address():
-    details = set()
-    for _ in range(2):
-        for data in (b"<html>", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPxxxx", encode(draw())[:100]):
-            with pytest.raises(Refused) as refused:
-                normalise(bytes(bytearray(data)), SETTINGS)
-            details.add(refused.value.detail)
-    assert len(details) == 4
-    assert not [detail for detail in details if " at 0x" in detail]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_damaged_file_is_stored_readable_or_refused(form: str):
     rng = random.Random(form)
-    kinds = [
-        draw(48, 40, mode)
-        for mode in {"JPEG": ["RGB", "L", "CMYK"], "BMP": ["RGB", "P"]}.get(form, ["RGB", "RGBA", "P"])
-    ]
-    files = [encode(image, form, **({"exif": exif(6)} if form in ("JPEG", "PNG", "WEBP") else {})) for image in kinds]
+    modes = {"JPEG": ["RGB", "L", "CMYK"], "BMP": ["RGB", "P"]}.get(form, ["RGB", "RGBA", "P"])
+    options = {"exif": exif(6)} if form in ("JPEG", "PNG", "WEBP") else {}
+    files = [encode(draw(48, 40, mode), form, **options) for mode in modes]
     stored, statuses = 0, set()
     for turn in range(300):
         damaged = bytearray(files[turn % len(files)])

@@ -41,8 +41,6 @@ def test_the_order_of_an_epoch_never_changes():
     assert mix(1, 2, 3) == 9812528628958509896
 
 
-# --- several sequences in one order -----------------------------------------------------------------------------------
-
 WEIGHTS = st.lists(st.floats(0.01, 100) | st.integers(1, 50), min_size=1, max_size=6)
 
 

@@ -1,29 +1,21 @@
 """A package that only an extra brings is named with that extra, before anything is done."""
 
-import asyncio
 import sys
 
 import pytest
+from web import statuses
 
-from storage.collect.fetch import DownloadSettings, Fetcher
+from storage.collect.fetch import DownloadSettings
 from storage.object_store import open_store
 from storage.programs import PackageMissing
 from training.curves import draw_panels
-
-
-def enter_fetcher() -> None:
-    async def entered() -> None:
-        async with Fetcher(DownloadSettings()):
-            pass
-
-    asyncio.run(entered())
 
 
 @pytest.mark.parametrize(
     ("package", "extra", "use"),
     [
         ("boto3", "vlbert[pipeline]", lambda: open_store("s3://bucket/root")),
-        ("aiohttp", "vlbert[pipeline]", enter_fetcher),
+        ("aiohttp", "vlbert[pipeline]", lambda: statuses(["http://example.com/"], DownloadSettings())),
         ("matplotlib", "vlbert[attention]", lambda: draw_panels({"loss": {"words": [(1, 0.5)]}})),
     ],
 )

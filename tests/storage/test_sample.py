@@ -17,7 +17,6 @@ from seeded import JPEG, as_dict, seeded_regions, seeded_sample
 from storage.sample import (
     MAX_PIXELS,
     BadSample,
-    Regions,
     Sample,
     check_sample,
     from_members,
@@ -25,20 +24,6 @@ from storage.sample import (
     pack_regions,
     to_members,
 )
-
-
-def few(**changes) -> Regions:
-    """Two regions of three classes whose background is column 2."""
-    fields = {
-        "boxes": np.float32([[0, 0, 1, 1], [1, 2, 3, 4]]),
-        "scores": np.float32([0.5, 0.25]),
-        "labels": np.int32([0, 3]),
-        "detector": "d",
-        "background": 2,
-        "class_probs": np.float16([[0.5, 0.25, 0.125, 0], [0, 0.25, 0.5, 0.125]]),
-    }
-    return Regions(**{**fields, **changes})
-
 
 _KEPT = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 
@@ -63,32 +48,23 @@ def test_a_sample_comes_back_from_its_members_exactly(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"boxes": np.zeros((2, 4))},
-        {"attributes": np.zeros((2, 1), np.int32)},
-        {"scores": None},
-    ],
+    "changes", [{"boxes": np.zeros((2, 4))}, {"attributes": np.zeros((2, 1), np.int32)}, {"scores": None}]
 )
 def test_arrays_of_another_dtype_or_shape_are_refused(changes):
     with pytest.raises(ValueError, match=f"Regions.{next(iter(changes))} is"):
-        few(**changes)
+        dataclasses.replace(seeded_regions(1, 2), **changes)
 
 
-def test_background_first_reorders_columns_and_labels_alike():
-    regions = few()
+@pytest.mark.parametrize("background", [0, 2, 5])
+def test_background_first_reorders_columns_and_labels_alike(background):
+    labels = np.delete(np.arange(6, dtype=np.int32), background)
+    regions = dataclasses.replace(seeded_regions(1, 5), background=background, labels=labels)
     probs = regions.class_probs_background_first()
-    assert probs.dtype == np.float32
-    assert probs.tolist() == [[0.125, 0.5, 0.25, 0], [0.5, 0, 0.25, 0.125]]
-    assert regions.labels_background_first().tolist() == [1, 3]
-    for own, first in zip(regions.labels, regions.labels_background_first(), strict=True):
-        assert np.array_equal(regions.class_probs[:, own], probs[:, first])
-    assert regions.num_classes == 3
-    with pytest.raises(ValueError, match="detector d have no class_probs"):
-        few(class_probs=None).class_probs_background_first()
-
-
-# --- untrusted members ------------------------------------------------------------------------------------------------
+    assert (probs.dtype, regions.num_classes) == (np.float32, 5)
+    assert np.array_equal(probs, regions.class_probs[:, [background, *labels]])
+    assert regions.labels_background_first().tolist() == [1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="have no class_probs"):
+        dataclasses.replace(regions, class_probs=None).class_probs_background_first()
 
 
 def whole() -> Sample:

@@ -1,11 +1,11 @@
 """storage.shards: deterministic WebDataset tars, read whole, by webdataset and by span."""
 
 import dataclasses
-import io
 import tarfile
 from pathlib import Path
 
 import pytest
+from members import tar_of
 from seeded import as_dict, seeded_regions, seeded_sample
 
 from storage.sample import BadSample, Sample, to_members
@@ -27,49 +27,24 @@ def shard(samples, tmp_path_factory) -> tuple[Path, list[Span]]:
 LONG = "d" * 80 + "/" + "k" * 60 + ".jpg"
 
 
-def tar_of(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT, **fields) -> bytes:
-    """A tar that other software wrote."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=format) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            for field, value in fields.items():
-                setattr(info, field, value)
-            tar.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
-
-
 def members_of(sample: Sample) -> list[tuple[str, bytes]]:
     return [(f"{sample.key}.{extension}", data) for extension, data in to_members(sample).items()]
 
 
-def test_a_shard_returns_its_samples_in_order(samples, shard):
-    file, _ = shard
-    expected = [as_dict(sample) for sample in samples]
-    assert [sample["key"] for sample in expected] != sorted(sample["key"] for sample in expected)
-    assert [as_dict(sample) for sample in read_shard(file.read_bytes())] == expected
-
-
-def test_webdataset_reads_the_same_members(samples, shard):
+def test_a_shard_is_read_alike_whole_by_spans_and_by_webdataset(samples, shard):
     import webdataset
 
-    file, _ = shard
+    (file, spans), keys, expected = shard, [sample.key for sample in samples], [as_dict(sample) for sample in samples]
+    data = file.read_bytes()
+    assert keys != sorted(keys)
+    assert [as_dict(sample) for sample in read_shard(data)] == expected
+    assert [span.key for span in spans] == keys
+    assert [span.offset for span in spans] == [0, *(span.offset + span.length for span in spans[:-1])]
+    assert [as_dict(read_span(data[span.offset : span.offset + span.length])) for span in spans] == expected
     read = list(webdataset.WebDataset(str(file), shardshuffle=False))
-    assert [record["__key__"] for record in read] == [sample.key for sample in samples]
+    assert [record["__key__"] for record in read] == keys
     for record, sample in zip(read, samples, strict=True):
         assert {name: data for name, data in record.items() if not name.startswith("__")} == to_members(sample)
-
-
-def test_a_span_is_exactly_one_sample(samples, shard):
-    file, spans = shard
-    data = file.read_bytes()
-    assert [span.key for span in spans] == [sample.key for sample in samples]
-    assert spans[0].offset == 0
-    for span, following in zip(spans, spans[1:], strict=False):
-        assert span.offset + span.length == following.offset
-    for span, sample in zip(spans, samples, strict=True):
-        assert as_dict(read_span(data[span.offset : span.offset + span.length])) == as_dict(sample)
 
 
 def test_a_shifted_span_is_refused(shard):
@@ -114,10 +89,6 @@ ONE, TWO = members_of(seeded_sample(1, seeded_regions(1, 2))), members_of(seeded
 KEY = seeded_sample(1).key
 
 
-def with_member(name: str, data: bytes) -> bytes:
-    return tar_of(list({**dict(ONE), name: data}.items()))
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -128,7 +99,7 @@ def with_member(name: str, data: bytes) -> bytes:
         (tar_of(ONE + ONE), rf"member {KEY}\.jpg at byte \d+ occurs twice"),
         (tar_of([("key.jpg", b"")], type=tarfile.SYMTYPE, linkname="elsewhere"), r"'key\.jpg' at byte 0 is not a file"),
         (tar_of([(LONG, b"x")], tarfile.GNU_FORMAT), "is not a file"),
-        (with_member(f"{KEY}.json", b"{"), rf"sample {KEY}: the \.json member"),
+        (tar_of([ONE[0], (f"{KEY}.json", b"{")]), rf"sample {KEY}: the \.json member"),
     ],
 )
 def test_members_that_are_no_sample_are_refused(data, message):

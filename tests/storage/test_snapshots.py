@@ -98,17 +98,11 @@ def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_
     chance = random.Random(0)
 
     def made(number: int, rows: int) -> tuple[Header, pa.Table]:
-        name = hashlib.sha256(b"%d" % number).hexdigest()
-        columns = {
-            "row": np.arange(rows),
-            "offset": np.arange(rows, dtype=np.int64) * 512 + number,
-            "length": np.full(rows, 512 + number, np.int32),
-            "width": np.ones(rows, np.int32),
-            "height": np.ones(rows, np.int32),
-            "num_regions": pa.nulls(rows, pa.int32()),
-            "license": pa.nulls(rows, pa.string()),
-            "key": [chance.randbytes(10).hex() for _ in range(rows)],
-            "url": [chance.randbytes(20).hex() for _ in range(rows)],
+        name, ones, nulls = hashlib.sha256(b"%d" % number).hexdigest(), np.ones(rows, np.int32), pa.nulls(rows)
+        columns = {"row": np.arange(rows), "width": ones, "height": ones, "num_regions": nulls, "license": nulls}
+        columns |= {"offset": np.arange(rows, dtype=np.int64) * 512 + number, "length": ones * (512 + number)}
+        columns |= {
+            name: [chance.randbytes(size).hex() for _ in range(rows)] for name, size in (("key", 10), ("url", 20))
         }
         tar = f"captions/images/{number:05d}-{name[:12]}.tar"
         return Header(f"{number:05d}", "images", tar, name, 10240, name, {"ok": rows}, {}, name), pa.table(columns)
