@@ -222,7 +222,7 @@ def test_a_copied_checkpoint_finds_the_root_that_it_is_of(tmp_path):
     key = tiny_sample(3, regions=1).key
     assert [*told(copy, key).values()] == [sorted(watched.steps[key])]
     root.rename(tmp_path / "elsewhere")
-    with pytest.raises(SystemExit, match="captions/.* is gone; put it back, or name the checkpoint in its root"):
+    with pytest.raises(SystemExit, match="captions/.* is missing; put it back, or name the checkpoint in its root"):
         whence.main([str(copy), key])
     shutil.copytree(copy, tmp_path / "elsewhere/runs/one/step-0000003")
     assert told(tmp_path / "elsewhere/runs/one", key)
