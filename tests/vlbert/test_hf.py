@@ -309,7 +309,7 @@ def test_boxes_are_pixels_of_the_image_as_it_was_given(models):
     assert alone.visual_last_hidden_state.shape[1] == 0
 
 
-def test_features_of_your_own_are_taken_as_a_detectors_are():
+def test_features_of_your_own_are_taken_as_a_detectors_are(tmp_path):
     config = VLBertConfig(VILBERT, vocab_size=len(WORDS), num_classes=8)
     processor = VLBertProcessor(BertTokenizerFast(vocab=WORDS.ids), config)
     features = np.random.default_rng(0).normal(size=(2, VILBERT.regions.channels)).astype(np.float16)
@@ -319,6 +319,10 @@ def test_features_of_your_own_are_taken_as_a_detectors_are():
     np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.astype(np.float32).mean(0), atol=1e-6)
     assert inputs["image_sizes"].tolist() == [[64, 96]]
     assert VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
+    processor.save_pretrained(tmp_path)  # without a detector
+    again = VLBertProcessor.from_pretrained(tmp_path)
+    assert again.to_dict() == processor.to_dict()
+    assert again.detector_file is None
 
 
 @pytest.mark.parametrize(

@@ -198,9 +198,10 @@ class VLBertProcessor(ProcessorMixin):
         folder = Path(fetch_folder(pretrained_model_name_or_path, (CONFIG, VOCABULARY, PROCESSOR, DETECTOR), **hub))
         if not (folder / VOCABULARY).is_file():
             raise OSError(f"{folder} has no {VOCABULARY}; put the model's own there, one token a line")
-        saved = folder / PROCESSOR
-        values = parse_json((saved if saved.is_file() else folder / CONFIG).read_bytes(), str(saved))
-        config = VLBertConfig.from_dict(values.get("config", values))
+        file = folder / (PROCESSOR if (folder / PROCESSOR).is_file() else CONFIG)
+        values = parse_json(file.read_bytes(), str(file))
+        values = values.get("config", values)
+        config = VLBertConfig.from_dict(values)
         config.name_or_path = str(folder)
         if detector is None:
             detector = folder / DETECTOR if (folder / DETECTOR).is_file() else find_detector_weights(values)
