@@ -191,7 +191,7 @@ class StreamLayer(nn.Module):
         rows = packing.rows(F.linear(x, weight, bias))  # (N, s, 3 A)
         return rows.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
-    def feed_forward(self, x: Tensor, attended: Tensor) -> Tensor:
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output [L, C], given its input x [L, C] and the attention's result [L, A]."""
         x = self.attention_norm(x + self.dropout(self.attention_output(attended)))
         return self.output_norm(x + self.dropout(self.output(F.gelu(self.intermediate(x)))))
@@ -206,7 +206,7 @@ class SelfAttentionLayer(StreamLayer):
     def forward(self, x: Tensor, packing: Packing, maps: list[Tensor] | None = None) -> Tensor:
         """Return the layer's output for x: [L, C] -> [L, C]. `maps` is as in `attend`."""
         attended = attend(*self.project(x, packing), packing, packing, self.attention_dropout, maps)
-        return self.feed_forward(x, attended)
+        return self.after_attention(x, attended)
 
 
 class CoAttentionLayer(nn.Module):
@@ -226,7 +226,7 @@ class CoAttentionLayer(nn.Module):
         words, boxes = self.text.project(text, text_pack), self.regions.project(regions, region_pack)
         text_attended = attend(words[0], *boxes[1:], text_pack, region_pack, rate, maps)
         regions_attended = attend(boxes[0], *words[1:], region_pack, text_pack, rate, maps)
-        return self.text.feed_forward(text, text_attended), self.regions.feed_forward(regions, regions_attended)
+        return self.text.after_attention(text, text_attended), self.regions.after_attention(regions, regions_attended)
 
 
 def make_layer(letter: str, config: ModelConfig) -> SelfAttentionLayer | CoAttentionLayer:
