@@ -1,11 +1,11 @@
 """The encoder: post-norm layers of multi-head attention and feed-forward (paper 3.1, equations 1 to 4; ViLBERT 2.2).
 
-Padding is not computed: layers get only the real elements, packed one after another, row by row. Shape letters,
-besides those of vlbert/data/batch.py:
+Nothing is computed for padding: layers get only the real elements, packed row after row. Shape letters, in addition to
+those of vlbert/data/batch.py:
 
     S  elements of a padded row                       L  real elements, over all rows
-    s  real elements of the longest row               E  elements of a padded row of the regions' stream
-    A  width of queries, keys and values              C'  width of the regions' stream; C with layers J
+    s  real elements of the longest row               E  elements of a padded row of the region stream
+    A  width of queries, keys and values              C'  width of the region stream; C with layers J
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ Stream = Literal["both", "text", "regions"]
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """The padded text and regions that the encoder gets and returns.
+    """The encoder's input or output: text and regions, padded.
 
     Attributes:
         text: float [N, T, C].
-        regions: float [N, E, C']; with VL-BERT's [END] as the last element, E = R + 1.
+        regions: float [N, E, C']. In VL-BERT, E = R + 1, and the last element is [END].
         text_mask, region_mask: bool [N, T] and [N, E], True at real elements.
         text_lengths, region_lengths: number of real elements of each row, on the host (Sizes in vlbert/data/batch.py).
     """
@@ -45,7 +45,7 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Concatenate text and regions of each row: float [N, T + E, C], mask bool [N, T + E], and lengths of rows."""
+        """Return text and regions of each row joined, float [N, T + E, C], with mask, bool [N, T + E], and lengths."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
@@ -58,10 +58,10 @@ class AttentionMap:
     """Attention weights of one layer.
 
     Attributes:
-        layer, letter: number of the layer, from 0, and its letter in ModelConfig.layers.
-        queries, keys: stream that attends and stream that it attends to; "both" is the text, then the regions.
-        weights: float [N, heads, queries, keys]. Weights of a query sum to 1, padded keys have 0. All are 0 for a row
-            of the batch without keys.
+        layer, letter: index of the layer, from 0, and its letter in ModelConfig.layers.
+        queries, keys: stream that attends, and stream that it attends to; "both" is the text, then the regions.
+        weights: float [N, heads, queries, keys]. The weights of a query sum to 1, and those of padded keys are 0. In a
+            row of the batch without keys, all are 0.
     """
 
     layer: int
@@ -73,15 +73,17 @@ class AttentionMap:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The positions of real elements in padded rows, and in rows of length s without gaps, which attention gets.
+    """Indices that convert padded rows [N, S] to packed elements [L], and those to compact rows [N, s] for attention.
+
+    In compact rows, the real elements come first, and the padding is as short as possible.
 
     Attributes:
         real: bool [N, S], True at real elements.
-        chosen: int64 [L], index of each real element in [N * S].
-        positions: int64 [L], index of each real element in [N * s].
-        filled: bool [N, s], True at elements of the rows without gaps.
-        key_mask: [N, 1, 1, s], added before attention's softmax: 0 at elements, -inf elsewhere; None if all rows are
-            full. A row without elements has zeros only, because a softmax over nothing is NaN.
+        chosen: int64 [L], index of each real element in the padded rows, flattened to [N * S].
+        positions: int64 [L], index of each real element in the compact rows, flattened to [N * s].
+        filled: bool [N, s], True at real elements of the compact rows.
+        key_mask: [N, 1, 1, s], added before attention's softmax: 0 at real elements, else -inf; None if all rows are
+            full. A row without real elements has only zeros, because the softmax of -inf alone is NaN.
     """
 
     real: Tensor
@@ -92,9 +94,9 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> "Packing":
-        """Return the packing of rows with the mask `real`, for attention in `dtype`.
+        """Return the packing of rows with the mask `real` [N, S], for attention in `dtype`.
 
-        `lengths`, the number of real elements of each row, come from the host, so nothing waits for the device.
+        `lengths` has the number of real elements of each row, so that the host need not wait for the device.
         """
         count, longest = sum(lengths), max(1, *lengths)
         filled = torch.arange(longest, device=real.device) < real.sum(dim=1, keepdim=True)
@@ -107,7 +109,7 @@ class Packing:
 
     @property
     def full(self) -> bool:
-        """True if all rows are as long as the longest."""
+        """True if all rows have the same number of real elements, and compact rows no padding."""
         return self.key_mask is None
 
     def pack(self, x: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ class Packing:
         )
 
     def rows(self, x: Tensor) -> Tensor:
-        """Put packed elements into rows: [L, C] -> [N, s, C], zero after the end of a row."""
+        """Put packed elements into compact rows: [L, C] -> [N, s, C], zero in the padding."""
         if not self.full:
             x = x.new_zeros(self.filled.numel(), x.shape[1]).index_copy(0, self.positions, x)
         return x.view(*self.filled.shape, x.shape[1])
@@ -131,9 +133,9 @@ class Packing:
         return x.flatten(0, 1) if self.full else x.flatten(0, 1).index_select(0, self.positions)
 
     def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
-        """Expand attention maps of these queries over `keys` to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
+        """Expand attention maps from compact to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
 
-        Padded keys get 0. A padded query gets the weights of the element before it.
+        This packing is that of the queries. Padded keys get 0. A padded query gets the weights of the real one before.
         """
         query, key = ((real.cumsum(dim=1) - 1).clamp(min=0) for real in (self.real, keys.real))  # (N, S), (N, S')
         wide = maps.take_along_dim(query[:, None, :, None], dim=2).take_along_dim(key[:, None, None, :], dim=3)
@@ -149,12 +151,12 @@ def attend(
     dropout: float,
     maps: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return multi-head attention within each row: [L, A], zero for rows without keys.
+    """Return the result of multi-head attention within each row: [L, A], zero for rows without keys.
 
     Args:
-        query: [N, heads, s, A/heads], packed by `queries`.
-        key, value: [N, heads, s', A/heads], packed by `keys`.
-        maps: the attention weights are appended to this list: [N, heads, s, s'].
+        query: [N, heads, s, A/heads], in the compact rows of `queries`.
+        key, value: [N, heads, s', A/heads], in the compact rows of `keys`.
+        maps: if given, the attention weights, [N, heads, s, s'], are appended to this list.
     """
     mask = keys.key_mask
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
@@ -165,7 +167,7 @@ def attend(
 
 
 class StreamLayer(nn.Module):
-    """The part of a layer that works on one stream: projections before attention, feed-forward after it."""
+    """The part of a layer that works on one stream: the projections before attention, and everything after it."""
 
     def __init__(self, size: StreamSize, attention_size: int, num_heads: int, dropout: float):
         super().__init__()
@@ -185,20 +187,20 @@ class StreamLayer(nn.Module):
         return self.dropout.p if self.training else 0.0
 
     def project(self, x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of x [L, C], in one product: [N, heads, s, A/heads] each."""
+        """Return the queries, keys and values of x [L, C], computed by one product: each [N, heads, s, A/heads]."""
         parts = (self.query, self.key, self.value)
         weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         rows = packing.rows(F.linear(x, weight, bias))  # (N, s, 3 A)
         return rows.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output [L, C], given its input x [L, C] and the attention's result [L, A]."""
+        """Return the layer's output [L, C], given its input x [L, C] and the result of attention [L, A]."""
         x = self.attention_norm(x + self.dropout(self.attention_output(attended)))
         return self.output_norm(x + self.dropout(self.output(F.gelu(self.intermediate(x)))))
 
 
 class SelfAttentionLayer(StreamLayer):
-    """A layer J, T or V, where elements attend to the real elements of their row, in both streams or in one."""
+    """A layer whose elements attend to those of their row: to both streams (J), the text (T) or the regions (V)."""
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
@@ -210,7 +212,7 @@ class SelfAttentionLayer(StreamLayer):
 
 
 class CoAttentionLayer(nn.Module):
-    """A layer X, where words attend to the regions of their row while regions attend to the words (ViLBERT 2.2)."""
+    """A layer (X) in which words attend to the regions of their row, and regions to its words (ViLBERT 2.2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -221,7 +223,7 @@ class CoAttentionLayer(nn.Module):
     def forward(
         self, text: Tensor, regions: Tensor, text_pack: Packing, region_pack: Packing, maps: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return new text [L, C] and regions [L', C']. `maps` gets the words' attention weights, then the regions'."""
+        """Return text [L, C] and regions [L', C']. `maps` gets the words' attention weights, then the regions'."""
         rate = self.text.attention_dropout
         words, boxes = self.text.project(text, text_pack), self.regions.project(regions, region_pack)
         text_attended = attend(words[0], *boxes[1:], text_pack, region_pack, rate, maps)
@@ -236,7 +238,7 @@ def make_layer(letter: str, config: ModelConfig) -> SelfAttentionLayer | CoAtten
 
 
 class Encoder(nn.Module):
-    """The layers that `ModelConfig.layers` names."""
+    """The encoder: one layer for each letter of `ModelConfig.layers`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -252,7 +254,7 @@ class Encoder(nn.Module):
         """Return the streams after all layers, zero in the padding.
 
         Args:
-            attentions: each layer appends its attention maps to this list; X has two, of the text and of the regions.
+            attentions: each layer appends its attention map to this list; a layer X two, the text's and the regions'.
             hidden_states: each layer appends its output to this list.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
@@ -311,7 +313,7 @@ class Encoder(nn.Module):
 
 
 def _split_streams(joined: Tensor, like: Streams) -> Streams:
-    """Undo `Streams.joined`, given [N, T + E, C]."""
+    """Split concatenated streams [N, T + E, C] into text and regions. Masks and lengths are those of `like`."""
     text, regions = joined.split([like.text.shape[1], like.regions.shape[1]], dim=1)
     return dataclasses.replace(like, text=text, regions=regions)
 
