@@ -146,7 +146,7 @@ def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
 
 
 class VisualProjection(nn.Module):
-    """A linear layer [..., L] -> [..., C], omitted if L = C, and LayerNorm with initial weight `gain`, if configured."""
+    """A linear layer [..., L] -> [..., C], omitted if L = C, and LayerNorm with initial weight `gain`, if set."""
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
         super().__init__()
