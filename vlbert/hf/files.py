@@ -21,7 +21,7 @@ class ModelNotReadable(OSError, ValueError):
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
     """Return a model's local folder. For a model on the hub, `files` are downloaded first, all from the same commit.
 
-    `hub` are options of `snapshot_download`. Raises TypeError if one is not in HUB, ModelNotReadable if no model is found.
+    `hub`: options of `snapshot_download`. Raises TypeError if one is not in HUB, ModelNotReadable if no model is found.
     """
     if unknown := hub.keys() - HUB:
         raise TypeError(f"from_pretrained takes no {', '.join(sorted(unknown))}")

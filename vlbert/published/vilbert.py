@@ -1,8 +1,8 @@
-"""Checkpoints of ViLBERT's authors: the models in their files, and our tensor for each key.
+"""Checkpoints of ViLBERT's authors: which model a file holds, and which of our tensors each key is.
 
-Both of their programs are supported: `paper` (jiasenlu/vilbert_beta) and `multi_task`
+Files of both of their programs are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
 (facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The single-stream
-baseline of the first has layers J.
+baseline of the paper has layers J.
 """
 
 from collections.abc import Iterable, Iterator
@@ -117,7 +117,7 @@ TASKS = {
 
 
 def layer_names(layers: str) -> Iterator[tuple[str, str]]:
-    """Yield (their name, our name) of each module of an encoder. They count the layers of each kind separately."""
+    """Yield (their name, our name) for each module of an encoder. Their names count each kind of layer separately."""
     counts = dict.fromkeys(("layer", "v_layer", "c_layer"), 0)
     for number, letter in enumerate(layers):
         kind, parts = _PARTS[letter]
@@ -127,7 +127,7 @@ def layer_names(layers: str) -> Iterator[tuple[str, str]]:
 
 
 def map_names(layers: str) -> dict[str, str]:
-    """Return their name -> our name of the parameters of the encoder and of the pre-training heads."""
+    """Return {their name: our name} for the parameters of the embedding, the encoder and the pre-training heads."""
     regions, of_streams = _ONE_STREAM if "J" in layers else _TWO_STREAMS
     modules = dict(layer_names(layers))
     modules |= {theirs: f"vlbert.embedding.{ours}" for theirs, ours in _TEXT.items()}
@@ -138,7 +138,7 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Return their name -> our name of the parameters of a fine-tuned task's classifier."""
+    """Return {their name: our name} for the classifier's parameters of a fine-tuned task; {} if they have none."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))
@@ -157,7 +157,7 @@ def map_task_names(task: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PublishedViLBert(Published):
-    """The model in a file of ViLBERT's authors: with the heads of one task, without heads, or of a single stream."""
+    """The model in a file of ViLBERT's authors, or their single-stream baseline, with the heads of one task or none."""
 
     other_heads: Shapes = field(default_factory=dict)  # of other tasks, in a fine-tuned file
 
@@ -176,19 +176,19 @@ class PublishedViLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, in the current form.
+        """Return a key without the prefixes of training wrappers, and as it is in their latest files.
 
-        Older LayerNorms have gamma and beta instead of weight and bias. An encoder saved alone lacks the prefix bert.
+        Older LayerNorms have gamma and beta instead of weight and bias. An encoder without heads lacks the prefix bert.
         """
         name = strip_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
         return f"bert.{name}" if name.startswith(_BARE) else name
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
-        """Infer the model from shapes, with the published values of what they do not show.
+        """Infer the model from shapes. What they do not show gets its published value.
 
-        These are the order of layers (co-attention starts with the last text layers, and a text and a region layer
-        follow each) and, without `hints`, heads of 64 channels for text and 128 for regions and co-attention.
+        This concerns the order of layers (co-attention starts before the last text layers; a text and a region layer
+        follow each) and, without `hints`, the channels of a head (64 for text, 128 for regions and co-attention).
         """
         model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)
@@ -226,7 +226,7 @@ class PublishedViLBert(Published):
         return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
 
     def _unused_layers(self) -> Shapes:
-        """Return key -> shape of the layers in co-attention that their code never uses."""
+        """Return {key: shape} for the linear layers in co-attention that the authors' code never uses."""
         inputs = self.model.coattention.hidden_size
         widths = zip(_UNUSED, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
         modules = {
@@ -240,12 +240,12 @@ class PublishedViLBert(Published):
 
 
 def is_vilbert(shapes: Iterable[str]) -> bool:
-    """Return True if these plain names are of a ViLBERT, or of its single-stream baseline."""
+    """Return True if these plain names are those of a ViLBERT or of its single-stream baseline."""
     return has_any(shapes, (f"{_ONE_STREAM[0]}.", f"{_TWO_STREAMS[0]}.", "bert.encoder.c_layer."))
 
 
 def _infer_task(shapes: Shapes, hints: Hints, positions: int) -> Any:
-    """Infer the settings of a fine-tuned file's task."""
+    """Infer a fine-tuned model's task settings. Raises ValueError if the task is not clear and `hints` has none."""
     multi_task = has_any(shapes, "vil_prediction.logit_fc.")
     last = "vil_prediction.logit_fc.3.weight" if multi_task else "vil_prediction.main.3.weight_v"
     several = shapes.get(last, (1,))[:1] != (1,)
@@ -315,7 +315,7 @@ def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
 
 
 def _infer_layers(shapes: Shapes, one_stream: bool) -> str:
-    """Infer ModelConfig.layers, in the published order (co-attention with the last text layers)."""
+    """Infer ModelConfig.layers, assuming the published order: "T" for the first text layers, then "XTV" repeated."""
     text, regions, both = (
         count(shapes, rf"bert\.encoder\.{kind}\.(\d+)\.") for kind in ("layer", "v_layer", "c_layer")
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of VL-BERT's authors: the models in their files, and our tensor for each key."""
+"""Checkpoints of VL-BERT's authors: which model a file holds, and which of our tensors each key is."""
 
 import re
 from collections.abc import Callable
@@ -116,20 +116,20 @@ class PublishedVLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, and of VCR's wrapper for four choices (_module.)."""
+        """Return a key without the prefixes of training wrappers and of VCR's wrapper for four choices ("_module.")."""
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
-        """Return the key of a plain name in a file: VCR wraps the core in a module for its four choices."""
+        """Return a plain name's key in a file. In VCR, a wrapper for the four choices adds "_module."."""
         name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
         return f"module.{name}"
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """Infer the model from shapes, with the published values of what they do not show.
+        """Infer the model from shapes. What they do not show gets its published value.
 
-        These are 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
-        convolutions, a dilated res5, the padding of images, and VCR's sigmoid, images of 600/1200 pixels and subtask.
+        This concerns the channels of an attention head (64, unless `hints` has the number of heads), the stride in 1x1
+        convolutions, the dilated res5, the padding of images, and VCR's sigmoid, image size (600/1200) and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
             raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")
@@ -161,7 +161,7 @@ class PublishedVLBert(Published):
         return task(self.task, no_words, 0).head(self.model)
 
     def prefix_pairs(self) -> list[tuple[str, str]]:
-        """Return (their prefix, our prefix) for all tensors of the model."""
+        """Return pairs of prefixes, (theirs, ours), for the names of all tensors of the model."""
         if isinstance(self.task, PretrainingSettings):
             return _CORE + _PRETRAINING
         if isinstance(self.task, VCRSettings):
@@ -171,7 +171,7 @@ class PublishedVLBert(Published):
         return _CORE + [(theirs, f"head.{ours}") for theirs, ours in _CLASSIFIER[kind]]
 
     def entries(self) -> list[dict]:
-        """Return the entries. They have the visual embedding of text-only rows, which may be missing in a file."""
+        """Return the entries, including the visual embedding for text-only rows, which a file may lack."""
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
         rename = _make_renamer([(ours, theirs) for theirs, ours in self.prefix_pairs()])
@@ -198,7 +198,7 @@ def _make_renamer(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
 
 
 def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
-    """Infer the source of the model's appearance features."""
+    """Infer where appearance features come from: the settings of the Fast R-CNN, or precomputed ones."""
     _, inputs = PublishedVLBert.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
     from_pixels = has_any(shapes, "image_feature_extractor.backbone.")
     stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
@@ -217,7 +217,7 @@ def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
 
 
 def _infer_task(shapes: Shapes) -> Any:
-    """Infer the settings of the task from its tensors."""
+    """Infer the task's settings from the shapes of its tensors."""
     if has_any(shapes, "vlbert.mlm_head."):
         return PretrainingSettings(relationship=has_any(shapes, "vlbert.relationsip_head."))
     if not has_any(shapes, "final_mlp."):
