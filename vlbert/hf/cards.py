@@ -43,7 +43,7 @@ _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
 
 
 def model_card(path: str) -> str:
-    """Return the text of README.md for a checkpoint or a folder with a model. Raises ValueError if there is none."""
+    """Return the README.md text for a checkpoint or a folder with a model. Raises ValueError if `path` is neither."""
     checkpoint = open_checkpoint(path, tensors=False)
     config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task") or ""
     root, _, name = checkpoint.uri.rpartition("/runs/")
@@ -75,7 +75,7 @@ def model_card(path: str) -> str:
 
 
 def _collect_results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> list[dict[str, Any]]:
-    """Return title and metrics of the last validation up to the checkpoint's step, and of each of its evaluations."""
+    """Return the metrics of the last validation up to the checkpoint's step and of its evaluations, with titles."""
     state, results = checkpoint.state, []
     lines = read_metrics(store, run, "validation") if store else []
     before = [line for line in lines if line["step"] <= state["step"]]

@@ -27,7 +27,7 @@ IGNORED |= {"weights_only"}
 
 
 def _model_field(name: str) -> property:
-    """Return a property that reads the field `name` of the model. It becomes the field's alias in transformers."""
+    """Return a property that reads the ModelConfig field `name`, for use under the name that transformers expects."""
     return property(lambda config: config.model[name])
 
 
@@ -46,7 +46,7 @@ class VLBertConfig(PretrainedConfig):
         num_classes: Number of the detector's classes, without the background.
         settings: Settings of the model's task (vlbert/tasks), or a dict of their fields; `task` names their class.
         detector: Id and description of the detector whose regions the model was trained on.
-        recipe: Recipe of a checkpoint, read only for the task's settings if `settings` is None.
+        recipe: Recipe of a checkpoint, from which the task's settings are taken if `settings` is None.
     """
 
     model_type = MODEL_TYPE
@@ -84,7 +84,7 @@ class VLBertConfig(PretrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        """The architecture, as the ModelConfig that vlbert.model reads."""
+        """The model's architecture, as a ModelConfig."""
         return from_json(ModelConfig, self.model, _SOURCE)
 
     @property

@@ -90,7 +90,7 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
 def from_batch(batch: Batch) -> dict[str, Tensor]:
     """Return the arguments from which `to_batch` makes this batch. Labels and default values are left out.
 
-    Raises ValueError if the batch masks pixels of boxes that are not regions (`covered`), as there is no such argument.
+    Raises ValueError if the batch masks pixels of boxes that are not regions (`covered`): no argument describes them.
     """
     if batch.covered_mask.any():
         raise ValueError("the batch masks pixels of boxes that are not regions, for which there is no argument")

@@ -204,7 +204,7 @@ class VLBertModel(VLBertPreTrainedModel):
 
 
 class VLBertForPreTraining(VLBertPreTrainedModel):
-    """A model that predicts masked words, masked regions and, if it has that head, whether text and image match.
+    """A model that predicts masked words, masked regions and, with a relationship head, whether text and image match.
 
     Labels of `forward`:
         labels: int64 [N, T], the original token at masked words, -100 elsewhere.
@@ -342,7 +342,7 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
 
 
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
-    """A model that scores how well text and image match. A pre-trained relationship head needs no training (zero-shot).
+    """A model that scores how well text and image match. With a pre-trained relationship head, it works zero-shot.
 
     `labels` are int64 [N, 2]: the index of the pair that a row belongs to, and the row's role: 0 for the pair itself, 1
     to W for wrong captions of its image, above W for wrong images of its caption (W: RetrievalSettings.wrong_captions).
@@ -361,7 +361,7 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
 
 
 def _set_labels(batch: Batch, name: str, mask: Tensor, **labels: Tensor) -> Batch:
-    """Return the batch with labels for the True elements of a label mask, bool [N, T] or [N, R], called `name`."""
+    """Return the batch with `labels` for the True elements of the label mask `name`, bool [N, T] or [N, R]."""
     sizes = replace(batch.sizes, labelled=batch.sizes.labelled | {name: tuple(mask.sum(dim=1).tolist())})
     labelled = batch.labelled | {name: mask.flatten().nonzero()[:, 0]}
     return replace(batch, labelled=labelled, labels=batch.labels | labels, sizes=sizes)

@@ -94,7 +94,7 @@ class VLBertProcessor(ProcessorMixin):
         Raises ValueError if an image cannot be read, or if the task does not take an argument.
 
         Args:
-            images: File paths, bytes, Pillow images, or samples that `Predictor.detect` returned. None: visual_embeds.
+            images: File paths, bytes, Pillow images or `Predictor.detect`'s samples; None if there are only features.
             text: One text, or a list. With a list, the other arguments are lists, too, with one entry per text.
             boxes: For each image float [n, 4], x1 y1 x2 y2 in its pixels. None: the detector finds them.
             visual_embeds: For each image float [n, D], the features of its boxes, if the model reads features. They are
@@ -173,7 +173,7 @@ class VLBertProcessor(ProcessorMixin):
         return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Write processor_config.json, the tokenizer, vocab.txt and, if a file is known, the detector's weights."""
+        """Write processor_config.json, the tokenizer, vocab.txt and, if their file is known, the detector's weights."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / VOCABULARY).write_text(self.vocabulary.text(), encoding="utf-8")

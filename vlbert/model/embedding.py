@@ -62,7 +62,7 @@ class VisualLinguisticEmbedding(nn.Module):
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
         """Return the embeddings of the text, [N, T, C], and of the regions followed by [END], [N, R + 1, C].
 
-        Padding takes no position. `appearance` [K, D] holds the appearance features of all images' real regions.
+        Padding takes no position. `appearance` [K, D] has the features of all images' real regions.
         """
         visual = self.region_visual_embeddings(batch, appearance)  # (N, R, L)
         length = batch.text_mask.sum(dim=1, keepdim=True)  # (N, 1)
@@ -146,7 +146,10 @@ def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
 
 
 class VisualProjection(nn.Module):
-    """A linear layer [..., L] -> [..., C], omitted if L = C, and LayerNorm with initial weight `gain`, if set."""
+    """A projection of visual feature embeddings, [..., L] -> [..., C], with LayerNorm if config.visual_norm says so.
+
+    There is no linear layer if L = C. `gain` is LayerNorm's initial weight.
+    """
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
         super().__init__()
@@ -200,7 +203,10 @@ class SeparateEmbedding(nn.Module):
             nn.init.zeros_(self.masked_appearance.weight)
 
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
-        """Embed text, [N, T, C] ([N, T + 1, C] with a task token), and regions of `appearance` [K, D], [N, R, C']."""
+        """Return the embeddings of the text, [N, T, C], and of the regions, [N, R, C'].
+
+        With a task token, the text is [N, T + 1, C]. `appearance` [K, D] has the features of all images' real regions.
+        """
         regions = features_by_row(self._regions(batch, appearance), batch)
         text, text_mask = self.words(batch.tokens) + self.segments(batch.segments), batch.text_mask
         text_lengths, region_lengths = batch.sizes.tokens, batch.sizes.regions

@@ -17,7 +17,7 @@ MAX_GRAPHS = 32  # per class of blocks; beyond it, torch.compile logs a warning 
 
 
 def trainable_blocks(model: VLBert) -> list[nn.Module]:
-    """Return the encoder layers and residual blocks with trainable parameters. Others store no activations anyway."""
+    """Return the encoder layers and residual blocks with trainable parameters. Frozen ones keep no activations."""
     stages: list[nn.Module] = [model.encoder.layers]
     if model.fast_rcnn is not None:
         backbone = model.fast_rcnn.backbone

@@ -13,9 +13,9 @@ ClassifierKind = Literal["linear", "two_layers", "words", "regions", "regions_no
 
 
 class Pooler(nn.Module):
-    """A module that pools each row to one vector, in the way that ModelConfig.pooler (here `kind`) names.
+    """A module that pools each row to one vector. Its `kind` is the method, ModelConfig.pooler.
 
-    `size` is the vector's width P: the width of co-attention for "product", otherwise that of the text.
+    Its `size` is the vector's width P: the width of co-attention for "product", otherwise that of the text.
     """
 
     def __init__(self, config: ModelConfig):
@@ -100,7 +100,7 @@ class Classifier(nn.Module):
 
 
 class PairClassifier(nn.Module):
-    """A Pooler and a Classifier, which together return logits for whole rows."""
+    """A Pooler followed by a Classifier, which returns one vector of logits per row."""
 
     def __init__(self, config: ModelConfig, outputs: int, kind: ClassifierKind, dropout: float, width: int = 1024):
         super().__init__()
@@ -138,7 +138,7 @@ def initialise(module: nn.Module, standard_deviation: float) -> None:
 
 
 def initialise_head(head: nn.Module, config: ModelConfig) -> None:
-    """Initialise a new head like the model (paper 4.1) or, if head_initialisation is "xavier", as published code."""
+    """Initialise a new head like the model (paper 4.1), or as in published code if head_initialisation is "xavier"."""
     initialise(head, config.initializer_range)
     if config.head_initialisation == "xavier":
         for part in head.modules():

@@ -45,7 +45,7 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Return text and regions of each row joined, float [N, T + E, C], with mask, bool [N, T + E], and lengths."""
+        """Return each row's text and regions concatenated, float [N, T + E, C], the mask, bool, and the row lengths."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
@@ -73,9 +73,9 @@ class AttentionMap:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Indices that convert padded rows [N, S] to packed elements [L], and those to compact rows [N, s] for attention.
+    """Indices for converting padded rows [N, S] to packed elements [L], and packed elements to compact rows [N, s].
 
-    In compact rows, the real elements come first, and the padding is as short as possible.
+    Attention reads compact rows. In them, real elements come first, and the padding is as short as possible.
 
     Attributes:
         real: bool [N, S], True at real elements.
@@ -109,7 +109,7 @@ class Packing:
 
     @property
     def full(self) -> bool:
-        """True if all rows have the same number of real elements, and compact rows no padding."""
+        """True if all rows have the same number of real elements, so that compact rows have no padding."""
         return self.key_mask is None
 
     def pack(self, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Packing:
     def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
         """Expand attention maps from compact to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
 
-        This packing is that of the queries. Padded keys get 0. A padded query gets the weights of the real one before.
+        This packing is that of the queries. A padded key gets 0, a padded query the weights of the query before it.
         """
         query, key = ((real.cumsum(dim=1) - 1).clamp(min=0) for real in (self.real, keys.real))  # (N, S), (N, S')
         wide = maps.take_along_dim(query[:, None, :, None], dim=2).take_along_dim(key[:, None, None, :], dim=3)
@@ -200,7 +200,7 @@ class StreamLayer(nn.Module):
 
 
 class SelfAttentionLayer(StreamLayer):
-    """A layer whose elements attend to those of their row: to both streams (J), the text (T) or the regions (V)."""
+    """A layer in which a row's elements attend to each other: both streams (J), the text (T) or the regions (V)."""
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
@@ -254,7 +254,7 @@ class Encoder(nn.Module):
         """Return the streams after all layers, zero in the padding.
 
         Args:
-            attentions: each layer appends its attention map to this list; a layer X two, the text's and the regions'.
+            attentions: each layer appends its attention map to this list; X appends two, the text's and the regions'.
             hidden_states: each layer appends its output to this list.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):

@@ -60,7 +60,7 @@ def make_maps(prediction: Prediction) -> list[Map]:
 
 
 def select_regions(maps: list[Map]) -> list[int]:
-    """Return the sorted indices of the regions that get most attention from the drawn words; 0 is the whole image."""
+    """Return the sorted indices of the regions with most attention from the drawn words; 0 is the whole image."""
     received = np.max([layer.strength[:MAX_WORDS].max(0) for layer in maps], axis=0)
     return sorted(np.argsort(-received, kind="stable")[:MAX_REGIONS].tolist())
 
@@ -68,7 +68,7 @@ def select_regions(maps: list[Map]) -> list[int]:
 def draw_attention(prediction: Prediction) -> bytes:
     """Draw the image with its regions and, for each layer, a heat map of its busiest head. Returns a PNG.
 
-    The figure shows only the regions that get most attention, and only the first words of a long text.
+    The figure shows only the regions with the most attention, and only the first words of a long text.
     """
     require("matplotlib", "the figure of attention", "attention")
     from matplotlib.figure import Figure  # unlike pyplot, it needs no display

@@ -109,7 +109,7 @@ def output_file(options: Options) -> Path:
 
 
 def rank(options: Options, fields: Sequence[str]) -> None:
-    """Print the images of --among, or the captions of --captions, in order of their probability."""
+    """Print the images of --among, or the captions of --captions, with their probabilities, most likely first."""
     captions = read_lines(options.captions, "--captions") if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
     given = options.inputs[0]

@@ -23,7 +23,7 @@ class Prediction:
         names: Name of each region: its number, from 1, and its class if the detector has class names.
         row: The task's prediction (Task.predictions in vlbert/tasks/base.py); None if there are only regions.
         tokens: Tokens of each row of `batch`, with special tokens. A row is a choice, or the only text.
-        encoded: The encoder's output for `batch`, with attention maps if requested.
+        batch, encoded: The model's input, and the encoder's output for it, with attention maps if requested.
     """
 
     sample: Sample

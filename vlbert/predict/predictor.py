@@ -1,4 +1,4 @@
-"""Predict for an image file, with a checkpoint and its detector in one process."""
+"""Predictions for your own images, with a checkpoint and its detector in one process."""
 
 import functools
 import warnings

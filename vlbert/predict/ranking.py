@@ -42,7 +42,7 @@ class Ranker(Predictor):
             )
 
     def images(self, folder: str | Path, text: str) -> Ranking:
-        """Rank the image files of a folder, not of its subfolders, by how well they fit the text. Returns file names.
+        """Rank the image files of a folder (not of its subfolders) by how well they fit the text. Returns file names.
 
         A warning gives the reason for each file that is skipped. Raises OSError if there is no such folder, and
         ValueError if none of its files can be ranked.
@@ -83,7 +83,7 @@ class Ranker(Predictor):
 def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
     """Make a recipe for retrieval with a pre-trained model, given its config.json; None for a model of another task.
 
-    It limits the length of captions and the number of regions as in pre-training.
+    The recipe limits the length of captions and the number of regions as in pre-training.
     """
     if config.get("task") != PretrainingSettings.__name__:
         return None

@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]  # plain name -> shape
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a file's model because its tensors do not show it."""
+    """Properties of a file's model that its tensors do not show, given by the user."""
 
     num_heads: tuple[int, ...] | None = None  # heads of each kind of attention; None: the published numbers
     task: str | None = None  # of a fine-tuned ViLBERT: take the heads of vqa, vcr, refcoco, retrieval or pretraining
@@ -56,7 +56,7 @@ class Published(ABC):
     @staticmethod
     @abstractmethod
     def plain_name(key: str) -> str:
-        """Return a key as a plain name: without prefixes of wrappers, and as in the authors' latest code."""
+        """Return a key's plain name: without prefixes of wrappers, and as the authors' latest code names it."""
 
     def in_file(self, name: str) -> str:
         """Return the key under which the authors' code saves the tensor with a plain name."""
@@ -69,7 +69,7 @@ class Published(ABC):
 
     @abstractmethod
     def head(self) -> nn.Module:
-        """Make a new head for the task, in our code."""
+        """Make a new head for the task, a module of this package."""
 
     @abstractmethod
     def entries(self) -> list[dict]:
@@ -80,7 +80,7 @@ class Published(ABC):
 
     @staticmethod
     def make_entries(theirs: Mapping[str, str | None]) -> list[dict]:
-        """Make entries from {our name: plain name}. Raises ValueError for None: the authors' code lacks the tensor."""
+        """Make entries from {our name: plain name}. Raises ValueError if a plain name is None (no counterpart)."""
         if unknown := [name for name, key in theirs.items() if key is None]:
             raise ValueError(f"their code has no such model: it lacks {unknown[0]}")
         return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]

@@ -113,7 +113,7 @@ def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[di
 
 
 def identify(theirs: dict[str, Tensor], hints: Hints = NO_HINTS) -> Published:
-    """Infer which model the authors' tensors are. Raises ValueError if it is neither a VL-BERT nor a ViLBERT."""
+    """Infer the model from the authors' tensors. Raises ValueError if it is neither a VL-BERT nor a ViLBERT."""
     if is_vilbert(map(PublishedViLBert.plain_name, theirs)):
         kind = PublishedViLBert
     elif has_any(map(PublishedVLBert.plain_name, theirs), ("vlbert.", "image_feature_extractor.")):
@@ -182,7 +182,7 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
 
 
 def _to_published(saved: Checkpoint, folder: Path) -> Published:
-    """Describe the authors' file to which this model converts. Raises ValueError if their code has no such task."""
+    """Return the description of the authors' file for this model. Raises ValueError if their code has no such task."""
     config, uri = saved.config, f"{folder}/{CONFIG}"
     kinds = {kind.__name__: kind for kind in TASKS.values()}
     vilbert = saved.model_config.embedding == "separate"
@@ -224,7 +224,7 @@ def convert_checkpoint(
         source: a file of the authors, or a model's folder
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
-        num_heads: number of attention heads, if not the published one; for a ViLBERT of text, regions, co-attention
+        num_heads: number of attention heads, if not the published one; for a ViLBERT: text, regions, co-attention
         task: for a fine-tuned ViLBERT: the task whose heads to convert
         task_token: for 12-in-1: the task's row in the table of task tokens, from 0
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of ViLBERT's authors: which model a file holds, and which of our tensors each key is.
+"""Checkpoints of ViLBERT's authors: which model a file holds, and the name of our tensor for each key.
 
 Files of both of their programs are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
 (facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The single-stream
@@ -117,7 +117,7 @@ TASKS = {
 
 
 def layer_names(layers: str) -> Iterator[tuple[str, str]]:
-    """Yield (their name, our name) for each module of an encoder. Their names count each kind of layer separately."""
+    """Yield (their name, our name) for each module of an encoder. The authors number each kind of layer separately."""
     counts = dict.fromkeys(("layer", "v_layer", "c_layer"), 0)
     for number, letter in enumerate(layers):
         kind, parts = _PARTS[letter]
@@ -138,7 +138,7 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Return {their name: our name} for the classifier's parameters of a fine-tuned task; {} if they have none."""
+    """Return {their name: our name} for the parameters of a fine-tuned task's classifier; {} if they have none."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))
@@ -176,7 +176,7 @@ class PublishedViLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, and as it is in their latest files.
+        """Return a key without the prefixes of training wrappers, and with the names of the latest files.
 
         Older LayerNorms have gamma and beta instead of weight and bias. An encoder without heads lacks the prefix bert.
         """
@@ -185,10 +185,10 @@ class PublishedViLBert(Published):
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
-        """Infer the model from shapes. What they do not show gets its published value.
+        """Infer the model from its tensors' shapes, with published values for settings that shapes do not show.
 
-        This concerns the order of layers (co-attention starts before the last text layers; a text and a region layer
-        follow each) and, without `hints`, the channels of a head (64 for text, 128 for regions and co-attention).
+        These are the order of layers (see `_infer_layers`) and, without `hints`, 64 channels per attention head of the
+        text, and 128 per head of regions and co-attention.
         """
         model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)
@@ -245,7 +245,7 @@ def is_vilbert(shapes: Iterable[str]) -> bool:
 
 
 def _infer_task(shapes: Shapes, hints: Hints, positions: int) -> Any:
-    """Infer a fine-tuned model's task settings. Raises ValueError if the task is not clear and `hints` has none."""
+    """Infer a fine-tuned model's task settings. Raises ValueError if neither shapes nor hints show the task."""
     multi_task = has_any(shapes, "vil_prediction.logit_fc.")
     last = "vil_prediction.logit_fc.3.weight" if multi_task else "vil_prediction.main.3.weight_v"
     several = shapes.get(last, (1,))[:1] != (1,)

@@ -1,4 +1,4 @@
-"""Checkpoints of VL-BERT's authors: which model a file holds, and which of our tensors each key is."""
+"""Checkpoints of VL-BERT's authors: which model a file holds, and the name of our tensor for each key."""
 
 import re
 from collections.abc import Callable
@@ -126,10 +126,10 @@ class PublishedVLBert(Published):
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """Infer the model from shapes. What they do not show gets its published value.
+        """Infer the model from its tensors' shapes, with published values for settings that shapes do not show.
 
-        This concerns the channels of an attention head (64, unless `hints` has the number of heads), the stride in 1x1
-        convolutions, the dilated res5, the padding of images, and VCR's sigmoid, image size (600/1200) and subtask.
+        These are 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
+        convolutions, a dilated res5, the padding of images, and VCR's sigmoid, image size (600/1200) and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
             raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")
@@ -171,7 +171,7 @@ class PublishedVLBert(Published):
         return _CORE + [(theirs, f"head.{ours}") for theirs, ours in _CLASSIFIER[kind]]
 
     def entries(self) -> list[dict]:
-        """Return the entries, including the visual embedding for text-only rows, which a file may lack."""
+        """Return the entries, including that of the visual embedding of text-only rows, which a file may lack."""
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
         rename = _make_renamer([(ours, theirs) for theirs, ours in self.prefix_pairs()])
@@ -198,7 +198,7 @@ def _make_renamer(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
 
 
 def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
-    """Infer where appearance features come from: the settings of the Fast R-CNN, or precomputed ones."""
+    """Infer the settings of the regions: those of the Fast R-CNN if the file has one, or precomputed features."""
     _, inputs = PublishedVLBert.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
     from_pixels = has_any(shapes, "image_feature_extractor.backbone.")
     stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
