@@ -333,7 +333,7 @@ def test_features_of_your_own_are_taken_as_a_detectors_are(tmp_path):
         ({"text": "a"}, "images are missing"),
         ({"text": "a", "images": "none.jpg"}, "none.jpg cannot be read"),
         ({"text": "a", "images": np.zeros((40, 40, 3), np.uint8)}, "an image is a ndarray"),
-        ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels and no"),
+        ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels, not visual"),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "choices": FOUR}, "takes no choices"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[1, 2, 3, 4, 0.9]]}, r"boxes of an image are \[1, 5\]"),
         ({"text": "a", "images": "photo.jpg", "boxes": [*BOX, [9, 9, 3, 12]]}, "box 1 is .*x1 <= x2"),

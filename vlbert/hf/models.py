@@ -46,8 +46,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = ["image", "text"]
     _supports_sdpa = True
-    new_settings: ClassVar[TaskSettings | None] = None  # of a new head, for a checkpoint of another task
-    task: Any  # of the class for new_settings; None without a head
+    new_settings: ClassVar[TaskSettings | None] = None  # for a new head, if the checkpoint is of another task
+    task: Any  # the task of the head; None without a head
     head: Any
 
     def __init__(self, config: VLBertConfig):
@@ -62,8 +62,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
                 needed = f"{type(self).__name__} needs {type(self.new_settings).__name__}"
                 raise ValueError(f"{needed}; the config has {actual}")
             if isinstance(settings, PretrainingSettings):
-                settings = replace(settings, monitored_words=())  # the only use of the vocabulary's words
-            words: Any = range(config.vocab_size)  # a head needs only their number
+                settings = replace(settings, monitored_words=())  # only these need the vocabulary's words
+            words: Any = range(config.vocab_size)  # a head needs only how many there are
             self.task = make_task(settings, words, config.num_classes)
             self.head = self.task.head(self.vlbert.config)
         self.post_init()
@@ -191,7 +191,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         self.task.on_start(self.vlbert, self.head, saved.config.get("task"))
         if self.task.zero_shot_head not in loaded.split(", "):
             logger.warning(
-                "%s has no head of %s; loaded parts of its own head: %s; the rest has random weights: train the model",
+                "%s has no head of %s; parts from its own head: %s; the rest has random weights: train the model",
                 *(saved.uri, type(self).__name__, loaded),
             )
 

@@ -147,7 +147,7 @@ class VLBertProcessor(ProcessorMixin):
     ) -> Sample:
         """Return a sample of the image, with regions from its boxes or the detector."""
         if visual_embeds is not None and self.config.model_config.regions.features != "precomputed":
-            raise ValueError("the model reads pixels and no visual_embeds")
+            raise ValueError("the model reads pixels, not visual_embeds")
         if visual_embeds is not None and boxes is None:
             raise ValueError("visual_embeds need boxes, one per vector")
         if image is None:
@@ -159,7 +159,7 @@ class VLBertProcessor(ProcessorMixin):
             sample, scale = image, 1.0
         else:
             if not isinstance(image, str | Path | bytes | Image.Image):
-                raise ValueError(f"an image is a {type(image).__name__}; give files, bytes or Pillow's images")
+                raise ValueError(f"an image is a {type(image).__name__}; give file paths, bytes or Pillow images")
             sample = read_image(image)
             scale = np.array([sample.width, sample.height] * 2) / (_upright_size(image) * 2) if boxes is not None else 1
         if boxes is None:
@@ -212,7 +212,7 @@ def _check_boxes(boxes: np.ndarray) -> np.ndarray:
     """Return the boxes as [n, 4]. Raises ValueError if their shape or a coordinate is invalid."""
     boxes = boxes.reshape(0, 4) if not boxes.size else boxes
     if boxes.ndim != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"boxes of an image are {list(boxes.shape)}; they must be [n, 4]: x1 y1 x2 y2")
+        raise ValueError(f"the boxes of an image are {list(boxes.shape)}; they must be [n, 4]: x1 y1 x2 y2")
     wrong = ~(np.isfinite(boxes).all(axis=1) & (boxes[:, 2:] >= boxes[:, :2]).all(axis=1))
     if wrong.any():
         raise ValueError(f"box {wrong.argmax()} is {boxes[wrong.argmax()].tolist()}; x1 <= x2 and y1 <= y2 must hold")

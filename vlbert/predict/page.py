@@ -110,11 +110,11 @@ def page_app(predictor: Predictor) -> FastAPI:
         with lock:
             sample = samples.get(question.image)
             if sample is None:
-                raise HTTPException(410, "this image is no longer stored: drop it once more")
+                raise HTTPException(410, "this image is no longer stored: drop it again")
             ranking, text = [], question.text if question.text.strip() else None
             if question.captions:
                 if not isinstance(predictor, Ranker):
-                    raise ValueError("this checkpoint ranks no captions; serve a checkpoint of retrieval")
+                    raise ValueError("this checkpoint cannot rank captions; serve one of retrieval")
                 ranking = predictor.captions(sample, question.captions)
                 text = ranking[0][0]
             elif text is None and not question.mask_regions:

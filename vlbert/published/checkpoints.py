@@ -98,7 +98,7 @@ class Published(ABC):
     def matrix(cls, shapes: Shapes, name: str) -> tuple[int, int]:
         """Return the shape of a matrix that every file has. Raises ValueError if it is missing or not a matrix."""
         if name not in shapes:
-            raise ValueError(f"it has no {name}, so it is no {cls.kind} of the authors, or an incomplete one")
+            raise ValueError(f"it has no {name}, so it is not a {cls.kind} of the authors, or is incomplete")
         if len(shapes[name]) != 2:
             raise ValueError(f"its {name} is {shapes[name]} and should be a matrix")
         return shapes[name][0], shapes[name][1]

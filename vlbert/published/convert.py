@@ -79,7 +79,7 @@ def _find_problem(tensor: Tensor, entry: dict | None, wanted: dict[str, Tensor],
     if not tensor.isfinite().all():
         return "it holds NaN or infinity"
     before = tensors.get(entry.get("ours", ""))
-    return "" if before is None or torch.equal(before, tensor.float()) else "it differs from its copy: damaged"
+    return "" if before is None or torch.equal(before, tensor.float()) else "it differs from its copy (damaged file)"
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -285,7 +285,7 @@ def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
             "pooler": "product",
         }
     if hints.num_heads and len(hints.num_heads) != len(sizes):
-        raise ValueError(f"num_heads needs one number for each of {', '.join(sizes)}; given are {len(hints.num_heads)}")
+        raise ValueError(f"num_heads needs one number for each of {', '.join(sizes)}; {len(hints.num_heads)} are given")
     if "bert.embeddings.task_embeddings.weight" not in shapes:
         if hints.task_token is not None:
             raise ValueError("it has no table of task tokens: give no task token")
@@ -323,7 +323,7 @@ def _infer_layers(shapes: Shapes, one_stream: bool) -> str:
         return "J" * text
     if regions != both or both > text:
         raise ValueError(
-            f"it has {text} layers of text, {regions} of regions and {both} of co-attention; published models have as "
-            "many of regions as of co-attention, and no fewer of text"
+            f"it has {text} text, {regions} region and {both} co-attention layers; in published models, the last two "
+            "numbers are equal, and the first is not less"
         )
     return "T" * (text - both) + "XTV" * both

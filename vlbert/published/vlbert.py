@@ -132,9 +132,9 @@ class PublishedVLBert(Published):
         convolutions, a dilated res5, the padding of images, and VCR's sigmoid, image size (600/1200) and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
-            raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")
+            raise ValueError(f"it is a VL-BERT, so num_heads must be one number; {len(hints.num_heads)} are given")
         if hints.task or hints.task_token is not None:
-            raise ValueError("it is a VL-BERT, whose tensors show its task: give no task and no task token")
+            raise ValueError("it is a VL-BERT, whose tensors show its task: give neither a task nor a task token")
         vocab_size, hidden_size = cls.matrix(shapes, _WORDS)
         task = _infer_task(shapes)
         visual, _ = cls.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
