@@ -269,7 +269,7 @@ WRONG = [  # file, changed tensors (None: missing), what is named
     ("6 layers", {DEAD: torch.full((128, 128), torch.inf)}, f"{DEAD}: it holds NaN or infinity"),
     ("6 layers", {"bert.embeddings.LayerNorm.gamma": torch.zeros(64)}, "LayerNorm.weight: the file has it under two"),
     ("6 layers", {"bert.encoder.layer.12.output.dense.bias": torch.zeros(64)}, "12.attention.self.query.weight: it is"),
-    ("6 layers", {"bert.encoder.c_layer.6.biOutput.dense1.bias": torch.zeros(128)}, "6 of regions and 7 of co-att"),
+    ("6 layers", {"bert.encoder.c_layer.6.biOutput.dense1.bias": torch.zeros(128)}, "6 region and 7 co-att"),
     ("VQA", {"vil_prediction.main.0.bias": None}, "vil_prediction.main.0.bias: it is missing"),
     ("VQA", {"vil_prediction.main.3.weight_v": torch.zeros(3129, 9)}, r"weight_v: it is \[3129, 9\] and should be"),
 ]
