@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+from vlbert.model.embedding import features_by_row
 
 
 def to_batch(  # noqa: PLR0913  the inputs of all models
@@ -113,13 +114,11 @@ def from_batch(batch: Batch) -> dict[str, Tensor]:
         inputs["averaged_over"] = _by_text(batch.averaged_over, batch, first)
     for name, values in (("visual_embeds", batch.features), ("cells", batch.cells)):
         if len(values):
-            images, width = len(batch.image_rows), batch.region_mask.shape[1]
-            padded = values.new_zeros(images * width, *values.shape[1:]).index_copy(0, batch.real_regions, values)
-            inputs[name] = _by_text(padded.unflatten(0, (images, width)), batch, first)
+            inputs[name] = features_by_row(values, batch)[first]
     if batch.pixels:
         high, wide = (max(group.shape[axis] for group in batch.pixels) for axis in (2, 3))
         pixels = batch.pixels[0].new_zeros(len(batch.image_rows), 3, high, wide)
-        for row, number in zip(pixels, range(len(pixels)), strict=True):
+        for number, row in enumerate(pixels):
             image = batch.image(number)
             row[:, : image.shape[1], : image.shape[2]] = image
         inputs["pixel_values"] = _by_text(pixels, batch, first)

@@ -48,6 +48,7 @@ def bert_vocabulary(name: str) -> Vocabulary:
     return Vocabulary(sorted(ids, key=ids.__getitem__), source=name)
 
 
+@torch.no_grad()
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
     """Copy the weights of a BERT: its embeddings and encoder into `vlbert`, the parts that `head` also has into `head`.
 
@@ -64,10 +65,10 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
         )
 
     embedding = vlbert.embedding
-    _copy(embedding.words.weight[: vlbert.vocab_size], tensors["bert.embeddings.word_embeddings.weight"])
-    _copy(embedding.segments.weight[:2], tensors["bert.embeddings.token_type_embeddings.weight"])
+    embedding.words.weight[: vlbert.vocab_size].copy_(tensors["bert.embeddings.word_embeddings.weight"])
+    embedding.segments.weight[:2].copy_(tensors["bert.embeddings.token_type_embeddings.weight"])
     positions = min(vlbert.config.max_positions, config.max_position_embeddings)
-    _copy(embedding.positions.weight[:positions], tensors["bert.embeddings.position_embeddings.weight"][:positions])
+    embedding.positions.weight[:positions].copy_(tensors["bert.embeddings.position_embeddings.weight"][:positions])
     _copy_module(embedding.norm, tensors, "bert.embeddings.LayerNorm")
     for number, layer in enumerate(_text_layers(vlbert)):
         for part, bert_part in _LAYER.items():
@@ -80,7 +81,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
                 if isinstance(part, nn.Module):
                     _copy_module(part, tensors, source)
                 else:
-                    _copy(part, tensors[source])
+                    part.copy_(tensors[source])
             taken.append(name_of_part)
     return f"{', '.join(taken)} from {name}; everything else starts from random weights"
 
@@ -147,11 +148,5 @@ def _check_shape(vlbert: VLBert, config: "BertConfig", name: str) -> None:
         raise ValueError(f"{name} is a BERT of another shape: it has {'; '.join(differing)}")
 
 
-def _copy(parameter: Tensor, source: Tensor) -> None:
-    with torch.no_grad():
-        parameter.copy_(source)
-
-
 def _copy_module(module: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
-    for kind in ("weight", "bias"):
-        _copy(getattr(module, kind), tensors[f"{name}.{kind}"])
+    module.load_state_dict({kind: tensors[f"{name}.{kind}"] for kind in ("weight", "bias")})

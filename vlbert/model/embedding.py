@@ -132,17 +132,17 @@ def replace_masked(appearance: Tensor, batch: Batch, vector: Tensor) -> Tensor:
 
 
 def features_by_row(features: Tensor, batch: Batch) -> Tensor:
-    """Arrange the features of all images' real regions, [K, L], by row of the batch: [N, R, L], zero in the padding."""
+    """Arrange values of all images' real regions, [K, ...], by row of the batch: [N, R, ...], zero in the padding."""
     # An extra last image without regions, at index -1, serves rows without an image.
     by_image = _features_by_image(features, batch, len(batch.image_rows) + 1)
     return by_image.index_select(0, batch.image_of % len(by_image))
 
 
 def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
-    """Arrange features [K, L] by image: [images, R, L]. Padding, and images after the batch's P, are zero."""
-    width, channels = batch.region_mask.shape[1], features.shape[1]
-    padded = features.new_zeros(images * width, channels).index_copy(0, batch.real_regions, features)
-    return padded.view(images, width, channels)
+    """Arrange values [K, ...] by image: [images, R, ...]. Padding, and images after the batch's P, are zero."""
+    width, shape = batch.region_mask.shape[1], features.shape[1:]
+    padded = features.new_zeros(images * width, *shape).index_copy(0, batch.real_regions, features)
+    return padded.view(images, width, *shape)
 
 
 class VisualProjection(nn.Module):

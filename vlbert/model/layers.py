@@ -24,6 +24,7 @@ from vlbert.config import ModelConfig, StreamSize
 LAYER_NORM_EPS = 1e-12
 
 Stream = Literal["both", "text", "regions"]
+_STREAM_OF: dict[str, Stream] = {"J": "both", "T": "text", "V": "regions"}  # by the letter of a layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,42 +259,26 @@ class Encoder(nn.Module):
             hidden_states: each layer appends its output to this list.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
-            streams = (self._run_joint if joint else self._run_separate)(streams, numbers, attentions, hidden_states)
+            streams = self._run(streams, joint, numbers, attentions, hidden_states)
         return streams
 
-    def _run_joint(
+    def _run(
         self,
         streams: Streams,
+        joint: bool,
         numbers: Iterable[int],
         attentions: list[AttentionMap] | None,
         hidden_states: list[Streams] | None,
     ) -> Streams:
-        """Run consecutive layers J on the concatenated streams."""
-        x, mask, lengths = streams.joined()
-        packing = Packing.of(mask, lengths, compute_dtype(x))
-        packed = packing.pack(x)
-        for number in numbers:
-            maps = None if attentions is None else []
-            packed = self.layers[number](packed, packing, maps)
-            if attentions is not None and maps:
-                attentions.append(AttentionMap(number, "J", "both", "both", packing.widen(maps[0], packing)))
-            if hidden_states is not None:
-                hidden_states.append(_split_streams(packing.unpack(packed), streams))
-        return _split_streams(packing.unpack(packed), streams)
-
-    def _run_separate(
-        self,
-        streams: Streams,
-        numbers: Iterable[int],
-        attentions: list[AttentionMap] | None,
-        hidden_states: list[Streams] | None,
-    ) -> Streams:
-        """Run consecutive layers T, V and X on separate streams."""
-        packs = {
-            "text": Packing.of(streams.text_mask, streams.text_lengths, compute_dtype(streams.text)),
-            "regions": Packing.of(streams.region_mask, streams.region_lengths, compute_dtype(streams.regions)),
+        """Run consecutive layers: if `joint`, J on the concatenated streams, otherwise T, V and X on separate ones."""
+        padded: dict[Stream, tuple[Tensor, Tensor, Sequence[int]]] = {
+            "text": (streams.text, streams.text_mask, streams.text_lengths),
+            "regions": (streams.regions, streams.region_mask, streams.region_lengths),
         }
-        x = {name: packing.pack(getattr(streams, name)) for name, packing in packs.items()}
+        if joint:
+            padded = {"both": streams.joined()}
+        packs = {name: Packing.of(mask, lengths, compute_dtype(x)) for name, (x, mask, lengths) in padded.items()}
+        x = {name: packs[name].pack(values) for name, (values, _, _) in padded.items()}
         for number in numbers:
             letter, layer = self.letters[number], self.layers[number]
             maps = None if attentions is None else []
@@ -301,7 +286,7 @@ class Encoder(nn.Module):
                 x["text"], x["regions"] = layer(x["text"], x["regions"], packs["text"], packs["regions"], maps)
                 pairs: list[tuple[Stream, Stream]] = [("text", "regions"), ("regions", "text")]
             else:
-                name: Stream = "text" if letter == "T" else "regions"
+                name: Stream = _STREAM_OF[letter]
                 x[name] = layer(x[name], packs[name], maps)
                 pairs = [(name, name)]
             if attentions is not None and maps:
@@ -312,11 +297,9 @@ class Encoder(nn.Module):
         return _unpack_streams(x, packs, streams)
 
 
-def _split_streams(joined: Tensor, like: Streams) -> Streams:
-    """Split concatenated streams [N, T + E, C] into text and regions. Masks and lengths are those of `like`."""
-    text, regions = joined.split([like.text.shape[1], like.regions.shape[1]], dim=1)
-    return dataclasses.replace(like, text=text, regions=regions)
-
-
-def _unpack_streams(x: dict[str, Tensor], packs: dict[str, Packing], like: Streams) -> Streams:
-    return dataclasses.replace(like, **{name: packing.unpack(x[name]) for name, packing in packs.items()})
+def _unpack_streams(x: dict[Stream, Tensor], packs: dict[Stream, Packing], like: Streams) -> Streams:
+    padded = {name: packing.unpack(x[name]) for name, packing in packs.items()}
+    if "both" in padded:
+        sizes = [like.text.shape[1], like.regions.shape[1]]
+        padded["text"], padded["regions"] = padded.pop("both").split(sizes, dim=1)
+    return dataclasses.replace(like, **padded)

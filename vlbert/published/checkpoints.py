@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from vlbert.config import ModelConfig
+from vlbert.model.heads import Pooler
 from vlbert.model.vlbert import VLBert
+from vlbert.tasks import make_task
+from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
+from vlbert.tasks.vcr import VCRHead, VCRSettings
 
 COUNTER = ".num_batches_tracked"  # unused in frozen norms
 CLASSES = 1601  # classes of the Visual Genome detector, background first
@@ -67,9 +71,16 @@ class Published(ABC):
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "Published":
         """Infer the model from its tensors' shapes. Raises ValueError if it is not of this kind."""
 
-    @abstractmethod
     def head(self) -> nn.Module:
         """Make a new head for the task, a module of this package."""
+        if self.task is None:
+            return nn.ModuleDict({"pooler": Pooler(self.model)})
+        if isinstance(self.task, PretrainingSettings):
+            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
+        if isinstance(self.task, VCRSettings):
+            return VCRHead(self.model, self.task)
+        no_words: Any = None  # heads of other tasks need no vocabulary
+        return make_task(self.task, no_words, self.num_classes).head(self.model)
 
     @abstractmethod
     def entries(self) -> list[dict]:

@@ -191,11 +191,11 @@ def _to_published(saved: Checkpoint, folder: Path) -> Published:
     if config.get("task") not in kinds:
         raise ValueError(f"{uri} names no task, but every file of the authors has one; convert a run's checkpoint")
     task = from_json(kinds[config["task"]], saved.task_settings, uri)
-    if not vilbert and isinstance(task, RetrievalSettings):
+    if vilbert:
+        return PublishedViLBert(task, saved.model_config, saved.vocab_size, saved.num_classes)
+    if isinstance(task, RetrievalSettings):
         raise ValueError(f"{uri} is of a VL-BERT for retrieval, which the authors' code does not have")
-    if not vilbert:
-        return PublishedVLBert(task, saved.model_config, saved.vocab_size)
-    return PublishedViLBert(task, saved.model_config, saved.vocab_size, saved.num_classes)
+    return PublishedVLBert(task, saved.model_config, saved.vocab_size)
 
 
 def _check_supported(published: Published, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -9,12 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from torch import nn
-
 from detectors.resnet import ResNetConfig
 from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
-from vlbert.model.heads import Pooler
 from vlbert.published.checkpoints import CLASSES, NO_HINTS, Hints, Published, Shapes, count, has_any
 from vlbert.recipes.vilbert import (
     finetune_refcoco_vilbert,
@@ -23,11 +20,10 @@ from vlbert.recipes.vilbert import (
     finetune_vqa_vilbert,
     pretrain_vilbert,
 )
-from vlbert.tasks import task_of
-from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
+from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
-from vlbert.tasks.vcr import VCRHead, VCRSettings
+from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import OTHER_TOKENS, VQASettings
 
 TEXT_HEAD, REGION_HEAD = 64, 128  # channels of an attention head: of the text, and of regions and co-attention
@@ -207,16 +203,6 @@ class PublishedViLBert(Published):
         heads = {key: shape for key, shape in shapes.items() if key in own or key.startswith(_TASK_HEADS)}
         return replace(published, other_heads={key: shape for key, shape in heads.items() if key not in read})
 
-    def head(self) -> nn.Module:
-        if self.task is None:
-            return nn.ModuleDict({"pooler": Pooler(self.model)})
-        if isinstance(self.task, PretrainingSettings):
-            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
-        if isinstance(self.task, VCRSettings):
-            return VCRHead(self.model, self.task)
-        no_words: Any = None  # their heads need no vocabulary
-        return task_of(self.task)(self.task, no_words, self.num_classes).head(self.model)
-
     def entries(self) -> list[dict]:
         theirs = {name: key for key, name in (map_names(self.model.layers) | map_task_names(self.task)).items()}
         entries = self.make_entries({name: theirs.get(name) for name in self.skeleton})
@@ -229,13 +215,11 @@ class PublishedViLBert(Published):
         """Return {key: shape} for the linear layers in co-attention that the authors' code never uses."""
         inputs = self.model.coattention.hidden_size
         widths = zip(_UNUSED, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
-        modules = {
-            f"bert.encoder.c_layer.{number}.biOutput.{name}": width
+        return {
+            f"bert.encoder.c_layer.{number}.biOutput.{name}.{kind}": shape
             for name, width in widths
             for number in range(self.model.layers.count("X"))
-        }
-        return {f"{name}.weight": (width, inputs) for name, width in modules.items()} | {
-            f"{name}.bias": (width,) for name, width in modules.items()
+            for kind, shape in (("weight", (width, inputs)), ("bias", (width,)))
         }
 
 

@@ -1,20 +1,17 @@
 """Checkpoints of VL-BERT's authors: which model a file holds, and the name of our tensor for each key."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-
-from torch import nn
 
 from detectors.resnet import ResNetConfig
 from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
 from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, Shapes, count, has_any
-from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
-from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
-from vlbert.tasks.vcr import VCRHead, VCRSettings
-from vlbert.tasks.vqa import OTHER_TOKENS, VQA, VQASettings
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import OTHER_TOKENS, VQASettings
 
 HEAD_CHANNELS = 64  # channels of an attention head in every BERT
 
@@ -151,15 +148,6 @@ class PublishedVLBert(Published):
         )
         return cls(task, model, vocab_size)
 
-    def head(self) -> nn.Module:
-        if isinstance(self.task, PretrainingSettings):
-            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
-        if isinstance(self.task, VCRSettings):
-            return VCRHead(self.model, self.task)
-        task = VQA if isinstance(self.task, VQASettings) else RefCOCO
-        no_words: Any = None  # their heads need no vocabulary
-        return task(self.task, no_words, 0).head(self.model)
-
     def prefix_pairs(self) -> list[tuple[str, str]]:
         """Return pairs of prefixes, (theirs, ours), for the names of all tensors of the model."""
         if isinstance(self.task, PretrainingSettings):
@@ -174,8 +162,8 @@ class PublishedVLBert(Published):
         """Return the entries, including that of the visual embedding of text-only rows, which a file may lack."""
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
-        rename = _make_renamer([(ours, theirs) for theirs, ours in self.prefix_pairs()])
-        entries = self.make_entries({name: rename(name) for name in self.skeleton if name not in unread})
+        pairs = self.prefix_pairs()
+        entries = self.make_entries({name: _rename(name, pairs) for name in self.skeleton if name not in unread})
         norms = [e["theirs"].removesuffix(".running_var") for e in entries if e["theirs"].endswith(".running_var")]
         entries += [{"theirs": f"{norm}{COUNTER}", "dtype": "int64", "kept": []} for norm in norms]
         for alias, name in _ALIASES.items():
@@ -184,17 +172,12 @@ class PublishedVLBert(Published):
         return entries
 
 
-def _make_renamer(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
-    patterns = [(re.compile("^" + re.escape(old).replace(r"\{\}", r"(\d+)")), new) for old, new in pairs]
-
-    def rename(name: str) -> str | None:
-        for pattern, new in patterns:
-            match = pattern.match(name)
-            if match:
-                return new.format(*match.groups()) + name[match.end() :]
-        return None
-
-    return rename
+def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
+    """Return our name with its prefix replaced by theirs; None if the name has none of our prefixes."""
+    for theirs, ours in pairs:
+        if match := re.match(re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
+            return theirs.format(*match.groups()) + name[match.end() :]
+    return None
 
 
 def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
