@@ -120,7 +120,7 @@ def data_card(store: ObjectStore, dataset: str) -> str:
 
 
 def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
-    """Return a card's counts and metadata of a stage, such as "images". Reads each manifest twice, but no tar files."""
+    """Return counts and metadata of a dataset's stage, such as "images". Reads each manifest twice, but no tars."""
     hosts, tables = Counter(), []
     for table in catalog.columns(stage, ["status", "url", *_COLUMNS]):
         ok = table.filter(pc.equal(table["status"], OK))

@@ -116,7 +116,7 @@ class VLBertConfig(PretrainedConfig):
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     def with_settings(self, settings: TaskSettings | None) -> Self:
-        """Return a copy whose task is that of `settings`, or that has no task if they are None."""
+        """Return a copy for the task with these settings, or for a model without a task if they are None."""
         config = copy.deepcopy(self)
         config.task = None if settings is None else type(settings).__name__
         config.settings = None if settings is None else _to_plain(_strip_task_paths(to_json(settings)))

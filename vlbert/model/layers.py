@@ -207,7 +207,7 @@ class SelfAttentionLayer(StreamLayer):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
 
     def forward(self, x: Tensor, packing: Packing, maps: list[Tensor] | None = None) -> Tensor:
-        """Return the layer's output for x: [L, C] -> [L, C]. `maps` is as in `attend`."""
+        """Return the layer's output for x: [L, C] -> [L, C]. `maps` is that of `attend`."""
         attended = attend(*self.project(x, packing), packing, packing, self.attention_dropout, maps)
         return self.after_attention(x, attended)
 

@@ -41,7 +41,7 @@ from vlbert.tasks.retrieval import RetrievalSettings
 class Options:
     checkpoint: Checkpoint
     # an image file, and a text or question about it. Without a text, the regions are drawn with their numbers. With
-    # --among, a text only
+    # --among, only a text
     inputs: Annotated[tuple[str, ...], Positional, arg(metavar="IMAGE [TEXT]")] = ()
     mask_regions: tuple[int, ...] = ()  # numbers of regions to mask and predict
     choices: tuple[str, ...] = ()  # VCR: the answers, or rationales, to choose from

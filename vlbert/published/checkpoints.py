@@ -63,7 +63,7 @@ class Published(ABC):
         """Return a key's plain name: without prefixes of wrappers, and as the authors' latest code names it."""
 
     def in_file(self, name: str) -> str:
-        """Return the key under which the authors' code saves the tensor with a plain name."""
+        """Return the key under which the authors' code would save the tensor with this plain name."""
         return name
 
     @classmethod
